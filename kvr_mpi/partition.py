@@ -1,0 +1,113 @@
+"""How one prompt is cut over the ranks of a chain (KV-Runahead, section 4.2).
+
+Stands between the plan and the prefill: planners make a `Partition`, strategies read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvr_mpi.errors import PartitionError
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Slice bounds of one prompt: rank i owns tokens ``bounds[i]`` to ``bounds[i + 1]``.
+
+    Parameters
+    ----------
+    bounds : tuple of int
+        ``size + 1`` strictly increasing token positions, the first 0, the last the prompt's length.
+
+    Raises
+    ------
+    PartitionError
+        If a slice is empty or the bounds do not start at 0.
+    """
+
+    bounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that are no partition."""
+        if len(self.bounds) < 2 or self.bounds[0] != 0:
+            raise PartitionError(f"slice bounds {list(self.bounds)}: expected at least two, the first one 0")
+        for rank, (start, stop) in enumerate(pairwise(self.bounds)):
+            if stop <= start:
+                raise PartitionError(
+                    f"slice bounds {list(self.bounds)}: rank {rank} would get {stop - start} tokens; "
+                    f"every rank needs at least one (use fewer ranks, or other ratios)"
+                )
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.bounds) - 1
+
+    @property
+    def tokens(self) -> int:
+        """Length of the whole prompt in tokens."""
+        return self.bounds[-1]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each rank's slice."""
+        return tuple(stop - start for start, stop in pairwise(self.bounds))
+
+    def start(self, rank: int) -> int:
+        """First token of a rank's slice."""
+        return self.bounds[rank]
+
+    def stop(self, rank: int) -> int:
+        """One past the last token of a rank's slice."""
+        return self.bounds[rank + 1]
+
+    def check_tokens(self, tokens: int) -> None:
+        """Raise `PartitionError` unless the slices add up to `tokens`."""
+        if self.tokens != tokens:
+            raise PartitionError(
+                f"slice bounds {list(self.bounds)} add up to {self.tokens} tokens; the prompt has {tokens}"
+            )
+
+    @classmethod
+    def even(cls, tokens: int, size: int) -> Partition:
+        """Cut into `size` slices whose lengths differ by at most one token."""
+        return cls.by_ratio(tokens, [1.0] * size)
+
+    @classmethod
+    def by_ratio(cls, tokens: int, ratios: Sequence[float], quantum: int = 1) -> Partition:
+        """Cut in proportion to `ratios`, each slice at least one token.
+
+        Parameters
+        ----------
+        tokens : int
+            Length of the prompt.
+        ratios : sequence of float
+            One positive weight for each rank; they need not add up to one.
+        quantum : int
+            Inner bounds become multiples of this where the prompt is long enough for it.
+        """
+        size = len(ratios)
+        if size < 1 or any(not ratio > 0 or ratio == float("inf") for ratio in ratios):
+            raise PartitionError(f"ratios {list(ratios)}: expected one positive number for each rank")
+        if tokens < size:
+            raise PartitionError(
+                f"{tokens} tokens cannot be cut over {size} ranks: every rank needs at least one token; "
+                f"use at most {tokens} ranks for this prompt"
+            )
+        if quantum < 1:
+            raise PartitionError(f"quantum {quantum}: expected at least 1 token")
+        if tokens < 4 * quantum * size:
+            quantum = 1
+        total = sum(ratios)
+        bounds, seen = [0], 0.0
+        for rank, ratio in enumerate(ratios[:-1]):
+            seen += ratio
+            bound = round(tokens * seen / total / quantum) * quantum
+            bounds.append(min(max(bound, bounds[-1] + 1), tokens - (size - 1 - rank)))
+        return cls((*bounds, tokens))
+
+    def __str__(self) -> str:
+        """Slice lengths joined by ``+``, as shown in logs and tables."""
+        return "+".join(map(str, self.lengths))

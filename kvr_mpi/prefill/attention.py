@@ -1,0 +1,143 @@
+"""Exact attention in parts: blocks with their log-sum-exp, and the merge of two of them.
+
+A rank attends to its own slice and to the prefix it was sent, and merges. No mask of slice x prefix is ever
+made. Shapes are transformers': queries (1, heads, queries, head_dim), keys (1, kv_heads, keys, head_dim),
+with heads a multiple of kv_heads (grouped-query attention).
+
+The merge: with o_j = softmax(s_j) v_j over disjoint keys and l_j = logsumexp(s_j), the softmax over both is
+o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2) = o1 + (o2 - o1) sigmoid(l2 - l1), and l = log(e^l1 + e^l2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Largest score block the portable path makes, in elements (256 MiB in float32).
+MAX_SCORES = 1 << 26
+# Queries that share one band of keys under a sliding window.
+WINDOW_BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer turns query-key products into scores."""
+
+    scale: float
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Attention over some of the keys: normalised output and log-sum-exp of its scores.
+
+    ``out`` is float32 (1, heads, queries, value_dim), ``lse`` float32 (1, heads, queries).
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def merge(self, other: Part) -> Part:
+        """Join with attention over other keys."""
+        weight = torch.sigmoid(other.lse - self.lse).unsqueeze(-1)
+        return Part(torch.lerp(self.out, other.out, weight), torch.logaddexp(self.lse, other.lse))
+
+    def with_sinks(self, sinks: torch.Tensor) -> Part:
+        """Let one learned score per head (heads,) take its share of the softmax and give nothing."""
+        sinks = sinks.float().view(1, -1, 1)
+        return Part(self.out * torch.sigmoid(self.lse - sinks).unsqueeze(-1), torch.logaddexp(self.lse, sinks))
+
+
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, *, causal: bool = False
+) -> Part:
+    """Attend to all keys, or (`causal`, as many queries as keys) to those not behind the query."""
+    if scores.softcap is None and keys.shape[-1] == values.shape[-1]:
+        if query.device.type == "cpu":
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, keys, values, 0.0, causal, attn_mask=None, scale=scores.scale
+            )
+            return Part(out.float(), lse.float())
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+            return _attend_varlen(query, keys, values, scores, causal)
+    return _attend_blocks(query, keys, values, scores, offset=0 if causal else None, window=None)
+
+
+def attend_window(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, window: int
+) -> Part:
+    """Attend to the last `window` keys up to each query; the last query stands at the last key."""
+    return _attend_blocks(query, keys, values, scores, offset=keys.shape[2] - query.shape[2], window=window)
+
+
+def _attend_varlen(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, causal: bool
+) -> Part:
+    """Flash attention on a GPU, which takes token-major tensors and so reads our buffers as they lie."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    queries, length = query.shape[2], keys.shape[2]
+    ends = [torch.tensor([0, n], dtype=torch.int32, device=query.device) for n in (queries, length)]
+    out, lse = varlen_attn(
+        query[0].transpose(0, 1),
+        keys[0].transpose(0, 1),
+        values[0].transpose(0, 1),
+        *ends,
+        queries,
+        length,
+        return_aux=AuxRequest(lse=True),
+        scale=scores.scale,
+        window_size=(-1, 0) if causal else (-1, -1),
+        enable_gqa=True,
+    )
+    return Part(out.transpose(0, 1).unsqueeze(0).float(), lse.view(1, query.shape[1], queries).float())
+
+
+def _attend_blocks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scores: Scores,
+    *,
+    offset: int | None,
+    window: int | None,
+) -> Part:
+    """Attend on any device, in blocks of queries so that the scores stay small.
+
+    Parameters
+    ----------
+    offset : int or None
+        Query i stands at key ``offset + i`` and sees nothing behind it; None: every query sees every key.
+    window : int or None
+        With an offset: see only the last `window` keys.
+    """
+    _, heads, queries, _ = query.shape
+    kv_heads, length = keys.shape[1], keys.shape[2]
+    step = max(1, MAX_SCORES // (heads * length))
+    if window is not None:
+        step = min(step, WINDOW_BLOCK)
+    outs, lses = [], []
+    for first in range(0, queries, step):
+        last = min(first + step, queries)
+        low = 0 if window is None or offset is None else max(0, offset + first - window + 1)
+        high = length if offset is None else offset + last
+        folded = query[0, :, first:last].reshape(kv_heads, -1, query.shape[-1])  # the group joins the queries
+        score = torch.matmul(folded.float(), keys[0, :, low:high].float().transpose(-1, -2)) * scores.scale
+        if scores.softcap is not None:
+            score = torch.tanh(score / scores.softcap) * scores.softcap
+        score = score.view(heads, last - first, high - low)
+        if offset is not None:
+            behind = (
+                torch.arange(first, last, device=query.device)[:, None]
+                + offset
+                - torch.arange(low, high, device=query.device)
+            )
+            seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+            score = score.masked_fill(~seen, float("-inf"))
+        lse = torch.logsumexp(score, dim=-1)
+        weights = torch.exp(score - lse.unsqueeze(-1)).view(kv_heads, -1, high - low)
+        out = torch.matmul(weights, values[0, :, low:high].float())
+        outs.append(out.view(heads, last - first, -1))
+        lses.append(lse)
+    return Part(torch.cat(outs, dim=1).unsqueeze(0), torch.cat(lses, dim=1).unsqueeze(0))

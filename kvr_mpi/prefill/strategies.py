@@ -1,0 +1,120 @@
+"""The ways to prefill one prompt, side by side: ``single`` and ``kvr``; all exact.
+
+Stands between the plan (a `Partition`) and decoding (which reads `Prefill`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvr_mpi.errors import ModelError
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.cache import ChainCache, SliceDoneError, prepare_model, run_model
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.local import LocalTransport, run_local
+
+STRATEGIES = ("kvr", "single")
+
+
+@dataclass(slots=True)
+class Prefill:
+    """What a rank has after a prompt: on the last rank of the chain, logits and the whole cache."""
+
+    partition: Partition
+    cache: Any
+    logits: torch.Tensor | None  # (vocab_size,) float32; None on every rank but the last
+    seconds: float
+    wait_s: float  # of them, waiting for the predecessors' keys and values
+
+
+@torch.inference_mode()
+def prefill_single(model: Any, ids: Sequence[int], device: torch.device) -> Prefill:
+    """Prefill on one rank with plain transformers: any architecture, and the truth the others are held to."""
+    began = time.perf_counter()
+    cache = DynamicCache(config=model.config)
+    logits = run_model(model, torch.tensor([ids], device=device), cache)
+    return Prefill(Partition((0, len(ids))), cache, logits, time.perf_counter() - began, 0.0)
+
+
+@torch.inference_mode()
+def prefill_kvr(
+    loaded: LoadedModel,
+    ids: Sequence[int],
+    partition: Partition,
+    chain: Transport,
+    *,
+    reserve_tokens: int = 0,
+    stop_after: int | None = None,
+) -> Prefill:
+    """Prefill on a chain of ranks, each computing its slice (KV-Runahead, section 4).
+
+    Parameters
+    ----------
+    ids : sequence of int
+        The whole prompt, the same on every rank.
+    partition : Partition
+        One slice for each rank of `chain`.
+    reserve_tokens, stop_after
+        See `ChainCache`.
+    """
+    began = time.perf_counter()
+    partition.check_tokens(len(ids))
+    cache = ChainCache(
+        loaded.shape,
+        partition,
+        chain,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        reserve_tokens=reserve_tokens,
+        stop_after=stop_after,
+    )
+    logits = None
+    try:
+        logits = run_model(loaded.model, torch.tensor([ids[cache.start : cache.stop]], device=loaded.device), cache)
+    except SliceDoneError:
+        pass
+    cache.finish()
+    return Prefill(partition, cache, logits, time.perf_counter() - began, cache.wait_s)
+
+
+def check_chain(loaded: LoadedModel, tokens: int = 12) -> None:
+    """Prove on a few tokens that a chain of three gives this model's own logits; leaves the model ready for chains.
+
+    An architecture whose attention does not go through the seam in the way we think would otherwise give wrong
+    answers for a whole corpus. The slices have one token at both ends, since that takes paths of its own.
+
+    Raises
+    ------
+    ModelError
+        If it cannot run as a chain, or the logits differ.
+    """
+    tokens = min(tokens, loaded.shape.max_tokens or tokens)
+    ids = [(37 * position + 11) % loaded.shape.vocab_size for position in range(tokens)]
+    partition = Partition((0, 1, tokens - 1, tokens))
+    prepare_model(loaded.model, chain=False)
+    truth = prefill_single(loaded.model, ids, loaded.device).logits
+    prepare_model(loaded.model, chain=True)
+    try:
+        found = run_local(partition.size, lambda rank: prefill_kvr(loaded, ids, partition, rank).logits)[-1]
+    except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+        raise ModelError(
+            f"{loaded.shape.architecture} does not run as a chain ({type(error).__name__}: {error}); "
+            f"use strategy = 'single' for it"
+        ) from error
+    assert truth is not None and found is not None
+    spread = max(float(truth.max() - truth.min()), 1e-6)
+    error_share = float((found - truth).abs().max()) / spread
+    # Room for the rounding of the dtype; a wrong position or mask is off by a large part of the spread.
+    allowed = {torch.float32: 1e-3, torch.float16: 2e-2}.get(loaded.dtype, 1e-1)
+    if not error_share <= allowed:
+        raise ModelError(
+            f"{loaded.shape.architecture}: on {tokens} tokens a chain differs from plain transformers by {error_share:.1e} "
+            f"of the logits' spread (allowed {allowed:.0e}); use strategy = 'single' for this model"
+        )

@@ -1,0 +1,8 @@
+"""How the ranks of a job talk: one small protocol, and its backends.
+
+``base`` states the protocol, ``mpi`` is the real thing, ``local`` connects threads of one process.
+"""
+
+from kvr_mpi.transport.base import Request, Transport, gather_json, on_root, share_json
+
+__all__ = ["Request", "Transport", "gather_json", "on_root", "share_json"]

