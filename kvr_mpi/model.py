@@ -11,7 +11,6 @@ import copy
 import hashlib
 import importlib.util
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -175,7 +174,7 @@ def load_model(
     offline: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    cache_dir: Path | None = None,
+    cache_dir: Path,
     device_index: int = 0,
 ) -> LoadedModel:
     """Load weights, tokenizer and shape.
@@ -190,6 +189,8 @@ def load_model(
         ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
     offline : bool
         Never ask the hub; only its local cache.
+    cache_dir : Path
+        Where converted GGUF models are kept.
     device_index : int
         This rank's number on its host; it takes GPU ``device_index % visible GPUs``.
 
@@ -200,7 +201,7 @@ def load_model(
     """
     source = find_model(path)
     if source.gguf_file:
-        source = ModelSource(str(convert_gguf(source, cache_dir or default_cache_dir())))
+        source = ModelSource(str(convert_gguf(source, cache_dir)))
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -262,11 +263,6 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
         max_tokens=getattr(text, "max_position_embeddings", None),
         dtype_bytes=dtype.itemsize,
     )
-
-
-def default_cache_dir() -> Path:
-    """Folder for converted models: ``$XDG_CACHE_HOME/kvr-mpi``, else ``~/.cache/kvr-mpi``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvr-mpi"
 
 
 def _device(name: str, index: int) -> torch.device:

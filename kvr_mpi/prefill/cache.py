@@ -1,8 +1,8 @@
-"""The seam between a chain of ranks and transformers: the only file that touches its cache classes.
+"""A slice's keys and values on their way along a chain: the only file that touches transformers' cache classes.
 
 Every attention layer of a causal LM calls ``past_key_values.update(keys, values, layer_idx)`` and then an
-attention function. `ChainLayer.update` takes this rank's keys and values, sends them on, and lets the
-predecessors' arrive; the attention function merges what is there (KV-Runahead, section 4.1, Fig. 5). No model
+attention function (see ``seam``). `ChainLayer.update` takes this rank's keys and values, sends them on, and lets
+the predecessors' arrive; `ChainLayer.attend` merges what is there (KV-Runahead, section 4.1, Fig. 5). No model
 code is changed, and the model does not know of ranks.
 
 Each layer has one token-major buffer (tokens, bytes of K and V of all heads), so that a prefix is contiguous:
@@ -11,24 +11,20 @@ it is received in place, attended to as a view, and sent on without packing.
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model import LayerShape, ModelShape
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.attention import Part, Scores, attend, attend_window
+from kvr_mpi.prefill.attention import Scores, attend, attend_window
 from kvr_mpi.transport import Request, Transport
 
-ATTENTION = "kvr"
 # Layers whose receives are posted, and whose buffers a passing rank holds, at one time.
 LAYERS_IN_FLIGHT = 2
 
@@ -195,7 +191,7 @@ class ChainLayer(CacheLayerMixin):
         found = tuple((tensor.shape[0], tensor.shape[1], tensor.shape[3]) for tensor in (keys, values))
         if found != expected:
             raise ModelError(f"layer {self.layer_idx}: keys and values are {found}, {expected} were announced")
-        if not self.cache.all_attended:
+        if self.cache.current is not None and not self.cache.current.attended:
             raise ModelError(f"layer {self.layer_idx}: the layer before it never attended to its keys through the cache")
 
 
@@ -246,9 +242,17 @@ class ChainCache(Cache):
             layer.post()
 
     @property
-    def all_attended(self) -> bool:
-        """Whether every update so far was followed by its attention."""
-        return self.current is None or self.current.attended
+    def attending(self) -> ChainLayer:
+        """The layer that was updated and has not attended yet.
+
+        Raises
+        ------
+        ModelError
+            If there is none: the model does not use its cache as a chain needs it.
+        """
+        if self.current is None or self.current.attended:
+            raise ModelError("a layer attends without having updated the cache; use strategy = 'single' for this model")
+        return self.current
 
     def reads_only_last(self, layer_idx: int) -> bool:
         """Whether only the last token's output of this layer is ever read: the prompt's last layer."""
@@ -273,115 +277,6 @@ class ChainCache(Cache):
         for layer in self.layers:
             layer.release()
         self.prefilling = False
-
-
-class _SdpaSeam(TorchFunctionMode):
-    """Send scaled_dot_product_attention calls to the cache, for models that call it themselves (Falcon, ...)."""
-
-    def __init__(self, cache: ChainCache) -> None:
-        super().__init__()
-        self.cache = cache
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        call = _SDPA_ARGUMENTS.bind(*args, **(kwargs or {})).arguments
-        mask, query, scale = call.get("attn_mask"), call["query"], call.get("scale")
-        if mask is not None and mask.numel() != 1:
-            raise ModelError("the model adds its own mask or bias to attention; use strategy = 'single' for it")
-        scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale)
-        return _current(self.cache).attend(query, call["key"], call["value"], scores, None, None)
-
-
-def _sdpa(  # noqa: D103  (only its signature is used: the builtin has none)
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None: ...
-
-
-_SDPA_ARGUMENTS = inspect.signature(_sdpa)
-
-
-def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    kv_chain: ChainCache | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend as transformers' attention functions do, through the cache that came in the model's arguments."""
-    if kv_chain is None:
-        raise ModelError("the model does not pass keyword arguments on to its attention; use strategy = 'single' for it")
-    layer = _current(kv_chain)
-    if getattr(module, "layer_idx", layer.layer_idx) != layer.layer_idx:
-        raise ModelError("the model shares keys between layers; use strategy = 'single' for it")
-    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
-    out = layer.attend(query, key, value, scores, sliding_window, s_aux)
-    return out.transpose(1, 2), None
-
-
-def _current(cache: ChainCache) -> ChainLayer:
-    if cache.current is None or cache.current.attended:
-        raise ModelError("a layer attends without having updated the cache; use strategy = 'single' for this model")
-    return cache.current
-
-
-def prepare_model(model: Any, *, chain: bool) -> None:
-    """Choose the model's attention: ours for a chain, transformers' own otherwise.
-
-    Raises
-    ------
-    ModelError
-        If the architecture offers no seam for a chain.
-    """
-    if not chain:
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-        return
-    layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    strange = layer_types - {"full_attention", "sliding_attention"}
-    if strange or not (model._supports_attention_backend or model._supports_sdpa):
-        why = f"has {', '.join(sorted(strange))} layers" if strange else "only has attention of its own"
-        raise ModelError(f"{type(model).__name__} {why}, which a chain cannot cut; use strategy = 'single' for it")
-    AttentionInterface.register(ATTENTION, _attention)
-    AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
-    model.set_attn_implementation(ATTENTION if model._supports_attention_backend else "sdpa")
-
-
-def run_model(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    """Run tokens (1, tokens) through the model behind what its cache holds.
-
-    Returns
-    -------
-    torch.Tensor
-        Logits of the last token (vocab_size,), float32.
-    """
-    options: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = 1
-    if not isinstance(cache, ChainCache):
-        logits = model(**options).logits
-    elif model.config._attn_implementation == ATTENTION:
-        logits = model(**options, kv_chain=cache).logits
-    else:  # a mask of one element: the model makes none of its own, and the seam ignores it
-        mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=ids.device)
-        with _SdpaSeam(cache):
-            logits = model(**options, attention_mask=mask).logits
-    return logits[0, -1].float()
 
 
 def layer_kv(cache: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:

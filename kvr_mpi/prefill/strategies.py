@@ -16,7 +16,8 @@ from transformers import DynamicCache
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.cache import ChainCache, SliceDoneError, prepare_model, run_model
+from kvr_mpi.prefill.cache import ChainCache, SliceDoneError
+from kvr_mpi.prefill.seam import prepare_model, run_model
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
 

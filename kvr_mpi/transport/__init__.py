@@ -3,6 +3,6 @@
 ``base`` states the protocol, ``mpi`` is the real thing, ``local`` connects threads of one process.
 """
 
-from kvr_mpi.transport.base import Request, Transport, gather_json, on_root, share_json
+from kvr_mpi.transport.base import FailedTogetherError, Request, Transport, gather_json, on_root, share_json, together
 
-__all__ = ["Request", "Transport", "gather_json", "on_root", "share_json"]
+__all__ = ["FailedTogetherError", "Request", "Transport", "gather_json", "on_root", "share_json", "together"]

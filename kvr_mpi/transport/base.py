@@ -73,12 +73,19 @@ class Transport(Protocol):
         """End all ranks of the job with this exit code, whatever they are doing."""
 
 
-class RootFailedError(KvrError):
-    """Rank 0 failed and has said why; the others end with its exit code and say nothing."""
+class FailedTogetherError(KvrError):
+    """A step failed on some rank, and all ranks know: each ends by itself, with the same exit code.
 
-    def __init__(self, exit_code: int) -> None:
-        super().__init__("rank 0 failed")
-        self.exit_code = exit_code
+    Parameters
+    ----------
+    exit_code : int
+    cause : Exception or None
+        What went wrong, on the one rank that is to say so.
+    """
+
+    def __init__(self, exit_code: int, cause: Exception | None) -> None:
+        super().__init__(str(cause or "another rank failed"))
+        self.exit_code, self.cause = exit_code, cause
 
 
 def share_json(transport: Transport, value: Any, root: int = 0) -> Any:
@@ -92,30 +99,35 @@ def gather_json(transport: Transport, value: Any, root: int = 0) -> list[Any]:
     return [json.loads(data) for data in transport.gather(json.dumps(value).encode(), root)]
 
 
+def together(transport: Transport, work: Callable[[], T]) -> T:
+    """Do something on every rank, and fail on all if it fails on any.
+
+    `work` must not wait for other ranks.
+
+    Raises
+    ------
+    FailedTogetherError
+        On all ranks, with the cause on the first rank that failed.
+    """
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    code = 0 if failure is None else getattr(failure, "exit_code", EXIT_BUG)
+    codes: list[int] = share_json(transport, gather_json(transport, code))
+    first = next((rank for rank, code in enumerate(codes) if code), None)
+    if first is not None:
+        raise FailedTogetherError(codes[first], failure if transport.rank == first else None) from failure
+    return result
+
+
 def on_root(transport: Transport, work: Callable[[], T]) -> T | None:
-    """Do something on rank 0 only, and fail together if it fails.
+    """Do something on rank 0 only, and fail on all ranks if it fails.
 
     Returns
     -------
     T or None
         The result on rank 0, None elsewhere.
-
-    Raises
-    ------
-    RootFailedError
-        On the other ranks, when rank 0 raised; rank 0 raises its own error.
     """
-    result: T | None = None
-    failure: BaseException | None = None
-    if transport.rank == 0:
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
-    code = 0 if failure is None else getattr(failure, "exit_code", EXIT_BUG)
-    code = share_json(transport, code)
-    if failure is not None:
-        raise failure
-    if code:
-        raise RootFailedError(code)
-    return result
+    return together(transport, lambda: work() if transport.rank == 0 else None)

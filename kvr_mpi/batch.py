@@ -1,0 +1,148 @@
+"""The main job: every document of a corpus, prefilled, answered and stored.
+
+The data's way, as in `run_job`: documents -> prompts -> plan -> chain prefill -> decode -> outputs -> report.
+Every rank reads the same corpus in the same order and knows from it, without a coordinator, which documents
+are its chain's; the last rank of a chain decodes and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvr_mpi.documents import Document, find_files, read_corpus
+from kvr_mpi.engine import Engine, Machine
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, ConfigError, CorpusError
+from kvr_mpi.job import JobSpec
+from kvr_mpi.model import find_model
+from kvr_mpi.planner.schedule import deal
+from kvr_mpi.prefill.cache import layer_kv
+from kvr_mpi.prompts import check_template
+from kvr_mpi.report.log import Log
+from kvr_mpi.report.progress import ProgressReport
+from kvr_mpi.report.table import print_summary
+from kvr_mpi.store.folder import ShardWriter, check_fresh, merge_run, prepare_folder, read_run
+from kvr_mpi.store.outputs import Record
+from kvr_mpi.transport import Transport, on_root, share_json
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run, as opposed to what."""
+
+    machine: Machine
+    overwrite: bool = False
+    resume: bool = False
+    bar: bool = False
+    deadline_s: float | None = None  # Unix time at which the batch system ends the job
+
+
+def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> int:
+    """Run a whole job; every rank calls this.
+
+    Returns
+    -------
+    int
+        Exit code: 0, or 65 if some documents have error records.
+    """
+    folder = Path(spec.output.path)
+    chain_size = choose_chain_size(spec, world.size)
+    corpus = share_json(world, on_root(world, lambda: _scan(spec, folder, options)))
+    chain = world.split(world.rank // chain_size)
+    engine = Engine(spec, options.machine, world, chain, log.line)
+    done = set(share_json(world, on_root(world, lambda: _prepare(folder, engine, options))))
+    todo = [(name, chars) for name, chars in corpus if name not in done]
+    log.root(f"{len(corpus)} documents" + (f", {len(corpus) - len(todo)} of them done already" if done else ""))
+    share = deal(todo, world.size // chain_size)[world.rank // chain_size]
+    _run_share(engine, share, sum(chars for name, chars in todo if name in share), world.rank // chain_size, options, log)
+    world.barrier()
+    return int(share_json(world, on_root(world, lambda: _conclude(folder))))
+
+
+def _run_share(engine: Engine, share: set[str], chars: int, chain_index: int, options: RunOptions, log: Log) -> None:
+    """Answer and store this chain's documents, one after the other."""
+    spec = engine.spec
+    writer = ShardWriter(Path(spec.output.path), f"{chain_index:04d}", engine.header())
+    bar = options.bar and engine.is_last
+    with ProgressReport(log, len(share), chars, deadline_s=options.deadline_s, bar=bar) as progress:
+        for document in _documents(spec, share):
+            record, prefill = engine.answer(document)
+            if not engine.is_last:
+                continue
+            if spec.output.kv and prefill is not None:
+                layers = range(len(engine.loaded.shape.layers))
+                writer.write(record, (layer_kv(prefill.cache, layer) for layer in layers))
+            else:
+                writer.write(record)
+            progress.document(record, document.chars)
+        writer.flush()
+
+
+def choose_chain_size(spec: JobSpec, ranks: int) -> int:
+    """Say how many ranks share one prompt.
+
+    Raises
+    ------
+    ConfigError
+        If the ranks cannot be divided so; the message lists what they can be divided into.
+    """
+    wanted = 1 if spec.parallel.strategy == "single" else spec.parallel.ranks_per_chain
+    size = ranks if wanted == "all" else int(wanted)
+    if ranks % size:
+        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        raise ConfigError(
+            f"parallel.ranks_per_chain = {size}: {ranks} ranks cannot be divided into chains of {size}; choose one of {divisors}, "
+            f"or start a multiple of {size} ranks"
+        )
+    ratios = spec.parallel.ratios
+    if ratios is not None and len(ratios) != size:
+        raise ConfigError(f"parallel.ratios = {ratios}: {len(ratios)} weights for a chain of {size} ranks; give one for each rank")
+    return size
+
+
+def _documents(spec: JobSpec, share: set[str] | None = None) -> Iterator[Document]:
+    """Stream the corpus, or a share of it, without reading on behind its last document."""
+    wanted, left = spec.documents, -1 if share is None else len(share)
+    for document in read_corpus(wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit):
+        if left == 0:
+            return
+        if share is None or document.id in share:
+            left -= 1
+            yield document
+
+
+def _scan(spec: JobSpec, folder: Path, options: RunOptions) -> list[tuple[str, int]]:
+    """List all documents (id, characters), having checked what can be checked before a model is loaded."""
+    check_template(spec.prompt.template)
+    if spec.prompt.reduce_template is not None:
+        check_template(spec.prompt.reduce_template)
+    if not (options.overwrite or options.resume):
+        check_fresh(folder)
+    find_model(spec.model.path)
+    find_files(spec.documents.path)
+    corpus = [(document.id, document.chars) for document in _documents(spec)]
+    if not corpus:
+        raise CorpusError(f"documents.path {spec.documents.path}: the files hold no document; expected at least one")
+    return corpus
+
+
+def _prepare(folder: Path, engine: Engine, options: RunOptions) -> list[str]:
+    """Make the output folder ready, and list what is done already."""
+    identity = engine.header().identity
+    return sorted(prepare_folder(folder, identity, overwrite=options.overwrite, resume=options.resume))
+
+
+def _conclude(folder: Path) -> int:
+    """Merge the results, print the table, and say how it went."""
+    result = merge_run(folder)
+    failed = False
+
+    def watched() -> Iterator[Record]:
+        nonlocal failed
+        for record in read_run(result):
+            failed = failed or record.status == "error"
+            yield record
+
+    print_summary(watched(), result)
+    return EXIT_BAD_DATA if failed else EXIT_OK

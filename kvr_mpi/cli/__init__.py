@@ -1,0 +1,80 @@
+"""The commands. Thin: each reads its arguments, calls one room, and prints.
+
+Only click is imported here, so that ``--help`` answers at once; a command's module is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+import click
+
+from kvr_mpi import __version__
+from kvr_mpi.errors import EXIT_BUG, EXIT_USAGE, KvrError
+
+# Subcommand: (module, function in it, help line for the list).
+COMMANDS = {
+    "run": ("kvr_mpi.cli.run", "run", "Prefill, answer and store every document of a job."),
+    "inspect": ("kvr_mpi.cli.inspect", "inspect", "Show what is in a result file, or one document of it."),
+    "export": ("kvr_mpi.cli.export", "export", "Write the answers as JSON lines, CSV or Parquet."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose subcommands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names, in the order of the work."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a subcommand."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, name, _ = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the subcommands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def group() -> None:
+    """Long-document LLM batch work on HPC clusters (KV-Runahead over MPI)."""
+
+
+def kvr() -> NoReturn:
+    """Entry point of ``kvr``."""
+    _main(group, "kvr")
+
+
+def kvr_run() -> NoReturn:
+    """Entry point of ``kvr-run``, the same as ``kvr run``."""
+    from kvr_mpi.cli.run import run
+
+    _main(run, "kvr-run")
+
+
+def _main(command: click.Command, name: str) -> NoReturn:
+    """Run a command; user errors become one message and their exit code."""
+    try:
+        code = command.main(prog_name=name, standalone_mode=False)
+    except click.exceptions.Abort:
+        code = 130
+    except click.ClickException as error:
+        error.show()
+        code = EXIT_USAGE
+    except KvrError as error:
+        click.echo(f"{name}: {error}", err=True)
+        code = error.exit_code
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_BUG
+    sys.exit(code if isinstance(code, int) else 0)

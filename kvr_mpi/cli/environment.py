@@ -1,0 +1,35 @@
+"""The one place that reads environment variables (besides ``KVR_SECTION__KEY``, which ``job`` lays over a job)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvr_mpi.engine import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the machine and the batch system tell a process."""
+
+    machine: Machine
+    deadline_s: float | None  # Unix time
+
+
+def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
+    """Read cores, threads, caches and the batch system's deadline.
+
+    ``KVR_CACHE`` (else ``XDG_CACHE_HOME``, else ``~/.cache``) holds converted models; ``OMP_NUM_THREADS`` sets the
+    threads of a rank; under SLURM models are only taken from local files, and the job's end is the deadline.
+    """
+    caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    threads, deadline = environ.get("OMP_NUM_THREADS", ""), environ.get("SLURM_JOB_END_TIME", "")
+    machine = Machine(
+        cache_dir=Path(environ.get("KVR_CACHE") or Path(caches) / "kvr-mpi"),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=int(threads) if threads.isdigit() and int(threads) > 0 else None,
+        offline="SLURM_JOB_ID" in environ or environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "TRUE"),
+    )
+    return Environment(machine, float(deadline) if deadline.isdigit() else None)

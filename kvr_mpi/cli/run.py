@@ -1,0 +1,109 @@
+"""``kvr-run JOB.toml``: the main job, under mpirun, srun, or alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from kvr_mpi.job import JobSpec
+    from kvr_mpi.transport import Transport
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job file.")
+@click.option("--overwrite", is_flag=True, help="Delete the results that are in the output folder.")
+@click.option("--resume", is_flag=True, help="Go on with the results that are in the output folder.")
+@click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and stop.")
+@click.option(
+    "--progress",
+    type=click.Choice(["auto", "bar", "lines"]),
+    default="auto",
+    show_default=True,
+    help="A bar, or a line for each document; auto: a bar on a terminal if there is one rank.",
+)
+def run(job: Path, settings: tuple[str, ...], overwrite: bool, resume: bool, show_config: bool, progress: str) -> int:
+    """Prefill, answer and store every document of the job file JOB.
+
+    \b
+    mpirun -n 8 kvr-run jobs/summarize.toml --set documents.path=corpus/
+    srun --mpi=pmi2 kvr-run jobs/summarize.toml --resume
+
+    Exit codes: 0 done; 65 done, but some documents have error records; 69 the ranks cannot talk; 78 the job
+    cannot be run as written; 2 wrong arguments; 1 a bug.
+    """
+    if overwrite and resume:
+        raise click.UsageError("--overwrite deletes what --resume would go on with: choose one")
+    from kvr_mpi.transport.mpi import connect
+
+    world = connect()
+    return _guarded(world, lambda: _run(world, job, settings, overwrite, resume, show_config, progress))
+
+
+def _run(
+    world: Transport, job: Path, settings: tuple[str, ...], overwrite: bool, resume: bool, show_config: bool, progress: str
+) -> int:
+    from kvr_mpi.cli.environment import read_environment
+    from kvr_mpi.job import JobSpec, load_job, show_job
+    from kvr_mpi.transport import on_root, share_json
+
+    def load() -> str:
+        spec, sources = load_job(job, settings)
+        if show_config:
+            rows = show_job(spec, sources)
+            width = max(len(key) for key, _, _ in rows)
+            for key, value, source in rows:
+                click.echo(f"{key:{width}} = {value}  # {source}")
+        return spec.model_dump_json()
+
+    # Read by one rank only, so that all ranks run the same job even if the file changes under them.
+    spec: JobSpec = JobSpec.model_validate_json(share_json(world, on_root(world, load)))
+    if show_config:
+        return 0
+    from kvr_mpi.batch import RunOptions, run_job
+    from kvr_mpi.report.log import Log
+    from kvr_mpi.report.progress import wants_bar
+
+    environment = read_environment()
+    options = RunOptions(
+        machine=environment.machine,
+        overwrite=overwrite,
+        resume=resume,
+        bar=wants_bar(progress, world.size),
+        deadline_s=environment.deadline_s,
+    )
+    return run_job(spec, options, world, Log(world.rank))
+
+
+def _guarded(world: Transport, work: Callable[[], int]) -> int:
+    """Run this rank's part; if it fails alone, end all ranks with its exit code instead of leaving them waiting."""
+    from kvr_mpi.errors import EXIT_BUG, KvrError
+    from kvr_mpi.report.log import Log
+    from kvr_mpi.transport import FailedTogetherError
+
+    log = Log(world.rank)
+    try:
+        return work()
+    except FailedTogetherError as error:
+        if error.cause is not None:
+            log.line(_message(error.cause))
+        return error.exit_code
+    except Exception as error:
+        log.line(_message(error))
+        code = error.exit_code if isinstance(error, KvrError) else EXIT_BUG
+        world.abort(code)
+        return code
+
+
+def _message(error: Exception) -> str:
+    import traceback
+
+    from kvr_mpi.errors import KvrError
+
+    if isinstance(error, KvrError):
+        return f"error: {error}"
+    return "this is a bug in kvr-mpi, or a fault of the machine:\n" + "".join(traceback.format_exception(error))

@@ -1,0 +1,1 @@
+"""From the first logits to the answer."""

@@ -1,0 +1,221 @@
+"""A job: what to run on which documents, as written in ``jobs/NAME.toml``.
+
+Precedence: command line (``--set section.key=value``) > environment (``KVR_SECTION__KEY``) > job file > defaults.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from kvr_mpi.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "KVR_"
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are never coerced silently."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelSection(Section):
+    """Which model, and how to load it."""
+
+    path: str = Field(description="folder, .gguf file, package:NAME/FILE, or id on the Hugging Face hub")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the model's own")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
+    revision: str | None = Field(None, description="branch, tag or commit on the hub")
+    offline: bool | None = Field(None, description="never ask the hub; default: true under SLURM")
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+
+
+class DocumentsSection(Section):
+    """Which documents."""
+
+    path: list[str] = Field(description="folders, globs or files: .txt .md .jsonl .jsonl.gz .parquet")
+    id_field: str = Field("id", description="field of a row that names it")
+    text_field: str = Field("text", description="field of a row that holds its text")
+    limit: int | None = Field(None, ge=1, description="only the first documents")
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
+class PromptSection(Section):
+    """What is asked about each document."""
+
+    template: str = Field("{text}", description="the user's words, with {text} where the document goes")
+    system: str | None = Field(None, description="system prompt")
+    chat_template: bool | None = Field(None, description="wrap in the model's chat template; default: if it has one")
+    too_long: Literal["error", "truncate", "split"] = Field("error", description="when a prompt exceeds the context")
+    keep: Literal["head", "tail", "middle"] = Field("head", description="what truncate keeps")
+    reduce_template: str | None = Field(None, description="for the answers about the parts; default: template")
+    max_tokens: int | None = Field(None, ge=2, description="longest prompt and answer; default: the model's context")
+
+
+class GenerationSection(Section):
+    """How the answer is decoded; fields other than the last three are transformers' GenerationConfig."""
+
+    do_sample: bool = Field(False, description="sample; false: greedy")
+    temperature: float | None = Field(None, gt=0)
+    top_k: int | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    no_repeat_ngram_size: int | None = Field(None, ge=0)
+    min_new_tokens: int | None = Field(None, ge=0)
+    max_new_tokens: int = Field(128, ge=0, description="0: prefill only")
+    stop: list[str] = Field([], description="the answer ends before the first of these")
+    seed: int = Field(0, ge=0, description="for sampling; each document has its own stream")
+
+    @field_validator("stop")
+    @classmethod
+    def _not_empty(cls, value: list[str]) -> list[str]:
+        if not all(value):
+            raise ValueError("an empty stop string would end every answer at once")
+        return value
+
+    def transformers_settings(self) -> dict[str, Any]:
+        """Return what goes into a GenerationConfig: the fields that were set."""
+        ours = {"max_new_tokens", "stop", "seed"}
+        return {key: value for key, value in self.model_dump(exclude=ours).items() if value is not None}
+
+
+class ParallelSection(Section):
+    """How the ranks share the work."""
+
+    strategy: Literal["kvr", "single"] = Field("kvr", description="kvr: chains of ranks; single: a document per rank")
+    ranks_per_chain: int | Literal["all"] = Field("all", description="ranks that share one prompt")
+    partition: Literal["equal_time", "even", "ratio"] = Field("equal_time", description="how a prompt is cut")
+    ratios: list[float] | None = Field(None, description="weights of the slices, for partition = 'ratio'")
+    threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: its share of the cores")
+
+    @field_validator("ranks_per_chain")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("expected 'all' or at least 1")
+        return value
+
+    @model_validator(mode="after")
+    def _ratios_with_ratio(self) -> ParallelSection:
+        if (self.partition == "ratio") != (self.ratios is not None):
+            raise ValueError("parallel.partition = 'ratio' and parallel.ratios = [...] go together")
+        return self
+
+
+class OutputSection(Section):
+    """What is kept, and where."""
+
+    path: str = Field(description="folder for the results; created if missing")
+    kv: bool = Field(False, description="keep every prompt's keys and values")
+
+
+class JobSpec(Section):
+    """A whole job."""
+
+    model: ModelSection
+    documents: DocumentsSection
+    prompt: PromptSection = PromptSection()
+    generation: GenerationSection = GenerationSection()
+    parallel: ParallelSection = ParallelSection()
+    output: OutputSection
+
+
+def load_job(
+    path: Path, settings: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> tuple[JobSpec, dict[str, str]]:
+    """Read and check a job.
+
+    Parameters
+    ----------
+    path : Path
+        The TOML file.
+    settings : sequence of str
+        ``section.key=value`` from the command line; the value is TOML, or else a plain string.
+    environ : mapping
+        For ``KVR_SECTION__KEY`` variables.
+
+    Returns
+    -------
+    (JobSpec, dict of str to str)
+        The job, and for each ``section.key`` that was given, where from.
+
+    Raises
+    ------
+    ConfigError
+        Naming file, key, value and the valid choices.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"job file {str(path)!r}: no such file (looked for {path.absolute()})") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"job file {str(path)!r} cannot be read as TOML: {error}") from error
+    sources = {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
+    for name, value in sorted(environ.items()):
+        section, found, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
+        if name.startswith(ENVIRONMENT_PREFIX) and found:
+            _put(raw, sources, section, key, value, name)
+    for setting in settings:
+        target, equals, value = setting.partition("=")
+        section, dot, key = target.strip().partition(".")
+        if not (equals and dot and section and key):
+            raise ConfigError(f"--set {setting!r}: expected section.key=value, for example generation.max_new_tokens=64")
+        _put(raw, sources, section, key, value.strip(), f"--set {target.strip()}")
+    try:
+        return JobSpec.model_validate(raw), sources
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(path, sources, dict(item)) for item in error.errors())) from error
+
+
+def show_job(spec: JobSpec, sources: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """List every ``section.key``, its value, and where the value comes from."""
+    return [
+        (f"{section}.{key}", repr(value), sources.get(f"{section}.{key}", "default"))
+        for section, table in spec.model_dump().items()
+        for key, value in table.items()
+    ]
+
+
+def _put(raw: dict[str, Any], sources: dict[str, str], section: str, key: str, text: str, source: str) -> None:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table = raw.setdefault(section, {})
+    if isinstance(table, dict):
+        table[key] = value
+        sources[f"{section}.{key}"] = source
+
+
+def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> str:
+    """One of pydantic's findings as a line a user can act on."""
+    place = [str(part) for part in item["loc"]]
+    key = ".".join(place[:2])
+    where = sources.get(key, str(path))
+    if item["type"] == "extra_forbidden":
+        fields = JobSpec.model_fields if len(place) == 1 else _fields_of(place[0])
+        close = difflib.get_close_matches(place[-1], fields, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        return f"{where}: unknown key {key!r}: {hint}valid keys: {', '.join(fields)}"
+    if item["type"] == "missing":
+        about = "" if len(place) == 1 else f" ({_fields_of(place[0])[place[1]].description})"
+        return f"{where}: {key} is missing{about}"
+    value = "" if item["type"] == "value_error" and len(place) < 2 else f" = {item['input']!r}"
+    return f"{where}: {key}{value}: {item['msg'].removeprefix('Value error, ')}"
+
+
+def _fields_of(section: str) -> Mapping[str, Any]:
+    annotation = JobSpec.model_fields[section].annotation
+    assert annotation is not None and issubclass(annotation, BaseModel)
+    return annotation.model_fields

@@ -1,0 +1,126 @@
+"""How a model's attention comes to our cache, without touching the model.
+
+Two ways, both through public doors: architectures that take any attention function are given ours, and it finds
+the cache among the keyword arguments they pass on; those that call ``scaled_dot_product_attention`` themselves
+(Falcon, StableLM, ...) are run under a torch function mode that answers that one call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvr_mpi.errors import ModelError
+from kvr_mpi.prefill.attention import Scores
+from kvr_mpi.prefill.cache import ChainCache
+
+ATTENTION = "kvr"
+CHAIN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class _SdpaSeam(TorchFunctionMode):
+    """Send scaled_dot_product_attention calls to the cache, for models that call it themselves (Falcon, ...)."""
+
+    def __init__(self, cache: ChainCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        call = _SDPA_ARGUMENTS.bind(*args, **(kwargs or {})).arguments
+        mask, query, scale = call.get("attn_mask"), call["query"], call.get("scale")
+        if mask is not None and mask.numel() != 1:
+            raise ModelError("the model adds its own mask or bias to attention; use strategy = 'single' for it")
+        scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale)
+        return self.cache.attending.attend(query, call["key"], call["value"], scores, None, None)
+
+
+def _sdpa(  # noqa: D103  (only its signature is used: the builtin has none)
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> None: ...
+
+
+_SDPA_ARGUMENTS = inspect.signature(_sdpa)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    kv_chain: ChainCache | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as transformers' attention functions do, through the cache that came in the model's arguments."""
+    if kv_chain is None:
+        raise ModelError("the model does not pass keyword arguments on to its attention; use strategy = 'single' for it")
+    layer = kv_chain.attending
+    if getattr(module, "layer_idx", layer.layer_idx) != layer.layer_idx:
+        raise ModelError("the model shares keys between layers; use strategy = 'single' for it")
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
+    out = layer.attend(query, key, value, scores, sliding_window, s_aux)
+    return out.transpose(1, 2), None
+
+
+def prepare_model(model: Any, *, chain: bool) -> None:
+    """Choose the model's attention: ours for a chain, transformers' own otherwise.
+
+    Raises
+    ------
+    ModelError
+        If the architecture offers no seam for a chain.
+    """
+    if not chain:
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        return
+    layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    strange = layer_types - CHAIN_LAYERS
+    if strange or not (model._supports_attention_backend or model._supports_sdpa):
+        why = f"has {', '.join(sorted(strange))} layers" if strange else "only has attention of its own"
+        raise ModelError(f"{type(model).__name__} {why}, which a chain cannot cut; use strategy = 'single' for it")
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+    model.set_attn_implementation(ATTENTION if model._supports_attention_backend else "sdpa")
+
+
+def run_model(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    """Run tokens (1, tokens) through the model behind what its cache holds.
+
+    Returns
+    -------
+    torch.Tensor
+        Logits of the last token (vocab_size,), float32.
+    """
+    options: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = 1
+    if not isinstance(cache, ChainCache):
+        logits = model(**options).logits
+    elif model.config._attn_implementation == ATTENTION:
+        logits = model(**options, kv_chain=cache).logits
+    else:  # a mask of one element: the model makes none of its own, and the seam ignores it
+        mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=ids.device)
+        with _SdpaSeam(cache):
+            logits = model(**options, attention_mask=mask).logits
+    return logits[0, -1].float()

@@ -1,0 +1,110 @@
+"""Progress of one chain's documents: a bar on a terminal, whole lines in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from kvr_mpi.report.log import Log
+from kvr_mpi.store.outputs import Record
+
+
+class ProgressReport:
+    """Tell what is done, what is left, and for how long.
+
+    The time left is by characters of text, so that long documents count for more than short ones.
+
+    Parameters
+    ----------
+    log : Log
+    documents, chars : int
+        What this chain has to do.
+    deadline_s : float or None
+        Unix time at which the batch system ends the job.
+    bar : bool
+        Draw a bar; else write a line for every document.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        documents: int,
+        chars: int,
+        *,
+        deadline_s: float | None = None,
+        bar: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._log, self._documents, self._chars = log, documents, chars
+        self._deadline_s, self._clock = deadline_s, clock
+        self._began = clock()
+        self._done = self._done_chars = 0
+        self._bar: Progress | None = None
+        if bar:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
+            self._task = self._bar.add_task("documents", total=documents)
+
+    def __enter__(self) -> ProgressReport:
+        """Show the bar."""
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def document(self, record: Record, chars: int) -> None:
+        """Count a document as done."""
+        self._done += 1
+        self._done_chars += chars
+        if self._bar is not None:
+            self._bar.update(self._task, advance=1, description=record.id[:40])
+            if record.status == "error":
+                self._bar.console.print(f"{record.id}: {record.error}", markup=False)
+            return
+        if record.status == "error":
+            what = f"error: {record.error}"
+        else:
+            what = (
+                f"{record.prompt_tokens} tokens, first token {record.ttft_s:.2f} s, "
+                f"{record.new_tokens} written in {record.decode_s:.2f} s"
+            )
+        self._log.line(f"{self._done}/{self._documents} {record.id}: {what} | {self._left()}")
+
+    def _left(self) -> str:
+        elapsed = self._clock() - self._began
+        chars_left = self._chars - self._done_chars
+        left = "done" if self._done >= self._documents else "left unknown"
+        if self._done < self._documents and self._done_chars:
+            left = f"left {clock_time(elapsed * chars_left / self._done_chars)}"
+        text = f"elapsed {clock_time(elapsed)}, {left}"
+        if self._deadline_s is not None:
+            text += f", wall time left {clock_time(self._deadline_s - self._clock())}"
+        return text
+
+
+def wants_bar(choice: str, launched_ranks: int) -> bool:
+    """Whether to draw a bar: asked for, or ``auto`` on a terminal that is not shared with other ranks."""
+    if choice == "auto":
+        return sys.stderr.isatty() and launched_ranks == 1
+    return choice == "bar"
+
+
+def clock_time(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    whole = max(0, round(seconds))
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

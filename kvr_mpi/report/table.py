@@ -1,0 +1,49 @@
+"""The table a job ends with."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvr_mpi.store.outputs import Record
+
+MAX_ROWS = 40
+
+
+def print_summary(records: Iterable[Record], result: Path) -> None:
+    """Print what became of each document, and how to look into the result."""
+    columns = shutil.get_terminal_size((140, 24)).columns
+    console = Console(file=sys.stdout, width=max(100, columns), highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, right in (("document", 0), ("tokens", 1), ("slices", 0), ("first token", 1), ("tokens/s", 1), ("answer", 0)):
+        table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+    done = errors = 0
+    for record in records:
+        done, errors = done + (record.status == "done"), errors + (record.status == "error")
+        if done + errors > MAX_ROWS:
+            continue
+        if record.status == "error":
+            table.add_row(Text(record.id), "", "", "", "", Text(f"error: {record.error}", style="red"))
+            continue
+        slices = "+".join(str(b - a) for a, b in zip(record.slices, record.slices[1:], strict=False))
+        table.add_row(
+            Text(record.id),
+            str(record.prompt_tokens),
+            slices if record.parts == 1 else f"{record.parts} prompts",
+            f"{record.ttft_s:.2f} s",
+            f"{record.prefill_tokens_per_s:.0f}",
+            Text(" ".join(record.answer.split())),
+        )
+    console.print(table)
+    if done + errors > MAX_ROWS:
+        console.print(f"... and {done + errors - MAX_ROWS} more")
+    console.print(f"\n{done} done, {errors} error(s). Results: {result}", soft_wrap=True)
+    console.print(f"Look into it:  kvr inspect {result}", soft_wrap=True)
+    console.print(f"               kvr inspect {result} DOCUMENT", soft_wrap=True)
+    console.print(f"               kvr export {result} --format jsonl", soft_wrap=True)

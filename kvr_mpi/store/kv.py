@@ -1,0 +1,77 @@
+"""Keys and values in HDF5, in the model's own dtype, bfloat16 included.
+
+HDF5 knows no bfloat16 by name, but describes any binary floating-point type: files written here are read by
+plain h5py as float32, and by `read_array` bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+
+from kvr_mpi.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def bfloat16_type() -> Any:
+    """HDF5's description of bfloat16: sign, 8 bits of exponent with bias 127, 7 bits of mantissa."""
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_size(2)
+    kind.set_ebias(127)
+    return kind
+
+
+def write_array(group: Any, name: str, tensor: torch.Tensor) -> None:
+    """Write a tensor of float32, float16 or bfloat16 as a dataset of its own type, without compression."""
+    import torch
+
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype != torch.bfloat16:
+        group.create_dataset(name, data=tensor.numpy())
+        return
+    kind = bfloat16_type()
+    dataset = h5py.h5d.create(group.id, name.encode(), kind, h5py.h5s.create_simple(tuple(tensor.shape)))
+    # Given as its own type in memory too, so that the bits are copied and not converted.
+    dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, tensor.view(torch.int16).numpy().view(np.uint16), kind)
+
+
+def read_array(dataset: Any) -> torch.Tensor:
+    """Read what `write_array` wrote, bit for bit.
+
+    Raises
+    ------
+    DataError
+        If the dataset is of another type, or has no data of its own (virtual or external).
+    """
+    import torch
+
+    check_plain(dataset)
+    if dataset.id.get_type().equal(bfloat16_type()):
+        raw = np.empty(dataset.shape, np.uint16)
+        dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, raw, bfloat16_type())
+        return torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16)
+    if dataset.dtype not in (np.dtype("<f4"), np.dtype("<f2"), np.dtype("<f8")):
+        raise DataError(f"{dataset.file.filename}{dataset.name}: type {dataset.dtype}; expected keys or values (a float type)")
+    return torch.from_numpy(dataset[()])
+
+
+def type_name(dataset: Any) -> str:
+    """Name of a dataset's type: ``bfloat16``, or numpy's name."""
+    return "bfloat16" if dataset.id.get_type().equal(bfloat16_type()) else str(dataset.dtype)
+
+
+def check_plain(item: Any) -> None:
+    """Refuse a dataset whose data lie elsewhere: in other files, or nowhere and read as zeros."""
+    if isinstance(item, h5py.Dataset):
+        where = f"{item.file.filename}{item.name}"
+        if item.is_virtual or item.external:
+            raise DataError(f"{where} takes its data from other files (virtual or external); expected a plain dataset")
+        # Chunks that were never written read as zeros; ours are contiguous and complete.
+        if item.id.get_storage_size() < math.prod(item.shape) * item.dtype.itemsize and item.compression is None:
+            raise DataError(f"{where} is incomplete: {item.id.get_storage_size()} bytes are there; copy the file again")
