@@ -55,7 +55,14 @@ def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> i
     todo = [(name, chars) for name, chars in corpus if name not in done]
     log.root(f"{len(corpus)} documents" + (f", {len(corpus) - len(todo)} of them done already" if done else ""))
     share = deal(todo, world.size // chain_size)[world.rank // chain_size]
-    _run_share(engine, share, sum(chars for name, chars in todo if name in share), world.rank // chain_size, options, log)
+    _run_share(
+        engine,
+        share,
+        sum(chars for name, chars in todo if name in share),
+        world.rank // chain_size,
+        options,
+        log,
+    )
     world.barrier()
     return int(share_json(world, on_root(world, lambda: _conclude(folder))))
 
@@ -92,19 +99,24 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
     if ranks % size:
         divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
         raise ConfigError(
-            f"parallel.ranks_per_chain = {size}: {ranks} ranks cannot be divided into chains of {size}; choose one of {divisors}, "
+            f"parallel.ranks_per_chain = {size}: {ranks} ranks cannot be divided into chains of {size}; "
+            f"choose one of {divisors}, "
             f"or start a multiple of {size} ranks"
         )
     ratios = spec.parallel.ratios
     if ratios is not None and len(ratios) != size:
-        raise ConfigError(f"parallel.ratios = {ratios}: {len(ratios)} weights for a chain of {size} ranks; give one for each rank")
+        raise ConfigError(
+            f"parallel.ratios = {ratios}: {len(ratios)} weights for a chain of {size} ranks; give one for each rank"
+        )
     return size
 
 
 def _documents(spec: JobSpec, share: set[str] | None = None) -> Iterator[Document]:
     """Stream the corpus, or a share of it, without reading on behind its last document."""
     wanted, left = spec.documents, -1 if share is None else len(share)
-    for document in read_corpus(wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit):
+    for document in read_corpus(
+        wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit
+    ):
         if left == 0:
             return
         if share is None or document.id in share:

@@ -97,7 +97,8 @@ def read_corpus(
         if document.id in seen:
             copy = next(n for n in range(2, len(seen) + 3) if f"{document.id}#{n}" not in seen)
             document = Document(
-                f"{document.id}#{copy}", error=f"duplicate id {document.id!r}: an earlier document has it; make ids unique"
+                f"{document.id}#{copy}",
+                error=f"duplicate id {document.id!r}: an earlier document has it; make ids unique",
             )
         seen.add(document.id)
         yield document
@@ -123,7 +124,8 @@ def _read_text(file: Path, name: str) -> Document:
         return Document(name, file.read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return Document(
-            name, error=f"{file} is not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}; re-encode it"
+            name,
+            error=f"{file} is not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}; re-encode it",
         )
 
 
@@ -169,7 +171,8 @@ def _from_row(row: dict[str, Any], place: str, id_field: str, text_field: str) -
     if not isinstance(text, str):
         fields = ", ".join(sorted(map(str, row))) or "none"
         return Document(
-            name, error=f"{place}: the text field {text_field!r} is {_kind(text)}; expected a string (fields: {fields})"
+            name,
+            error=f"{place}: the text field {text_field!r} is {_kind(text)}; expected a string (fields: {fields})",
         )
     return Document(name, text)
 
@@ -180,14 +183,17 @@ def _check(document: Document) -> Document:
         what = f"contains {bad!r}" if bad else f"has {len(document.id)} characters"
         name = (document.id.encode("unicode_escape").decode()[: MAX_ID_CHARS - 16]) or "(empty id)"
         return Document(
-            name, error=f"the id {name!r} {what}; expected 1 to {MAX_ID_CHARS} characters, none of them a control character"
+            name,
+            error=f"the id {name!r} {what}; expected 1 to {MAX_ID_CHARS} characters, none of them a control character",
         )
     if document.error is None:
         try:
             document.text.encode("utf-8")
         except UnicodeEncodeError as error:
             return replace(
-                document, text="", error=f"{document.id}: lone surrogate at character {error.start}; not Unicode text"
+                document,
+                text="",
+                error=f"{document.id}: lone surrogate at character {error.start}; not Unicode text",
             )
         if not document.text.strip():
             return replace(document, text="", error=f"{document.id} is empty: there is no text to work on")

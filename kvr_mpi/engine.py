@@ -95,7 +95,10 @@ class Engine:
             "kv": spec.output.kv,
             "frame": hashlib.sha256(json.dumps([self.frame.head, self.frame.tail]).encode()).hexdigest(),
         }
-        return Header(identity, {"name": loaded.name, "architecture": loaded.shape.architecture, "dtype": identity["dtype"]})
+        return Header(
+            identity,
+            {"name": loaded.name, "architecture": loaded.shape.architecture, "dtype": identity["dtype"]},
+        )
 
     def answer(self, document: Document) -> tuple[Record, Prefill | None]:
         """Answer one document.
@@ -222,9 +225,11 @@ class Engine:
         first = together(world, lambda: load() if world.local_rank == 0 else None)
         loaded = together(world, lambda: first or load())
         self._say(
-            f"{loaded.shape.architecture}, {len(loaded.shape.layers)} layers, {str(loaded.dtype).removeprefix('torch.')} on "
-            f"{loaded.device.type}; {world.size // self.chain.size} chain(s) of {self.chain.size} rank(s), {torch.get_num_threads()} thread(s) "
-            f"per rank; {loaded.shape.kv_bytes_per_token / 1024:.0f} KiB of keys and values per token"
+            f"{loaded.shape.architecture}, {len(loaded.shape.layers)} layers, "
+            f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}; "
+            f"{world.size // self.chain.size} chain(s) of {self.chain.size} rank(s), "
+            f"{torch.get_num_threads()} thread(s) per rank; "
+            f"{loaded.shape.kv_bytes_per_token / 1024:.0f} KiB of keys and values per token"
         )
         return loaded
 
@@ -261,8 +266,9 @@ class Engine:
         example = self.frame.max_tokens if self.loaded.shape.max_tokens else EXAMPLE_TOKENS
         lengths = equal_time(example, mine)
         self._say(
-            f"measured per layer: {mine[0].token_s * 1e6:.1f} us a token, {mine[0].pair_s * 1e9:.2f} ns a query-key pair; slices "
-            f"of equal time for {example} tokens: {Partition.by_ratio(example, lengths, QUANTUM_TOKENS)}"
+            f"measured per layer: {mine[0].token_s * 1e6:.1f} us a token, "
+            f"{mine[0].pair_s * 1e9:.2f} ns a query-key pair; slices of equal time for {example} tokens: "
+            f"{Partition.by_ratio(example, lengths, QUANTUM_TOKENS)}"
         )
         return mine
 

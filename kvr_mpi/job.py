@@ -170,7 +170,9 @@ def load_job(
         target, equals, value = setting.partition("=")
         section, dot, key = target.strip().partition(".")
         if not (equals and dot and section and key):
-            raise ConfigError(f"--set {setting!r}: expected section.key=value, for example generation.max_new_tokens=64")
+            raise ConfigError(
+                f"--set {setting!r}: expected section.key=value, for example generation.max_new_tokens=64"
+            )
         _put(raw, sources, section, key, value.strip(), f"--set {target.strip()}")
     try:
         return JobSpec.model_validate(raw), sources
@@ -217,5 +219,5 @@ def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> st
 
 def _fields_of(section: str) -> Mapping[str, Any]:
     annotation = JobSpec.model_fields[section].annotation
-    assert annotation is not None and issubclass(annotation, BaseModel)
+    assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
     return annotation.model_fields

@@ -252,8 +252,10 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
     layers: list[LayerShape | None] = []
     for layer in getattr(cache, "layers", ()):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        plain = isinstance(keys, torch.Tensor) and keys.ndim == 4 and isinstance(values, torch.Tensor)
-        layers.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]) if plain else None)
+        if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == 4:
+            layers.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
+        else:
+            layers.append(None)
     text = config.get_text_config()
     return ModelShape(
         architecture=type(model).__name__,

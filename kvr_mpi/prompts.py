@@ -94,7 +94,8 @@ def make_frame(
     if (chat_template or system) and not has_chat:
         key = "prompt.chat_template = true" if chat_template else f"prompt.system = {system!r}"
         raise ConfigError(
-            f"{key}: this model's tokenizer has no chat template; leave it out and write the instructions into prompt.template"
+            f"{key}: this model's tokenizer has no chat template; leave it out and write the instructions into "
+            f"prompt.template"
         )
     if has_chat and chat_template is not False:
         head_text, tail_text = _render_chat(tokenizer, before + MARK + after, system)
@@ -143,7 +144,8 @@ def fit_prompt(frame: Frame, text_ids: Sequence[int], *, truncate: Keep | None) 
     if truncate is None:
         raise DocumentError(
             f"too long: {len(text_ids)} tokens of text, {frame.text_budget} fit (a prompt may have {frame.max_tokens} "
-            f"tokens, the template takes {len(frame.head) + len(frame.tail)}); set prompt.too_long to 'truncate' or 'split'"
+            f"tokens, the template takes {len(frame.head) + len(frame.tail)}); set prompt.too_long to 'truncate' or "
+            f"'split'"
         )
     first = {"head": 0, "middle": excess // 2, "tail": excess}[truncate]
     return frame.around(text_ids[first : first + frame.text_budget], dropped_tokens=excess)
@@ -186,11 +188,13 @@ def _render_chat(tokenizer: Any, content: str, system: str | None) -> tuple[str,
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise ConfigError(
-            f"this model's chat template refuses the prompt: {error}; leave out prompt.system or set chat_template = false"
+            f"this model's chat template refuses the prompt: {error}; leave out prompt.system or set "
+            f"prompt.chat_template = false"
         ) from error
     if text.count(MARK) != 1:
         raise ConfigError(
-            f"this model's chat template shows the user's message {text.count(MARK)} times; set prompt.chat_template = false"
+            f"this model's chat template shows the user's message {text.count(MARK)} times; set "
+            f"prompt.chat_template = false"
         )
     head, tail = text.split(MARK)
     return head, tail

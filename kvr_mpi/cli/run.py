@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job file.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Override a setting of the job file.",
+)
 @click.option("--overwrite", is_flag=True, help="Delete the results that are in the output folder.")
 @click.option("--resume", is_flag=True, help="Go on with the results that are in the output folder.")
 @click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and stop.")
@@ -27,7 +33,7 @@ if TYPE_CHECKING:
     help="A bar, or a line for each document; auto: a bar on a terminal if there is one rank.",
 )
 def run(job: Path, settings: tuple[str, ...], overwrite: bool, resume: bool, show_config: bool, progress: str) -> int:
-    """Prefill, answer and store every document of the job file JOB.
+    r"""Prefill, answer and store every document of the job file JOB.
 
     \b
     mpirun -n 8 kvr-run jobs/summarize.toml --set documents.path=corpus/
@@ -45,7 +51,13 @@ def run(job: Path, settings: tuple[str, ...], overwrite: bool, resume: bool, sho
 
 
 def _run(
-    world: Transport, job: Path, settings: tuple[str, ...], overwrite: bool, resume: bool, show_config: bool, progress: str
+    world: Transport,
+    job: Path,
+    settings: tuple[str, ...],
+    overwrite: bool,
+    resume: bool,
+    show_config: bool,
+    progress: str,
 ) -> int:
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.job import JobSpec, load_job, show_job
@@ -68,6 +80,7 @@ def _run(
     from kvr_mpi.report.log import Log
     from kvr_mpi.report.progress import wants_bar
 
+    _quiet_libraries()
     environment = read_environment()
     options = RunOptions(
         machine=environment.machine,
@@ -77,6 +90,14 @@ def _run(
         deadline_s=environment.deadline_s,
     )
     return run_job(spec, options, world, Log(world.rank))
+
+
+def _quiet_libraries() -> None:
+    """Keep transformers' progress bars and hints out of the batch log."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def _guarded(world: Transport, work: Callable[[], int]) -> int:

@@ -55,35 +55,34 @@ def attend(
     """Attend to all keys, or (`causal`, as many queries as keys) to those not behind the query."""
     if scores.softcap is None and keys.shape[-1] == values.shape[-1]:
         if query.device.type == "cpu":
+            heads, queries = query.shape[1:3]
+            if queries == 1:  # decoding: the group's heads as queries read the keys once instead of once each
+                query = query.view(1, keys.shape[1], -1, query.shape[-1])
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query, keys, values, 0.0, causal, attn_mask=None, scale=scores.scale
             )
-            return Part(out.float(), lse.float())
+            return Part(out.float().reshape(1, heads, queries, -1), lse.float().reshape(1, heads, queries))
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             return _attend_varlen(query, keys, values, scores, causal)
     return _attend_blocks(query, keys, values, scores, offset=0 if causal else None, window=None)
 
 
-def attend_window(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, window: int
-) -> Part:
+def attend_window(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, window: int) -> Part:
     """Attend to the last `window` keys up to each query; the last query stands at the last key."""
     return _attend_blocks(query, keys, values, scores, offset=keys.shape[2] - query.shape[2], window=window)
 
 
-def _attend_varlen(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, causal: bool
-) -> Part:
+def _attend_varlen(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, causal: bool) -> Part:
     """Flash attention on a GPU, which takes token-major tensors and so reads our buffers as they lie."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     queries, length = query.shape[2], keys.shape[2]
-    ends = [torch.tensor([0, n], dtype=torch.int32, device=query.device) for n in (queries, length)]
     out, lse = varlen_attn(
         query[0].transpose(0, 1),
         keys[0].transpose(0, 1),
         values[0].transpose(0, 1),
-        *ends,
+        torch.tensor([0, queries], dtype=torch.int32, device=query.device),
+        torch.tensor([0, length], dtype=torch.int32, device=query.device),
         queries,
         length,
         return_aux=AuxRequest(lse=True),

@@ -98,7 +98,9 @@ class ChainLayer(CacheLayerMixin):
         tokens = self.length - self.start
         # A single token's query heads may come folded into the query length (1, kv_heads, group, head_dim).
         if query.shape[2] != tokens and tokens > 1:
-            raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {tokens} tokens; use strategy = 'single'")
+            raise ModelError(
+                f"layer {self.layer_idx}: {query.shape[2]} queries for {tokens} tokens; use strategy = 'single'"
+            )
         skipped = tokens - 1 if self.cache.reads_only_last(self.layer_idx) else 0
         query = query[:, :, skipped:]
         if window is not None and self.length > window:
@@ -106,6 +108,8 @@ class ChainLayer(CacheLayerMixin):
                 pass
             first = max(0, self.start + skipped - window + 1)
             part = attend_window(query, *self.rows(first, self.length), scores, window)
+        elif tokens == 1 and not self.arriving:  # decoding
+            part = attend(query, *self.rows(0, self.length), scores)
         else:
             part = attend(query, keys, values, scores, causal=tokens > 1 and not skipped)
             for first, last in self.arrivals():
@@ -192,7 +196,9 @@ class ChainLayer(CacheLayerMixin):
         if found != expected:
             raise ModelError(f"layer {self.layer_idx}: keys and values are {found}, {expected} were announced")
         if self.cache.current is not None and not self.cache.current.attended:
-            raise ModelError(f"layer {self.layer_idx}: the layer before it never attended to its keys through the cache")
+            raise ModelError(
+                f"layer {self.layer_idx}: the layer before it never attended to its keys through the cache"
+            )
 
 
 class ChainCache(Cache):
@@ -287,8 +293,8 @@ def layer_kv(cache: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | 
     layer = cache.layers[layer_idx]
     if isinstance(layer, ChainLayer):
         keys, values = layer.rows(0, layer.length)
-    else:
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor) or keys.ndim != 4:
-            return None
-    return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+        return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+    held: tuple[Any, Any] = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in held):
+        return None
+    return held[0][0].transpose(0, 1), held[1][0].transpose(0, 1)

@@ -31,7 +31,11 @@ class _SdpaSeam(TorchFunctionMode):
         self.cache = cache
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
@@ -74,7 +78,9 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers' attention functions do, through the cache that came in the model's arguments."""
     if kv_chain is None:
-        raise ModelError("the model does not pass keyword arguments on to its attention; use strategy = 'single' for it")
+        raise ModelError(
+            "the model does not pass keyword arguments on to its attention; use strategy = 'single' for it"
+        )
     layer = kv_chain.attending
     if getattr(module, "layer_idx", layer.layer_idx) != layer.layer_idx:
         raise ModelError("the model shares keys between layers; use strategy = 'single' for it")
@@ -123,4 +129,5 @@ def run_model(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
         mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=ids.device)
         with _SdpaSeam(cache):
             logits = model(**options, attention_mask=mask).logits
-    return logits[0, -1].float()
+    last: torch.Tensor = logits[0, -1].float()
+    return last

@@ -19,7 +19,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.cache import ChainCache, SliceDoneError
 from kvr_mpi.prefill.seam import prepare_model, run_model
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.transport.local import run_local
 
 STRATEGIES = ("kvr", "single")
 
@@ -116,6 +116,7 @@ def check_chain(loaded: LoadedModel, tokens: int = 12) -> None:
     allowed = {torch.float32: 1e-3, torch.float16: 2e-2}.get(loaded.dtype, 1e-1)
     if not error_share <= allowed:
         raise ModelError(
-            f"{loaded.shape.architecture}: on {tokens} tokens a chain differs from plain transformers by {error_share:.1e} "
+            f"{loaded.shape.architecture}: on {tokens} tokens a chain differs from plain transformers by "
+            f"{error_share:.1e} "
             f"of the logits' spread (allowed {allowed:.0e}); use strategy = 'single' for this model"
         )

@@ -14,22 +14,25 @@ from rich.text import Text
 from kvr_mpi.store.outputs import Record
 
 MAX_ROWS = 40
+WORDS_CHARS = 200
 
 
 def print_summary(records: Iterable[Record], result: Path) -> None:
     """Print what became of each document, and how to look into the result."""
     columns = shutil.get_terminal_size((140, 24)).columns
     console = Console(file=sys.stdout, width=max(100, columns), highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, right in (("document", 0), ("tokens", 1), ("slices", 0), ("first token", 1), ("tokens/s", 1), ("answer", 0)):
-        table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
+    table.add_column("document", no_wrap=True, overflow="ellipsis", min_width=12, max_width=32)
+    for name in ("tokens", "slices", "first token", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    table.add_column("answer", no_wrap=True, overflow="ellipsis", ratio=1)
     done = errors = 0
     for record in records:
         done, errors = done + (record.status == "done"), errors + (record.status == "error")
         if done + errors > MAX_ROWS:
             continue
         if record.status == "error":
-            table.add_row(Text(record.id), "", "", "", "", Text(f"error: {record.error}", style="red"))
+            table.add_row(Text(record.id), "", "", "", "", Text(f"error: {record.error}"[:WORDS_CHARS], style="red"))
             continue
         slices = "+".join(str(b - a) for a, b in zip(record.slices, record.slices[1:], strict=False))
         table.add_row(
@@ -38,7 +41,7 @@ def print_summary(records: Iterable[Record], result: Path) -> None:
             slices if record.parts == 1 else f"{record.parts} prompts",
             f"{record.ttft_s:.2f} s",
             f"{record.prefill_tokens_per_s:.0f}",
-            Text(" ".join(record.answer.split())),
+            Text(" ".join(record.answer.split())[:WORDS_CHARS]),
         )
     console.print(table)
     if done + errors > MAX_ROWS:

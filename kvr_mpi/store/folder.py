@@ -209,8 +209,8 @@ def _check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) 
     ]
     if changed:
         raise OutputError(
-            f"cannot resume {file}: it was made with other settings ({'; '.join(changed)}); set them back, or choose another "
-            f"output.path"
+            f"cannot resume {file}: it was made with other settings ({'; '.join(changed)}); set them back, or choose "
+            f"another output.path"
         )
 
 
@@ -237,5 +237,7 @@ def find_record(path: Path, document_id: str) -> tuple[Path, str]:
     index = _index(path)
     if document_id not in index:
         some = ", ".join(sorted(index)[:8])
-        raise ConfigError(f"{path} has no document {document_id!r}; it has {len(index)}: {some}{' ...' if len(index) > 8 else ''}")
+        raise ConfigError(
+            f"{path} has no document {document_id!r}; it has {len(index)}: {some}{' ...' if len(index) > 8 else ''}"
+        )
     return index[document_id]

@@ -57,7 +57,9 @@ def read_array(dataset: Any) -> torch.Tensor:
         dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, raw, bfloat16_type())
         return torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16)
     if dataset.dtype not in (np.dtype("<f4"), np.dtype("<f2"), np.dtype("<f8")):
-        raise DataError(f"{dataset.file.filename}{dataset.name}: type {dataset.dtype}; expected keys or values (a float type)")
+        raise DataError(
+            f"{dataset.file.filename}{dataset.name}: type {dataset.dtype}; expected keys or values (a float type)"
+        )
     return torch.from_numpy(dataset[()])
 
 

@@ -116,6 +116,14 @@ def read_header(file: h5py.File) -> Header:
         raise DataError(f"{file.filename}: its header is damaged: {error}") from error
 
 
+def read_software(file: h5py.File) -> dict[str, str]:
+    """Versions a file was made with."""
+    try:
+        return {str(name): str(version) for name, version in json.loads(str(file.attrs["software"])).items()}
+    except (KeyError, ValueError, AttributeError) as error:
+        raise DataError(f"{file.filename}: its header is damaged: {error}") from error
+
+
 def write_record(file: h5py.File, record: Record, layers: Iterable[KeysValues | None] = ()) -> None:
     """Add a document's group, with each layer's keys and values (tokens, kv_heads, head_dim) if given."""
     group = file["documents"].create_group(key_of(record.id))
@@ -153,7 +161,9 @@ def open_file(path: Path) -> Iterator[h5py.File]:
         if schema != SCHEMA:
             raise DataError(f"{path} is an HDF5 file, but not of kvr-mpi (schema {schema!r}; expected {SCHEMA!r})")
         if not isinstance(version, (int, np.integer)) or version > SCHEMA_VERSION:
-            raise DataError(f"{path} has schema version {version}; this kvr-mpi reads up to {SCHEMA_VERSION}: upgrade it")
+            raise DataError(
+                f"{path} has schema version {version}; this kvr-mpi reads up to {SCHEMA_VERSION}: upgrade it"
+            )
         yield file
 
 
@@ -202,8 +212,19 @@ def read_record(group: h5py.Group) -> Record:
                 value = group.attrs[spec.name]
                 values[spec.name] = value.item() if isinstance(value, np.generic) else str(value)
     except (KeyError, TypeError, ValueError, OSError) as error:
-        raise DataError(f"{group.file.filename}{group.name} is no record of schema {SCHEMA_VERSION}: {error}") from error
+        raise DataError(
+            f"{group.file.filename}{group.name} is no record of schema {SCHEMA_VERSION}: {error}"
+        ) from error
     return Record(**values)
+
+
+def kv_layers(group: h5py.Group) -> Iterator[tuple[int, h5py.Dataset, h5py.Dataset]]:
+    """Yield (layer, keys, values) of a document that has its keys and values stored; see ``kv.read_array``."""
+    if "kv" in group:
+        layers = child(group, "kv")
+        for name in layers:
+            layer = child(layers, name)
+            yield int(name.removeprefix("layer_")), child(layer, "keys"), child(layer, "values")
 
 
 def key_of(document_id: str) -> str:

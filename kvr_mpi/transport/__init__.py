@@ -3,6 +3,14 @@
 ``base`` states the protocol, ``mpi`` is the real thing, ``local`` connects threads of one process.
 """
 
-from kvr_mpi.transport.base import FailedTogetherError, Request, Transport, gather_json, on_root, share_json, together
+from kvr_mpi.transport.base import (
+    FailedTogetherError,
+    Request,
+    Transport,
+    gather_json,
+    on_root,
+    share_json,
+    together,
+)
 
 __all__ = ["FailedTogetherError", "Request", "Transport", "gather_json", "on_root", "share_json", "together"]

