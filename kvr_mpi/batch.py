@@ -22,9 +22,9 @@ from kvr_mpi.prompts import check_template
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import ProgressReport
 from kvr_mpi.report.table import print_summary
-from kvr_mpi.store.folder import ShardWriter, check_fresh, merge_run, prepare_folder, read_run
+from kvr_mpi.store.folder import ShardWriter, check_fresh, check_writable, merge_run, prepare_folder, read_run
 from kvr_mpi.store.outputs import Record
-from kvr_mpi.transport import Transport, on_root, share_json
+from kvr_mpi.transport import Transport, on_root, share_json, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> i
         Exit code: 0, or 65 if some documents have error records.
     """
     folder = Path(spec.output.path)
-    chain_size = choose_chain_size(spec, world.size)
+    chain_size = together(world, lambda: choose_chain_size(spec, world.size))
     corpus = share_json(world, on_root(world, lambda: _scan(spec, folder, options)))
     chain = world.split(world.rank // chain_size)
     engine = Engine(spec, options.machine, world, chain, log.line)
     done = set(share_json(world, on_root(world, lambda: _prepare(folder, engine, options))))
     todo = [(name, chars) for name, chars in corpus if name not in done]
-    log.root(f"{len(corpus)} documents" + (f", {len(corpus) - len(todo)} of them done already" if done else ""))
+    log.root(f"documents: {len(corpus)}" + (f", {len(corpus) - len(todo)} of them done already" if done else ""))
     share = deal(todo, world.size // chain_size)[world.rank // chain_size]
     _run_share(
         engine,
@@ -131,6 +131,7 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions) -> list[tuple[str, i
         check_template(spec.prompt.reduce_template)
     if not (options.overwrite or options.resume):
         check_fresh(folder)
+    check_writable(folder)
     find_model(spec.model.path)
     find_files(spec.documents.path)
     corpus = [(document.id, document.chars) for document in _documents(spec)]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import os
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,30 +50,35 @@ def find_files(paths: Iterable[str]) -> list[tuple[Path, str]]:
     CorpusError
         If a path matches nothing, or a file is of no known format.
     """
-    found: dict[Path, str] = {}
+    found: dict[str, tuple[Path, str]] = {}
     for pattern in paths:
-        base = Path(pattern).expanduser()
-        if base.is_dir():
-            files = sorted(file for file in base.rglob("*") if _suffix(file) and not _hidden(file, base))
-            if not files:
-                raise CorpusError(
-                    f"documents.path {pattern!r}: the folder {base.absolute()} holds no {', '.join(SUFFIXES)} file"
-                )
-            names = {file: file.relative_to(base).as_posix() for file in files}
-        else:
-            matches = [base] if base.exists() else sorted(map(Path, glob.glob(str(base), recursive=True)))
-            if not matches:
-                raise CorpusError(
-                    f"documents.path {pattern!r}: no such file or folder, and no file matches it "
-                    f"(looked for {base.absolute()})"
-                )
-            names = {file: file.name for file in matches if not file.is_dir()}
-            for file in names:
-                if not _suffix(file):
-                    raise CorpusError(f"documents.path {pattern!r}: {file} is none of {', '.join(SUFFIXES)}")
-        for file, name in names.items():
-            found.setdefault(file, name)
-    return list(found.items())
+        try:
+            for file, name in _match(pattern).items():
+                found.setdefault(os.path.abspath(file), (file, name))
+        except (OSError, RuntimeError) as error:  # a name too long, an unknown ~user
+            raise CorpusError(f"documents.path {pattern!r} cannot be looked up: {error}") from error
+    return list(found.values())
+
+
+def _match(pattern: str) -> dict[Path, str]:
+    """Files behind one folder, glob or file name, with their documents' names."""
+    base = Path(pattern).expanduser()
+    if base.is_dir():
+        files = sorted(file for file in base.rglob("*") if _suffix(file) and not _hidden(file, base))
+        if not files:
+            raise CorpusError(
+                f"documents.path {pattern!r}: the folder {base.absolute()} holds no {', '.join(SUFFIXES)} file"
+            )
+        return {file: file.relative_to(base).as_posix() for file in files}
+    matches = [base] if base.exists() else sorted(map(Path, glob.glob(str(base), recursive=True)))
+    files = [file for file in matches if not file.is_dir()]
+    if not files:
+        what = "only folders match it" if matches else "no such file or folder, and no file matches it"
+        raise CorpusError(f"documents.path {pattern!r}: {what} (looked for {base.absolute()})")
+    for file in files:
+        if not _suffix(file):
+            raise CorpusError(f"documents.path {pattern!r}: {file} is none of {', '.join(SUFFIXES)}")
+    return {file: file.name for file in files}
 
 
 def read_corpus(
@@ -96,10 +103,8 @@ def read_corpus(
         document = _check(document)
         if document.id in seen:
             copy = next(n for n in range(2, len(seen) + 3) if f"{document.id}#{n}" not in seen)
-            document = Document(
-                f"{document.id}#{copy}",
-                error=f"duplicate id {document.id!r}: an earlier document has it; make ids unique",
-            )
+            error = document.error or f"duplicate id {document.id!r}: an earlier document has it; make ids unique"
+            document = Document(f"{document.id}#{copy}", error=error)
         seen.add(document.id)
         yield document
 
@@ -114,7 +119,7 @@ def _read_all(files: list[tuple[Path, str]], id_field: str, text_field: str) -> 
                 yield from _read_parquet(file, name, id_field, text_field)
             else:
                 yield from _read_jsonl(file, name, id_field, text_field, zipped=kind == ".jsonl.gz")
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or str(error)
             yield Document(name, error=f"{file} cannot be read: {reason}")
 
@@ -137,7 +142,7 @@ def _read_jsonl(file: Path, name: str, id_field: str, text_field: str, *, zipped
             place = f"{name}:{number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield Document(place, error=f"line {number} of {file} is not JSON: {error}")
                 continue
             if not isinstance(row, dict):
@@ -154,13 +159,14 @@ def _read_parquet(file: Path, name: str, id_field: str, text_field: str) -> Iter
         raise CorpusError(f"{file}: reading Parquet needs pyarrow; `pip install kvr-mpi[parquet]`") from error
     try:
         table = pyarrow.parquet.ParquetFile(file)
-        columns = [field for field in (id_field, text_field) if field in table.schema_arrow.names]
+        names = table.schema_arrow.names
+        columns = [field for field in (id_field, text_field) if field in names]
         number = 0
         for batch in table.iter_batches(batch_size=256, columns=columns):
             for row in batch.to_pylist():
                 number += 1
-                yield _from_row(row, f"{name}:{number}", id_field, text_field)
-    except pyarrow.lib.ArrowException as error:
+                yield _from_row({**dict.fromkeys(names), **row}, f"{name}:{number}", id_field, text_field)
+    except (pyarrow.lib.ArrowException, UnicodeDecodeError) as error:
         yield Document(name, error=f"{file} cannot be read as Parquet: {error}")
 
 
@@ -178,7 +184,8 @@ def _from_row(row: dict[str, Any], place: str, id_field: str, text_field: str) -
 
 
 def _check(document: Document) -> Document:
-    bad = next((char for char in document.id if ord(char) < 32 or ord(char) == 127), None)
+    """Find what is wrong with an id or a text that was read without error."""
+    bad = next((char for char in document.id if ord(char) < 32 or ord(char) == 127 or _is_surrogate(char)), None)
     if bad is not None or not document.id or len(document.id) > MAX_ID_CHARS:
         what = f"contains {bad!r}" if bad else f"has {len(document.id)} characters"
         name = (document.id.encode("unicode_escape").decode()[: MAX_ID_CHARS - 16]) or "(empty id)"
@@ -187,17 +194,18 @@ def _check(document: Document) -> Document:
             error=f"the id {name!r} {what}; expected 1 to {MAX_ID_CHARS} characters, none of them a control character",
         )
     if document.error is None:
-        try:
-            document.text.encode("utf-8")
-        except UnicodeEncodeError as error:
+        lone = next((at for at, char in enumerate(document.text) if _is_surrogate(char)), None)
+        if lone is not None:
             return replace(
-                document,
-                text="",
-                error=f"{document.id}: lone surrogate at character {error.start}; not Unicode text",
+                document, text="", error=f"{document.id}: lone surrogate at character {lone}; not Unicode text"
             )
         if not document.text.strip():
             return replace(document, text="", error=f"{document.id} is empty: there is no text to work on")
     return document
+
+
+def _is_surrogate(char: str) -> bool:
+    return "\ud800" <= char <= "\udfff"
 
 
 def _suffix(file: Path) -> str | None:

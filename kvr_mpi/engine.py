@@ -145,6 +145,10 @@ class Engine:
         """Run a document's prompt; if it is split, its parts' prompts and then one about their answers."""
         prompt_spec, tokenizer = self.spec.prompt, self.loaded.tokenizer
         text_ids = encode_text(tokenizer, document.text)
+        if not text_ids:
+            raise DocumentError(
+                f"{document.id} has no tokens: this model's tokenizer drops all {document.chars} characters"
+            )
         if prompt_spec.too_long != "split" or len(text_ids) <= self.frame.text_budget:
             truncate = prompt_spec.keep if prompt_spec.too_long == "truncate" else None
             return _present([self._run_prompt(fit_prompt(self.frame, text_ids, truncate=truncate), document.id)])
@@ -249,12 +253,18 @@ class Engine:
         context = prompt.max_tokens or shape.max_tokens or 1 << 62
         if shape.max_tokens is not None and context > shape.max_tokens:
             raise ConfigError(f"prompt.max_tokens = {context}: this model's context has {shape.max_tokens} tokens")
+        room = context - self.spec.generation.max_new_tokens
+        if room < 1:
+            raise ConfigError(
+                f"generation.max_new_tokens = {self.spec.generation.max_new_tokens} leaves no room for a prompt in a "
+                f"context of {context} tokens; ask for fewer"
+            )
         return make_frame(
             self.loaded.tokenizer,
             template,
             system=prompt.system,
             chat_template=prompt.chat_template,
-            max_prompt_tokens=context - self.spec.generation.max_new_tokens,
+            max_prompt_tokens=room,
         )
 
     def _rates(self, world: Transport) -> list[Rates]:

@@ -10,7 +10,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -22,13 +22,13 @@ ENVIRONMENT_PREFIX = "KVR_"
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values are never coerced silently."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
     """Which model, and how to load it."""
 
-    path: str = Field(description="folder, .gguf file, package:NAME/FILE, or id on the Hugging Face hub")
+    path: str = Field(min_length=1, description="folder, .gguf file, package:NAME/FILE, or id on the Hugging Face hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
     revision: str | None = Field(None, description="branch, tag or commit on the hub")
@@ -39,7 +39,9 @@ class ModelSection(Section):
 class DocumentsSection(Section):
     """Which documents."""
 
-    path: list[str] = Field(description="folders, globs or files: .txt .md .jsonl .jsonl.gz .parquet")
+    path: list[Annotated[str, Field(min_length=1)]] = Field(
+        min_length=1, description="folders, globs or files: .txt .md .jsonl .jsonl.gz .parquet"
+    )
     id_field: str = Field("id", description="field of a row that names it")
     text_field: str = Field("text", description="field of a row that holds its text")
     limit: int | None = Field(None, ge=1, description="only the first documents")
@@ -96,7 +98,9 @@ class ParallelSection(Section):
     strategy: Literal["kvr", "single"] = Field("kvr", description="kvr: chains of ranks; single: a document per rank")
     ranks_per_chain: int | Literal["all"] = Field("all", description="ranks that share one prompt")
     partition: Literal["equal_time", "even", "ratio"] = Field("equal_time", description="how a prompt is cut")
-    ratios: list[float] | None = Field(None, description="weights of the slices, for partition = 'ratio'")
+    ratios: list[Annotated[float, Field(gt=0)]] | None = Field(
+        None, description="weights of the slices, for partition = 'ratio'"
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: its share of the cores")
 
     @field_validator("ranks_per_chain")
@@ -116,7 +120,7 @@ class ParallelSection(Section):
 class OutputSection(Section):
     """What is kept, and where."""
 
-    path: str = Field(description="folder for the results; created if missing")
+    path: str = Field(min_length=1, description="folder for the results; created if missing")
     kv: bool = Field(False, description="keep every prompt's keys and values")
 
 
@@ -156,7 +160,7 @@ def load_job(
         Naming file, key, value and the valid choices.
     """
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise ConfigError(f"job file {str(path)!r}: no such file (looked for {path.absolute()})") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -177,7 +181,11 @@ def load_job(
     try:
         return JobSpec.model_validate(raw), sources
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(path, sources, dict(item)) for item in error.errors())) from error
+        findings: dict[str, list[str]] = {}
+        for item in error.errors():
+            subject, message = _explain(path, sources, dict(item))
+            findings.setdefault(subject, []).append(message)
+        raise ConfigError("\n".join(f"{key}: {', or '.join(found)}" for key, found in findings.items())) from error
 
 
 def show_job(spec: JobSpec, sources: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -200,21 +208,21 @@ def _put(raw: dict[str, Any], sources: dict[str, str], section: str, key: str, t
         sources[f"{section}.{key}"] = source
 
 
-def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> str:
-    """One of pydantic's findings as a line a user can act on."""
+def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> tuple[str, str]:
+    """One of pydantic's findings as where it is, and what a user can do about it."""
     place = [str(part) for part in item["loc"]]
     key = ".".join(place[:2])
-    where = sources.get(key, str(path))
+    where = sources.get(key) or next((of for name, of in sources.items() if name.startswith(f"{key}.")), str(path))
     if item["type"] == "extra_forbidden":
         fields = JobSpec.model_fields if len(place) == 1 else _fields_of(place[0])
         close = difflib.get_close_matches(place[-1], fields, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        return f"{where}: unknown key {key!r}: {hint}valid keys: {', '.join(fields)}"
+        return f"{where}: unknown key {key!r}", f"{hint}valid keys: {', '.join(fields)}"
     if item["type"] == "missing":
         about = "" if len(place) == 1 else f" ({_fields_of(place[0])[place[1]].description})"
-        return f"{where}: {key} is missing{about}"
+        return f"{where}: {key}", f"is missing{about}"
     value = "" if item["type"] == "value_error" and len(place) < 2 else f" = {item['input']!r}"
-    return f"{where}: {key}{value}: {item['msg'].removeprefix('Value error, ')}"
+    return f"{where}: {key}{value}", item["msg"].removeprefix("Value error, ")
 
 
 def _fields_of(section: str) -> Mapping[str, Any]:

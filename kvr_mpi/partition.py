@@ -86,7 +86,7 @@ class Partition:
         ratios : sequence of float
             One positive weight for each rank; they need not add up to one.
         quantum : int
-            Inner bounds become multiples of this where the prompt is long enough for it.
+            Inner bounds become multiples of this, if the prompt is long enough and no slice becomes empty by it.
         """
         size = len(ratios)
         if size < 1 or any(not ratio > 0 or ratio == float("inf") for ratio in ratios):
@@ -100,10 +100,11 @@ class Partition:
             raise PartitionError(f"quantum {quantum}: expected at least 1 token")
         if tokens < 4 * quantum * size:
             quantum = 1
-        total = sum(ratios)
+        largest = max(ratios)  # taken out first, so that huge ratios do not overflow
+        total = sum(ratio / largest for ratio in ratios)
         bounds, seen = [0], 0.0
         for rank, ratio in enumerate(ratios[:-1]):
-            seen += ratio
+            seen += ratio / largest
             bound = round(tokens * seen / total / quantum) * quantum
             bounds.append(min(max(bound, bounds[-1] + 1), tokens - (size - 1 - rank)))
         return cls((*bounds, tokens))

@@ -8,8 +8,10 @@ a text to a number of tokens is exact.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -19,8 +21,8 @@ from kvr_mpi.errors import ConfigError, DocumentError
 TEXT = "{text}"
 # Stands for the document while the chat template is rendered; private-use characters, so no template has it.
 MARK = "\ue000text\ue001"
-# How far back from a cut, as a share of the part, we look for a token that ends a paragraph, line or sentence.
-SEAM_SEARCH = 0.15
+# Share of a part's tokens given up so that cuts can move to where a paragraph, line, sentence or word ends.
+SEAM_SHARE = 0.15
 
 Keep = Literal["head", "tail", "middle"]
 
@@ -104,8 +106,8 @@ def make_frame(
         if system:
             raise ConfigError("prompt.system is set, but prompt.chat_template is false; put it into prompt.template")
         # The tokenizer's own first token (if it has one) belongs in front, its last one would end the prompt.
-        begins = tokenizer.build_inputs_with_special_tokens([])
-        bos = [begins[0]] if begins and begins[0] == tokenizer.bos_token_id else []
+        begins = _encode(tokenizer, before or " ", add_special_tokens=True)
+        bos = begins[:1] if begins[:1] == [tokenizer.bos_token_id] else []
         head, tail = bos + _encode(tokenizer, before), _encode(tokenizer, after)
     frame = Frame(tuple(head), tuple(tail), max_prompt_tokens)
     if frame.text_budget < 1:
@@ -127,7 +129,15 @@ def check_template(template: str) -> None:
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a document's text; control tokens written out in it are plain text."""
-    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"])
+    ids = _encode_plain(tokenizer, text)
+    control = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    if control.isdisjoint(ids):
+        return ids
+    # Unigram vocabularies hold their control tokens as ordinary pieces: cut those apart.
+    names = sorted(map(str, tokenizer.all_special_tokens), key=len, reverse=True)
+    pieces = re.split("(" + "|".join(map(re.escape, names)) + ")", text)
+    halves = (half for piece in pieces for half in ((piece[:1], piece[1:]) if piece in names else (piece,)))
+    return [token for half in halves for token in _encode_plain(tokenizer, half)]
 
 
 def fit_prompt(frame: Frame, text_ids: Sequence[int], *, truncate: Keep | None) -> Prompt:
@@ -153,30 +163,35 @@ def fit_prompt(frame: Frame, text_ids: Sequence[int], *, truncate: Keep | None) 
 
 def split_text(tokenizer: Any, frame: Frame, text_ids: Sequence[int]) -> list[Prompt]:
     """Cut a long text into prompts of nearly equal length, preferably where a paragraph, line or sentence ends."""
-    count = -(-len(text_ids) // max(1, int(frame.text_budget * (1 - SEAM_SEARCH / 2))))
-    if len(text_ids) <= frame.text_budget:
-        count = 1
+    budget, tokens = frame.text_budget, len(text_ids)
+    count = 1 if tokens <= budget else -(-tokens // max(1, int(budget * (1 - SEAM_SHARE))))
+    # Both ends of a part may move by this without its outgrowing the budget.
+    reach = (budget - -(-tokens // count)) // 2
     bounds = [0]
     for part in range(1, count):
-        ideal = bounds[-1] + (len(text_ids) - bounds[-1]) // (count - part + 1)
-        bounds.append(_seam(tokenizer, text_ids, bounds[-1], min(ideal, bounds[-1] + frame.text_budget)))
-    bounds.append(len(text_ids))
-    parts: list[Prompt] = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
-        for at in range(start, stop, frame.text_budget):  # the last part may have grown past the budget
-            parts.append(frame.around(text_ids[at : min(stop, at + frame.text_budget)]))
-    return parts
+        bounds.append(_best_cut(tokenizer, text_ids, part * tokens // count, reach))
+    bounds.append(tokens)
+    return [frame.around(text_ids[start:stop]) for start, stop in pairwise(bounds)]
 
 
-def _seam(tokenizer: Any, text_ids: Sequence[int], start: int, stop: int) -> int:
-    """Position at or before `stop` behind the best end of a paragraph, line or sentence."""
-    earliest = max(start + 1, stop - int((stop - start) * SEAM_SEARCH))
-    pieces = [tokenizer.decode([token]) for token in text_ids[earliest - 1 : stop]]
-    for ending in ("\n\n", "\n", ".", " "):
-        for offset in range(len(pieces) - 1, -1, -1):
-            if ending in pieces[offset]:
-                return earliest + offset
-    return stop
+def _best_cut(tokenizer: Any, ids: Sequence[int], ideal: int, reach: int) -> int:
+    """Position within `reach` of `ideal` where a cut hurts least; the nearest of several."""
+    candidates = range(max(1, ideal - reach), min(len(ids) - 1, ideal + reach) + 1)
+    return min(candidates, key=lambda at: (_hurt(tokenizer, ids, at), abs(at - ideal)))
+
+
+def _hurt(tokenizer: Any, ids: Sequence[int], at: int) -> int:
+    """How bad a cut before token `at` is: 0 between paragraphs, lines 1, sentences 2, words 3, else 4."""
+    left = tokenizer.decode(ids[max(0, at - 2) : at])
+    # With its neighbour, since some decoders drop the space a text begins with.
+    right = tokenizer.decode(ids[max(0, at - 2) : at + 1])[len(left) :]
+    if left.endswith("\n\n") and not right.startswith("\n"):
+        return 0
+    if left.endswith("\n") and not right.startswith("\n"):
+        return 1
+    if not (left[-1:].isspace() or right[:1].isspace()):
+        return 4
+    return 2 if left.rstrip().endswith((".", "!", "?")) else 3
 
 
 def _render_chat(tokenizer: Any, content: str, system: str | None) -> tuple[str, str]:
@@ -186,7 +201,7 @@ def _render_chat(tokenizer: Any, content: str, system: str | None) -> tuple[str,
     messages.append({"role": "user", "content": content})
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise ConfigError(
             f"this model's chat template refuses the prompt: {error}; leave out prompt.system or set "
             f"prompt.chat_template = false"
@@ -200,5 +215,11 @@ def _render_chat(tokenizer: Any, content: str, system: str | None) -> tuple[str,
     return head, tail
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+def _encode_plain(tokenizer: Any, text: str) -> list[int]:
+    if not text:
+        return []
+    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"])
+
+
+def _encode(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]) if text else []

@@ -84,7 +84,12 @@ def mpirun() -> Launch:
         pytest.fail("no mpirun: `pip install mpich` into this environment, or load an MPI")
 
     def launch(
-        ranks: int, command: Sequence[str | Path], *, timeout_s: float = 300, env: dict[str, str] | None = None, **options: Any
+        ranks: int,
+        command: Sequence[str | Path],
+        *,
+        timeout_s: float = 300,
+        env: dict[str, str] | None = None,
+        **options: Any,
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [str(launcher), "-n", str(ranks), *map(str, command)],

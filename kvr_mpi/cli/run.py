@@ -59,7 +59,6 @@ def _run(
     show_config: bool,
     progress: str,
 ) -> int:
-    from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.job import JobSpec, load_job, show_job
     from kvr_mpi.transport import on_root, share_json
 
@@ -77,6 +76,7 @@ def _run(
     if show_config:
         return 0
     from kvr_mpi.batch import RunOptions, run_job
+    from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.report.log import Log
     from kvr_mpi.report.progress import wants_bar
 

@@ -92,15 +92,9 @@ def prepare_folder(folder: Path, identity: dict[str, Any], *, overwrite: bool, r
         If it holds results and neither `overwrite` nor `resume` was asked for, if it cannot be written, or if
         it was made with another model, prompt or setting (then the message says which).
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
-        for part in folder.glob(f"*.h5{PART}"):  # left by a crash: never complete, so never counted
-            part.unlink()
-    except OSError as error:
-        raise OutputError(f"output.path {str(folder)!r} cannot be written: {error.strerror or error}") from error
+    check_writable(folder)
+    for part in folder.glob(f"*.h5{PART}"):  # left by a crash: never complete, so never counted
+        part.unlink()
     files = run_files(folder)
     if not files:
         return set()
@@ -116,6 +110,17 @@ def prepare_folder(folder: Path, identity: dict[str, Any], *, overwrite: bool, r
             _check_identity(file, read_header(stored).identity, identity)
             done.update(str(group.attrs["id"]) for group in document_groups(stored) if group.attrs["status"] == "done")
     return done
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder if it is missing, and raise `OutputError` unless files can be made in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise OutputError(f"output.path {str(folder)!r} cannot be written: {error.strerror or error}") from error
 
 
 def check_fresh(folder: Path) -> None:

@@ -137,8 +137,9 @@ def write_record(file: h5py.File, record: Record, layers: Iterable[KeysValues | 
             group.attrs[name] = value.replace("\0", "\ufffd") if isinstance(value, str) else value
     for number, layer in enumerate(layers):
         if layer is not None:
-            write_array(group, f"kv/layer_{number:03d}/keys", layer[0])
-            write_array(group, f"kv/layer_{number:03d}/values", layer[1])
+            place = group.create_group(f"kv/layer_{number:03d}")
+            write_array(place, "keys", layer[0])
+            write_array(place, "values", layer[1])
 
 
 @contextmanager

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import TypeVar
-
-import torch
+from typing import TYPE_CHECKING, TypeVar
 
 from kvr_mpi.errors import TransportError
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 

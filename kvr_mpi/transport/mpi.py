@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.base import Transport
 from kvr_mpi.transport.local import LocalTransport
+
+if TYPE_CHECKING:
+    import torch
 
 # Open MPI fails beyond 2^31 - 1 bytes; smaller pieces also let a transfer begin before the whole is pinned.
 CHUNK_BYTES = 256 << 20
@@ -92,7 +93,7 @@ class _Transfer:
         self.requests = []
         if self.landing is not None:
             host, device = self.landing
-            device.view(-1).view(torch.uint8).copy_(host)
+            _bytes(device).copy_(host)
         self.landing = self.held = None
 
 
@@ -112,14 +113,14 @@ class MpiTransport:
         """Begin to send a contiguous tensor's bytes."""
         data = _bytes(tensor)
         if data.is_cuda:  # the copy waits for the stream that fills the tensor, which MPI would not
-            data = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True).copy_(data)
+            data = _pinned(data).copy_(data)
         return _Transfer([self._comm.Isend(piece, dest, tag) for piece in _pieces(data)], None, data)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> _Transfer:
         """Begin to receive into a contiguous tensor."""
         data, landing = _bytes(tensor), None
         if data.is_cuda:
-            host = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
+            host = _pinned(data)
             data, landing = host, (host, tensor)
         return _Transfer([self._comm.Irecv(piece, source, tag) for piece in _pieces(data)], landing, data)
 
@@ -164,9 +165,17 @@ class MpiTransport:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
     if not tensor.is_contiguous():
         raise TransportError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous and cannot be sent in place")
     return tensor.view(-1).view(torch.uint8)
+
+
+def _pinned(data: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
 
 
 def _pieces(data: torch.Tensor) -> list[Any]:

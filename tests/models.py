@@ -1,0 +1,96 @@
+"""Tiny random models of every kind of attention, built from configurations."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers as tf
+
+from kvr_mpi.model import LoadedModel, probe_shape
+
+VOCAB = 199
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+FALCON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+
+# The issue of attention is what distinguishes them: MHA, GQA, MQA, windows, caps, sinks, own SDPA calls.
+CONFIGS: dict[str, Any] = {
+    "llama-gqa": lambda: tf.LlamaConfig(**COMMON, num_key_value_heads=2),
+    "llama-mha": lambda: tf.LlamaConfig(**COMMON, num_key_value_heads=6),
+    "mistral-window": lambda: tf.MistralConfig(**COMMON, num_key_value_heads=2, sliding_window=16),
+    "qwen2": lambda: tf.Qwen2Config(**COMMON, num_key_value_heads=3),
+    "qwen2-some-windows": lambda: tf.Qwen2Config(
+        **COMMON, num_key_value_heads=3, use_sliding_window=True, sliding_window=16, max_window_layers=1
+    ),
+    "gpt2": lambda: tf.GPT2Config(
+        vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=6, n_positions=512, initializer_range=0.2
+    ),
+    "falcon-mqa": lambda: tf.FalconConfig(**FALCON, multi_query=True, new_decoder_architecture=False),
+    "falcon-mha": lambda: tf.FalconConfig(**FALCON, multi_query=False, new_decoder_architecture=False),
+    "falcon-gqa": lambda: tf.FalconConfig(**FALCON, num_kv_heads=2, new_decoder_architecture=True),
+    "stablelm": lambda: tf.StableLmConfig(**COMMON, num_key_value_heads=2),
+    "gemma2-softcap": lambda: tf.Gemma2Config(**COMMON, num_key_value_heads=2, head_dim=8, sliding_window=16),
+    "gpt-oss-sinks": lambda: tf.GptOssConfig(
+        **COMMON, num_key_value_heads=2, head_dim=8, sliding_window=16, num_local_experts=4
+    ),
+    "mixtral-moe": lambda: tf.MixtralConfig(**COMMON, num_key_value_heads=2, num_local_experts=4),
+    "phi3": lambda: tf.Phi3Config(**COMMON, num_key_value_heads=2, pad_token_id=0),
+    "opt": lambda: tf.OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        ffn_dim=64,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        max_position_embeddings=512,
+        word_embed_proj_dim=48,
+        init_std=0.2,
+    ),
+}
+
+# No chain can cut these, and they say so; they run with strategy = "single".
+SINGLE_ONLY: dict[str, Any] = {
+    "bloom-own-attention": lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=48, n_layer=2, n_head=6),
+    "falcon-alibi": lambda: tf.FalconConfig(**FALCON, alibi=True, new_decoder_architecture=False),
+    "mamba-no-attention": lambda: tf.MambaConfig(vocab_size=VOCAB, hidden_size=48, num_hidden_layers=2),
+    "llama4-chunks": lambda: tf.Llama4TextConfig(
+        **COMMON, num_key_value_heads=2, head_dim=8, num_local_experts=2, attention_chunk_size=32
+    ),
+}
+
+
+@functools.cache
+def tiny(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """A random model of a kind; the same weights in every dtype."""
+    config = {**CONFIGS, **SINGLE_ONLY}[name]()
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(dtype)
+    return LoadedModel(
+        model=model,
+        tokenizer=None,
+        shape=probe_shape(config, dtype),
+        name=name,
+        fingerprint=name,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+
+
+def prompt(tokens: int, vocab: int = VOCAB) -> list[int]:
+    """Ids without a pattern a model could use."""
+    return [(position * position * 7 + 31 * position + 3) % vocab for position in range(tokens)]

@@ -1,0 +1,42 @@
+"""Run under mpirun: chains over real MPI give one process's logits, for random partitions. Prints one JSON line."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from models import prompt, tiny
+
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.seam import prepare_model
+from kvr_mpi.prefill.strategies import prefill_kvr, prefill_single
+from kvr_mpi.transport import gather_json, share_json
+from kvr_mpi.transport.mpi import connect
+
+rounds, tokens = int(sys.argv[1]), 60
+torch.set_num_threads(1)
+world = connect()
+names = ["llama-gqa", "mistral-window", "falcon-mqa", "gpt2"]
+truths = {}
+for name in names:
+    prepare_model(tiny(name).model, chain=False)
+    truths[name] = prefill_single(tiny(name).model, prompt(tokens), torch.device("cpu")).logits
+    prepare_model(tiny(name).model, chain=True)
+draw = random.Random(7)
+worst = 0.0
+for number in range(rounds):
+    name = names[number % len(names)]
+    inner = sorted(draw.sample(range(1, tokens), world.size - 1))
+    found = prefill_kvr(tiny(name), prompt(tokens), Partition((0, *inner, tokens)), world).logits
+    if found is not None:
+        worst = max(worst, float((found - truths[name]).abs().max()))
+worst = share_json(world, worst, root=world.size - 1)
+ranks = gather_json(world, world.rank)
+if world.rank == 0:
+    print(json.dumps({"size": world.size, "worst": worst, "ranks": ranks}))

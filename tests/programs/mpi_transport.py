@@ -1,0 +1,65 @@
+"""Run under mpirun with 2 ranks or more: what every transport promises. Prints one JSON line, or fails."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from kvr_mpi.errors import ConfigError, TransportError
+from kvr_mpi.transport import FailedTogetherError, gather_json, mpi, on_root, share_json, together
+from kvr_mpi.transport.mpi import connect
+
+mpi.CHUNK_BYTES = 1000  # so that small messages travel in pieces, as large ones do
+world = connect()
+before, behind = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
+    for elements in (1, 250, 10_001):
+        mine = (torch.arange(elements) % 97 + world.rank).to(dtype)
+        theirs = torch.empty(elements, dtype=dtype)
+        receive, send = world.irecv(theirs, before, 5), world.isend(mine, behind, 5)
+        receive.wait(), send.wait()
+        assert receive.test() and send.test()
+        assert torch.equal(theirs, (torch.arange(elements) % 97 + before).to(dtype))
+# In order for one tag, apart for different tags.
+first, second, other = (torch.empty(3) for _ in range(3))
+requests = [world.irecv(first, before, 1), world.irecv(second, before, 1), world.irecv(other, before, 2)]
+sends = [world.isend(torch.full((3,), value), behind, tag) for value, tag in ((9.0, 2), (1.0, 1), (2.0, 1))]
+for request in [*requests, *sends]:
+    request.wait()
+assert (first[0], second[0], other[0]) == (1, 2, 9)
+
+for size in (0, 1, 100_000):
+    data = bytes([world.size - 1]) * size
+    assert world.broadcast(data if world.rank == world.size - 1 else b"", world.size - 1) == data
+gathered = world.gather(bytes([world.rank]) * world.rank)
+assert gathered == ([bytes([rank]) * rank for rank in range(world.size)] if world.rank == 0 else [])
+assert share_json(world, {"text": "ü"} if world.rank == 0 else None) == {"text": "ü"}
+
+half = world.split(world.rank % 2)
+members = share_json(half, gather_json(half, world.rank))
+assert members == list(range(world.rank % 2, world.size, 2))
+assert half.rank == members.index(world.rank)
+assert 0 <= world.local_rank < world.local_size <= world.size
+
+
+def fail() -> None:
+    if world.rank == 1:
+        raise ConfigError("rank 1 has no wish to go on")
+
+
+try:
+    together(world, fail)
+    raise AssertionError("nobody failed")
+except FailedTogetherError as error:
+    assert error.exit_code == 78
+    assert (error.cause is not None) == (world.rank == 1)
+assert on_root(world, lambda: world.rank) == (0 if world.rank == 0 else None)
+try:
+    world.isend(torch.zeros(4, 4).t(), behind, 0)
+    raise AssertionError("a strided tensor was sent")
+except TransportError:
+    pass
+world.barrier()
+if world.rank == 0:
+    print(json.dumps({"size": world.size}))

@@ -1,0 +1,196 @@
+"""The promise of the project: a chain gives what one process gives, for every partition."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CONFIGS, SINGLE_ONLY, prompt, tiny
+
+from kvr_mpi.errors import ModelError, PartitionError, TransportError
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.cache import layer_kv
+from kvr_mpi.prefill.seam import prepare_model, run_model
+from kvr_mpi.prefill.strategies import Prefill, check_chain, prefill_kvr, prefill_single
+from kvr_mpi.transport.local import LocalTransport, run_local
+
+TOKENS = 60
+BOUNDS = [(0, 60), (0, 30, 60), (0, 44, 60), (0, 1, 59, 60), (0, 20, 40, 60), (0, 58, 59, 60), (0, 23, 38, 50, 60)]
+NEW_TOKENS = 32
+
+
+def greedy(model: Any, prefill: Prefill, count: int) -> list[int]:
+    """Decode the likeliest tokens behind a prefill."""
+    tokens: list[int] = []
+    logits = prefill.logits
+    with torch.inference_mode():
+        for _ in range(count):
+            assert logits is not None
+            tokens.append(int(logits.argmax()))
+            logits = run_model(model, torch.tensor([[tokens[-1]]]), prefill.cache)
+    return tokens
+
+
+def single(loaded: LoadedModel, ids: Sequence[int]) -> Prefill:
+    prepare_model(loaded.model, chain=False)
+    return prefill_single(loaded.model, ids, loaded.device)
+
+
+def chain(loaded: LoadedModel, ids: Sequence[int], bounds: Sequence[int], reserve: int = 0) -> Prefill:
+    prepare_model(loaded.model, chain=True)
+    partition = Partition(tuple(bounds))
+    ranks = run_local(partition.size, lambda rank: prefill_kvr(loaded, ids, partition, rank, reserve_tokens=reserve))
+    assert all(rank.logits is None for rank in ranks[:-1])
+    return ranks[-1]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_tokens_and_kv_equal_one_process(name: str) -> None:
+    loaded, ids = tiny(name), prompt(TOKENS)
+    truth = single(loaded, ids)
+    assert truth.logits is not None
+    truth_kv = [layer_kv(truth.cache, layer) for layer in range(3)]
+    truth_logits = truth.logits
+    truth_tokens = greedy(loaded.model, truth, NEW_TOKENS)
+    for bounds in BOUNDS:
+        found = chain(loaded, ids, bounds, NEW_TOKENS)
+        assert found.logits is not None
+        torch.testing.assert_close(found.logits, truth_logits, atol=1e-4, rtol=0, msg=lambda text: f"{bounds}: {text}")  # noqa: B023
+        for layer, expected in enumerate(truth_kv):
+            kv = layer_kv(found.cache, layer)
+            assert kv is not None and expected is not None
+            for mine, theirs in zip(kv, expected, strict=True):
+                kept = theirs.shape[0]  # a plain sliding-window cache keeps only its last tokens
+                assert mine.shape[0] == TOKENS
+                torch.testing.assert_close(mine[TOKENS - kept :], theirs, atol=1e-4, rtol=0)
+        assert greedy(loaded.model, found, NEW_TOKENS) == truth_tokens, bounds
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_every_partition_is_exact(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["llama-gqa", "mistral-window", "falcon-mqa"]))
+    size = data.draw(st.integers(1, 8))
+    inner = data.draw(st.lists(st.integers(1, TOKENS - 1), min_size=size - 1, max_size=size - 1, unique=True))
+    loaded, ids = tiny(name), prompt(TOKENS)
+    truth = single(loaded, ids).logits
+    found = chain(loaded, ids, [0, *sorted(inner), TOKENS]).logits
+    assert truth is not None and found is not None
+    torch.testing.assert_close(found, truth, atol=1e-4, rtol=0)
+
+
+def test_smollm_equals_one_process(smollm: LoadedModel) -> None:
+    ids = smollm.tokenizer("The harbour master wrote down every ship that came in. " * 40)["input_ids"][:400]
+    truth = single(smollm, ids)
+    assert truth.logits is not None
+    logits, tokens = truth.logits, greedy(smollm.model, truth, NEW_TOKENS)
+    for bounds in [(0, 250, 400), (0, 1, 399, 400), (0, 150, 260, 340, 400)]:
+        found = chain(smollm, ids, bounds, NEW_TOKENS)
+        assert found.logits is not None
+        torch.testing.assert_close(found.logits, logits, atol=1e-4, rtol=0)
+        assert greedy(smollm.model, found, NEW_TOKENS) == tokens
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt2", "falcon-mqa", "gemma2-softcap"])
+def test_bfloat16_is_no_farther_from_the_truth_than_transformers(name: str) -> None:
+    truths, ours, theirs = [], [], []
+    for shift in range(8):  # one prompt alone is a matter of luck
+        ids = prompt(TOKENS + shift)
+        truth, plain = single(tiny(name), ids).logits, single(tiny(name, torch.bfloat16), ids).logits
+        cut = chain(tiny(name, torch.bfloat16), ids, (0, 29, 44, TOKENS + shift)).logits
+        assert truth is not None and plain is not None and cut is not None
+        truths.append(truth), ours.append(cut), theirs.append(plain)
+    error_ours = (torch.stack(ours) - torch.stack(truths)).square().mean().sqrt()
+    error_theirs = (torch.stack(theirs) - torch.stack(truths)).square().mean().sqrt()
+    assert error_ours <= 1.5 * error_theirs
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_self_check_lets_good_models_through(name: str) -> None:
+    check_chain(tiny(name))
+
+
+@pytest.mark.parametrize("name", SINGLE_ONLY)
+def test_self_check_sends_the_others_to_single(name: str) -> None:
+    loaded = tiny(name)
+    with pytest.raises(ModelError, match="strategy = 'single'"):
+        check_chain(loaded)
+    assert single(loaded, prompt(20)).logits is not None
+
+
+def test_self_check_finds_a_model_that_would_answer_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvr_mpi.prefill.cache import ChainLayer
+
+    # A cache that tells every slice it begins the prompt: positions are wrong, and nothing crashes.
+    monkeypatch.setattr(ChainLayer, "get_seq_length", lambda layer: 0)
+    with pytest.raises(ModelError, match="differs from plain transformers"):
+        check_chain(tiny("llama-gqa"))
+
+
+def test_no_mask_of_slice_by_prefix_is_made() -> None:
+    """Peak memory of a slice behind a prefix stays far below slice x prefix elements."""
+    loaded, tokens = tiny("llama-gqa"), 512
+    prepare_model(loaded.model, chain=True)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple) else (out,):
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return out
+
+    def work(rank: LocalTransport) -> None:
+        with Watch():
+            prefill_kvr(loaded, prompt(tokens), Partition((0, 256, tokens)), rank)
+
+    run_local(2, work)
+    assert largest < 256 * 512
+
+
+def test_passing_ranks_keep_nothing() -> None:
+    loaded = tiny("llama-gqa")
+    prepare_model(loaded.model, chain=True)
+    ranks = run_local(3, lambda rank: prefill_kvr(loaded, prompt(TOKENS), Partition((0, 20, 40, 60)), rank))
+    assert all(layer.buffer is None for rank in ranks[:-1] for layer in rank.cache.layers)
+    assert all(layer.buffer is not None for layer in ranks[-1].cache.layers)
+
+
+def test_a_partition_of_another_prompt_is_refused() -> None:
+    with pytest.raises(PartitionError, match="add up to 60 tokens; the prompt has 61"):
+        prefill_kvr(tiny("llama-gqa"), prompt(61), Partition((0, 60)), LocalTransport())
+
+
+def test_a_failing_rank_wakes_the_others() -> None:
+    loaded = tiny("llama-gqa")
+    prepare_model(loaded.model, chain=True)
+
+    def work(rank: LocalTransport) -> Prefill:
+        if rank.rank == 0:
+            raise RuntimeError("broken on purpose")
+        return prefill_kvr(loaded, prompt(TOKENS), Partition((0, 30, 60)), rank)
+
+    with pytest.raises((RuntimeError, TransportError)):
+        run_local(2, work)
+
+
+def test_shapes_are_known_before_data() -> None:
+    for name, (heads, dim) in {"llama-gqa": (2, 8), "falcon-mqa": (1, 8), "gpt2": (6, 8)}.items():
+        layers = tiny(name).shape.layers
+        assert len(layers) == 3
+        assert all(layer is not None and (layer.num_kv_heads, layer.key_dim) == (heads, dim) for layer in layers)
+    assert tiny("llama-gqa").shape.kv_bytes_per_token == 3 * 2 * 2 * 8 * 4
+
+
+def test_partitions_of_the_paper_are_partitions() -> None:
+    for size in range(1, 9):
+        for ratios in itertools.islice(itertools.permutations(range(1, size + 1)), 5):
+            assert Partition.by_ratio(100, ratios).tokens == 100

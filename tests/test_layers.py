@@ -1,0 +1,103 @@
+"""The house keeps its order: imports only lead to rooms above, and only where they are allowed to."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import kvr_mpi
+
+PACKAGE = Path(kvr_mpi.__file__).parent
+# Lowest first: a file imports only from its own room and the rooms before it (README, "The rooms").
+ROOMS = [
+    "errors",
+    "partition",
+    "model",
+    "documents",
+    "prompts",
+    "transport",
+    "prefill",
+    "planner",
+    "decode",
+    "store",
+    "report",
+    "job",
+    "engine",
+    "batch",
+    "cli",
+]
+# Rooms that may name these libraries; anything else goes through them.
+CONTACTS = {
+    "mpi4py": {"transport/mpi.py"},
+    "h5py": {"store/kv.py", "store/outputs.py", "store/folder.py"},
+    "transformers.cache_utils": {"prefill/cache.py"},
+    "click": {"cli/__init__.py", "cli/run.py", "cli/inspect.py", "cli/export.py"},
+}
+
+
+def files() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path, top_level_only: bool = False) -> Iterator[str]:
+    tree = ast.parse(path.read_text())
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_file_has_a_room() -> None:
+    assert {room(path) for path in files()} == set(ROOMS)
+
+
+def test_imports_lead_up() -> None:
+    wrong = []
+    for path in files():
+        here = ROOMS.index(room(path))
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] == "kvr_mpi" and len(parts) > 1 and parts[1] in ROOMS and ROOMS.index(parts[1]) > here:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert not wrong
+
+
+def test_libraries_are_met_in_one_place() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in files()
+        for name in imports(path)
+        for library, allowed in CONTACTS.items()
+        if (name == library or name.startswith(library + ".")) and str(path.relative_to(PACKAGE)) not in allowed
+    ]
+    assert not wrong
+
+
+def test_nothing_is_unpickled() -> None:
+    for path in files():
+        assert not {"pickle", "cPickle", "dill", "shelve"} & set(imports(path)), path
+        assert "torch.load" not in path.read_text(), path
+
+
+def test_help_needs_no_heavy_import() -> None:
+    code = (
+        "import sys, kvr_mpi.cli, kvr_mpi.cli.run, kvr_mpi.cli.inspect, kvr_mpi.cli.export; "
+        "heavy = 'torch transformers mpi4py h5py numpy pydantic'; "
+        "print([name for name in heavy.split() if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "[]"
+
+
+def test_files_stay_small() -> None:
+    for path in files():
+        assert len(path.read_text().splitlines()) <= 400, path

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvr_mpi.errors import TransportError
+from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.transport.mpi import connect, launched_size
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_mpi_keeps_its_promises(mpirun: Any, ranks: int) -> None:
+    run = mpirun(ranks, [sys.executable, PROGRAMS / "mpi_transport.py"])
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == {"size": ranks}
+
+
+@pytest.mark.parametrize(("ranks", "rounds"), [(2, 40), (4, 40)])
+def test_chains_over_mpi_are_exact(mpirun: Any, ranks: int, rounds: int) -> None:
+    run = mpirun(ranks, [sys.executable, PROGRAMS / "mpi_chain.py", rounds])
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert result["ranks"] == list(range(ranks))
+    assert result["worst"] < 1e-4
+
+
+def test_local_messages_arrive_in_order_and_whole() -> None:
+    def work(rank: LocalTransport) -> list[float]:
+        if rank.rank == 0:
+            for value in range(5):
+                rank.isend(torch.full((4,), float(value)), 1, tag=3).wait()
+            return []
+        buffers = [torch.empty(4) for _ in range(5)]
+        requests = [rank.irecv(buffer, 0, tag=3) for buffer in buffers]
+        for request in requests:
+            request.wait()
+        assert all(request.test() for request in requests)
+        return [float(buffer.sum()) for buffer in buffers]
+
+    assert run_local(2, work)[1] == [0, 4, 8, 12, 16]
+
+
+def test_local_refuses_a_message_of_another_size() -> None:
+    def work(rank: LocalTransport) -> None:
+        if rank.rank == 0:
+            rank.isend(torch.zeros(4), 1, tag=0)
+        else:
+            rank.irecv(torch.zeros(5), 0, tag=0).wait()
+
+    with pytest.raises(TransportError, match="expected 20 bytes from rank 0 .* and was sent 16"):
+        run_local(2, work)
+
+
+def test_local_collectives_and_groups() -> None:
+    def work(rank: LocalTransport) -> tuple[bytes, list[bytes], list[bytes]]:
+        group = rank.split(rank.rank // 2)
+        return (
+            rank.broadcast(bytes([rank.rank]), root=2),
+            rank.gather(bytes([rank.rank]), root=1),
+            group.gather(bytes([rank.rank])),
+        )
+
+    shared, gathered, grouped = zip(*run_local(4, work), strict=True)
+    assert set(shared) == {b"\x02"}
+    assert gathered == ([], [b"\x00", b"\x01", b"\x02", b"\x03"], [], [])
+    assert grouped == ([b"\x00", b"\x01"], [], [b"\x02", b"\x03"], [])
+
+
+def test_a_failing_thread_wakes_those_that_wait() -> None:
+    def work(rank: LocalTransport) -> None:
+        if rank.rank == 0:
+            raise ValueError("on purpose")
+        if rank.rank == 1:
+            rank.irecv(torch.zeros(1), 0, tag=0).wait()
+        rank.barrier()
+
+    with pytest.raises((ValueError, TransportError)):
+        run_local(3, work)
+
+
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [
+        ({}, 1),
+        ({"SLURM_NTASKS": "8"}, 8),
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, 1),
+        ({"SLURM_NTASKS": "8", "PMI_SIZE": "4"}, 4),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, 2),
+        ({"SLURM_NTASKS": "many"}, 1),
+    ],
+)
+def test_launched_size(environ: dict[str, str], size: int) -> None:
+    assert launched_size(environ)[1] == size
+
+
+def test_alone_where_many_were_meant_is_refused() -> None:
+    """This process is an MPI job of one; a launcher that says otherwise used another MPI."""
+    with pytest.raises(
+        TransportError, match=r"8 ranks were meant \(SLURM .*SLURM_NTASKS=8\).*srun --mpi=pmi2"
+    ) as caught:
+        connect({"SLURM_NTASKS": "8"})
+    assert caught.value.exit_code == 69
+    assert connect({}).size == 1
