@@ -6,7 +6,6 @@ MPI    ?= mpich
 RANKS  ?= 2
 VENV   ?= .venv
 
-export PATH := $(abspath $(VENV))/bin:$(PATH)
 # Open MPI asks before it runs as root or with more ranks than cores; MPICH does not look at these.
 export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
@@ -15,9 +14,10 @@ export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe = 1
 
-extras := gguf,parquet,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
-comma  := ,
-stamp  := $(VENV)/.installed-$(MPI)
+comma   := ,
+extras  := gguf,parquet,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
+stamp   := $(VENV)/.installed-$(MPI)
+in_venv := . $(VENV)/bin/activate &&
 
 .PHONY: help install demo test test-all check clean
 
@@ -39,18 +39,18 @@ $(stamp): pyproject.toml
 	touch $@
 
 demo: $(stamp)
-	mpirun -n $(RANKS) kvr-run jobs/demo.toml --overwrite
+	$(in_venv) mpirun -n $(RANKS) kvr-run jobs/demo.toml --overwrite
 
 check: $(stamp)
-	ruff format --check .
-	ruff check .
-	mypy
+	$(in_venv) ruff format --check .
+	$(in_venv) ruff check .
+	$(in_venv) mypy
 
 test: check
-	python -m pytest -m "not slow"
+	$(in_venv) python -m pytest -m "not slow"
 
 test-all: check
-	python -m pytest
+	$(in_venv) python -m pytest
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

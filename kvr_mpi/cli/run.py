@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     type=click.Choice(["auto", "bar", "lines"]),
     default="auto",
     show_default=True,
-    help="A bar, or a line for each document; auto: a bar on a terminal if there is one rank.",
+    help="A bar, or a line for each document; auto: a bar on a terminal if no launcher is used.",
 )
 def run(job: Path, settings: tuple[str, ...], overwrite: bool, resume: bool, show_config: bool, progress: str) -> int:
     r"""Prefill, answer and store every document of the job file JOB.
@@ -79,6 +80,7 @@ def _run(
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.report.log import Log
     from kvr_mpi.report.progress import wants_bar
+    from kvr_mpi.transport.mpi import launched_size
 
     _quiet_libraries()
     environment = read_environment()
@@ -86,7 +88,7 @@ def _run(
         machine=environment.machine,
         overwrite=overwrite,
         resume=resume,
-        bar=wants_bar(progress, world.size),
+        bar=wants_bar(progress, launched_size(os.environ) is not None),
         deadline_s=environment.deadline_s,
     )
     return run_job(spec, options, world, Log(world.rank))

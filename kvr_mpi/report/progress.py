@@ -106,10 +106,10 @@ class ProgressReport:
         return text
 
 
-def wants_bar(choice: str, launched_ranks: int) -> bool:
-    """Whether to draw a bar: asked for, or ``auto`` on a terminal that is not shared with other ranks."""
+def wants_bar(choice: str, launched: bool) -> bool:
+    """Whether to draw a bar: asked for, or ``auto`` on a terminal of our own, not one that a launcher gave us."""
     if choice == "auto":
-        return sys.stderr.isatty() and launched_ranks == 1
+        return sys.stderr.isatty() and not launched
     return choice == "bar"
 
 

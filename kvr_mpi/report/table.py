@@ -20,7 +20,8 @@ WORDS_CHARS = 200
 def print_summary(records: Iterable[Record], result: Path) -> None:
     """Print what became of each document, and how to look into the result."""
     columns = shutil.get_terminal_size((140, 24)).columns
-    console = Console(file=sys.stdout, width=max(100, columns), highlight=False)
+    # Open MPI gives its ranks a terminal of their own even where the output goes to a file: no colours, ever.
+    console = Console(file=sys.stdout, width=max(100, columns), highlight=False, force_terminal=False)
     table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
     table.add_column("document", no_wrap=True, overflow="ellipsis", min_width=12, max_width=32)
     for name in ("tokens", "slices", "first token", "tokens/s"):

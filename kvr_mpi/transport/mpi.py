@@ -31,13 +31,13 @@ LAUNCHER_SIZES = (
 )
 
 
-def launched_size(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Say who launched this process, and how many ranks it meant to start (1 if nobody did)."""
+def launched_size(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Say who launched this process, and how many ranks it meant to start; None if nobody did."""
     for launcher, variable in LAUNCHER_SIZES:
         value = environ.get(variable, "")
         if value.isdigit():
             return f"{launcher}, {variable}={value}", int(value)
-    return "nobody", 1
+    return None
 
 
 def connect(environ: Mapping[str, str] = os.environ) -> Transport:
@@ -48,7 +48,7 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     TransportError
         If a launcher started several ranks but MPI does not see them: each would do the whole job.
     """
-    launcher, meant = launched_size(environ)
+    launcher, meant = launched_size(environ) or ("nobody", 1)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
