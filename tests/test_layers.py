@@ -32,7 +32,7 @@ ROOMS = [
 # Rooms that may name these libraries; anything else goes through them.
 CONTACTS = {
     "mpi4py": {"transport/mpi.py"},
-    "h5py": {"store/kv.py", "store/outputs.py", "store/folder.py"},
+    "h5py": {"store/hdf5.py", "store/kv.py", "store/outputs.py", "store/folder.py"},
     "transformers.cache_utils": {"prefill/cache.py"},
     "click": {"cli/__init__.py", "cli/run.py", "cli/inspect.py", "cli/export.py"},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -31,6 +32,8 @@ def export(path: Path, kind: str, output: Path | None, overwrite: bool) -> None:
         return
     if output.exists() and not overwrite:
         raise OutputError(f"{output} exists; add --overwrite, or choose another file")
+    if output.exists() and path.exists() and output.samefile(path):
+        raise OutputError(f"{output} is what is to be exported; choose another file")
     part = output.with_name(output.name + ".part")
     try:
         with part.open("wb") as stream:
@@ -39,4 +42,5 @@ def export(path: Path, kind: str, output: Path | None, overwrite: bool) -> None:
     except OSError as error:
         raise OutputError(f"{output} cannot be written: {error.strerror or error}") from error
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)

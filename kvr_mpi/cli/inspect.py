@@ -49,6 +49,7 @@ def _show_run(path: Path, as_json: bool) -> None:
 
 
 def _show_document(path: Path, document: str, as_json: bool) -> None:
+    from kvr_mpi.report.table import printable
     from kvr_mpi.store.folder import find_record
     from kvr_mpi.store.kv import type_name
     from kvr_mpi.store.outputs import kv_layers, open_file, read_record
@@ -67,14 +68,14 @@ def _show_document(path: Path, document: str, as_json: bool) -> None:
             for number, keys, values in kv_layers(group)
         ]
     if as_json:
-        click.echo(json.dumps({**record.as_dict(), "kv": layers}))
+        click.echo(json.dumps({**record.as_json(), "kv": layers}))
         return
     for name, value in record.as_dict().items():
         if name not in ("answer", "token_ids"):
-            click.echo(f"{name:21} {value}")
+            click.echo(f"{name:21} {printable(str(value))}")
     if layers:
         first = layers[0]
         click.echo(f"{'kv':21} {len(layers)} layers, keys {first['keys']}, values {first['values']}, {first['dtype']}")
     click.echo(f"{'group':21} {file}:/documents/{key}")
     if record.status == "done":
-        click.echo(f"\n{record.answer}")
+        click.echo("\n" + printable(record.answer))

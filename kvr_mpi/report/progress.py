@@ -54,7 +54,7 @@ class ProgressReport:
         self._bar: Progress | None = None
         if bar:
             self._bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),

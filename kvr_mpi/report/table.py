@@ -17,6 +17,15 @@ MAX_ROWS = 40
 WORDS_CHARS = 200
 
 
+def printable(text: str, keep: str = "\n\t") -> str:
+    """Text without what would steer a terminal."""
+    return "".join(char for char in text if char.isprintable() or char in keep)
+
+
+def _short(text: str) -> Text:
+    return Text(printable(" ".join(text.split())[:WORDS_CHARS]))
+
+
 def print_summary(records: Iterable[Record], result: Path) -> None:
     """Print what became of each document, and how to look into the result."""
     columns = shutil.get_terminal_size((140, 24)).columns
@@ -33,21 +42,24 @@ def print_summary(records: Iterable[Record], result: Path) -> None:
         if done + errors > MAX_ROWS:
             continue
         if record.status == "error":
-            table.add_row(Text(record.id), "", "", "", "", Text(f"error: {record.error}"[:WORDS_CHARS], style="red"))
+            table.add_row(_short(record.id), "", "", "", "", _short(f"error: {record.error}"))
             continue
         slices = "+".join(str(b - a) for a, b in zip(record.slices, record.slices[1:], strict=False))
         table.add_row(
-            Text(record.id),
+            _short(record.id),
             str(record.prompt_tokens),
             slices if record.parts == 1 else f"{record.parts} prompts",
             f"{record.ttft_s:.2f} s",
             f"{record.prefill_tokens_per_s:.0f}",
-            Text(" ".join(record.answer.split())[:WORDS_CHARS]),
+            _short(record.answer),
         )
     console.print(table)
     if done + errors > MAX_ROWS:
         console.print(f"... and {done + errors - MAX_ROWS} more")
-    console.print(f"\n{done} done, {errors} error(s). Results: {result}", soft_wrap=True)
-    console.print(f"Look into it:  kvr inspect {result}", soft_wrap=True)
-    console.print(f"               kvr inspect {result} DOCUMENT", soft_wrap=True)
-    console.print(f"               kvr export {result} --format jsonl", soft_wrap=True)
+    for line in (
+        f"\n{done} done, {errors} error(s). Results: {result}",
+        f"Look into it:  kvr inspect {result}",
+        f"               kvr inspect {result} DOCUMENT",
+        f"               kvr export {result} --format jsonl",
+    ):
+        console.print(line, soft_wrap=True, markup=False, emoji=False)

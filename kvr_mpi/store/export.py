@@ -19,13 +19,13 @@ BATCH_ROWS = 1024
 def _write_jsonl(path: Path, stream: BinaryIO) -> None:
     """Write one JSON object per line."""
     for record in read_run(path):
-        stream.write(json.dumps(record.as_dict(), ensure_ascii=False).encode() + b"\n")
+        stream.write(json.dumps(record.as_json(), ensure_ascii=False).encode() + b"\n")
 
 
 def _write_csv(path: Path, stream: BinaryIO) -> None:
     """Write a header and one row per document; lists are space-separated."""
     text = io.TextIOWrapper(stream, encoding="utf-8", newline="", write_through=True)
-    writer = csv.DictWriter(text, [spec.name for spec in fields(Record)], lineterminator="\n")
+    writer = csv.DictWriter(text, [spec.name for spec in fields(Record)], lineterminator="\n", quoting=csv.QUOTE_ALL)
     writer.writeheader()
     for record in read_run(path):
         row = record.as_dict()

@@ -8,6 +8,7 @@ shards become ``results.h5``.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,7 +22,6 @@ from kvr_mpi.store.outputs import (
     KeysValues,
     Record,
     document_groups,
-    key_of,
     open_file,
     read_header,
     read_record,
@@ -31,6 +31,7 @@ from kvr_mpi.store.outputs import (
 
 RESULTS = "results.h5"
 PART = ".part"
+OUR_FILES = re.compile(r"results\.h5|shard-.*\.h5")
 # Shards larger than this together are left as they are: copying them would double the writing.
 MERGE_MAX_BYTES = 4 << 30
 # A shard is closed at the first document after this time, or at this size.
@@ -94,21 +95,24 @@ def prepare_folder(folder: Path, identity: dict[str, Any], *, overwrite: bool, r
     """
     check_writable(folder)
     for part in folder.glob(f"*.h5{PART}"):  # left by a crash: never complete, so never counted
-        part.unlink()
+        part.unlink(missing_ok=True)
     files = run_files(folder)
-    if not files:
-        return set()
     if overwrite:
+        for file in files:
+            if not OUR_FILES.fullmatch(file.name):
+                raise OutputError(
+                    f"--overwrite: {file} is none of this program's files; move it away, or choose another folder"
+                )
         for file in files:
             file.unlink()
         return set()
-    if not resume:
+    if files and not resume:
         check_fresh(folder)
     done: set[str] = set()
     for file in files:
         with open_file(file) as stored:
             _check_identity(file, read_header(stored).identity, identity)
-            done.update(str(group.attrs["id"]) for group in document_groups(stored) if group.attrs["status"] == "done")
+            done.update(name for _, name, is_done in document_groups(stored) if is_done)
     return done
 
 
@@ -137,7 +141,9 @@ def run_files(path: Path) -> list[Path]:
     """List the result files of a run's folder (or a single file), oldest first."""
     if path.is_file():
         return [path]
-    return sorted(path.glob("*.h5"), key=lambda file: (file.stat().st_mtime_ns, file.name))
+    return sorted(
+        (file for file in path.glob("*.h5") if file.is_file()), key=lambda file: (file.stat().st_mtime_ns, file.name)
+    )
 
 
 def read_run(path: Path) -> Iterator[Record]:
@@ -148,7 +154,7 @@ def read_run(path: Path) -> Iterator[Record]:
     DataError
         If there is nothing to read, or a file is damaged or foreign.
     """
-    for file, key in sorted(_index(path).values(), key=lambda place: place[1]):
+    for _, (file, key) in sorted(_index(path).items()):
         with open_file(file) as stored:
             yield read_record(stored["documents"][key])
 
@@ -194,13 +200,9 @@ def _index(path: Path) -> dict[str, tuple[Path, str]]:
     done: set[str] = set()
     for file in files:
         with open_file(file) as stored:
-            for group in document_groups(stored):
-                name, key = str(group.attrs.get("id")), group.name.rsplit("/", 1)[1]
-                if key != key_of(name):
-                    raise DataError(f"{file}{group.name}: its id {name!r} does not belong there")
-                is_done = group.attrs.get("status") == "done"
+            for group, name, is_done in document_groups(stored):
                 if is_done or name not in done:
-                    index[name] = (file, key)
+                    index[name] = (file, group.name.rsplit("/", 1)[1])
                 if is_done:
                     done.add(name)
     return index

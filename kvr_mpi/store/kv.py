@@ -6,7 +6,6 @@ plain h5py as float32, and by `read_array` bit for bit.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -47,11 +46,10 @@ def read_array(dataset: Any) -> torch.Tensor:
     Raises
     ------
     DataError
-        If the dataset is of another type, or has no data of its own (virtual or external).
+        If the dataset is of another type.
     """
     import torch
 
-    check_plain(dataset)
     if dataset.id.get_type().equal(bfloat16_type()):
         raw = np.empty(dataset.shape, np.uint16)
         dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, raw, bfloat16_type())
@@ -66,14 +64,3 @@ def read_array(dataset: Any) -> torch.Tensor:
 def type_name(dataset: Any) -> str:
     """Name of a dataset's type: ``bfloat16``, or numpy's name."""
     return "bfloat16" if dataset.id.get_type().equal(bfloat16_type()) else str(dataset.dtype)
-
-
-def check_plain(item: Any) -> None:
-    """Refuse a dataset whose data lie elsewhere: in other files, or nowhere and read as zeros."""
-    if isinstance(item, h5py.Dataset):
-        where = f"{item.file.filename}{item.name}"
-        if item.is_virtual or item.external:
-            raise DataError(f"{where} takes its data from other files (virtual or external); expected a plain dataset")
-        # Chunks that were never written read as zeros; ours are contiguous and complete.
-        if item.id.get_storage_size() < math.prod(item.shape) * item.dtype.itemsize and item.compression is None:
-            raise DataError(f"{where} is incomplete: {item.id.get_storage_size()} bytes are there; copy the file again")

@@ -11,17 +11,19 @@
         slices             bounds of the prompt over the ranks (int64, ranks + 1)
         kv/layer_000/keys, values     (tokens, kv_heads, head_dim) in the model's dtype, if asked for
 
-Files come from anywhere: reading follows no link out of the file and runs nothing.
+Text has a fixed length (see ``hdf5``): plain h5py gives attributes as bytes, ``[()].decode()`` the answer.
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -31,7 +33,8 @@ import numpy as np
 
 from kvr_mpi import __version__
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.kv import check_plain, write_array
+from kvr_mpi.store.hdf5 import dataset_in, fixed_text, group_in, open_hdf5, read_attribute, write_attribute
+from kvr_mpi.store.kv import write_array
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
 SCHEMA, SCHEMA_VERSION = "kvr-mpi", 1
 # Arrays of a record, kept as datasets; all its other fields are attributes.
 ARRAYS = ("token_ids", "slices")
+STATUSES = ("done", "error")
+FIELD_TYPES: dict[str, Any] = {"str": str, "int": int, "float": float}
+LAYER_NAME = re.compile(r"layer_[0-9]{3,}", re.ASCII)
 
 KeysValues = tuple["torch.Tensor", "torch.Tensor"]
 
@@ -68,8 +74,13 @@ class Record:
     finished_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields as plain JSON values."""
+        """Fields as plain values."""
         return {**asdict(self), "token_ids": list(self.token_ids), "slices": list(self.slices)}
+
+    def as_json(self) -> dict[str, Any]:
+        """Fields as JSON has them: no infinities, no NaN."""
+        values = self.as_dict().items()
+        return {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in values}
 
 
 def software() -> dict[str, str]:
@@ -101,27 +112,25 @@ class Header:
 
 def start_file(file: h5py.File, header: Header) -> None:
     """Write the header of a new file."""
-    file.attrs["schema"], file.attrs["schema_version"] = SCHEMA, SCHEMA_VERSION
-    file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")
+    write_attribute(file, "schema", SCHEMA)
+    write_attribute(file, "schema_version", SCHEMA_VERSION)
+    write_attribute(file, "created", datetime.now(UTC).isoformat(timespec="seconds"))
     for name, value in {**asdict(header), "software": software()}.items():
-        file.attrs[name] = json.dumps(value, sort_keys=True)
+        write_attribute(file, name, json.dumps(value, sort_keys=True))
     file.create_group("documents")
 
 
 def read_header(file: h5py.File) -> Header:
     """Read the header of a file that `open_file` let through."""
-    try:
-        return Header(**{spec.name: json.loads(str(file.attrs[spec.name])) for spec in fields(Header)})
-    except (KeyError, ValueError) as error:
-        raise DataError(f"{file.filename}: its header is damaged: {error}") from error
+    header = Header(_read_json(file, "identity"), _read_json(file, "model"))
+    if not {"name", "architecture", "dtype"} <= header.model.keys():
+        raise DataError(f"{file.filename}: its header names no model; expected name, architecture and dtype")
+    return header
 
 
 def read_software(file: h5py.File) -> dict[str, str]:
     """Versions a file was made with."""
-    try:
-        return {str(name): str(version) for name, version in json.loads(str(file.attrs["software"])).items()}
-    except (KeyError, ValueError, AttributeError) as error:
-        raise DataError(f"{file.filename}: its header is damaged: {error}") from error
+    return {name: str(version) for name, version in _read_json(file, "software").items()}
 
 
 def write_record(file: h5py.File, record: Record, layers: Iterable[KeysValues | None] = ()) -> None:
@@ -131,10 +140,9 @@ def write_record(file: h5py.File, record: Record, layers: Iterable[KeysValues | 
         if name in ARRAYS:
             group.create_dataset(name, data=np.asarray(value, dtype=np.int64))
         elif name == "answer":
-            # HDF5 strings end at a NUL, and no model means to write one.
-            group.create_dataset(name, data=value.replace("\0", "\ufffd"), dtype=h5py.string_dtype())
+            group.create_dataset(name, data=fixed_text(value))
         else:
-            group.attrs[name] = value.replace("\0", "\ufffd") if isinstance(value, str) else value
+            write_attribute(group, name, value)
     for number, layer in enumerate(layers):
         if layer is not None:
             place = group.create_group(f"kv/layer_{number:03d}")
@@ -149,49 +157,30 @@ def open_file(path: Path) -> Iterator[h5py.File]:
     Raises
     ------
     DataError
-        If it is missing, damaged, foreign, or of a newer schema.
+        If it is missing, damaged, foreign, or of a newer schema; also for what is found while it is open.
     """
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    try:
-        file = h5py.File(path, "r", locking=False)
-    except OSError as error:
-        raise DataError(f"{path} is no readable HDF5 file: {error}") from error
-    with file:
-        schema, version = file.attrs.get("schema"), file.attrs.get("schema_version")
-        if schema != SCHEMA:
-            raise DataError(f"{path} is an HDF5 file, but not of kvr-mpi (schema {schema!r}; expected {SCHEMA!r})")
-        if not isinstance(version, (int, np.integer)) or version > SCHEMA_VERSION:
+    with open_hdf5(path) as file:
+        if "schema" not in file.attrs or read_attribute(file, "schema", str) != SCHEMA:
+            raise DataError(f"{path} is an HDF5 file, but not of kvr-mpi (expected the attribute schema = {SCHEMA!r})")
+        version = read_attribute(file, "schema_version", int)
+        if version > SCHEMA_VERSION:
             raise DataError(
                 f"{path} has schema version {version}; this kvr-mpi reads up to {SCHEMA_VERSION}: upgrade it"
             )
         yield file
 
 
-def document_groups(file: h5py.File) -> Iterator[h5py.Group]:
-    """Yield the documents' groups; refuse links, which could lead out of the file."""
-    documents = child(file, "documents")
-    for name in documents:
-        yield child(documents, name)
-
-
-def child(group: h5py.Group, name: str) -> Any:
-    """Return a member that is really in this file.
-
-    Raises
-    ------
-    DataError
-        If it is missing, a soft or external link, or its data are elsewhere.
-    """
-    link = group.get(name, getlink=True) if name in group else None
-    where = f"{group.file.filename}{group.name.rstrip('/')}/{name}"
-    if link is None:
-        raise DataError(f"{where} is missing")
-    if not isinstance(link, h5py.HardLink):
-        raise DataError(f"{where} is a {type(link).__name__}, which could lead out of the file; expected data")
-    item = group[name]
-    check_plain(item)
-    return item
+def document_groups(file: h5py.File) -> Iterator[tuple[h5py.Group, str, bool]]:
+    """Yield every document's group, its id, and whether it is done."""
+    documents = group_in(file, "documents")
+    for key in documents:
+        group = group_in(documents, key)
+        name, status = read_attribute(group, "id", str), read_attribute(group, "status", str)
+        if key_of(name) != key:
+            raise DataError(f"{file.filename}:{group.name}: its id {name!r} does not belong there")
+        if status not in STATUSES:
+            raise DataError(f"{file.filename}:{group.name}: status {status!r}; expected one of {', '.join(STATUSES)}")
+        yield group, name, status == "done"
 
 
 def read_record(group: h5py.Group) -> Record:
@@ -203,29 +192,39 @@ def read_record(group: h5py.Group) -> Record:
         If a field is missing or of another type.
     """
     values: dict[str, Any] = {}
-    try:
-        for spec in fields(Record):
-            if spec.name in ARRAYS:
-                values[spec.name] = tuple(int(value) for value in child(group, spec.name)[()])
-            elif spec.name == "answer":
-                values[spec.name] = child(group, spec.name).asstr()[()]
-            else:
-                value = group.attrs[spec.name]
-                values[spec.name] = value.item() if isinstance(value, np.generic) else str(value)
-    except (KeyError, TypeError, ValueError, OSError) as error:
-        raise DataError(
-            f"{group.file.filename}{group.name} is no record of schema {SCHEMA_VERSION}: {error}"
-        ) from error
+    for spec in fields(Record):
+        if spec.name in ARRAYS:
+            values[spec.name] = tuple(dataset_in(group, spec.name, "i", 1)[()].tolist())
+        elif spec.name == "answer":
+            values[spec.name] = dataset_in(group, spec.name, "S", 0)[()].decode()
+        else:
+            values[spec.name] = read_attribute(group, spec.name, FIELD_TYPES[str(spec.type)])
     return Record(**values)
 
 
 def kv_layers(group: h5py.Group) -> Iterator[tuple[int, h5py.Dataset, h5py.Dataset]]:
     """Yield (layer, keys, values) of a document that has its keys and values stored; see ``kv.read_array``."""
     if "kv" in group:
-        layers = child(group, "kv")
+        layers = group_in(group, "kv")
         for name in layers:
-            layer = child(layers, name)
-            yield int(name.removeprefix("layer_")), child(layer, "keys"), child(layer, "values")
+            if not LAYER_NAME.fullmatch(name):
+                raise DataError(f"{group.file.filename}:{layers.name}/{name} is no layer; expected layer_000, ...")
+            layer = group_in(layers, name)
+            yield (
+                int(name.removeprefix("layer_")),
+                dataset_in(layer, "keys", "f", 3),
+                dataset_in(layer, "values", "f", 3),
+            )
+
+
+def _read_json(file: h5py.File, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(read_attribute(file, name, str))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file.filename}: attribute {name!r} is damaged: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{file.filename}: attribute {name!r} is a JSON {type(value).__name__}; expected an object")
+    return value
 
 
 def key_of(document_id: str) -> str:
