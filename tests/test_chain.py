@@ -125,10 +125,10 @@ def test_self_check_sends_the_others_to_single(name: str) -> None:
 
 
 def test_self_check_finds_a_model_that_would_answer_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvr_mpi.prefill.cache import ChainLayer
+    from kvr_mpi.prefill.cache import SliceLayer
 
     # A cache that tells every slice it begins the prompt: positions are wrong, and nothing crashes.
-    monkeypatch.setattr(ChainLayer, "get_seq_length", lambda layer: 0)
+    monkeypatch.setattr(SliceLayer, "get_seq_length", lambda layer: 0)
     with pytest.raises(ModelError, match="differs from plain transformers"):
         check_chain(tiny("llama-gqa"))
 

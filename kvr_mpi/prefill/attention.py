@@ -43,6 +43,14 @@ class Part:
         weight = torch.sigmoid(other.lse - self.lse).unsqueeze(-1)
         return Part(torch.lerp(self.out, other.out, weight), torch.logaddexp(self.lse, other.lse))
 
+    def join(self, behind: Part) -> Part:
+        """Put the queries of another part behind these."""
+        return Part(torch.cat([self.out, behind.out], dim=2), torch.cat([self.lse, behind.lse], dim=2))
+
+    def cut(self, at: int) -> tuple[Part, Part]:
+        """Take the first `at` queries and the others apart, as views."""
+        return Part(self.out[:, :, :at], self.lse[:, :, :at]), Part(self.out[:, :, at:], self.lse[:, :, at:])
+
     def with_sinks(self, sinks: torch.Tensor) -> Part:
         """Let one learned score per head (heads,) take its share of the softmax and give nothing."""
         sinks = sinks.float().view(1, -1, 1)

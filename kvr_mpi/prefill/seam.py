@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.prefill.attention import Scores
-from kvr_mpi.prefill.cache import ChainCache
+from kvr_mpi.prefill.cache import SliceCache
 
 ATTENTION = "kvr"
 CHAIN_LAYERS = {"full_attention", "sliding_attention"}
@@ -26,7 +26,7 @@ CHAIN_LAYERS = {"full_attention", "sliding_attention"}
 class _SdpaSeam(TorchFunctionMode):
     """Send scaled_dot_product_attention calls to the cache, for models that call it themselves (Falcon, ...)."""
 
-    def __init__(self, cache: ChainCache) -> None:
+    def __init__(self, cache: SliceCache) -> None:
         super().__init__()
         self.cache = cache
 
@@ -69,7 +69,7 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    kv_chain: ChainCache | None = None,
+    kv_chain: SliceCache | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -119,9 +119,12 @@ def run_model(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
         Logits of the last token (vocab_size,), float32.
     """
     options: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
+    if isinstance(cache, SliceCache) and cache.prefilling and len(cache.exchange.owned) > 1:
+        positions = [torch.arange(first, last, device=ids.device) for first, last in cache.exchange.owned]
+        options["position_ids"] = torch.cat(positions).unsqueeze(0)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1
-    if not isinstance(cache, ChainCache):
+    if not isinstance(cache, SliceCache):
         logits = model(**options).logits
     elif model.config._attn_implementation == ATTENTION:
         logits = model(**options, kv_chain=cache).logits

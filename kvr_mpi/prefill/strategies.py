@@ -1,4 +1,4 @@
-"""The ways to prefill one prompt, side by side: ``single`` and ``kvr``; all exact.
+"""The ways to prefill one prompt, side by side: plain transformers, KV-Runahead, and its rivals; all exact.
 
 Stands between the plan (a `Partition`) and decoding (which reads `Prefill`).
 """
@@ -16,23 +16,26 @@ from transformers import DynamicCache
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.cache import ChainCache, SliceDoneError
+from kvr_mpi.prefill.cache import SliceCache, SliceDoneError
+from kvr_mpi.prefill.exchange import AllGather, Exchange, Relay, Ring
 from kvr_mpi.prefill.seam import prepare_model, run_model
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
 
-STRATEGIES = ("kvr", "single")
+# What can be run side by side: how a prompt of so many tokens is cut, and how the ranks exchange.
+RIVALS = ("single", "kvr", "tsp-dense", "tsp-causal", "ring")
 
 
 @dataclass(slots=True)
 class Prefill:
-    """What a rank has after a prompt: on the last rank of the chain, logits and the whole cache."""
+    """What a rank has after a prompt: on the keeper (the chain's last rank), logits and the whole cache."""
 
     partition: Partition
     cache: Any
-    logits: torch.Tensor | None  # (vocab_size,) float32; None on every rank but the last
+    logits: torch.Tensor | None  # (vocab_size,) float32; None on every rank but the keeper
     seconds: float
-    wait_s: float  # of them, waiting for the predecessors' keys and values
+    wait_s: float = 0.0  # of them, waiting for other ranks' keys and values
+    sent_bytes: int = 0
 
 
 @torch.inference_mode()
@@ -41,10 +44,9 @@ def prefill_single(model: Any, ids: Sequence[int], device: torch.device) -> Pref
     began = time.perf_counter()
     cache = DynamicCache(config=model.config)
     logits = run_model(model, torch.tensor([ids], device=device), cache)
-    return Prefill(Partition((0, len(ids))), cache, logits, time.perf_counter() - began, 0.0)
+    return Prefill(Partition((0, len(ids))), cache, logits, time.perf_counter() - began)
 
 
-@torch.inference_mode()
 def prefill_kvr(
     loaded: LoadedModel,
     ids: Sequence[int],
@@ -63,26 +65,62 @@ def prefill_kvr(
     partition : Partition
         One slice for each rank of `chain`.
     reserve_tokens, stop_after
-        See `ChainCache`.
+        See `SliceCache`.
     """
-    began = time.perf_counter()
     partition.check_tokens(len(ids))
-    cache = ChainCache(
+    exchange = Relay(partition, chain.rank)
+    return _prefill(loaded, ids, partition, exchange, chain, reserve_tokens, stop_after)
+
+
+def prefill_tsp(
+    loaded: LoadedModel, ids: Sequence[int], chain: Transport, *, dense: bool, reserve_tokens: int = 0
+) -> Prefill:
+    """Prefill with even slices and an all-gather in every layer (the paper's baseline, section 3, Fig. 3 a)."""
+    partition = Partition.even(len(ids), chain.size)
+    exchange = AllGather(partition, chain.rank, dense=dense)
+    return _prefill(loaded, ids, partition, exchange, chain, reserve_tokens)
+
+
+def prefill_ring(loaded: LoadedModel, ids: Sequence[int], chain: Transport, *, reserve_tokens: int = 0) -> Prefill:
+    """Prefill with zigzag ring attention; rank 0 ends with the last token."""
+    partition = Partition.even(len(ids), 2 * chain.size)
+    return _prefill(loaded, ids, partition, Ring(partition, chain.rank), chain, reserve_tokens)
+
+
+@torch.inference_mode()
+def _prefill(
+    loaded: LoadedModel,
+    ids: Sequence[int],
+    partition: Partition,
+    exchange: Exchange,
+    chain: Transport,
+    reserve_tokens: int,
+    stop_after: int | None = None,
+) -> Prefill:
+    began = time.perf_counter()
+    cache = SliceCache(
         loaded.shape,
-        partition,
-        chain,
+        exchange,
+        partition.size,
+        chain if chain.size > 1 else None,
         dtype=loaded.dtype,
         device=loaded.device,
         reserve_tokens=reserve_tokens,
         stop_after=stop_after,
     )
+    mine = [token for first, last in exchange.owned for token in ids[first:last]]
     logits = None
     try:
-        logits = run_model(loaded.model, torch.tensor([ids[cache.start : cache.stop]], device=loaded.device), cache)
+        logits = run_model(loaded.model, torch.tensor([mine], device=loaded.device), cache)
     except SliceDoneError:
         pass
+    except BaseException:
+        cache.abandon()
+        raise
+    seconds = time.perf_counter() - began
     cache.finish()
-    return Prefill(partition, cache, logits, time.perf_counter() - began, cache.wait_s)
+    has_logits = cache.is_keeper and stop_after is None
+    return Prefill(partition, cache, logits if has_logits else None, seconds, cache.wait_s, cache.sent_bytes)
 
 
 def check_chain(loaded: LoadedModel, tokens: int = 12) -> None:

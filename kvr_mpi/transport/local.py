@@ -54,19 +54,22 @@ class _Receive:
 
     def test(self) -> bool:
         with self.hub.arrived:
-            if not self.done and self.hub.mail[self.key]:
-                self._take()
+            if not self.done:
+                self._look()
         return self.done
 
     def wait(self) -> None:
         with self.hub.arrived:
             while not self.done:
-                if self.hub.mail[self.key]:
-                    self._take()
-                elif self.hub.failed:
-                    raise TransportError("another rank failed while this one was waiting for its message")
-                else:
+                self._look()
+                if not self.done:
                     self.hub.arrived.wait()
+
+    def _look(self) -> None:
+        if self.hub.mail[self.key]:
+            self._take()
+        elif self.hub.failed:
+            raise TransportError("another rank failed while this one was waiting for its message")
 
     def _take(self) -> None:
         message = self.hub.mail[self.key].popleft()

@@ -1,0 +1,180 @@
+"""How the ranks of a chain come to each other's keys and values, one class a strategy, side by side.
+
+Each fills a layer's buffer with segments of other ranks and attends from this rank's tokens to what is there.
+All are exact; they differ in who computes what, who waits for whom, and what crosses the links.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.attention import Part, Scores, attend
+
+if TYPE_CHECKING:
+    from kvr_mpi.prefill.cache import SliceLayer
+
+Range = tuple[int, int]
+
+
+class Exchange(Protocol):
+    """One strategy on one rank."""
+
+    owned: list[Range]  # the tokens this rank computes
+    keeper: int  # the rank that ends with all keys and values, and the last token
+    capacity: int  # tokens a layer's buffer holds
+    forwards: bool  # whether this rank passes segments on
+    saves_last_layer: bool  # whether what nobody reads of the last layer is left out
+
+    def post(self, layer: SliceLayer) -> None:
+        """Post the layer's receives, before it computes."""
+
+    def share(self, layer: SliceLayer) -> None:
+        """Send this rank's own segment, which is in the buffer now."""
+
+    def attend(
+        self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
+    ) -> Part:
+        """Attend from the owned tokens to all tokens up to each."""
+
+
+class Relay:
+    """KV-Runahead: segments go down the chain, each passed on as it arrives (section 4.1; cut-through is ours).
+
+    A rank attends to its own slice while the prefix is on its way, and then to each stretch of the prefix that
+    has come; what has come already is taken in one pass.
+    """
+
+    saves_last_layer = True
+
+    def __init__(self, partition: Partition, rank: int) -> None:
+        self.partition, self.rank, self.keeper = partition, rank, partition.size - 1
+        self.owned = [(partition.start(rank), partition.stop(rank))]
+        self.capacity = partition.stop(rank)
+        self.forwards = 0 < rank < self.keeper
+
+    def post(self, layer: SliceLayer) -> None:
+        """Receive every predecessor's segment from the rank before."""
+        for segment in range(self.rank):
+            bounds = self.partition.start(segment), self.partition.stop(segment)
+            layer.receive(bounds, self.rank - 1, segment, self.rank + 1 if self.rank < self.keeper else None)
+
+    def share(self, layer: SliceLayer) -> None:
+        """Send the own segment to the rank behind."""
+        if self.rank < self.keeper:
+            layer.send(self.owned[0], self.rank + 1, self.rank)
+
+    def attend(
+        self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
+    ) -> Part:
+        """Own slice first, then the prefix as it comes."""
+        part = attend(query, keys, values, scores, causal=query.shape[2] > 1)
+        for first, last in layer.arrivals():
+            part = part.merge(attend(query, *layer.rows(first, last), scores))
+        return part
+
+
+class AllGather:
+    """TSP: even slices, and every rank is sent all keys and values before it attends (section 3, Fig. 4).
+
+    ``dense`` as in the paper: every rank computes its slice against the whole prompt and masks what lies behind.
+    Otherwise causal: what lies behind a slice is not computed.
+    """
+
+    def __init__(self, partition: Partition, rank: int, *, dense: bool) -> None:
+        self.partition, self.rank, self.keeper = partition, rank, partition.size - 1
+        self.owned = [(partition.start(rank), partition.stop(rank))]
+        self.capacity = partition.tokens
+        self.forwards = False
+        self.dense = dense
+        self.saves_last_layer = not dense
+
+    def post(self, layer: SliceLayer) -> None:
+        """Receive every other rank's segment from itself."""
+        for segment in range(self.partition.size):
+            if segment != self.rank:
+                layer.receive((self.partition.start(segment), self.partition.stop(segment)), segment, segment)
+
+    def share(self, layer: SliceLayer) -> None:
+        """Send the own segment to every other rank, the next one first."""
+        for step in range(1, self.partition.size):
+            layer.send(self.owned[0], (self.rank + step) % self.partition.size, self.rank)
+
+    def attend(
+        self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
+    ) -> Part:
+        """Everything has to be here first."""
+        layer.collect()
+        start, stop = self.owned[0]
+        if self.dense:
+            seen = torch.arange(self.capacity, device=query.device) <= torch.arange(
+                start, stop, device=query.device
+            ).unsqueeze(1)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                query, *layer.rows(0, self.capacity), attn_mask=seen, scale=scores.scale, enable_gqa=True
+            )
+            return Part(out.float(), torch.empty(0))  # nothing is merged, so no log-sum-exp is needed
+        part = attend(query, keys, values, scores, causal=query.shape[2] > 1)
+        return part.merge(attend(query, *layer.rows(0, start), scores)) if start else part
+
+
+class Ring:
+    """Zigzag ring attention: rank r owns the r-th stretch from the front and from the back, segments go round.
+
+    Every rank computes the same in every step, without tuning; every segment crosses every link but one.
+    Segments are passed on as they arrive, and attended to in the order of their coming.
+    """
+
+    keeper = 0  # owns the last stretch
+    saves_last_layer = True
+
+    def __init__(self, partition: Partition, rank: int) -> None:
+        self.size, self.rank = partition.size // 2, rank
+        self.halves = [(partition.start(i), partition.stop(i)) for i in range(partition.size)]
+        self.owned = self._halves_of(rank)
+        self.capacity = partition.tokens
+        self.forwards = self.size > 2
+
+    def post(self, layer: SliceLayer) -> None:
+        """Receive every other rank's two stretches from the rank before, nearest first."""
+        for source in self._sources():
+            passes_on = (self.rank + 1) % self.size != source
+            for half, bounds in zip((source, 2 * self.size - 1 - source), self._halves_of(source), strict=True):
+                to = (self.rank + 1) % self.size if passes_on else None
+                layer.receive(bounds, (self.rank - 1) % self.size, half, to)
+
+    def share(self, layer: SliceLayer) -> None:
+        """Send both own stretches to the rank behind."""
+        for half, bounds in zip((self.rank, 2 * self.size - 1 - self.rank), self.owned, strict=True):
+            layer.send(bounds, (self.rank + 1) % self.size, half)
+
+    def attend(
+        self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
+    ) -> Part:
+        """Own stretches first, then each source's as it comes: from both, or to both, whichever is before the other."""
+        near, far = self.owned
+        cut = near[1] - near[0]
+        early = attend(query[:, :, :cut], keys[:, :, :cut], values[:, :, :cut], scores, causal=True)
+        late = attend(query[:, :, cut:], keys[:, :, cut:], values[:, :, cut:], scores, causal=True)
+        late = late.merge(attend(query[:, :, cut:], keys[:, :, :cut], values[:, :, :cut], scores))
+        whole = early.join(late)
+        for source in self._sources():
+            layer.wait_for(source)
+            layer.wait_for(2 * self.size - 1 - source)
+            first, second = self._halves_of(source)
+            if source < self.rank:
+                whole = whole.merge(attend(query, *layer.rows(*first), scores))
+                continue
+            early, late = whole.cut(cut)
+            for bounds in [(first[0], second[1])] if first[1] == second[0] else [first, second]:
+                late = late.merge(attend(query[:, :, cut:], *layer.rows(*bounds), scores))
+            whole = early.join(late)
+        return whole
+
+    def _sources(self) -> list[int]:
+        return [(self.rank - step) % self.size for step in range(1, self.size)]
+
+    def _halves_of(self, rank: int) -> list[Range]:
+        return [self.halves[rank], self.halves[2 * self.size - 1 - rank]]

@@ -1,0 +1,114 @@
+"""What the MPI at hand says of itself: version, thread level, whether it takes GPU buffers.
+
+Everything here joins MPI when called, except `library_version` in a process of its own (``python -m
+kvr_mpi.transport.mpi_query``), which is safe where joining would end the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+MAPS = Path("/proc/self/maps")
+CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH
+
+
+@dataclass(frozen=True, slots=True)
+class MpiFacts:
+    """One process's MPI; `cuda` is None where it cannot be asked."""
+
+    library: str
+    standard: str
+    thread_level: str
+    cuda: bool | None
+    cuda_why: str
+
+
+def describe_mpi(environ: Mapping[str, str]) -> MpiFacts | None:
+    """Ask the MPI that mpi4py loads; None if there is none."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return None
+    cuda, why = cuda_support(loaded_libraries(), environ)
+    return MpiFacts(library_version(), ".".join(map(str, MPI.Get_version())), thread_level(), cuda, why)
+
+
+def library_version() -> str:
+    """Name the MPI library and its version, shortly."""
+    from mpi4py import MPI
+
+    first = MPI.Get_library_version().split(",")[0].split("\n")[0].strip(" \x00")
+    return " ".join(first.replace("Version:", "").split())
+
+
+def thread_level() -> str:
+    """Name what MPI allows threads to do: ``THREAD_MULTIPLE`` and so on."""
+    from mpi4py import MPI
+
+    names = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
+    return {getattr(MPI, name): name for name in names}[MPI.Query_thread()]
+
+
+def loaded_libraries(maps: Path = MAPS) -> list[str]:
+    """List the MPI libraries in this process; wheels load theirs outside the global namespace, hence the detour."""
+    if not maps.exists():
+        return []
+    paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/" in line}
+    return sorted(path for path in paths if Path(path).name.startswith(("libmpi", "libmpich")))
+
+
+def cuda_support(libraries: Sequence[str], environ: Mapping[str, str]) -> tuple[bool | None, str]:
+    """Say whether MPI claims to take GPU buffers, and who says so. A claim is no proof."""
+    cray = [path for path in libraries if Path(path).name.startswith("libmpi_gtl_cuda")]
+    if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
+        return bool(cray), f"MPICH_GPU_SUPPORT_ENABLED=1, libmpi_gtl_cuda is {'' if cray else 'not '}loaded"
+    if environ.get("I_MPI_OFFLOAD", "") not in ("", "0"):
+        return True, f"I_MPI_OFFLOAD={environ['I_MPI_OFFLOAD']}"
+    for path in libraries:
+        try:
+            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        except OSError:
+            continue
+        answer = _ask(library)
+        if answer is not None:
+            return answer
+    return None, f"{', '.join(Path(path).name for path in libraries) or 'no libmpi found'}: no query function"
+
+
+def _ask(library: Any) -> tuple[bool, str] | None:
+    if hasattr(library, "MPIX_GPU_query_support"):
+        supported = ctypes.c_int(0)
+        if library.MPIX_GPU_query_support(ctypes.c_int(CUDA), ctypes.byref(supported)) == 0:
+            return bool(supported.value), f"MPIX_GPU_query_support says {'yes' if supported.value else 'no'}"
+    if hasattr(library, "MPIX_Query_cuda_support"):
+        yes = library.MPIX_Query_cuda_support() == 1
+        return yes, f"MPIX_Query_cuda_support says {'yes' if yes else 'no'}"
+    return None
+
+
+def swap_in_place(send: torch.Tensor, receive: torch.Tensor, peer: int) -> None:
+    """Exchange two byte tensors with `peer` of all ranks, handing MPI the tensors' own memory, GPU memory included."""
+    from mpi4py import MPI
+
+    out, into = (tensor if tensor.is_cuda else tensor.numpy() for tensor in (send, receive))
+    MPI.COMM_WORLD.Sendrecv([out, MPI.BYTE], peer, 0, [into, MPI.BYTE], peer, 0)
+
+
+def _print_library() -> None:
+    """Name the library without joining MPI."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    print(library_version())
+
+
+if __name__ == "__main__":
+    _print_library()
