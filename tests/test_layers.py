@@ -24,6 +24,7 @@ ROOMS = [
     "decode",
     "store",
     "report",
+    "doctor",
     "job",
     "engine",
     "batch",
@@ -31,10 +32,10 @@ ROOMS = [
 ]
 # Rooms that may name these libraries; anything else goes through them.
 CONTACTS = {
-    "mpi4py": {"transport/mpi.py"},
-    "h5py": {"store/hdf5.py", "store/kv.py", "store/outputs.py", "store/folder.py"},
+    "mpi4py": {"transport/mpi.py", "transport/mpi_query.py"},
+    "h5py": {"store/hdf5.py", "store/kv.py", "store/outputs.py", "store/folder.py", "doctor/hdf5.py"},
     "transformers.cache_utils": {"prefill/cache.py"},
-    "click": {"cli/__init__.py", "cli/run.py", "cli/inspect.py", "cli/export.py"},
+    "click": {"cli/__init__.py", "cli/run.py", "cli/inspect.py", "cli/export.py", "cli/doctor.py"},
 }
 
 
@@ -90,7 +91,7 @@ def test_nothing_is_unpickled() -> None:
 
 def test_help_needs_no_heavy_import() -> None:
     code = (
-        "import sys, kvr_mpi.cli, kvr_mpi.cli.run, kvr_mpi.cli.inspect, kvr_mpi.cli.export; "
+        "import sys, kvr_mpi.cli, kvr_mpi.cli.run, kvr_mpi.cli.inspect, kvr_mpi.cli.export, kvr_mpi.cli.doctor; "
         "heavy = 'torch transformers mpi4py h5py numpy pydantic'; "
         "print([name for name in heavy.split() if name in sys.modules])"
     )

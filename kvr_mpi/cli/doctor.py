@@ -1,0 +1,53 @@
+"""``kvr doctor``: is this machine ready? Under mpirun, srun, or alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from kvr_mpi.doctor.steps import Request
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--output-dir",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="The folder that results are to go to.  [default: the current folder]",
+)
+@click.option("--share-gpu", is_flag=True, help="Several ranks on one GPU are meant.")
+@click.option(
+    "--try-transfers",
+    type=click.Choice(["auto", "host", "cuda", "no"]),
+    default="auto",
+    show_default=True,
+    help="Hand MPI such buffers in a disposable step; auto: GPU buffers if MPI claims to take them.",
+)
+def doctor(as_json: bool, output_dir: Path, share_gpu: bool, try_transfers: str) -> int:
+    r"""Examine launcher, cores, GPUs, MPI, links, HDF5, clocks and SLURM, and say what to do.
+
+    \b
+    mpirun -n 8 kvr doctor --output-dir runs/
+    srun --mpi=pmi2 kvr doctor --json
+
+    Exit codes: 0 nothing fails; 69 the ranks cannot talk; 78 something else fails.
+    """
+    from kvr_mpi.doctor.findings import Finding, to_json, to_lines
+    from kvr_mpi.doctor.launch import diagnose
+
+    def prepare() -> Request:
+        from kvr_mpi.doctor.steps import Request
+
+        return Request(output_dir, share_gpu, try_transfers)
+
+    def show(findings: Sequence[Finding]) -> None:
+        click.echo(json.dumps(to_json(findings), indent=2) if as_json else "\n".join(to_lines(findings)))
+
+    return diagnose(prepare, os.environ, show)

@@ -1,0 +1,114 @@
+"""Why nothing here hangs: every wait has a limit.
+
+Ranks wait for each other asleep (`wait_for`, `meet`), so that those who have nothing to do leave the cores to those who
+measure. Calls that no limit can be given to run in a thread (`within`). Over all of it stands ``supervise``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from kvr_mpi.errors import TransportError
+from kvr_mpi.transport import Request, Transport, gather_json
+
+T = TypeVar("T")
+
+MEET_TAG = 7001
+NAP_S = 0.002
+# A message that takes longer than this is not a matter of microseconds any more.
+SPIN_S = 0.02
+
+
+class SilentError(TransportError):
+    """A rank was not heard of in time; nothing sent to it can be relied on any more."""
+
+
+def wait_for(request: Request, timeout_s: float, who: str = "a message", asleep: bool = False) -> None:
+    """Wait until a transfer has ended, spinning (exact to the microsecond) or asleep.
+
+    Raises
+    ------
+    SilentError
+    """
+    began = time.monotonic()
+    while not request.test():
+        waited_s = time.monotonic() - began
+        if waited_s > timeout_s:
+            raise SilentError(f"{who} did not come within {timeout_s:.0f} s")
+        if asleep:
+            time.sleep(NAP_S)
+        elif waited_s > SPIN_S:
+            time.sleep(NAP_S / 20)
+        else:
+            os.sched_yield()  # with more ranks than cores the other side needs this one
+
+
+def meet(transport: Transport, timeout_s: float) -> None:
+    """Return when all ranks are here; a barrier that sleeps and gives up.
+
+    Raises
+    ------
+    SilentError
+        Naming the ranks that did not come.
+    """
+    others = range(1, transport.size)
+    token = torch.zeros(1, dtype=torch.uint8)
+    if transport.rank:
+        sent = transport.isend(token, 0, MEET_TAG)
+        wait_for(transport.irecv(torch.empty_like(token), 0, MEET_TAG), timeout_s, "rank 0", asleep=True)
+        wait_for(sent, timeout_s)
+        return
+    arrivals = {rank: transport.irecv(torch.empty_like(token), rank, MEET_TAG) for rank in others}
+    ends = time.monotonic() + timeout_s
+    missing = []
+    for rank, arrival in arrivals.items():
+        try:
+            wait_for(arrival, max(0.0, ends - time.monotonic()), asleep=True)
+        except SilentError:
+            missing.append(str(rank))
+    if missing:
+        raise SilentError(f"rank(s) {', '.join(missing)} were not heard of within {timeout_s:.0f} s")
+    for request in [transport.isend(token, rank, MEET_TAG) for rank in others]:
+        wait_for(request, timeout_s)
+
+
+def gather_tried(transport: Transport, work: Callable[[], Any], timeout_s: float) -> list[dict[str, Any]]:
+    """Do something on every rank and give rank 0 each rank's ``{"value": ...}`` or ``{"error": ...}``."""
+    try:
+        tried = {"value": work()}
+    except Exception as error:  # a check that breaks on one rank must not leave the others waiting
+        tried = {"error": f"{type(error).__name__}: {error}"}
+    meet(transport, timeout_s)
+    return gather_json(transport, tried)
+
+
+def within(timeout_s: float, work: Callable[[], T], what: str) -> T:
+    """Do something that may never return, such as touching a dead file system, and leave it behind if it does not.
+
+    Raises
+    ------
+    TimeoutError
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body, daemon=True, name=what)
+    thread.start()
+    thread.join(timeout_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"{what} did not return within {timeout_s:.0f} s")
+    return results[0]

@@ -1,0 +1,69 @@
+"""GPUs: which rank would take which, and settings that take CUDA's fast paths away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvr_mpi.doctor.facts import RankFacts, group_ranks
+from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, some, warn
+
+
+def check_devices(facts: Sequence[RankFacts], share_gpu: bool = False) -> list[Finding]:
+    """Check that every rank has a GPU of its own, or none has one."""
+    check = "devices"
+    broken = [one for one in facts if one.device.error]
+    if broken:
+        text = f"rank {broken[0].rank} on {broken[0].host} could not ask for its GPU: {broken[0].device.error}"
+        return [fail(check, text, "look at `nvidia-smi` on that host, and at the installation of torch")]
+    seeing = [one for one in facts if one.device.count]
+    if not seeing:
+        return [_no_gpu(facts[0])]
+    blind = [one for one in facts if not one.device.count]
+    if blind:
+        text = (
+            f"rank(s) {number_ranges([one.rank for one in blind])} see no GPU, the others do (first: {blind[0].host})"
+        )
+        return [fail(check, text, "ask for a GPU for every task (`--gpus-per-task=1`), or start fewer ranks on a host")]
+    taken = group_ranks(facts, lambda one: f"{one.host} {one.device.uuid or one.device.index}")
+    shared = [ranks for ranks in taken.values() if len(ranks) > 1]
+    shown = [
+        f"rank {one.rank}: GPU {one.device.index} of {one.device.count} on {one.host} ({one.device.name}, "
+        f"CUDA_VISIBLE_DEVICES={'not set' if one.device.visible is None else one.device.visible})"
+        for one in facts
+    ]
+    if shared and not share_gpu:
+        names = [f"ranks {number_ranges([one.rank for one in ranks])} on {ranks[0].host}" for ranks in shared]
+        remedy = "start as many ranks on a host as it has GPUs, or `--gpus-per-task=1`; if it is meant, --share-gpu"
+        return [fail(check, f"one GPU for several ranks: {some(names)}", remedy)]
+    return [ok(check, some(shown, 8))]
+
+
+def check_allocator(facts: Sequence[RankFacts]) -> list[Finding]:
+    """Warn of the allocator setting that silently loses CUDA IPC."""
+    users = [one.rank for one in facts if "expandable_segments:true" in one.device.allocator.lower().replace(" ", "")]
+    if not users:
+        return []
+    text = f"PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True on rank(s) {number_ranges(users)}"
+    return [
+        warn(
+            "allocator", text, "leave it out: such memory is silently not shared between the GPUs of a host (CUDA IPC)"
+        )
+    ]
+
+
+def _no_gpu(one: RankFacts) -> Finding:
+    device = one.device
+    if device.driver and device.visible is not None and device.visible.strip() in ("", "-1"):
+        text = f"{one.host} has an NVIDIA driver, but CUDA_VISIBLE_DEVICES={device.visible!r} hides its GPUs"
+        return warn(
+            "devices", text, "unset CUDA_VISIBLE_DEVICES, or ask the batch system for GPUs (`--gpus-per-task=1`)"
+        )
+    if device.driver and not device.built:
+        text = f"{one.host} has an NVIDIA driver, but torch {one.versions['torch']} is built without CUDA"
+        return warn("devices", text, "install the torch build for your GPUs (pytorch.org, 'Get started')")
+    if device.driver:
+        text = f"{one.host} has an NVIDIA driver, torch is built for CUDA {device.built}, yet sees no GPU"
+        return warn(
+            "devices", text, "look at `nvidia-smi`: the driver may be too old for this CUDA, or no GPU be granted"
+        )
+    return ok("devices", f"no GPU; torch {one.versions['torch']} computes on the CPU cores")

@@ -1,0 +1,115 @@
+"""What one rank sees of its machine; gathered on rank 0, where the checks judge it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from kvr_mpi.doctor.deadlines import within
+from kvr_mpi.transport.mpi_query import MpiFacts, describe_mpi
+
+LIBRARIES = ("torch", "transformers", "numpy", "h5py", "mpi4py")
+# The first touch of a GPU may take long, and forever if its driver is stuck.
+DEVICE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """The GPU a rank would take, and what decides it."""
+
+    built: str = ""  # the CUDA that torch was built with; empty: none
+    driver: bool = False  # the machine has an NVIDIA driver
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES
+    allocator: str = ""  # PYTORCH_CUDA_ALLOC_CONF
+    count: int = 0
+    index: int | None = None
+    name: str = ""
+    uuid: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """One rank's place, device, MPI and software."""
+
+    rank: int
+    host: str
+    cores: tuple[int, ...]
+    threads: str  # OMP_NUM_THREADS; empty: not set
+    device: DeviceFacts
+    mpi: MpiFacts | None
+    versions: dict[str, str]
+
+
+RANK_FACTS: TypeAdapter[RankFacts] = TypeAdapter(RankFacts)
+
+
+def look_at_rank(rank: int, local_rank: int, environ: Mapping[str, str], with_mpi: bool) -> RankFacts:
+    """Look at this process and its host; `with_mpi` is False where touching MPI would end the process."""
+    return RankFacts(
+        rank=rank,
+        host=socket.gethostname(),
+        cores=tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (),
+        threads=environ.get("OMP_NUM_THREADS", ""),
+        device=look_at_device(local_rank, environ),
+        mpi=describe_mpi(environ) if with_mpi else None,
+        versions={"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
+    )
+
+
+def unknown_rank(rank: int, error: str) -> RankFacts:
+    """Stand in for a rank that could not look at itself."""
+    return RankFacts(rank, "an unknown host", (), "", DeviceFacts(error=error), None, {})
+
+
+def look_at_device(local_rank: int, environ: Mapping[str, str]) -> DeviceFacts:
+    """Find the GPU that this rank would take: the one with its number on the host, counted over those it sees."""
+
+    def look() -> DeviceFacts:
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = local_rank % count if count else None
+        properties = None if index is None else torch.cuda.get_device_properties(index)
+        return DeviceFacts(
+            built=torch.version.cuda or "",
+            driver=Path("/proc/driver/nvidia/version").exists(),
+            visible=environ.get("CUDA_VISIBLE_DEVICES"),
+            allocator=environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF", ""),
+            count=count,
+            index=index,
+            name=properties.name if properties else "",
+            uuid=str(getattr(properties, "uuid", "")),
+        )
+
+    try:
+        return within(DEVICE_TIMEOUT_S, look, "asking torch for GPUs")
+    except Exception as error:
+        return DeviceFacts(visible=environ.get("CUDA_VISIBLE_DEVICES"), error=f"{type(error).__name__}: {error}")
+
+
+def group_ranks(facts: Sequence[RankFacts], key: Callable[[RankFacts], str]) -> dict[str, list[RankFacts]]:
+    """Sort ranks by what they say, in the order of each group's first rank."""
+    groups: dict[str, list[RankFacts]] = {}
+    for one in facts:
+        groups.setdefault(key(one), []).append(one)
+    return groups
+
+
+def group_hosts(facts: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
+    """Sort ranks by host."""
+    return group_ranks(facts, lambda one: one.host)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"

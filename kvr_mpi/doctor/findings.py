@@ -1,0 +1,95 @@
+"""What a check returns: what was checked, what was found, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_NO_TRANSPORT, EXIT_OK
+
+Status = Literal["ok", "warn", "fail"]
+
+# A failure in one of these means that the ranks cannot talk.
+TRANSPORT_CHECKS = frozenset({"launcher", "ranks", "transfers", "links"})
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report; `measured` has the figures behind it, units in the names."""
+
+    check: str
+    status: Status
+    found: str
+    remedy: str = ""
+    measured: Sequence[Mapping[str, Any]] = field(default=())
+
+
+def ok(check: str, found: str) -> Finding:
+    """Make a finding that asks for nothing."""
+    return Finding(check, "ok", found)
+
+
+def warn(check: str, found: str, remedy: str) -> Finding:
+    """Make a finding that costs time or safety, but lets a job run."""
+    return Finding(check, "warn", found, remedy)
+
+
+def fail(check: str, found: str, remedy: str) -> Finding:
+    """Make a finding that keeps a job from running, or from running rightly."""
+    return Finding(check, "fail", found, remedy)
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """0 if nothing fails, 69 if the ranks cannot talk, 78 for other failures."""
+    failed = {finding.check for finding in findings if finding.status == "fail"}
+    if not failed:
+        return EXIT_OK
+    return EXIT_NO_TRANSPORT if failed & TRANSPORT_CHECKS else EXIT_CONFIG
+
+
+def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Make the report as values; `measured` is there only where something was."""
+    return {
+        "ok": exit_code(findings) == EXIT_OK,
+        "findings": [
+            {"check": one.check, "status": one.status, "found": one.found, "remedy": one.remedy}
+            | ({"measured": [dict(row) for row in one.measured]} if one.measured else {})
+            for one in findings
+        ],
+    }
+
+
+def to_lines(findings: Sequence[Finding]) -> list[str]:
+    """Make the report as lines: one for each finding, and below it the remedy."""
+    width = max((len(one.check) for one in findings), default=0)
+    lines = []
+    for one in findings:
+        lines.append(f"{one.status:4}  {one.check:{width}}  {_one_line(one.found)}")
+        if one.remedy:
+            lines.append(f"{'':{6 + width}}  what to do: {_one_line(one.remedy)}")
+    counts = {status: sum(one.status == status for one in findings) for status in ("ok", "warn", "fail")}
+    lines.append(f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed")
+    return lines
+
+
+def _one_line(text: str) -> str:
+    """Text without what would steer a terminal: environments and libraries say what they like."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Write sorted numbers shortly: ``0-3, 8``."""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def some(names: Sequence[str], most: int = 4) -> str:
+    """Name the first few: ``a, b and 7 more``."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

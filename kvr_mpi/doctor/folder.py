@@ -1,0 +1,126 @@
+"""The output folder: whether it can be written safely, has room, and is one folder on all hosts."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvr_mpi.doctor.deadlines import gather_tried, within
+from kvr_mpi.doctor.facts import RankFacts
+from kvr_mpi.doctor.findings import Finding, fail, ok, some, warn
+from kvr_mpi.doctor.hdf5 import write_and_read
+from kvr_mpi.transport import Transport, share_json
+
+T = TypeVar("T")
+
+# A dead network file system answers never; a slow one within this.
+DISK_TIMEOUT_S = 30.0
+# A network file system shows other hosts a new file after a while.
+VISIBLE_WITHIN_S = 5.0
+FEW_BYTES = 5 << 30
+
+
+def existing_folder(path: Path) -> Path:
+    """Return the folder, or the nearest above it that exists: a run makes the rest."""
+    path = path.absolute()
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def check_folder(path: Path) -> list[Finding]:
+    """Check locking, writing and room; call where a hanging file system cannot hold anybody up."""
+    folder = existing_folder(path)
+    text = str(folder) if folder == path.absolute() else f"{folder} (there is no {path} yet)"
+    stem = f".kvr-doctor-{uuid.uuid4().hex}"
+    try:
+        unchanged = write_and_read(folder, stem)
+    except Exception as error:  # whatever HDF5 and the file system come up with
+        reason = " ".join(str(error).split())
+        remedy = "choose a folder that you may write to (--output-dir, output.path), with room and quota left"
+        return [fail("folder", f"{text} cannot be written: {reason}", remedy)]
+    if not unchanged:
+        remedy = "do not use this file system; tell its administrators"
+        return [fail("folder", f"{text}: an HDF5 file read back differs from what was written", remedy)]
+    return [
+        ok("folder", f"{text}: HDF5 written, fsynced, renamed, read back"),
+        check_locking(folder),
+        check_space(folder),
+    ]
+
+
+def check_locking(folder: Path) -> Finding:
+    """Try the kind of lock that HDF5 takes."""
+    path = folder / f".kvr-doctor-{uuid.uuid4().hex}.lock"
+    handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        remedy = "export HDF5_USE_FILE_LOCKING=FALSE; then let no two jobs write to one folder"
+        return warn("locking", f"{folder} has no file locks ({error.strerror})", remedy)
+    finally:
+        os.close(handle)
+        path.unlink(missing_ok=True)
+    return ok("locking", "file locks work")
+
+
+def check_space(folder: Path) -> Finding:
+    """Look at the room that is left."""
+    free = shutil.disk_usage(folder).free
+    text = f"{free / 2**30:.1f} GiB free (quotas are not seen)"
+    if free < FEW_BYTES:
+        return warn("space", text, "make room, or choose another folder, above all with output.kv = true")
+    return ok("space", text)
+
+
+def check_shared(transport: Transport, path: Path, facts: Sequence[RankFacts]) -> list[Finding]:
+    """Write a token on rank 0 and read it on every rank; call on all ranks, `facts` are rank 0's."""
+    name, token, error = f".kvr-doctor-{uuid.uuid4().hex}", uuid.uuid4().hex, ""
+
+    def in_time(work: Callable[[], T]) -> T:
+        return within(DISK_TIMEOUT_S, work, f"reading and writing {path.absolute()}")
+
+    if transport.rank == 0:
+        try:
+            in_time(lambda: (existing_folder(path) / name).write_text(token))
+        except Exception as problem:
+            error = str(problem)
+    name, error = share_json(transport, (name, error))
+    if error:
+        return []  # `check_folder` has met it too, and said so
+    try:
+        tried = gather_tried(transport, lambda: in_time(lambda: read_token(path, name)), 2 * DISK_TIMEOUT_S)
+    finally:
+        if transport.rank == 0:
+            in_time(lambda: (existing_folder(path) / name).unlink(missing_ok=True))
+    return judge_tokens(path, token, tried, facts) if transport.rank == 0 else []
+
+
+def read_token(path: Path, name: str) -> str:
+    """Read a file in this folder that another host has just written."""
+    ends = time.monotonic() + VISIBLE_WITHIN_S
+    while True:
+        try:
+            return (existing_folder(path) / name).read_text()
+        except OSError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.1)
+
+
+def judge_tokens(path: Path, token: str, tried: Sequence[dict[str, Any]], facts: Sequence[RankFacts]) -> list[Finding]:
+    """Name the ranks that did not read what rank 0 wrote."""
+    missing = [
+        f"rank {one.rank} on {one.host}" for one, got in zip(facts, tried, strict=True) if got.get("value") != token
+    ]
+    if missing:
+        text = f"what rank 0 writes to {path.absolute()} is not seen by {some(missing)}"
+        return [fail("shared folder", text, "choose a folder on a file system that all hosts share, by its full path")]
+    hosts = len({one.host for one in facts})
+    return [ok("shared folder", f"the same on all {hosts} host(s)" if hosts > 1 else "one host")]

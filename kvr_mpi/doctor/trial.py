@@ -1,0 +1,152 @@
+"""CUDA-awareness: what MPI claims, and a disposable step that tries it, because a yes may crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from kvr_mpi.doctor.facts import RankFacts
+from kvr_mpi.doctor.findings import Finding, fail, ok, warn
+from kvr_mpi.doctor.trial_program import SIZES
+
+Kind = Literal["host", "cuda"]
+
+TRIAL_TIMEOUT_S = 90.0
+# What tells a process to which job it belongs. Without these a launcher starts anew, on this host, as if by hand.
+JOB_VARIABLES = (
+    *("PMI_", "PMI2_", "PMIX_", "HYDI_", "MPI_LOCAL", "MPIR_", "PALS_", "SLURM_", "MV2_COMM_", "PRTE_", "ORTE_"),
+    *("OMPI_COMM_", "OMPI_UNIVERSE_", "OMPI_APP_", "OMPI_FILE_", "OMPI_COMMAND", "OMPI_ARGV", "OMPI_NUM_APP"),
+    *("OMPI_FIRST_", "OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_initial_wdir", "OMPI_MCA_shmem_RUNTIME"),
+)
+USER_VARIABLES = ("PRTE_ALLOW_", "PRTE_MCA_rmaps_", "PMIX_MCA_gds")
+
+
+def check_cuda_awareness(facts: Sequence[RankFacts]) -> list[Finding]:
+    """Say what MPI claims."""
+    mpi, gpus = facts[0].mpi, any(one.device.count for one in facts)
+    if mpi is None:
+        return [ok("cuda-aware", "no MPI")]
+    claim = {True: "yes", False: "no", None: "unknown"}[mpi.cuda]
+    rest = "no GPU to use it with" if not gpus else "a claim, tried below" if mpi.cuda else "staged through host memory"
+    return [ok("cuda-aware", f"{claim} ({mpi.cuda_why}); {rest}")]
+
+
+def wanted_trial(choice: str, facts: Sequence[RankFacts]) -> Kind | None:
+    """Choose what to try: with ``auto``, GPU buffers where MPI claims to take them."""
+    if choice in ("host", "cuda"):
+        return "host" if choice == "host" else "cuda"
+    mpi = facts[0].mpi
+    claimed = mpi is not None and bool(mpi.cuda) and facts[0].device.count > 0
+    return "cuda" if choice == "auto" and claimed else None
+
+
+def find_launcher(libraries: Sequence[str], search_path: str) -> list[str] | None:
+    """Find how to start two ranks: the mpirun installed with the loaded libmpi, or any, or srun."""
+    folders = [parent / "bin" for path in libraries for parent in list(Path(path).parents)[1:3]]
+    places = os.pathsep.join([*map(str, folders), str(Path(sys.executable).parent), search_path])
+    for name in ("mpirun", "mpiexec"):
+        if found := shutil.which(name, path=places):
+            return [found, "-n", "2"]
+    srun = shutil.which("srun", path=search_path)
+    return [srun, "--overlap", "-N", "1", "-n", "2"] if srun else None
+
+
+def trial_environment(environ: Mapping[str, str], launcher: str) -> dict[str, str]:
+    """Leave out what ties this process to its own MPI job."""
+    dropped = tuple(prefix for prefix in JOB_VARIABLES if prefix != "SLURM_" or Path(launcher).name != "srun")
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(dropped) or name.startswith(USER_VARIABLES)
+    }
+    # Two ranks are started next to those that are there already.
+    return kept | {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+
+
+def trial_program(kind: Kind, timeout_s: float) -> list[str]:
+    """Return the command of each rank."""
+    return [sys.executable, "-m", "kvr_mpi.doctor.trial_program", kind, str(timeout_s)]
+
+
+def try_transfers(command: Sequence[str], environ: Mapping[str, str], kind: Kind, timeout_s: float) -> Finding:
+    """Run the disposable step and judge how it ends: well, crashed, hung, with wrong data, or not started at all."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        code = _run(command, environ, output, errors, timeout_s)
+        rows, words = _rows(_read(output)), " ".join(_read(errors).split())[-400:]
+    ready, sums = [row for row in rows if "ready" in row], [row for row in rows if "sent" in row]
+    said = f"; it said: {words}" if words else ""
+    if len({row["ready"] for row in ready}) < 2:
+        how = f"nothing within {timeout_s:.0f} s" if code is None else f"exit code {code}"
+        text = f"the disposable step with {kind} buffers did not start ({how}){said}"
+        return warn("transfers", text, f"try by hand: {' '.join(command)}")
+    remedy = (
+        "mend this MPI, or use another" if kind == "host" else "use an MPI whose GPU support works, or switch it off"
+    )
+    if code is None:
+        return fail("transfers", f"{kind} buffers: hangs, killed after {timeout_s:.0f} s{said}", remedy)
+    wrong = _wrong(sums)
+    if wrong:
+        return fail("transfers", f"{kind} buffers: the checksum of {wrong} bytes is wrong: data arrive changed", remedy)
+    if code != 0 or len(sums) < 2 * len(SIZES):
+        how = f"killed by {signal.Signals(-code).name}" if -64 < code < 0 else f"exit code {code}"
+        return fail("transfers", f"{kind} buffers: crashes ({how}){said}", remedy)
+    sizes = " and ".join(str(size) for size in SIZES)
+    return ok("transfers", f"{kind} buffers of {sizes} bytes swapped by 2 ranks on this host, checksums right")
+
+
+def _run(
+    command: Sequence[str], environ: Mapping[str, str], output: IO[bytes], errors: IO[bytes], timeout_s: float
+) -> int | None:
+    """Run a command in a process group of its own; None if it had to be killed."""
+    try:
+        child = subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+        )
+    except OSError as error:
+        errors.write(str(error).encode())
+        return 127
+    try:
+        return child.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        for sign in (signal.SIGTERM, signal.SIGKILL):  # a launcher asked nicely takes its ranks with it
+            os.killpg(child.pid, sign)
+            try:
+                child.wait(5)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        return None
+
+
+def _wrong(sums: Sequence[dict[str, Any]]) -> int | None:
+    """Return the size of the first message that arrived changed."""
+    sent = {(row["rank"], row["bytes"]): row["sent"] for row in sums}
+    for row in sums:
+        if sent.get((1 - row["rank"], row["bytes"]), row["received"]) != row["received"]:
+            return int(row["bytes"])
+    return None
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _rows(text: str) -> list[dict[str, Any]]:
+    """Pick the flat JSON objects out of what ranks, whose lines may run together, and launchers print."""
+    rows = []
+    for found in re.findall(r"\{[^{}]*\}", text):
+        try:
+            rows.append(json.loads(found))
+        except ValueError:  # a launcher's own words
+            continue
+    return rows
