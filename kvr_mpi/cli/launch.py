@@ -1,0 +1,92 @@
+"""What the commands that run on all ranks have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvr_mpi.model import LoadedModel
+    from kvr_mpi.transport import Transport
+
+
+def guarded(world: Transport, work: Callable[[], int]) -> int:
+    """Run this rank's part; if it fails alone, end all ranks with its exit code instead of leaving them waiting."""
+    from kvr_mpi.errors import EXIT_BUG, KvrError
+    from kvr_mpi.report.log import Log
+    from kvr_mpi.transport import FailedTogetherError
+
+    log = Log(world.rank)
+    try:
+        return work()
+    except FailedTogetherError as error:
+        if error.cause is not None:
+            log.line(_message(error.cause))
+        return error.exit_code
+    except Exception as error:
+        log.line(_message(error))
+        code = error.exit_code if isinstance(error, KvrError) else EXIT_BUG
+        world.abort(code)
+        return code
+
+
+def _message(error: Exception) -> str:
+    import traceback
+
+    from kvr_mpi.errors import KvrError
+
+    if isinstance(error, KvrError):
+        return f"error: {error}"
+    return "this is a bug in kvr-mpi, or a fault of the machine:\n" + "".join(traceback.format_exception(error))
+
+
+def quiet_libraries() -> None:
+    """Keep transformers' progress bars and hints out of the log."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def load_everywhere(world: Transport, path: str, dtype: str, device: str) -> LoadedModel:
+    """Load a model on every rank, for commands without a job; where it is converted, one rank a host does so first."""
+    from kvr_mpi.cli.environment import read_environment
+    from kvr_mpi.model import load_model
+    from kvr_mpi.transport import together
+
+    quiet_libraries()
+    machine = read_environment().machine
+
+    def load() -> LoadedModel:
+        return load_model(
+            path,
+            dtype=dtype,
+            device=device,
+            offline=machine.offline,
+            cache_dir=machine.cache_dir,
+            device_index=world.local_rank,
+        )
+
+    first = together(world, lambda: load() if world.local_rank == 0 else None)
+    return together(world, lambda: first or load())
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Read ``1024,2048`` or ``1k,2k`` as numbers of tokens.
+
+    Raises
+    ------
+    ConfigError
+        If it is something else.
+    """
+    from kvr_mpi.errors import ConfigError
+
+    lengths = []
+    for word in filter(None, (part.strip().lower() for part in text.split(","))):
+        number, scale = (word[:-1], 1024) if word.endswith("k") else (word, 1)
+        if not number.isdigit() or int(number) == 0:
+            raise ConfigError(f"length {word!r}: expected tokens, such as 4096 or 4k, separated by commas")
+        lengths.append(int(number) * scale)
+    if not lengths:
+        raise ConfigError(f"lengths {text!r}: expected at least one, such as 4096 or 4k")
+    return lengths

@@ -1,0 +1,71 @@
+"""``kvr verify``: exactness against one process, on the user's own model."""
+
+from __future__ import annotations
+
+import click
+
+from kvr_mpi.cli.bench import DEFAULT_MODEL
+
+EXIT_DIFFERS = 1
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, or id on the hub.")
+@click.option(
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="float32", show_default=True
+)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--lengths", default="64,512", show_default=True, help="Prompt lengths in tokens.")
+@click.option(
+    "--longest", type=click.IntRange(1), help="The longest length, always checked; default: the model's context."
+)
+@click.option("--seed", default=0, show_default=True, help="For the prompts and the random partitions.")
+def verify(model: str, dtype: str, device: str, lengths: str, longest: int | None, seed: int) -> int:
+    r"""Check logits, keys, values and greedy tokens of every strategy against plain transformers.
+
+    \b
+    mpirun -n 4 kvr verify --model /models/mine --dtype bfloat16 --longest 16k
+
+    Exit code 0 only if all hold.
+    """
+    from kvr_mpi.cli.launch import guarded
+    from kvr_mpi.transport.mpi import connect
+
+    world = connect()
+
+    def work() -> int:
+        from kvr_mpi.cli.launch import load_everywhere, parse_lengths
+        from kvr_mpi.errors import ConfigError
+        from kvr_mpi.prefill.strategies import check_chain
+        from kvr_mpi.report.log import Log
+        from kvr_mpi.transport import together
+        from kvr_mpi.verify import NEW_TOKENS
+        from kvr_mpi.verify import verify as verify_all
+
+        log = Log(world.rank)
+        loaded = load_everywhere(world, model, dtype, device)
+
+        def choose() -> list[int]:
+            context = loaded.shape.max_tokens
+            most = (context or 4096) - NEW_TOKENS
+            chosen = sorted({*parse_lengths(lengths), longest or most})
+            if chosen[0] < 2 * world.size or (context is not None and chosen[-1] > most):
+                raise ConfigError(
+                    f"lengths {chosen}: expected between {2 * world.size} (two for each rank) and {most} "
+                    f"(the model's context less {NEW_TOKENS} tokens to decode)"
+                )
+            check_chain(loaded)
+            return chosen
+
+        failed = count = 0
+        for finding in verify_all(loaded, world, together(world, choose), seed):
+            count, failed = count + 1, failed + (not finding.holds)
+            log.root(
+                f"{'holds' if finding.holds else 'DIFFERS'}: {finding.tokens} tokens, {finding.strategy}: logits "
+                f"{finding.logits_error:.1e}, keys and values {finding.kv_error:.1e} of their spread (allowed "
+                f"{finding.allowed:.1e}), greedy tokens {'the same' if finding.same_tokens else 'DIFFERENT'}"
+            )
+        log.root(f"{count - failed} of {count} hold on {world.size} rank(s)")
+        return EXIT_DIFFERS if failed else 0
+
+    return guarded(world, work)
