@@ -1,0 +1,118 @@
+"""`kvr bench` and `kvr verify` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import tiny
+
+from kvr_mpi.bench import STRATEGIES
+from kvr_mpi.partition import Partition
+from kvr_mpi.planner.search import grid_search, interpolate
+from kvr_mpi.prefill import exchange
+from kvr_mpi.transport.local import run_local
+from kvr_mpi.verify import verify
+
+
+def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
+    rows_file, plot = tmp_path / "rows.json", tmp_path / "plot.png"
+    run = mpirun(
+        2,
+        [kvr, "bench", "--model", tiny_model_dir, "--contexts", "128,256", "--repeats", "2"]
+        + ["--json", rows_file, "--plot", plot],
+    )
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(rows_file.read_text())
+    assert [(row["strategy"], row["context_tokens"]) for row in rows] == [
+        (s, n) for n in (128, 256) for s in STRATEGIES
+    ]
+    for row in rows:
+        assert row["size"] == 2 and row["repeats"] == 2
+        assert 0 < row["ttft_min_s"] <= row["ttft_s"] <= row["ttft_max_s"]
+        assert 0 <= row["wait_s"] <= row["ttft_max_s"]
+        assert row["peak_bytes"] > 1e6
+        single = next(r for r in rows if r["strategy"] == "single" and r["context_tokens"] == row["context_tokens"])
+        assert row["speedup_over_single"] == pytest.approx(single["ttft_s"] / row["ttft_s"])
+        if row["strategy"].startswith("kvr"):
+            first, second = map(int, row["slices"].split("+"))
+            assert first + second == row["context_tokens"]
+            # Only the first rank sends, and only its own slice: 3 layers, K and V of 2 heads of 8, float32.
+            assert row["link_bytes"] == first * 3 * 2 * 2 * 8 * 4
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    for strategy in STRATEGIES:
+        assert strategy in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--strategies", "kvr-x"], "'kvr-x': expected some of single"),
+        (["--contexts", "9999"], "9999: expected between 4"),
+        (["--contexts", "many"], "'many': expected tokens"),
+        (["--contexts", ","], "expected at least one"),
+        (["--model", "./nothing"], "no such file or folder"),
+    ],
+)
+def test_bench_refuses(options: list[str], word: str, tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
+    run = mpirun(2, [kvr, "bench", "--model", tiny_model_dir, "--contexts", "64", *options])
+    assert run.returncode == 78, run.stderr
+    assert word in run.stderr and "Traceback" not in run.stderr
+
+
+def test_verify_holds_on_three_ranks(tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
+    run = mpirun(3, [kvr, "verify", "--model", tiny_model_dir, "--lengths", "7,61"])
+    assert run.returncode == 0, run.stderr
+    assert "21 of 21 hold on 3 rank(s)" in run.stderr
+    assert "480 tokens, ring" in run.stderr, "the model's context less 32 tokens is always checked"
+
+
+def test_verify_in_bfloat16(tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
+    run = mpirun(
+        2, [kvr, "verify", "--model", tiny_model_dir, "--lengths", "64", "--longest", "200", "--dtype", "bfloat16"]
+    )
+    assert "14 of 14 hold" in run.stderr, run.stderr
+    assert run.returncode == 0
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_verify_notices_a_lost_token(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = exchange.attend
+
+    def forgetful(query: Any, keys: Any, values: Any, scores: Any, *, causal: bool = False) -> Any:
+        if not causal and keys.shape[2] > 1:  # leaves out the first token of every stretch before the own slice
+            keys, values = keys[:, :, 1:], values[:, :, 1:]
+        return attend(query, keys, values, scores, causal=causal)
+
+    if broken:
+        monkeypatch.setattr(exchange, "attend", forgetful)
+    loaded = tiny("llama-gqa")
+    findings = run_local(2, lambda rank: list(verify(loaded, rank, [40])))
+    assert findings[0] == findings[1] and len(findings[0]) == 7
+    held = {found.strategy.split()[0]: found.holds for found in findings[0] if "one token" not in found.strategy}
+    assert held == {"kvr": not broken, "tsp-dense": True, "tsp-causal": not broken, "ring": not broken}
+
+
+def test_grid_search_finds_the_valley() -> None:
+    def cost(partition: Partition) -> float:
+        return sum((bound - best) ** 2 for bound, best in zip(partition.bounds[1:-1], (700, 1300), strict=True))
+
+    search = grid_search(Partition.even(2048, 3), cost, stride=256, quantum=4, max_runs=200)
+    assert search.best.bounds == (0, 699, 1301, 2048) or abs(search.best.bounds[1] - 700) < 4
+    assert abs(search.best.bounds[2] - 1300) < 4
+    assert search.best_s == min(search.tried.values()) == cost(search.best)
+
+
+def test_grid_search_keeps_slices_and_the_budget() -> None:
+    search = grid_search(Partition((0, 1, 2, 3)), lambda partition: 1.0, stride=64, quantum=1, max_runs=5)
+    assert len(search.tried) <= 5 and search.best == Partition((0, 1, 2, 3))
+
+
+def test_interpolation_of_ratios() -> None:
+    searched = {1000: (0.5, 0.5), 3000: (0.7, 0.3)}
+    assert interpolate(searched, 2000) == pytest.approx((0.6, 0.4))
+    assert interpolate(searched, 1000) == (0.5, 0.5)
+    assert interpolate(searched, 500) == (0.5, 0.5)
+    assert interpolate(searched, 9000) == (0.7, 0.3)
