@@ -19,12 +19,14 @@ extras  := gguf,parquet,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 stamp   := $(VENV)/.installed-$(MPI)
 in_venv := . $(VENV)/bin/activate &&
 
-.PHONY: help install demo test test-all check clean
+.PHONY: help install demo test test-all bench-network check clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
 	@echo "make test      lint, types and tests (installs first)"
 	@echo "make test-all  the slow tests too"
+	@echo "make bench-network  KV-Runahead against its rivals on slow links between network namespaces; needs root, iproute2"
+	@echo "               and half an hour (ARGS=--help: less of it)"
 	@echo "make clean     remove the environment and all results"
 
 install: $(stamp)
@@ -51,6 +53,9 @@ test: check
 
 test-all: check
 	$(in_venv) python -m pytest
+
+bench-network: $(stamp)
+	$(in_venv) python tests/network/bench_network.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
