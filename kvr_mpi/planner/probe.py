@@ -1,10 +1,13 @@
-"""Measure what a token and what a query-key pair cost on this machine, in a second or two.
+"""Measure what a token and what a query-key pair cost on this machine, in a few seconds.
 
-The numbers feed `solve.equal_time`. All ranks measure at once, so that they share caches and memory as they
-will when they work.
+The numbers feed `solve.equal_time`. One slice is timed twice over the first layers: at the prompt's start, and behind
+a pretended prefix, which costs only what attending to it costs. All ranks measure at once, so that they share
+caches and memory as they will when they work.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
@@ -13,15 +16,41 @@ from kvr_mpi.prefill.strategies import prefill_kvr
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.local import LocalTransport
 
+if TYPE_CHECKING:
+    import torch
+
 LAYERS = 3
-SHORT_TOKENS, LONG_TOKENS = 512, 2048
+SLICE_TOKENS, PREFIX_TOKENS = 768, 3072
 REPEATS = 5
 # Ranks that differ by less than this are the same machine, and the difference is noise.
 SAME_WITHIN = 1.25
 
 
+class _Arrived:
+    """A transfer that has ended."""
+
+    def test(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+class _PretendedChain(LocalTransport):
+    """The second rank of a chain whose first has sent everything already; what it sent does not matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.size, self.local_rank, self.local_size = 1, 2, 1, 2
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> _Arrived:  # type: ignore[override]
+        """Leave the buffer as it is, but not as it came: denormals would make the timing wrong."""
+        tensor.zero_()
+        return _Arrived()
+
+
 def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
-    """Time the first layers of the model on two prompts and solve for the two rates of every rank.
+    """Time a slice without and with a prefix, and solve for the two rates of every rank.
 
     Returns
     -------
@@ -29,14 +58,15 @@ def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
         One for each rank, the same list on every rank.
     """
     layers = min(LAYERS, len(loaded.shape.layers))
-    longest = min(LONG_TOKENS, loaded.shape.max_tokens or LONG_TOKENS)
-    shortest = max(1, min(SHORT_TOKENS, longest // 4))
-    short_s, long_s = (_layer_seconds(loaded, transport, tokens, layers) for tokens in (shortest, longest))
-    # t(n) = a n + b n^2 / 2, so t(n) / n is a line in n.
-    pair_s = 2 * (long_s / longest - short_s / shortest) / (longest - shortest)
-    token_s = short_s / shortest - pair_s * shortest / 2
-    if pair_s <= 0 or token_s <= 0:  # too short or too noisy to tell them apart: the even share of both
-        pair_s, token_s = 0.0, long_s / longest
+    longest = min(SLICE_TOKENS + PREFIX_TOKENS, loaded.shape.max_tokens or SLICE_TOKENS + PREFIX_TOKENS)
+    tokens = max(1, min(SLICE_TOKENS, longest // 2))
+    prefix = max(1, longest - tokens)
+    alone_s = _layer_seconds(loaded, transport, Partition((0, tokens)), LocalTransport(), layers)
+    behind_s = _layer_seconds(loaded, transport, Partition((0, prefix, longest)), _PretendedChain(), layers)
+    pair_s = max(0.0, (behind_s - alone_s) / (tokens * prefix))
+    token_s = alone_s / tokens - pair_s * tokens / 2
+    if token_s <= 0:  # too short or too noisy to tell them apart
+        pair_s, token_s = 0.0, alone_s / tokens
     everyone = [Rates(*pair) for pair in share_json(transport, gather_json(transport, [token_s, pair_s]))]
     times = [rates.seconds(longest, 0) for rates in everyone]
     if max(times) < SAME_WITHIN * min(times):
@@ -44,11 +74,12 @@ def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
     return everyone
 
 
-def _layer_seconds(loaded: LoadedModel, transport: Transport, tokens: int, layers: int) -> float:
-    ids = [position % loaded.shape.vocab_size for position in range(tokens)]
-    alone, whole = LocalTransport(), Partition((0, tokens))
+def _layer_seconds(
+    loaded: LoadedModel, transport: Transport, partition: Partition, chain: Transport, layers: int
+) -> float:
+    ids = [position % loaded.shape.vocab_size for position in range(partition.tokens)]
     times = []
     for _ in range(REPEATS + 1):
         transport.barrier()
-        times.append(prefill_kvr(loaded, ids, whole, alone, stop_after=layers).seconds)
+        times.append(prefill_kvr(loaded, ids, partition, chain, stop_after=layers).seconds)
     return min(times[1:]) / layers  # what disturbs a run only ever makes it longer

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from models import tiny
+
+from kvr_mpi.partition import Partition
+from kvr_mpi.planner import probe
+from kvr_mpi.planner.probe import measure_rates
+from kvr_mpi.planner.solve import equal_time
+from kvr_mpi.prefill.seam import prepare_model
+from kvr_mpi.transport.local import LocalTransport, run_local
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "falcon-mqa"])
+def test_rates_are_positive_and_make_a_partition(name: str) -> None:
+    loaded = tiny(name)
+    prepare_model(loaded.model, chain=True)
+    (rates,) = measure_rates(loaded, LocalTransport())
+    assert rates.token_s > 0 and rates.pair_s >= 0
+    lengths = equal_time(400, [rates] * 4)
+    assert Partition.by_ratio(400, lengths).size == 4
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_ranks_agree_on_the_rates() -> None:
+    loaded = tiny("llama-gqa")
+    prepare_model(loaded.model, chain=True)
+    first, second = run_local(2, lambda rank: measure_rates(loaded, rank))
+    assert first == second and len(first) == 2
+
+
+def test_the_pretended_chain_has_sent_everything() -> None:
+    chain = probe._PretendedChain()
+    buffer = torch.ones(4)
+    chain.irecv(buffer, 0, 0).wait()
+    assert chain.rank == 1 and buffer.sum() == 0
