@@ -82,6 +82,7 @@ def _run_share(engine: Engine, share: set[str], chars: int, chain_index: int, op
                 writer.write(record, (layer_kv(prefill.cache, layer) for layer in layers))
             else:
                 writer.write(record)
+            del prefill  # its cache is not to lie beside the next document's
             progress.document(record, document.chars)
         writer.flush()
 

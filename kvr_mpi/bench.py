@@ -28,7 +28,7 @@ from kvr_mpi.transport import Transport, gather_json, share_json
 
 STRATEGIES = ("single", "tsp-dense", "tsp-causal", "ring", "kvr-e", "kvr-s", "kvr-p")
 OURS = ("kvr-e", "kvr-s", "kvr-p")
-QUANTUM_TOKENS = 64
+QUANTUM_TOKENS = 16
 
 Say = Callable[[str], None]
 
@@ -208,12 +208,13 @@ def _plan(
     ratios: dict[int, tuple[float, ...]] = {}
     for tokens in contexts:
         start = Partition.by_ratio(tokens, equal_time(tokens, rates), QUANTUM_TOKENS)
+        # From a 32nd of the prompt down to a 64th: the valley is flat, and its rim is at hundredths.
         stride = max(QUANTUM_TOKENS, tokens // 32 // QUANTUM_TOKENS * QUANTUM_TOKENS)
         search = grid_search(
             start,
             lambda partition: measure(loaded, world, "kvr-s", partition.tokens, partition).ttft_s,
             stride=stride,
-            quantum=min(QUANTUM_TOKENS, stride),
+            quantum=max(QUANTUM_TOKENS, stride // 2),
         )
         say(
             f"{tokens} tokens: searched {len(search.tried)} splits from {start} to {search.best}, {search.best_s:.2f} s"

@@ -156,7 +156,12 @@ class Engine:
         frame = self.frame
         for _ in range(MAX_REDUCTIONS):
             parts = split_text(tokenizer, frame, text_ids)
-            answered = [self._run_prompt(part, document.id) for part in parts]
+            answered = []
+            for part in parts:
+                outcome = self._run_prompt(part, document.id)
+                if outcome is not None and len(parts) > 1:
+                    outcome.prefill.cache = None  # only the last prompt's keys and values are of use to anybody
+                answered.append(outcome)
             outcomes += answered
             if len(parts) == 1:
                 return _present(outcomes)

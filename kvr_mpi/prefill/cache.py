@@ -162,19 +162,14 @@ class SliceLayer(CacheLayerMixin):
             self.wait_for(segment)
 
     def arrivals(self) -> Iterator[Range]:
-        """Yield the tokens before the own slice in ranges, in order, as they arrive."""
-        courier, first = self.cache.courier, 0
-        while self._arriving:
-            segment = next(iter(self._arriving))
-            last = self._arriving[segment][1][1]
+        """Yield the ranges of the segments to come, each when it is here, in the order their receives were posted.
+
+        A fixed order, whatever comes first: sums in another order differ in their last bits, and the same job is to
+        give the same answers every time.
+        """
+        for segment, (_, bounds) in list(self._arriving.items()):
             self.wait_for(segment)
-            for segment, (parcel, bounds) in list(self._arriving.items()):  # what is here already joins the pass
-                if courier is None or not courier.has_arrived(parcel):
-                    break
-                del self._arriving[segment]
-                last = bounds[1]
-            yield first, last
-            first = last
+            yield bounds
 
     def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a range of tokens, as views (1, kv_heads, tokens, head_dim)."""

@@ -43,8 +43,8 @@ class Exchange(Protocol):
 class Relay:
     """KV-Runahead: segments go down the chain, each passed on as it arrives (section 4.1; cut-through is ours).
 
-    A rank attends to its own slice while the prefix is on its way, and then to each stretch of the prefix that
-    has come; what has come already is taken in one pass.
+    A rank attends to its own slice while the prefix is on its way, and then to each segment of the prefix, the
+    nearest first: it has the shortest way.
     """
 
     saves_last_layer = True
@@ -56,8 +56,8 @@ class Relay:
         self.forwards = 0 < rank < self.keeper
 
     def post(self, layer: SliceLayer) -> None:
-        """Receive every predecessor's segment from the rank before."""
-        for segment in range(self.rank):
+        """Receive every predecessor's segment from the rank before, nearest first."""
+        for segment in reversed(range(self.rank)):
             bounds = self.partition.start(segment), self.partition.stop(segment)
             layer.receive(bounds, self.rank - 1, segment, self.rank + 1 if self.rank < self.keeper else None)
 
@@ -69,7 +69,7 @@ class Relay:
     def attend(
         self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
     ) -> Part:
-        """Own slice first, then the prefix as it comes."""
+        """Own slice first, then the prefix, segment by segment."""
         part = attend(query, keys, values, scores, causal=query.shape[2] > 1)
         for first, last in layer.arrivals():
             part = part.merge(attend(query, *layer.rows(first, last), scores))

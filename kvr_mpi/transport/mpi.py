@@ -87,15 +87,36 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
 
 
 class _Transfer:
-    """One message in up to 2^31-byte pieces, and what to do when it has ended."""
+    """One message in pieces below 2^31 bytes, and what to do when it has ended.
 
-    def __init__(self, requests: list[Any], landing: tuple[torch.Tensor, torch.Tensor] | None, held: Any) -> None:
-        self.requests, self.landing, self.held = requests, landing, held
+    Parameters
+    ----------
+    requests : list of MPI.Request
+    sizes : list of int or None
+        For a receive: bytes announced for each piece.
+    landing : (Tensor, Tensor) or None
+        Host memory that was received into, and where on a GPU it belongs.
+    held : Tensor
+        What MPI reads or writes meanwhile.
+    """
+
+    def __init__(
+        self,
+        requests: list[Any],
+        held: torch.Tensor,
+        sizes: list[int] | None = None,
+        landing: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        from mpi4py import MPI
+
+        self.requests, self.sizes, self.landing = requests, sizes, landing
+        self.held: torch.Tensor | None = held
+        self.statuses = [MPI.Status() for _ in requests]
 
     def test(self) -> bool:
         from mpi4py import MPI
 
-        if self.requests and MPI.Request.Testall(self.requests):
+        if self.requests and MPI.Request.Testall(self.requests, self.statuses):
             self._end()
         return not self.requests
 
@@ -103,11 +124,18 @@ class _Transfer:
         from mpi4py import MPI
 
         if self.requests:
-            MPI.Request.Waitall(self.requests)
+            MPI.Request.Waitall(self.requests, self.statuses)
             self._end()
 
     def _end(self) -> None:
+        from mpi4py import MPI
+
         self.requests = []
+        for status, size in zip(self.statuses, self.sizes or (), strict=False):
+            found = status.Get_count(MPI.BYTE)
+            if found != size:  # a longer one is an error of MPI's own
+                who = f"rank {status.Get_source()} (tag {status.Get_tag()})"
+                raise TransportError(f"expected {size} bytes from {who} and was sent {found}")
         if self.landing is not None:
             host, device = self.landing
             _bytes(device).copy_(host)
@@ -131,7 +159,7 @@ class MpiTransport:
         data = _bytes(tensor)
         if data.is_cuda:  # the copy waits for the stream that fills the tensor, which MPI would not
             data = _pinned(data).copy_(data)
-        return _Transfer([self._comm.Isend(piece, dest, tag) for piece in _pieces(data)], None, data)
+        return _Transfer([self._comm.Isend(piece, dest, tag) for piece in _pieces(data)], data)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> _Transfer:
         """Begin to receive into a contiguous tensor."""
@@ -139,7 +167,9 @@ class MpiTransport:
         if data.is_cuda:
             host = _pinned(data)
             data, landing = host, (host, tensor)
-        return _Transfer([self._comm.Irecv(piece, source, tag) for piece in _pieces(data)], landing, data)
+        pieces = _pieces(data)
+        requests = [self._comm.Irecv(piece, source, tag) for piece in pieces]
+        return _Transfer(requests, data, [piece.size for piece in pieces], landing)
 
     def barrier(self) -> None:
         """Return when all ranks are here; waiting sleeps, so that it takes no core from those that work."""

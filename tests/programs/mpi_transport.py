@@ -60,6 +60,14 @@ try:
     raise AssertionError("a strided tensor was sent")
 except TransportError:
     pass
+if world.rank == 0:
+    world.isend(torch.zeros(5), 1, 77).wait()
+elif world.rank == 1:
+    try:
+        world.irecv(torch.zeros(6), 0, 77).wait()
+        raise AssertionError("a message shorter than announced passed")
+    except TransportError as error:
+        assert "expected 24 bytes from rank 0 (tag 77) and was sent 20" in str(error), error
 world.barrier()
 if world.rank == 0:
     print(json.dumps({"size": world.size}))
