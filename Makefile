@@ -15,7 +15,7 @@ export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe = 1
 
 comma   := ,
-extras  := gguf,parquet,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
+extras  := gguf,parquet,plots,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 stamp   := $(VENV)/.installed-$(MPI)
 in_venv := . $(VENV)/bin/activate &&
 

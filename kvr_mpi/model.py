@@ -10,6 +10,7 @@ import contextlib
 import copy
 import hashlib
 import importlib.util
+import io
 import json
 import re
 import shutil
@@ -147,7 +148,8 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
     cache_dir.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache_dir))
     try:
-        with _explained(str(gguf)):
+        # The conversion draws a bar of its own, which has no place in a batch log.
+        with _explained(str(gguf)), contextlib.redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
                 source.location, gguf_file=source.gguf_file, dtype=torch.float32, local_files_only=True
             )
