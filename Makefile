@@ -26,7 +26,7 @@ help:
 	@echo "make test      lint, types and tests (installs first)"
 	@echo "make test-all  the slow tests too"
 	@echo "make bench-network  KV-Runahead against its rivals on slow links between network namespaces; needs root, iproute2"
-	@echo "               and half an hour (ARGS=--help: less of it)"
+	@echo "               and patience (ARGS=--help: less of it)"
 	@echo "make clean     remove the environment and all results"
 
 install: $(stamp)

@@ -22,9 +22,6 @@ from kvr_mpi.prefill.seam import prepare_model, run_model
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
 
-# What can be run side by side: how a prompt of so many tokens is cut, and how the ranks exchange.
-RIVALS = ("single", "kvr", "tsp-dense", "tsp-causal", "ring")
-
 
 @dataclass(slots=True)
 class Prefill:
