@@ -183,8 +183,10 @@ class SliceLayer(CacheLayerMixin):
         if courier is not None:
             if not wait and not all(courier.is_through(parcel) for parcel in self._parcels):
                 return False
+            began = time.perf_counter()
             for parcel in self._parcels:
                 courier.wait_through(parcel)
+            self.cache.stalled_s += time.perf_counter() - began
         self._parcels.clear()
         self.buffer = None
         return True
@@ -263,7 +265,8 @@ class SliceCache(Cache):
         self.start = exchange.owned[0][0]
         self.capacity = exchange.capacity + (reserve_tokens if self.is_keeper else 0)
         self.stop_after = stop_after
-        self.wait_s = 0.0
+        self.wait_s = 0.0  # for other ranks' keys and values
+        self.stalled_s = 0.0  # for the link to take what is sent
         self.prefilling = True
         self.current: SliceLayer | None = None
         self._held: list[SliceLayer] = []

@@ -33,6 +33,7 @@ class Prefill:
     seconds: float
     wait_s: float = 0.0  # of them, waiting for other ranks' keys and values
     sent_bytes: int = 0
+    stalled_s: float = 0.0  # and of them, waiting for the link to take what this rank sent
 
 
 @torch.inference_mode()
@@ -114,10 +115,12 @@ def _prefill(
     except BaseException:
         cache.abandon()
         raise
-    seconds = time.perf_counter() - began
+    seconds, stalled_s = time.perf_counter() - began, cache.stalled_s
     cache.finish()
     has_logits = cache.is_keeper and stop_after is None
-    return Prefill(partition, cache, logits if has_logits else None, seconds, cache.wait_s, cache.sent_bytes)
+    return Prefill(
+        partition, cache, logits if has_logits else None, seconds, cache.wait_s, cache.sent_bytes, stalled_s
+    )
 
 
 def check_chain(loaded: LoadedModel, tokens: int = 12) -> None:
