@@ -1,0 +1,247 @@
+"""Forecast the time to the first token: of a chain, and of what one could use instead.
+
+Stands between `Workload` and `Hardware` (or rates measured here) and every plan. KV-Runahead as in the paper's
+section 4 (store-and-forward) or as our engine does it (cut-through); its rival TSP (section 3); zigzag ring
+attention; one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from kvr_mpi.errors import PartitionError
+from kvr_mpi.partition import Partition
+from kvr_mpi.planner.events import cut_through, store_and_forward
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvr_mpi.planner.hardware import Hardware
+    from kvr_mpi.planner.workload import Workload
+
+    Array = NDArray[np.float64]
+
+RelayKind = Literal["cut-through", "store-and-forward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a rank takes for a layer, in seconds.
+
+    layers : of the model.
+    qkv_token_s, rest_token_s : a token before and after attention.
+    pair_s : one query attending to one key, all heads.
+    eager : whether the whole rectangle slice x keys is computed and masked, and the LM head applied to all tokens.
+    layer_s : overhead of a layer, where there are more ranks than one.
+    launch_floor_s : a layer cannot be launched faster than this.
+    kv_bytes : keys and values of a token in a layer.
+    link_bytes_per_s, link_latency_s : of the link between neighbours, one direction.
+    copy_token_s : a token of the prefix that was received, whatever attends to it.
+    head_s : LM head, one token.
+    collective_floor_s : added to the launch floor by an all-gather.
+    speeds : of each rank, 1 the nominal; None if all are alike.
+    """
+
+    layers: int
+    qkv_token_s: float
+    rest_token_s: float
+    pair_s: float
+    eager: bool
+    layer_s: float
+    launch_floor_s: float
+    kv_bytes: float
+    link_bytes_per_s: float
+    link_latency_s: float
+    copy_token_s: float = 0.0
+    head_s: float = 0.0
+    collective_floor_s: float = 0.0
+    collective_floor_per_rank_s: float = 0.0
+    speeds: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse costs no machine has."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
+                raise PartitionError(f"costs.{field.name} = {value}: expected a finite number, not negative")
+        if self.link_bytes_per_s == 0 or self.layers < 1 or self.qkv_token_s + self.rest_token_s + self.pair_s == 0:
+            raise PartitionError("costs: expected at least one layer, a link that carries bytes, and tokens that cost")
+        if self.speeds is not None and not all(speed > 0 and math.isfinite(speed) for speed in self.speeds):
+            raise PartitionError(f"costs.speeds = {self.speeds}: expected positive numbers")
+
+
+def costs_of(work: Workload, hardware: Hardware, *, link_bytes_per_s: float | None = None) -> Costs:
+    """Divide a model's work by a machine's rates.
+
+    Parameters
+    ----------
+    link_bytes_per_s : float, optional
+        Instead of the profile's.
+    """
+    eager = hardware.attention == "eager"
+    pair_s = work.pair_flop / hardware.attention_flop_per_s + (work.heads * hardware.score_s if eager else 0.0)
+    head_s = work.head_flop / hardware.gemm_flop_per_s
+    if not eager:  # a single token reads all of the head's weights
+        head_s = max(head_s, work.head_flop / hardware.memory_bytes_per_s)
+    return Costs(
+        layers=work.layers,
+        qkv_token_s=work.qkv_flop / hardware.gemm_flop_per_s,
+        rest_token_s=work.rest_flop / hardware.gemm_flop_per_s,
+        pair_s=pair_s,
+        eager=eager,
+        layer_s=hardware.layer_overhead_s,
+        launch_floor_s=hardware.launch_floor_s,
+        kv_bytes=work.kv_bytes,
+        link_bytes_per_s=link_bytes_per_s or hardware.link_bytes_per_s,
+        link_latency_s=hardware.link_latency_s,
+        copy_token_s=hardware.kv_copies * 2 * work.kv_bytes / hardware.memory_bytes_per_s,
+        head_s=head_s,
+        collective_floor_s=hardware.collective_floor_s,
+        collective_floor_per_rank_s=hardware.collective_floor_per_rank_s,
+    )
+
+
+def chain_seconds(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cut-through") -> float:
+    """Time to the first token of a chain whose ranks have slices of these lengths in tokens."""
+    return float(chains_seconds(costs, np.asarray([lengths], dtype=float), relay)[0])
+
+
+def chains_seconds(costs: Costs, splits: Array, relay: RelayKind = "cut-through") -> Array:
+    """Time to the first token of many splits at once.
+
+    Parameters
+    ----------
+    splits : array
+        (splits, ranks) lengths in tokens.
+
+    Raises
+    ------
+    PartitionError
+        If a slice is empty, or the ranks are not those whose speeds are known.
+    """
+    if splits.shape[1] == 0 or not (splits > 0).all():
+        raise PartitionError(f"slice lengths {splits.tolist()}: every rank needs at least one token")
+    if costs.speeds is not None and len(costs.speeds) != splits.shape[1]:
+        raise PartitionError(f"costs are of {len(costs.speeds)} ranks with speeds of their own, not {splits.shape[1]}")
+    return (cut_through if relay == "cut-through" else store_and_forward)(costs, splits)
+
+
+def single_seconds(costs: Costs, tokens: float) -> float:
+    """Time to the first token of one process, at nominal speed."""
+    layer_s = tokens * (costs.qkv_token_s + costs.rest_token_s) + tokens**2 * _dense(costs) * costs.pair_s
+    head_s = costs.head_s * (tokens if costs.eager else 1.0)
+    return costs.layers * max(layer_s, costs.launch_floor_s) + head_s
+
+
+def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) -> float:
+    """Time to the first token of tensor and sequence parallelism: even slices, an all-gather in every layer.
+
+    Parameters
+    ----------
+    dense : bool
+        As in the paper (Fig. 4), every rank computes its slice against the whole prompt and masks what lies behind.
+        Otherwise what lies behind is left out, and the last rank has most to do.
+    """
+    if ranks == 1:
+        return single_seconds(costs, tokens)
+    own = tokens / ranks
+    gather_s = costs.link_latency_s * (ranks - 1) + (tokens - own) * costs.kv_bytes / costs.link_bytes_per_s
+    seen = tokens if dense or costs.eager else tokens - own / 2
+    work_s = own * (costs.qkv_token_s + costs.rest_token_s + seen * costs.pair_s) + tokens * costs.copy_token_s
+    floor_s = costs.launch_floor_s + costs.collective_floor_s + ranks * costs.collective_floor_per_rank_s
+    layer_s = costs.layer_s + gather_s + work_s / min(costs.speeds or (1.0,))
+    head_s = costs.head_s * (own if costs.eager else 1.0)
+    return costs.layers * max(layer_s, floor_s) + head_s
+
+
+def ring_seconds(costs: Costs, tokens: float, ranks: int) -> float:
+    """Time to the first token of zigzag ring attention, transfers hidden behind the step before."""
+    if ranks == 1:
+        return single_seconds(costs, tokens)
+    own = tokens / ranks
+    copies_s = (tokens - own) * costs.copy_token_s
+    speed = min(costs.speeds or (1.0,))
+    # Two stretches of own / 2 meet two of another rank: half of the four blocks lies before the diagonal.
+    step_s = own**2 * (1.0 if costs.eager else 0.5) * costs.pair_s / speed
+    hop_s = own * costs.kv_bytes / costs.link_bytes_per_s + costs.link_latency_s
+    attention_s = step_s + (ranks - 1) * max(step_s, hop_s)
+    layer_s = costs.layer_s + (own * (costs.qkv_token_s + costs.rest_token_s) + copies_s) / speed + attention_s
+    head_s = costs.head_s * (own if costs.eager else 1.0)
+    return costs.layers * max(layer_s, costs.launch_floor_s) + head_s
+
+
+def _dense(costs: Costs) -> float:
+    return 1.0 if costs.eager else 0.5
+
+
+def equal_time_lengths(costs: Costs, tokens: float, ranks: int, token_weight: float = 1.0) -> list[float]:
+    """Slice lengths for which all ranks compute equally long, transfers left out; fast for a thousand ranks.
+
+    Solves c (w a + b (P + k c)) = t for each rank in turn, k = 1 (eager) or 1/2, and t so that the c add up. The
+    sum grows with t by a power between 1/2 and 1, so a few secant steps in logarithms find it.
+
+    Parameters
+    ----------
+    token_weight : float
+        w: below 1 the later slices become shorter than equal time makes them, above 1 longer.
+    """
+    token_s = token_weight * (costs.qkv_token_s + costs.rest_token_s)
+    half = 2 * _dense(costs)
+    speeds = costs.speeds or (1.0,) * ranks
+
+    def lengths_in(seconds: float) -> list[float]:
+        lengths, before = [], 0.0
+        for speed in speeds:
+            linear = token_s + costs.pair_s * before
+            time = seconds * speed
+            lengths.append(2 * time / (linear + math.sqrt(linear * linear + 2 * half * costs.pair_s * time)))
+            before += lengths[-1]
+        return lengths
+
+    seconds, power = (token_s + costs.pair_s * tokens / 2) * tokens / ranks, 0.75
+    last: tuple[float, float] | None = None
+    lengths = lengths_in(seconds)
+    for _ in range(50):
+        miss = math.log(sum(lengths) / tokens)
+        if abs(miss) < 1e-12:
+            break
+        if last is not None and last[0] != math.log(seconds):
+            power = min(1.0, max(0.5, (miss - last[1]) / (math.log(seconds) - last[0])))
+        last = math.log(seconds), miss
+        seconds *= math.exp(-miss / power)
+        lengths = lengths_in(seconds)
+    scale = tokens / sum(lengths)
+    return [length * scale for length in lengths]
+
+
+def best_split(
+    costs: Costs, tokens: int, ranks: int, relay: RelayKind = "cut-through", quantum: int = 64
+) -> tuple[Partition, float]:
+    """Find the slices with the shortest time to the first token, on the model.
+
+    Starts from slices of equal time and follows the event model downhill.
+
+    Returns
+    -------
+    (Partition, float)
+        Inner bounds are multiples of `quantum` (prompts too short for that: of one token), and its seconds.
+    """
+    lengths = search_split(costs, tokens, ranks, relay) if ranks > 1 else [float(tokens)]
+    partition = Partition.by_ratio(tokens, lengths, quantum)
+    return partition, chain_seconds(costs, partition.lengths, relay)
+
+
+def search_split(costs: Costs, tokens: int, ranks: int, relay: RelayKind = "cut-through") -> list[float]:
+    """Slice lengths, not rounded, with the shortest time to the first token."""
+
+    def seconds_of(splits: Array) -> Array:
+        return chains_seconds(costs, splits, relay)
+
+    weights = (1.0, 0.25, 0.5, 0.7, 0.85, 1.2, 1.5, 2.5, 6.0, 100.0)
+    starts = np.array([equal_time_lengths(costs, tokens, ranks, weight) for weight in weights])
+    return list(map(float, starts[int(np.argmin(seconds_of(starts)))]))

@@ -1,0 +1,84 @@
+"""What a machine does in a second: profiles that ship with the package, or a JSON file of the user's own.
+
+Stands beside `Workload`; the cost model divides one by the other. Every key names its unit. Links are in bytes
+per second and one direction: a link sold as 400 Gbit/s is 50e9.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvr_mpi.errors import ConfigError, DataError
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+class Hardware(BaseModel):
+    """One rank of a machine and the link to the next."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    name: Annotated[str, Field(min_length=1)]
+    source: Annotated[str, Field(min_length=1, description="where the figures come from")]
+    gemm_flop_per_s: Positive
+    attention_flop_per_s: Positive
+    attention: Literal["eager", "flash"] = Field(
+        description="eager: the whole score matrix, written to memory; flash: tiles of its causal half, on chip"
+    )
+    score_s: NotNegative = Field(0.0, description="eager: memory traffic of one score element of one head")
+    kv_copies: NotNegative = Field(0.0, description="how often a layer copies its whole keys and values (torch.cat)")
+    launch_floor_s: NotNegative = Field(0.0, description="a layer's kernels cannot be launched faster than this")
+    layer_overhead_s: NotNegative = Field(0.0, description="per layer and rank, where there are more ranks than one")
+    collective_floor_s: NotNegative = Field(0.0, description="added to the launch floor by an all-gather")
+    collective_floor_per_rank_s: NotNegative = Field(0.0, description="the same, times the number of ranks")
+    link_bytes_per_s: Positive
+    link_latency_s: NotNegative
+    memory_bytes_per_s: Positive
+    memory_bytes: Positive
+
+
+def profiles() -> list[str]:
+    """Names of the shipped profiles."""
+    folder = resources.files("kvr_mpi.planner") / "data"
+    return sorted(item.name.removesuffix(".json") for item in folder.iterdir() if item.name.endswith(".json"))
+
+
+def load_hardware(name_or_path: str) -> Hardware:
+    """Read a shipped profile, or a file.
+
+    Raises
+    ------
+    ConfigError
+        If there is neither, listing the profiles.
+    DataError
+        If the file is damaged, or a rate is missing, negative or not finite.
+    """
+    shipped = profiles()
+    if name_or_path.lower() in shipped:
+        text = (resources.files("kvr_mpi.planner") / "data" / f"{name_or_path.lower()}.json").read_text()
+    else:
+        try:
+            text = Path(name_or_path).read_text(encoding="utf-8")
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise ConfigError(
+                f"hardware {name_or_path!r}: no such profile or file; shipped profiles: {', '.join(shipped)}; "
+                f"or name a JSON file with the same keys"
+            ) from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"hardware file {name_or_path!r} cannot be read: {error}") from error
+    try:
+        return Hardware.model_validate_json(text)
+    except ValidationError as error:
+        found = "; ".join(
+            f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}"
+            + ("" if item["type"] in ("missing", "json_invalid") else f" (found {item['input']!r})")
+            for item in error.errors()
+        )
+        raise DataError(
+            f"hardware file {name_or_path!r} is no profile: {found}; valid keys: {', '.join(Hardware.model_fields)}"
+        ) from error

@@ -1,0 +1,193 @@
+"""What one token of a prompt costs a model in work: floating-point operations and bytes, no seconds.
+
+Stands before the cost model, which divides this work by a machine's rates. Counted from any transformers
+configuration, or taken from a named shape: those of the paper's tables and a few of today's.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.model import probe_shape
+
+# Functions that multiply matrices, and which of their tensors is the left factor.
+MULTIPLICATIONS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The work of one model's prefill. An operation is a multiplication or an addition, so a weight counts two.
+
+    name : what to call it.
+    layers : decoder layers.
+    qkv_flop : of a token in a layer, before attention.
+    rest_flop : of a token in a layer, after attention (output projection and MLP; the experts a token visits).
+    pair_flop : of one query attending to one key in a layer, all heads together.
+    heads : query heads.
+    kv_bytes : keys and values of a token in a layer.
+    head_flop : of the LM head for one token.
+    weight_bytes : all weights.
+    max_tokens : longest context, None where there is no limit.
+    """
+
+    name: str
+    layers: int
+    qkv_flop: float
+    rest_flop: float
+    pair_flop: float
+    heads: int
+    kv_bytes: float
+    head_flop: float
+    weight_bytes: float
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A dense decoder by its numbers; sizes in elements, weights and KV in 16 bit."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    mlp_matrices: int = 3  # 3: gated
+    max_tokens: int | None = None
+    tied: bool = False  # the LM head is the embedding
+
+    def workload(self, name: str) -> Workload:
+        """Count the work."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        qkv = self.hidden * (queries + 2 * keys)
+        rest = queries * self.hidden + self.mlp_matrices * self.hidden * self.mlp
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return Workload(
+            name=name,
+            layers=self.layers,
+            qkv_flop=2 * qkv,
+            rest_flop=2 * rest,
+            pair_flop=4 * queries,
+            heads=self.heads,
+            kv_bytes=4 * keys,
+            head_flop=2 * self.vocab * self.hidden,
+            weight_bytes=2 * (self.layers * (qkv + rest) + embeddings),
+            max_tokens=self.max_tokens,
+        )
+
+
+# The paper runs its models beyond the lengths they were trained for, so those have no limit here.
+SHAPES = {
+    "Llama 7B": Shape(32, 4096, 32, 32, 128, 11008, 32000),
+    "Llama 7B GQA8": Shape(32, 4096, 32, 8, 128, 11008, 32000),
+    "Llama 7B MQA": Shape(32, 4096, 32, 1, 128, 11008, 32000),
+    "Llama 13B": Shape(40, 5120, 40, 40, 128, 13824, 32000),
+    "Llama 30B": Shape(60, 6656, 52, 52, 128, 17920, 32000),
+    "Falcon 1B": Shape(24, 2048, 32, 32, 64, 8192, 50304, mlp_matrices=2, tied=True),
+    "Falcon 7B": Shape(32, 4544, 71, 1, 64, 4 * 4544, 65024, mlp_matrices=2, tied=True),
+    "SmolLM2 135M": Shape(30, 576, 9, 3, 64, 1536, 49152, max_tokens=8192, tied=True),
+    "Mistral 7B": Shape(32, 4096, 32, 8, 128, 14336, 32768, max_tokens=32768),
+    "Llama 3.1 8B": Shape(32, 4096, 32, 8, 128, 14336, 128256, max_tokens=131072),
+    "Llama 3.1 8B 1M": Shape(32, 4096, 32, 8, 128, 14336, 128256, max_tokens=1048576),
+    "Llama 3.1 70B": Shape(80, 8192, 64, 8, 128, 28672, 128256, max_tokens=131072),
+    "Llama 3.1 405B": Shape(126, 16384, 128, 8, 128, 53248, 128256, max_tokens=131072),
+}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def named_workload(name: str) -> Workload:
+    """Find a named shape; case, spaces and punctuation do not matter.
+
+    Raises
+    ------
+    ConfigError
+        Listing the names.
+    """
+    for known, shape in SHAPES.items():
+        if _plain(known) == _plain(name):
+            return shape.workload(known)
+    raise ConfigError(f"model {name!r}: no shape of this name; valid names: {', '.join(SHAPES)}")
+
+
+def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
+    """Count the work of any causal language model, by running one token through it on the ``meta`` device.
+
+    Every multiplication is counted as it is called, so that of a mixture of experts only those a token visits
+    count. No weights are read, no memory is taken.
+
+    Parameters
+    ----------
+    config : transformers.PretrainedConfig
+    dtype_bytes : int
+        Of weights, keys and values.
+
+    Raises
+    ------
+    ConfigError
+        If no attention is met.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    shape = probe_shape(config, torch.bfloat16)
+    with torch.device("meta"), torch.inference_mode():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        before_flop, attention_flop, after_flop, heads = _count(model)
+    layers = sum(layer is not None for layer in shape.layers)
+    if not layers or not heads:
+        raise ConfigError(f"{shape.architecture}: it has no attention we know, so its work cannot be counted")
+    head_flop = 2.0 * model.get_output_embeddings().weight.numel()
+    return Workload(
+        name=name or shape.architecture,
+        layers=layers,
+        qkv_flop=before_flop,
+        rest_flop=(before_flop + after_flop - head_flop) / layers - before_flop,
+        pair_flop=attention_flop / layers,
+        heads=heads,
+        kv_bytes=shape.kv_bytes_per_token / shape.dtype_bytes * dtype_bytes / layers,
+        head_flop=head_flop,
+        weight_bytes=float(sum(weight.numel() for weight in model.parameters()) * dtype_bytes),
+        max_tokens=shape.max_tokens,
+    )
+
+
+def _count(model: Any) -> tuple[float, float, float, int]:
+    """Operations of one token: before the first attention, in all attentions, after the first; and query heads."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    before = attention = after = 0.0
+    heads = 0
+
+    class Counter(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal before, attention, after, heads
+            result = func(*args, **(kwargs or {}))
+            called = getattr(func, "__name__", "").strip("_")
+            shapes = [value.shape for value in args if isinstance(value, torch.Tensor)]
+            if called == "scaled_dot_product_attention":
+                heads = shapes[0][1]
+                attention += 2.0 * heads * (shapes[0][3] + shapes[2][3])  # one query, one key
+            elif called in MULTIPLICATIONS and len(shapes) > 1:
+                contracted = shapes[MULTIPLICATIONS[called]][-1]
+                flop = 2.0 * result.numel() * contracted
+                if called == "matmul" and len(shapes[1]) == 4:  # queries by keys, or scores by values
+                    heads, attention = shapes[0][1], attention + flop
+                elif heads:
+                    after += flop
+                else:
+                    before += flop
+            return result
+
+    with Counter():
+        model(torch.zeros(1, 1, dtype=torch.long), use_cache=True)
+    return before, attention, after, heads
