@@ -1,15 +1,18 @@
-"""Documents dealt to chains: each once, the same on every rank, and never far from the best."""
+"""Documents on chains, fixed or planned: each once, the same on every rank, and never far from the best."""
 
 from __future__ import annotations
 
-from itertools import product
+import math
+from itertools import combinations, product
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvr_mpi.planner.schedule import deal
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.planner.schedule import Schedule, deal, schedule
 
 
 def numbered(sizes: list[int]) -> list[tuple[str, int]]:
@@ -82,3 +85,161 @@ def test_the_longest_document_is_not_left_for_the_end() -> None:
 
 def test_nothing_to_do_is_an_empty_share_for_each() -> None:
     assert deal([], 3) == [set(), set(), set()]
+
+
+def seconds(tokens: int, ranks: int) -> float:
+    """A model of the right shape: linear and quadratic work, what a link and a step of the chain cost, decoding."""
+    work = 1e-4 * tokens + 1e-9 * tokens**2
+    return work / ranks + (1e-6 * tokens + 0.01 * ranks if ranks > 1 else 0) + 0.5
+
+
+def anything_fits(tokens: int, ranks: int) -> bool:
+    return True
+
+
+def only_short_ones_fit(tokens: int, ranks: int) -> bool:
+    return tokens <= 60_000 * ranks
+
+
+corpora = st.lists(st.one_of(st.integers(0, 40), st.integers(1, 300_000)), max_size=40).map(numbered)
+many_ranks = st.sampled_from([1, 2, 3, 4, 6, 7, 8, 12, 16, 30, 64])
+abilities = st.sampled_from([anything_fits, only_short_ones_fit])
+
+
+def chains_of(plan: Schedule) -> dict[str, tuple[int, int]]:
+    return {place.id: (place.first_rank, place.ranks) for place in plan.placements}
+
+
+@settings(deadline=None)
+@given(corpora, many_ranks, abilities)
+def test_a_plan_has_every_document_once_and_every_rank_in_one_place(
+    documents: list[tuple[str, int]], ranks: int, fits: Any
+) -> None:
+    plan = schedule(documents, ranks, seconds, fits)
+    placed = {place.id: place.tokens for place in plan.placements}
+    lost = {name: tokens for name, tokens, _ in plan.misfits}
+    assert len(placed) == len(plan.placements) and not placed.keys() & lost.keys()
+    assert placed | lost == dict(documents)
+    assert all(not fits(tokens, ranks) for tokens in lost.values())
+    for place in plan.placements:
+        assert ranks % place.ranks == 0 and place.first_rank % place.ranks == 0
+        assert fits(place.tokens, place.ranks) and 0 <= place.first_rank < ranks and place.reason
+        assert place.start_s < place.end_s <= plan.makespan_s
+    for rank in range(ranks):
+        mine = [place for place in plan.placements if place.has(rank)]
+        # In the order of the list, so that all ranks of a chain meet: nothing waits for what comes later.
+        assert all(a.end_s <= b.start_s for a, b in zip(mine, mine[1:], strict=False))
+    assert all(a % b == 0 for a, b in combinations(plan.chain_lengths, 2)), "one communicator for each block"
+
+
+@settings(deadline=None)
+@given(corpora, many_ranks, abilities, st.randoms(use_true_random=False))
+def test_every_rank_plans_the_same(documents: list[tuple[str, int]], ranks: int, fits: Any, random: Random) -> None:
+    shuffled = list(documents)
+    random.shuffle(shuffled)
+    plan, other = schedule(documents, ranks, seconds, fits), schedule(shuffled, ranks, seconds, fits)
+    assert plan == schedule(documents, ranks, seconds, fits)
+    assert chains_of(plan) == chains_of(other)  # the order on a chain is the corpus's
+    assert (plan.makespan_s, plan.fixed_s, plan.lower_bound_s) == (other.makespan_s, other.fixed_s, other.lower_bound_s)
+
+
+@settings(deadline=None)
+@given(corpora, many_ranks)
+def test_bounds_are_bounds_and_no_fixed_length_is_better(documents: list[tuple[str, int]], ranks: int) -> None:
+    plan = schedule(documents, ranks, seconds, anything_fits)
+    assert plan.area_bound_s <= plan.lower_bound_s <= plan.makespan_s
+    assert plan.longest_bound_s <= plan.lower_bound_s
+    assert {length for length, _ in plan.fixed_s} == {n for n in range(1, ranks + 1) if ranks % n == 0}
+    assert all(plan.makespan_s <= makespan_s for _, makespan_s in plan.fixed_s)
+    assert plan.best_fixed is not None and plan.data_parallel_s is not None
+    more = schedule(documents, 2 * ranks, seconds, anything_fits)
+    assert more.lower_bound_s <= plan.lower_bound_s
+    # Graham: one rank for each is within the mean load and one document, and the plan is no worse.
+    alone = max((seconds(tokens, 1) for _, tokens in documents), default=0.0)
+    area = sum(seconds(tokens, 1) for _, tokens in documents) / ranks
+    assert plan.makespan_s <= 1.01 * (area + alone)
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 96, 256])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ten_thousand_documents_are_within_five_per_cent(ranks: int, seed: int) -> None:
+    random = Random(seed)
+    lengths = [min(max(int(random.lognormvariate(math.log(16e3), 1.3)), 1024), 1 << 18) for _ in range(10_000)]
+    asked: list[tuple[int, int]] = []
+
+    def costly(tokens: int, ranks: int) -> float:
+        asked.append((tokens, ranks))
+        return seconds(tokens, ranks)
+
+    plan = schedule(numbered(lengths), ranks, costly, only_short_ones_fit)
+    assert len(plan.placements) == 10_000
+    assert plan.makespan_s <= 1.05 * plan.lower_bound_s
+    assert plan.data_parallel_s is None, "the longest documents fit on no single rank"
+    assert len(asked) == len(set(asked)) < 90 * sum(ranks % n == 0 for n in range(1, ranks + 1))
+
+
+def test_times_between_the_sampled_lengths_are_right() -> None:
+    for tokens in (1, 77, 1000, 12_345, 131_071):
+        plan = schedule([("a", tokens)], 1, seconds, anything_fits)
+        assert plan.makespan_s == pytest.approx(seconds(tokens, 1), rel=5e-3)
+
+
+def test_one_long_document_takes_all_the_ranks_that_help() -> None:
+    plan = schedule([("long", 200_000)], 8, seconds, anything_fits)
+    (place,) = plan.placements
+    assert place.ranks == 8 and "% efficient" in place.reason
+    assert plan.makespan_s == plan.lower_bound_s == pytest.approx(seconds(200_000, 8), rel=2e-3)
+
+
+def test_many_equal_documents_are_not_split() -> None:
+    plan = schedule(numbered([8000] * 64), 8, seconds, anything_fits)
+    assert plan.chain_lengths == (1,)
+    assert plan.makespan_s == plan.data_parallel_s == plan.lower_bound_s
+
+
+def test_one_long_document_among_short_ones_gets_the_longer_chain() -> None:
+    plan = schedule([("long", 200_000), *numbered([4000] * 40)], 8, seconds, anything_fits)
+    places = {place.id: place for place in plan.placements}
+    assert places["long"].ranks > 1 and places["long"].start_s == 0
+    assert "longer than the whole batch" in places["long"].reason
+    assert sum(place.ranks == 1 for place in plan.placements) >= 35
+    assert plan.data_parallel_s is not None and plan.makespan_s < 0.6 * plan.data_parallel_s
+    assert plan.best_fixed is not None and plan.makespan_s < plan.best_fixed[1]
+
+
+def test_fewer_documents_than_ranks_share_all_ranks() -> None:
+    plan = schedule(numbered([100_000] * 4), 8, seconds, anything_fits)
+    assert sorted(chains_of(plan).values()) == [(0, 2), (2, 2), (4, 2), (6, 2)]
+    assert all(place.start_s == 0 for place in plan.placements)
+
+
+def test_memory_makes_a_chain_longer_and_says_so() -> None:
+    plan = schedule([("big", 100_000), *numbered([100] * 50)], 4, seconds, only_short_ones_fit)
+    (big,) = [place for place in plan.placements if place.id == "big"]
+    assert big.ranks >= 2
+    (alone,) = schedule([("big", 100_000)], 2, lambda tokens, ranks: 1.0 * ranks, only_short_ones_fit).placements
+    assert alone.reason == "does not fit on fewer ranks"
+
+
+def test_what_fits_nowhere_is_reported_with_what_would_do() -> None:
+    plan = schedule([("huge", 400_000), ("small", 10)], 4, seconds, only_short_ones_fit)
+    assert [place.id for place in plan.placements] == ["small"]
+    ((name, tokens, reason),) = plan.misfits
+    assert (name, tokens) == ("huge", 400_000) and "start 8 ranks" in reason
+    ((_, _, reason),) = schedule([("huge", 9)], 2, seconds, lambda tokens, ranks: False).misfits
+    assert "no number of ranks" in reason
+
+
+def test_no_documents_and_documents_without_tokens() -> None:
+    empty = schedule([], 4, seconds, anything_fits)
+    assert not empty.placements and empty.makespan_s == empty.lower_bound_s == 0
+    records = schedule(numbered([0] * 8), 4, seconds, anything_fits)
+    assert sorted(place.first_rank for place in records.placements) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
+def test_times_that_are_none_are_refused(wrong: float) -> None:
+    with pytest.raises(ConfigError, match="predicted time of 5 tokens on 1"):
+        schedule([("a", 5)], 2, lambda tokens, ranks: wrong, anything_fits)
+    with pytest.raises(ConfigError, match="0 ranks"):
+        schedule([("a", 5)], 0, seconds, anything_fits)

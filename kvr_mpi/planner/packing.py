@@ -1,0 +1,190 @@
+"""Moldable documents on nested blocks of ranks: how long each chain, and where.
+
+The arithmetic below `schedule`: documents are rows in the order of their ids, chain lengths columns in ascending order,
+times whole microseconds.
+
+- Lengths by a deadline d: each document gets the length that costs the least rank time among those that end it
+  within d (the canonical allotment of Turek, Wolf and Yu, SPAA 1992; Mounié, Rapine and Trystram, SIAM J. Comput.
+  37(2), 2007). Several d are tried.
+- Lengths by ascent: from there, and from the cheapest lengths, the document that ends last gets a longer chain, again
+  and again (in the manner of Turek, Wolf and Yu, and of Belkhale and Banerjee, ICPP 1990).
+- Places: longest chains first, of one length the longest documents first, each on the block that is free first
+  (LPT; Graham, SIAM J. Appl. Math. 17(2), 1969). Blocks are nested, so all ranks of a block are free at one time and
+  nobody idles before the end: the batch ends within the mean load and one document.
+- The lower bound is the smallest d for which the canonical allotment's area fits into d x ranks (Ludwig and Tiwari,
+  SODA 1994).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+# Documents placed in all trials together, and the least and most trials of each kind.
+TRIAL_DOCUMENTS, MIN_TRIALS, MAX_TRIALS = 300_000, 24, 400
+# Orders in which the ranks' prime factors make nested lengths (12 ranks: 1, 2, 4, 12 or 1, 2, 6, 12 or 1, 3, 6, 12).
+MAX_LADDERS = 6
+# In the place of a time: this length is not possible.
+NEVER = 1 << 50
+
+Table: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where each document goes: column of its length, its block among those of that length; who ends last."""
+
+    columns: Table
+    blocks: Table
+    makespan: int
+    area: int
+    last: int
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """What is to be small: the time, then the rank time, then the number of lengths."""
+        return self.makespan, self.area, len(np.unique(self.columns))
+
+
+def pack(times: Table, columns: Table, lengths: Sequence[int], ranks: int) -> Plan:
+    """Place documents: the longest chains first, then the longest documents, each on the block that is free first."""
+    rows = np.arange(len(columns))
+    took = times[rows, columns]
+    by_time = np.argsort(-took, kind="stable")  # rows are in the order of ids, which breaks ties
+    blocks = np.zeros(len(columns), dtype=np.int64)
+    free, last, width = [0], [-1], ranks
+    for column in sorted(set(columns.tolist()), reverse=True):
+        parts = width // lengths[column]
+        free = [at for at in free for _ in range(parts)]
+        last = [row for row in last for _ in range(parts)]
+        width = lengths[column]
+        heap = [(at, block) for block, at in enumerate(free)]
+        heapq.heapify(heap)
+        mine = by_time[columns[by_time] == column]
+        chosen = []
+        for row, time in zip(mine.tolist(), took[mine].tolist(), strict=True):
+            at, block = heap[0]
+            heapq.heapreplace(heap, (at + time, block))
+            chosen.append(block)
+            free[block], last[block] = at + time, row
+        blocks[mine] = chosen
+    makespan = max(free)
+    area = int((took * np.array(lengths)[columns]).sum())
+    return Plan(columns, blocks, makespan, area, last[free.index(makespan)])
+
+
+def fixed_plans(
+    documents: Sequence[tuple[str, int]], times: Table, lengths: Sequence[int], ranks: int
+) -> dict[int, Plan]:
+    """All documents on chains of one length; a prompt shorter than the chain is done by its last rank alone."""
+    plans = {}
+    for column, length in enumerate(lengths):
+        short = np.array([tokens < length for _, tokens in documents], dtype=bool)
+        took = np.where(short, times[:, 0], times[:, column])
+        if (took < NEVER).all():
+            table = np.full_like(times, NEVER)
+            table[:, column] = took
+            plans[length] = pack(table, np.full(len(took), column), lengths, ranks)
+    return plans
+
+
+def moldable_plans(times: Table, lengths: Sequence[int], ranks: int) -> list[Plan]:
+    """Find good plans of mixed lengths, two for each way to nest the lengths."""
+    if not len(times):
+        return []
+    ladders = _ladders(ranks)
+    trials = min(MAX_TRIALS, max(MIN_TRIALS, TRIAL_DOCUMENTS // len(times))) // len(ladders) + 1
+    plans = []
+    for ladder in ladders:
+        allowed = np.array([length in ladder for length in lengths])
+        nested = np.where(allowed, times, NEVER)
+        if not (nested < NEVER).any(axis=1).all():
+            continue
+        areas = _areas(nested, np.array(lengths))
+        found = [
+            pack(nested, _allot(nested, areas, deadline), lengths, ranks)
+            for deadline in _deadlines(nested, areas, ranks, trials)
+        ]
+        best = min(found, key=lambda plan: plan.cost)
+        cheapest = pack(nested, areas.argmin(axis=1), lengths, ranks)
+        plans += [_climb(start, nested, lengths, ranks, trials) for start in (best, cheapest)]
+    return plans
+
+
+def _ladders(ranks: int) -> list[tuple[int, ...]]:
+    """Ways to nest lengths: products of the prime factors of `ranks`, in each distinct order."""
+    factors, rest, prime = [], ranks, 2
+    while rest > 1:
+        while rest % prime == 0:
+            factors.append(prime)
+            rest //= prime
+        prime += 1
+    if len(factors) > 8 or len(set(factors)) == 1:  # too many orders to list, or only one
+        orders = [tuple(factors), tuple(reversed(factors))][: len(set(factors))]
+    else:
+        orders = sorted(set(permutations(factors)))[:MAX_LADDERS]
+    return [tuple(math.prod(order[:count]) for count in range(len(order) + 1)) for order in orders]
+
+
+def _areas(times: Table, lengths: Table) -> Table:
+    """Rank time of every document on every length."""
+    areas: Table = np.where(times < NEVER, times * lengths, NEVER * int(lengths[-1]))
+    return areas
+
+
+def _allot(times: Table, areas: Table, deadline: int) -> Table:
+    """Column of the cheapest length that ends each document by the deadline; of the fastest if none does."""
+    in_time = times <= deadline
+    cheapest = np.where(in_time, areas, np.iinfo(np.int64).max).argmin(axis=1)
+    columns: Table = np.where(in_time.any(axis=1), cheapest, times.argmin(axis=1))
+    return columns
+
+
+def _deadlines(times: Table, areas: Table, ranks: int, count: int) -> list[int]:
+    """Deadlines worth a trial: each of them can change a length."""
+    target = max(int(areas.min(axis=1).sum()) // ranks, int(times.min(axis=1).max()))
+    worth = np.unique(times[(times >= target // 32) & (times <= 2 * target)])
+    if len(worth) > count:
+        worth = worth[np.linspace(0, len(worth) - 1, count).astype(np.int64)]
+    return [*worth.tolist(), 2 * target]
+
+
+def _climb(plan: Plan, times: Table, lengths: Sequence[int], ranks: int, steps: int) -> Plan:
+    """Give the document that ends last the next longer chain that is faster, many times; return the best on the way."""
+    best = plan
+    for _ in range(steps):
+        faster = np.flatnonzero(times[plan.last] < times[plan.last, plan.columns[plan.last]])
+        longer = faster[faster > plan.columns[plan.last]]
+        if not len(longer):
+            break
+        columns = plan.columns.copy()
+        columns[plan.last] = longer[0]
+        plan = pack(times, columns, lengths, ranks)
+        best = min(best, plan, key=lambda plan: plan.cost)
+    return best
+
+
+def bounds(times: Table, lengths: Table, ranks: int) -> tuple[int, int, int]:
+    """Area bound, longest document's bound, and the smallest deadline whose cheapest allotment fits into it."""
+    if not len(times):
+        return 0, 0, 0
+    areas = _areas(times, lengths)
+    area, longest = -(-int(areas.min(axis=1).sum()) // ranks), int(times.min(axis=1).max())
+
+    def feasible(deadline: int) -> bool:
+        least = np.where(times <= deadline, areas, NEVER * int(lengths[-1])).min(axis=1)
+        return int(least.sum()) <= deadline * ranks
+
+    low = max(area, longest)  # every document has a length that ends it by then
+    high = max(low, int(times[times < NEVER].max()))  # allows the cheapest lengths
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if feasible(middle) else (middle + 1, high)
+    return area, longest, low
