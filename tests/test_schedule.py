@@ -175,20 +175,20 @@ def test_ten_thousand_documents_are_within_five_per_cent(ranks: int, seed: int) 
     assert len(plan.placements) == 10_000
     assert plan.makespan_s <= 1.05 * plan.lower_bound_s
     assert plan.data_parallel_s is None, "the longest documents fit on no single rank"
-    assert len(asked) == len(set(asked)) < 90 * sum(ranks % n == 0 for n in range(1, ranks + 1))
+    assert len(asked) == len(set(asked)) < 50 * sum(ranks % n == 0 for n in range(1, ranks + 1))
 
 
 def test_times_between_the_sampled_lengths_are_right() -> None:
-    for tokens in (1, 77, 1000, 12_345, 131_071):
+    for tokens in (1, 7, 77, 1000, 12_345, 131_071):
         plan = schedule([("a", tokens)], 1, seconds, anything_fits)
-        assert plan.makespan_s == pytest.approx(seconds(tokens, 1), rel=5e-3)
+        assert plan.makespan_s == pytest.approx(seconds(tokens, 1), abs=1e-5)
 
 
 def test_one_long_document_takes_all_the_ranks_that_help() -> None:
     plan = schedule([("long", 200_000)], 8, seconds, anything_fits)
     (place,) = plan.placements
     assert place.ranks == 8 and "% efficient" in place.reason
-    assert plan.makespan_s == plan.lower_bound_s == pytest.approx(seconds(200_000, 8), rel=2e-3)
+    assert plan.makespan_s == plan.lower_bound_s == pytest.approx(seconds(200_000, 8), abs=1e-5)
 
 
 def test_many_equal_documents_are_not_split() -> None:

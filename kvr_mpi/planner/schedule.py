@@ -26,8 +26,8 @@ from kvr_mpi.planner.packing import NEVER, Plan, Table, bounds, fixed_plans, mol
 Seconds = Callable[[int, int], float]
 Fits = Callable[[int, int], bool]
 
-# Costs are asked for at this many lengths an octave, and between them the time of a token is taken as linear.
-SAMPLES_PER_OCTAVE = 8
+# Costs are asked for at this many lengths an octave; between them a parabola is laid, as attention's work is one.
+SAMPLES_PER_OCTAVE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +165,14 @@ def _times(tokens: Sequence[int], lengths: Sequence[int], seconds: Seconds, fits
 
 
 def _interpolated(at: Callable[[int], float], tokens: int, least: int) -> float:
-    """Time between two sampled lengths: what a token takes grows linearly with the length, but for constants."""
-    shift = max(0, tokens.bit_length() - SAMPLES_PER_OCTAVE.bit_length())
-    below = tokens >> shift << shift
+    """Time between sampled lengths, none of them below `least`: the parabola through the three around it."""
+    step = 1 << max(0, tokens.bit_length() - SAMPLES_PER_OCTAVE.bit_length())
+    below = tokens // step * step
     if below == tokens or below < least:
         return at(tokens)
-    above = below + (1 << shift)
-    weight = (tokens - below) / (above - below)
-    return tokens * (at(below) / below * (1 - weight) + at(above) / above * weight)
+    low, middle, high = at(below), at(below + step), at(below + 2 * step)
+    along = (tokens - below) / step
+    return low + along * (middle - low) + along * (along - 1) / 2 * (high - 2 * middle + low)
 
 
 def _misfit(tokens: int, ranks: int, fits: Fits) -> str:
