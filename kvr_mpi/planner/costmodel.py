@@ -16,7 +16,13 @@ import numpy as np
 
 from kvr_mpi.errors import PartitionError
 from kvr_mpi.partition import Partition
+from kvr_mpi.planner.descent import descend, exchanged, neighbours
 from kvr_mpi.planner.events import cut_through, store_and_forward
+
+# Up to here every slice is moved alone; of longer chains only their shape as a whole.
+RANKS_MOVED_ALONE = 16
+# A search ends within about a second: rounds x layers x segments on the links.
+EVENTS_LOOKED_AT = 20_000_000
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -111,7 +117,7 @@ def chain_seconds(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cu
     return float(chains_seconds(costs, np.asarray([lengths], dtype=float), relay)[0])
 
 
-def chains_seconds(costs: Costs, splits: Array, relay: RelayKind = "cut-through") -> Array:
+def chains_seconds(costs: Costs, splits: Array, relay: RelayKind = "cut-through", layers: int | None = None) -> Array:
     """Time to the first token of many splits at once.
 
     Parameters
@@ -191,7 +197,7 @@ def equal_time_lengths(costs: Costs, tokens: float, ranks: int, token_weight: fl
         w: below 1 the later slices become shorter than equal time makes them, above 1 longer.
     """
     token_s = token_weight * (costs.qkv_token_s + costs.rest_token_s)
-    half = 2 * _dense(costs)
+    half = 2.0 if costs.eager else 1.0
     speeds = costs.speeds or (1.0,) * ranks
 
     def lengths_in(seconds: float) -> list[float]:
@@ -224,24 +230,61 @@ def best_split(
 ) -> tuple[Partition, float]:
     """Find the slices with the shortest time to the first token, on the model.
 
-    Starts from slices of equal time and follows the event model downhill.
+    Starts from slices of equal time and follows the event model downhill, at last in steps of the quantum.
 
     Returns
     -------
     (Partition, float)
         Inner bounds are multiples of `quantum` (prompts too short for that: of one token), and its seconds.
     """
-    lengths = search_split(costs, tokens, ranks, relay) if ranks > 1 else [float(tokens)]
-    partition = Partition.by_ratio(tokens, lengths, quantum)
+    partition = Partition.by_ratio(tokens, search_split(costs, tokens, ranks, relay), quantum)
+    if 1 < ranks <= RANKS_MOVED_ALONE:
+        step = quantum if tokens >= 4 * quantum * ranks else 1
+        lengths = descend(
+            lambda splits: chains_seconds(costs, splits, relay),
+            lambda lengths, _: exchanged(lengths, step),
+            np.array(partition.lengths, dtype=float),
+            rounds=50,
+            smallest=1.0,
+        )
+        partition = Partition((0, *(round(bound) for bound in np.cumsum(lengths))))
     return partition, chain_seconds(costs, partition.lengths, relay)
 
 
 def search_split(costs: Costs, tokens: int, ranks: int, relay: RelayKind = "cut-through") -> list[float]:
-    """Slice lengths, not rounded, with the shortest time to the first token."""
+    """Slice lengths, not rounded, with the shortest time to the first token found."""
+    if ranks == 1:
+        return [float(tokens)]
 
     def seconds_of(splits: Array) -> Array:
         return chains_seconds(costs, splits, relay)
 
-    weights = (1.0, 0.25, 0.5, 0.7, 0.85, 1.2, 1.5, 2.5, 6.0, 100.0)
-    starts = np.array([equal_time_lengths(costs, tokens, ranks, weight) for weight in weights])
-    return list(map(float, starts[int(np.argmin(seconds_of(starts)))]))
+    def shaped(shapes: Array) -> Array:
+        return np.array([_shaped(costs, tokens, ranks, shape) for shape in shapes])
+
+    events = costs.layers * ranks * (ranks if relay == "cut-through" else 8)
+    starts = np.array([[0.0, 0.0, 0.0], [1.8, -0.1, 0.0], [10.0, 0.1, 0.0], [10.0, 0.0, 2.0]])
+    steps = np.diag([0.5, 0.1, 1.0])
+    shape = descend(
+        lambda shapes: seconds_of(shaped(shapes)),
+        lambda shape, scale: np.concatenate([shape + scale * steps, shape - scale * steps]),
+        starts[int(np.argmin([seconds_of(shaped(start[None]))[0] for start in starts]))],
+        rounds=min(40, EVENTS_LOOKED_AT // events),
+        smallest=1 / 32,
+    )
+    lengths = shaped(shape[None])[0]
+    if ranks <= RANKS_MOVED_ALONE:
+        lengths = descend(seconds_of, neighbours, lengths, rounds=200, smallest=1 / 256)
+    return list(map(float, lengths))
+
+
+def _shaped(costs: Costs, tokens: int, ranks: int, shape: Array) -> Array:
+    """Slices of equal time, bent: (logarithm of the token weight, tilt, logarithm of how much longer the last is).
+
+    Where the link is the bottleneck a longer last slice spares it: nobody sends the last rank's keys and values.
+    """
+    lengths = np.array(equal_time_lengths(costs, tokens, ranks, math.exp(min(shape[0], 10.0))))
+    lengths *= np.maximum(1 + shape[1] * np.linspace(-1, 1, ranks), 0.01)
+    lengths[-1] *= math.exp(min(shape[2], 10.0))
+    lengths = np.maximum(lengths * tokens / lengths.sum(), min(1.0, tokens / ranks))
+    return np.asarray(lengths * tokens / lengths.sum())

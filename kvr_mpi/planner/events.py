@@ -35,57 +35,84 @@ def cut_through(costs: Costs, splits: Array) -> Array:
         (splits,).
     """
     count, ranks = splits.shape
-    layers = costs.layers
-    speeds = np.ones(ranks) if costs.speeds is None else np.asarray(costs.speeds)
-    floors = costs.launch_floor_s * np.arange(layers)
+    layer = np.arange(costs.layers)
+    floors = costs.launch_floor_s * layer
     overhead_s = costs.layer_s if ranks > 1 else 0.0
-    bounds = np.cumsum(splits, axis=1)
-    link_s = splits * (costs.kv_bytes / costs.link_bytes_per_s)
-    here = np.empty((count, layers, 0))  # when each segment was at the rank before, nearest first
-    ends = np.zeros((count, layers))
-    for rank in range(ranks):
-        own = splits[:, rank, None]
-        before_s = overhead_s / 2 + own * costs.qkv_token_s / speeds[rank]
-        after_s = overhead_s / 2 + own * costs.rest_token_s / speeds[rank]
-        pair_s = np.full((count, layers), costs.pair_s / speeds[rank])
-        if rank == ranks - 1 and ranks > 1:
-            pair_s[:, -1] = 0.0
-        prefix_s = pair_s * own + costs.copy_token_s / speeds[rank]  # of one token of the prefix
-        own_s = pair_s * own * own * (1.0 if costs.eager else 0.5)
-        before = bounds[:, rank, None] - own
-        total = np.cumsum(before_s + own_s + prefix_s * before + after_s, axis=1)
-        # A layer starts when the one before has ended and its kernels are launched ...
-        ready = floors - np.concatenate([np.zeros((count, 1)), total[:, :-1]], axis=1)
+    stops = np.cumsum(splits, axis=1)
+    link = Link(costs, splits, stops)
+    ends = np.zeros((count, costs.layers))
+    for rank, speed in enumerate(costs.speeds or (1.0,) * ranks):
+        own, before = splits[:, rank, None], stops[:, rank, None] - splits[:, rank, None]
+        qkv_s = overhead_s / 2 + own * costs.qkv_token_s / speed
+        rest_s = overhead_s / 2 + own * costs.rest_token_s / speed
+        pair_s = np.full(costs.layers, costs.pair_s / speed)
+        if rank == ranks - 1 > 0:
+            pair_s[-1] = 0.0
+        prefix_s = own * pair_s + costs.copy_token_s / speed  # for a token of the prefix
+        own_s = own * own * pair_s * (1.0 if costs.eager else 0.5)
+        spent = np.cumsum(qkv_s + own_s + before * prefix_s + rest_s, axis=1)
+        spent_before = np.concatenate([np.zeros((count, 1)), spent[:, :-1]], axis=1)
+        # A layer cannot start before its kernels are launched ...
+        waits = floors - spent_before
         if rank:
-            here = _through_link(here, link_s[:, rank - 1 :: -1] if rank > 1 else link_s[:, :1])
-            here += costs.link_latency_s
-            # ... and cannot end before a segment has come and it and those behind it are attended to.
-            left = here + prefix_s[:, :, None] * bounds[:, None, rank - 1 :: -1][:, :, :rank]
-            ready = np.maximum(ready, left.max(axis=2) + after_s - total)
-        ends = np.maximum.accumulate(ready, axis=1) + total
-        starts = np.maximum(np.concatenate([np.zeros((count, 1)), ends[:, :-1]], axis=1), floors)
+            # ... nor end before each segment has come, and it and those behind it have been attended to.
+            waits = np.maximum(waits, link.served(rank, prefix_s) + rest_s - spent)
+        ends = np.maximum.accumulate(waits, axis=1) + spent
         if rank < ranks - 1:
-            here = np.concatenate([(starts + before_s)[:, :, None], here], axis=2)
-    return np.maximum(ends[:, -1], layers * costs.launch_floor_s) + costs.head_s
+            starts = np.maximum(np.concatenate([np.zeros((count, 1)), ends[:, :-1]], axis=1), floors)
+            link.put(rank, starts + qkv_s)
+    return np.maximum(ends[:, -1], costs.layers * costs.launch_floor_s) + costs.head_s
 
 
-def _through_link(ready: Array, link_s: Array) -> Array:
-    """When segments have crossed a link that carries one at a time, in order, layer after layer.
+class Link:
+    """The links of a chain, one after the other: when each segment of each layer has come to a rank.
 
-    Parameters
-    ----------
-    ready : array
-        (splits, layers, segments) when each is at the link.
-    link_s : array
-        (splits, segments) how long each occupies it.
+    A link carries one segment at a time, layer after layer, nearest segment first. Where S is the time it is busy
+    with a layer and B(l, j) = l S + (segments j and nearer of layer l) the time it is busy up to segment j, that
+    segment is across at B(l, j) + the running maximum of (when it was ready - what is carried before it). That
+    maximum is kept, less a number for each layer, in `late`; the segment of rank j has column -1 - j, so that the
+    columns from the right are the segments a rank is sent, nearest first. One pass of a large array is most of the
+    time a simulation takes: hence the care.
     """
-    count, layers, segments = ready.shape
-    layer_s = np.cumsum(link_s, axis=1)
-    busy = layer_s[:, None, :] + np.arange(layers)[None, :, None] * layer_s[:, None, -1:]
-    waits = ready - busy
-    waits += link_s[:, None, :]
-    crossed = np.maximum.accumulate(waits.reshape(count, -1), axis=1).reshape(count, layers, segments)
-    return np.add(crossed, busy, out=crossed)
+
+    def __init__(self, costs: Costs, splits: Array, stops: Array) -> None:
+        count, ranks = splits.shape
+        per_token_s = costs.kv_bytes / costs.link_bytes_per_s
+        self.latency_s = costs.link_latency_s
+        self.layer = np.arange(costs.layers)
+        self.segment_s = splits * per_token_s
+        self.carried_s = stops * per_token_s  # S of the link behind each rank
+        self.reversed_s = self.segment_s[:, None, ::-1]
+        self.starts_s = (self.carried_s - self.segment_s)[:, None, ::-1]
+        self.stops = stops[:, None, ::-1]
+        self.late = np.zeros((count, costs.layers, ranks))
+        self.scratch = np.empty_like(self.late)
+        self.less = np.zeros((count, costs.layers))
+
+    def put(self, rank: int, ready: Array) -> None:
+        """Send a rank's own segment, ready at (splits, layers), and what has come to it, over the link behind it."""
+        own_s, carried_s = self.segment_s[:, rank, None], self.carried_s[:, rank, None]
+        if rank:
+            self.late[:, :, -rank:] += self.reversed_s[:, :, -rank:]
+            self.less += self.latency_s - (self.layer + 1) * own_s
+        late = self.late[:, :, -rank - 1 :]
+        late[:, :, 0] = ready - self.layer * carried_s - self.less
+        np.maximum.accumulate(late, axis=2, out=late)
+        # The link may still be busy with the layer before.
+        busy = np.maximum.accumulate(late[:, :-1, -1] + self.less[:, :-1], axis=1) - self.less[:, 1:]
+        if (busy > late[:, 1:, 0]).any():
+            np.maximum(late[:, 1:], busy[:, :, None], out=late[:, 1:])
+
+    def served(self, rank: int, prefix_s: Array) -> Array:
+        """When the last segment of each layer has come and been attended to, at (splits, layers) per prefix token."""
+        late, scratch = self.late[:, :, -rank:], self.scratch[:, :, -rank:]
+        starts_s, stops = self.starts_s[:, :, -rank:], self.stops[:, :, -rank:]
+        np.add(late, stops * prefix_s[:, :1, None] - starts_s, out=scratch)
+        if prefix_s[0, -1] != prefix_s[0, 0]:
+            scratch[:, -1] = late[:, -1] + stops[:, 0] * prefix_s[:, -1:] - starts_s[:, 0]
+        carried_s = self.carried_s[:, rank - 1, None]
+        found: Array = scratch.max(axis=2) + self.less + (self.layer + 1) * carried_s + self.latency_s
+        return found
 
 
 def store_and_forward(costs: Costs, splits: Array) -> Array:
