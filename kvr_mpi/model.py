@@ -79,6 +79,18 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Outline:
+    """A model without its weights: enough to plan with. `fingerprint` is that of its `LoadedModel`."""
+
+    config: Any  # transformers.PreTrainedConfig
+    tokenizer: Any  # transformers.PreTrainedTokenizerBase
+    shape: ModelShape
+    name: str
+    fingerprint: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSource:
     """Where a model's files are: a folder, a file in it for GGUF, or a hub id."""
 
@@ -201,15 +213,11 @@ def load_model(
     ModelError
         If the model is missing, incomplete, damaged or of no known architecture.
     """
-    source = find_model(path)
-    if source.gguf_file:
-        source = ModelSource(str(convert_gguf(source, cache_dir)))
+    source, options = _locate(path, offline, revision, trust_remote_code, cache_dir)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    target = _device(device, device_index)
-    options: dict[str, Any] = {"revision": revision or "main"} if source.is_hub else {}
-    options |= {"local_files_only": offline or not source.is_hub, "trust_remote_code": trust_remote_code}
+    target = choose_device(device, device_index)
     with _explained(path):
         config = AutoConfig.from_pretrained(source.location, **options)
         if not source.is_hub and not any(Path(source.location).glob("*.safetensors")):
@@ -231,10 +239,45 @@ def load_model(
         tokenizer=tokenizer,
         shape=probe_shape(model.config, model.dtype),
         name=path,
-        fingerprint=_fingerprint(source, model),
+        fingerprint=_fingerprint(source, model.config),
         dtype=model.dtype,
         device=target,
     )
+
+
+def load_outline(
+    path: str,
+    *,
+    dtype: str = "auto",
+    offline: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    cache_dir: Path,
+) -> Outline:
+    """Load configuration and tokenizer only; parameters and errors are those of `load_model`."""
+    source, options = _locate(path, offline, revision, trust_remote_code, cache_dir)
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+
+    with _explained(path):
+        config = AutoConfig.from_pretrained(source.location, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
+        own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+        chosen: torch.dtype = own if dtype == "auto" else getattr(torch, dtype)
+        shape = probe_shape(config, chosen)
+    return Outline(config, tokenizer, shape, path, _fingerprint(source, config), chosen)
+
+
+def _locate(
+    path: str, offline: bool, revision: str | None, trust_remote_code: bool, cache_dir: Path
+) -> tuple[ModelSource, dict[str, Any]]:
+    """Find a model's files, converted if need be, and the options transformers reads them with."""
+    source = find_model(path)
+    if source.gguf_file:
+        source = ModelSource(str(convert_gguf(source, cache_dir)))
+    options: dict[str, Any] = {"revision": revision or "main"} if source.is_hub else {}
+    options |= {"local_files_only": offline or not source.is_hub, "trust_remote_code": trust_remote_code}
+    return source, options
 
 
 def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
@@ -269,7 +312,19 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
     )
 
 
-def _device(name: str, index: int) -> torch.device:
+def choose_device(name: str, index: int) -> torch.device:
+    """Say where a rank's model goes: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
+
+    Parameters
+    ----------
+    index : int
+        This rank's number on its host.
+
+    Raises
+    ------
+    ModelError
+        If a GPU is asked for and there is none.
+    """
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():
@@ -294,10 +349,10 @@ def _hash_files(files: list[Path], sample_bytes: int = 1 << 20) -> str:
     return digest.hexdigest()
 
 
-def _fingerprint(source: ModelSource, model: Any) -> str:
+def _fingerprint(source: ModelSource, config: Any) -> str:
     """Identity of the weights: the same on every host, different for another model or revision."""
     if source.is_hub:
-        commit = getattr(model.config, "_commit_hash", None)
+        commit = getattr(config, "_commit_hash", None)
         return hashlib.sha256(json.dumps([source.location, commit]).encode()).hexdigest()
     folder = Path(source.location)
     return _hash_files([folder / "config.json", *folder.glob("*.safetensors")])

@@ -15,16 +15,22 @@ from kvr_mpi.transport.mpi import connect, launched_size
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_mpi_keeps_its_promises(mpirun: Any, ranks: int) -> None:
-    run = mpirun(ranks, [sys.executable, PROGRAMS / "mpi_transport.py"])
+@pytest.mark.parametrize(("ranks", "name"), [(2, "auto"), (3, "mpi"), (3, "staged"), (3, "gloo")])
+def test_ranks_keep_their_promises(mpirun: Any, ranks: int, name: str) -> None:
+    run = mpirun(ranks, [sys.executable, PROGRAMS / "mpi_transport.py", name], timeout_s=100)
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == {"size": ranks}
+    found = json.loads(run.stdout)
+    assert found["size"] == ranks
+    assert found["transport"].startswith(f"transport: {'mpi' if name == 'auto' else name}: ")
 
 
-@pytest.mark.parametrize(("ranks", "rounds"), [(2, 40), (4, 40)])
-def test_chains_over_mpi_are_exact(mpirun: Any, ranks: int, rounds: int) -> None:
-    run = mpirun(ranks, [sys.executable, PROGRAMS / "mpi_chain.py", rounds])
+@pytest.mark.parametrize(
+    ("ranks", "rounds", "name"),
+    [(2, 40, "mpi"), (4, 200, "mpi"), (8, 200, "mpi"), (4, 24, "staged"), (2, 12, "gloo"), (4, 60, "gloo")],
+)
+def test_chains_are_exact_for_random_partitions(mpirun: Any, ranks: int, rounds: int, name: str) -> None:
+    """And end: cut-through, all-gathers and rings, slices of one token included."""
+    run = mpirun(ranks, [sys.executable, PROGRAMS / "mpi_chain.py", rounds, name], timeout_s=200)
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])
     assert result["ranks"] == list(range(ranks))

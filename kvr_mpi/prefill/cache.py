@@ -142,6 +142,11 @@ class SliceLayer(CacheLayerMixin):
         self._arriving[segment] = parcel, bounds
         self._parcels.append(parcel)
 
+    def announce(self, dest: int, segment: int) -> None:
+        """Say that a segment will be sent, in the order in which `dest` receives from here; for exchanges."""
+        assert self.cache.courier is not None
+        self.cache.courier.announce(dest, self._tag(segment))
+
     def send(self, bounds: Range, dest: int, segment: int) -> None:
         """Send a segment; for exchanges."""
         assert self.buffer is not None and self.cache.courier is not None
@@ -274,7 +279,8 @@ class SliceCache(Cache):
         if not layers or len(layers) != len(shape.layers):
             raise ModelError(f"{shape.architecture} keeps more than keys and values; use strategy = 'single' for it")
         super().__init__(layers=layers)
-        self.courier = None if chain is None else Courier(chain, forwards=exchange.forwards)
+        on_gpu = device.type != "cpu"
+        self.courier = None if chain is None else Courier(chain, forwards=exchange.forwards, on_gpu=on_gpu)
         for layer in layers[:LAYERS_AHEAD]:
             layer.post()
 

@@ -29,7 +29,7 @@ class Exchange(Protocol):
     saves_last_layer: bool  # whether what nobody reads of the last layer is left out
 
     def post(self, layer: SliceLayer) -> None:
-        """Post the layer's receives, before it computes."""
+        """Announce the layer's sends and post its receives, before it computes."""
 
     def share(self, layer: SliceLayer) -> None:
         """Send this rank's own segment, which is in the buffer now."""
@@ -57,6 +57,8 @@ class Relay:
 
     def post(self, layer: SliceLayer) -> None:
         """Receive every predecessor's segment from the rank before, nearest first."""
+        if self.rank < self.keeper:
+            layer.announce(self.rank + 1, self.rank)
         for segment in reversed(range(self.rank)):
             bounds = self.partition.start(segment), self.partition.stop(segment)
             layer.receive(bounds, self.rank - 1, segment, self.rank + 1 if self.rank < self.keeper else None)
@@ -93,14 +95,16 @@ class AllGather:
 
     def post(self, layer: SliceLayer) -> None:
         """Receive every other rank's segment from itself."""
+        for dest in self._others():
+            layer.announce(dest, self.rank)
         for segment in range(self.partition.size):
             if segment != self.rank:
                 layer.receive((self.partition.start(segment), self.partition.stop(segment)), segment, segment)
 
     def share(self, layer: SliceLayer) -> None:
         """Send the own segment to every other rank, the next one first."""
-        for step in range(1, self.partition.size):
-            layer.send(self.owned[0], (self.rank + step) % self.partition.size, self.rank)
+        for dest in self._others():
+            layer.send(self.owned[0], dest, self.rank)
 
     def attend(
         self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
@@ -118,6 +122,9 @@ class AllGather:
             return Part(out.float(), torch.empty(0))  # nothing is merged, so no log-sum-exp is needed
         part = attend(query, keys, values, scores, causal=query.shape[2] > 1)
         return part.merge(attend(query, *layer.rows(0, start), scores)) if start else part
+
+    def _others(self) -> list[int]:
+        return [(self.rank + step) % self.partition.size for step in range(1, self.partition.size)]
 
 
 class Ring:
@@ -139,6 +146,8 @@ class Ring:
 
     def post(self, layer: SliceLayer) -> None:
         """Receive every other rank's two stretches from the rank before, nearest first."""
+        for half in (self.rank, 2 * self.size - 1 - self.rank):
+            layer.announce((self.rank + 1) % self.size, half)
         for source in self._sources():
             passes_on = (self.rank + 1) % self.size != source
             for half, bounds in zip((source, 2 * self.size - 1 - source), self._halves_of(source), strict=True):

@@ -118,9 +118,7 @@ def _prefill(
     seconds, stalled_s = time.perf_counter() - began, cache.stalled_s
     cache.finish()
     has_logits = cache.is_keeper and stop_after is None
-    return Prefill(
-        partition, cache, logits if has_logits else None, seconds, cache.wait_s, cache.sent_bytes, stalled_s
-    )
+    return Prefill(partition, cache, logits if has_logits else None, seconds, cache.wait_s, cache.sent_bytes, stalled_s)
 
 
 def check_chain(loaded: LoadedModel, tokens: int = 12) -> None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from kvr_mpi.errors import EXIT_BUG, KvrError
+from kvr_mpi.errors import EXIT_BUG, KvrError, TransportError
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +32,13 @@ class Transport(Protocol):
     """What ranks need of each other.
 
     ``isend`` must not be given a buffer that changes before its request ends; ``irecv`` fills its buffer in
-    place. Messages of one source, destination and tag arrive in the order they were sent.
+    place. Messages of one source, destination and tag arrive in the order they were sent; without tags, messages of
+    one source and destination must be received in the order they were sent.
     """
+
+    @property
+    def has_tags(self) -> bool:
+        """Whether messages find their receive by their tag, or by their order only."""
 
     @property
     def rank(self) -> int:
@@ -51,8 +56,15 @@ class Transport(Protocol):
     def local_size(self) -> int:
         """Number of ranks on this host."""
 
-    def isend(self, tensor: torch.Tensor, dest: int, tag: int) -> Request:
-        """Begin to send a contiguous tensor's bytes."""
+    def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
+        """Begin to send a contiguous tensor's bytes.
+
+        Parameters
+        ----------
+        received : Request or None
+            The ended request that has filled the tensor: it is passed on, and need not wait for what this rank
+            computes meanwhile.
+        """
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Begin to receive into a contiguous tensor; the message must have its size."""
@@ -86,6 +98,21 @@ class FailedTogetherError(KvrError):
     def __init__(self, exit_code: int, cause: Exception | None) -> None:
         super().__init__(str(cause or "another rank failed"))
         self.exit_code, self.cause = exit_code, cause
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """See a contiguous tensor as its bytes (bytes,); nothing is copied.
+
+    Raises
+    ------
+    TransportError
+        If it is not contiguous: its bytes do not lie in the order of its elements.
+    """
+    import torch
+
+    if not tensor.is_contiguous():
+        raise TransportError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous and cannot be sent in place")
+    return tensor.view(-1).view(torch.uint8)
 
 
 def share_json(transport: Transport, value: Any, root: int = 0) -> Any:

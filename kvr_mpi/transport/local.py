@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from kvr_mpi.errors import TransportError
+from kvr_mpi.transport.base import Request
 
 if TYPE_CHECKING:
     import torch
@@ -86,12 +87,14 @@ class _Receive:
 class LocalTransport:
     """One thread's end of a `_Hub`; ``LocalTransport()`` alone is a job of one rank."""
 
+    has_tags = True
+
     def __init__(self, hub: _Hub | None = None, rank: int = 0) -> None:
         self._hub = hub or _Hub(1)
         self.rank, self.size = rank, self._hub.size
         self.local_rank, self.local_size = rank, self.size
 
-    def isend(self, tensor: torch.Tensor, dest: int, tag: int) -> _Sent:
+    def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> _Sent:
         """Copy the tensor into the mailbox of `dest`."""
         with self._hub.arrived:
             self._hub.mail[self.rank, dest, tag].append(tensor.clone())

@@ -1,7 +1,7 @@
 """Ranks as MPI processes, through mpi4py's buffer interface; nothing is pickled.
 
-Host tensors are sent as they lie. CUDA tensors are staged through pinned host memory: that is right with
-every MPI, also with one that was built without CUDA.
+Host tensors are sent as they lie. CUDA tensors are staged through pinned host memory, which is right with every MPI,
+or handed over as they lie if this MPI is known to take them (``lane``).
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.transport.base import Transport
+from kvr_mpi.transport.base import Request, Transport, as_bytes
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.transport.mpi_query import library_version
 
 if TYPE_CHECKING:
     import torch
+
+    from kvr_mpi.transport.lane import Lane
+
+Handing = Literal["host", "direct", "staged"]
 
 # Open MPI fails beyond 2^31 - 1 bytes; smaller pieces also let a transfer begin before the whole is pinned.
 CHUNK_BYTES = 256 << 20
@@ -87,29 +91,21 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
 
 
 class _Transfer:
-    """One message in pieces below 2^31 bytes, and what to do when it has ended.
+    """One message in pieces below 2^31 bytes.
 
     Parameters
     ----------
     requests : list of MPI.Request
-    sizes : list of int or None
-        For a receive: bytes announced for each piece.
-    landing : (Tensor, Tensor) or None
-        Host memory that was received into, and where on a GPU it belongs.
     held : Tensor
         What MPI reads or writes meanwhile.
+    sizes : list of int or None
+        For a receive: bytes announced for each piece.
     """
 
-    def __init__(
-        self,
-        requests: list[Any],
-        held: torch.Tensor,
-        sizes: list[int] | None = None,
-        landing: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
+    def __init__(self, requests: list[Any], held: torch.Tensor, sizes: list[int] | None = None) -> None:
         from mpi4py import MPI
 
-        self.requests, self.sizes, self.landing = requests, sizes, landing
+        self.requests, self.sizes = requests, sizes
         self.held: torch.Tensor | None = held
         self.statuses = [MPI.Status() for _ in requests]
 
@@ -136,40 +132,71 @@ class _Transfer:
             if found != size:  # a longer one is an error of MPI's own
                 who = f"rank {status.Get_source()} (tag {status.Get_tag()})"
                 raise TransportError(f"expected {size} bytes from {who} and was sent {found}")
-        if self.landing is not None:
-            host, device = self.landing
-            _bytes(device).copy_(host)
-        self.landing = self.held = None
+        self.held = None
 
 
 class MpiTransport:
-    """An MPI communicator seen as a `Transport`."""
+    """An MPI communicator seen as a `Transport`.
 
-    def __init__(self, comm: Any) -> None:
+    Parameters
+    ----------
+    comm : MPI.Comm
+    handing : {'host', 'direct', 'staged'}
+        What MPI is handed: host memory as it lies, with GPU memory staged; GPU memory as it lies, too; or host memory
+        that everything is staged through.
+    """
+
+    has_tags = True
+
+    def __init__(self, comm: Any, handing: Handing = "host") -> None:
         from mpi4py import MPI
 
-        self._comm = comm
+        self._comm, self._handing = comm, handing
+        self._lane: Lane | None = None
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         host = comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = host.Get_rank(), host.Get_size()
         host.Free()
 
-    def isend(self, tensor: torch.Tensor, dest: int, tag: int) -> _Transfer:
+    def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
         """Begin to send a contiguous tensor's bytes."""
-        data = _bytes(tensor)
-        if data.is_cuda:  # the copy waits for the stream that fills the tensor, which MPI would not
-            data = _pinned(data).copy_(data)
-        return _Transfer([self._comm.Isend(piece, dest, tag) for piece in _pieces(data)], data)
+        from mpi4py import MPI
 
-    def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> _Transfer:
+        def start(data: torch.Tensor) -> Request:
+            return _Transfer([self._comm.Isend([piece, MPI.BYTE], dest, tag) for piece in _pieces(data)], data)
+
+        data = as_bytes(tensor)
+        if self._takes(data):
+            return start(data)
+        from kvr_mpi.transport.lane import LaneSend
+
+        return LaneSend(self._lane_for(data), data, start, getattr(received, "landed", None))
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Begin to receive into a contiguous tensor."""
-        data, landing = _bytes(tensor), None
-        if data.is_cuda:
-            host = _pinned(data)
-            data, landing = host, (host, tensor)
-        pieces = _pieces(data)
-        requests = [self._comm.Irecv(piece, source, tag) for piece in pieces]
-        return _Transfer(requests, data, [piece.size for piece in pieces], landing)
+        from mpi4py import MPI
+
+        def start(data: torch.Tensor) -> Request:
+            pieces = _pieces(data)
+            requests = [self._comm.Irecv([piece, MPI.BYTE], source, tag) for piece in pieces]
+            return _Transfer(requests, data, [piece.nbytes for piece in pieces])
+
+        data = as_bytes(tensor)
+        if self._takes(data):
+            return start(data)
+        from kvr_mpi.transport.lane import LaneReceive
+
+        return LaneReceive(self._lane_for(data), data, start)
+
+    def _takes(self, data: torch.Tensor) -> bool:
+        return not data.is_cuda and self._handing != "staged"
+
+    def _lane_for(self, data: torch.Tensor) -> Lane:
+        from kvr_mpi.transport.lane import Lane
+
+        if self._lane is None:
+            self._lane = Lane(data.device, direct=self._handing == "direct")
+        return self._lane
 
     def barrier(self) -> None:
         """Return when all ranks are here; waiting sleeps, so that it takes no core from those that work."""
@@ -206,7 +233,11 @@ class MpiTransport:
 
     def split(self, color: int) -> MpiTransport:
         """Make a transport among the ranks of the same color."""
-        return MpiTransport(self._comm.Split(color, self.rank))
+        return MpiTransport(self._comm.Split(color, self.rank), self._handing)
+
+    def handing(self, handing: Handing) -> MpiTransport:
+        """Give the same ranks, with MPI handed something else."""
+        return MpiTransport(self._comm, handing)
 
     def abort(self, exit_code: int) -> None:
         """End all ranks of the job."""
@@ -215,20 +246,7 @@ class MpiTransport:
         MPI.COMM_WORLD.Abort(exit_code)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    if not tensor.is_contiguous():
-        raise TransportError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous and cannot be sent in place")
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _pinned(data: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
-
-
 def _pieces(data: torch.Tensor) -> list[Any]:
-    array = data.numpy()
-    return [array[at : at + CHUNK_BYTES] for at in range(0, max(1, array.size), CHUNK_BYTES)]
+    """Cut bytes into messages; host memory as numpy arrays, which mpi4py reads fastest."""
+    pieces = [data[at : at + CHUNK_BYTES] for at in range(0, max(1, data.numel()), CHUNK_BYTES)]
+    return pieces if data.is_cuda else [piece.numpy() for piece in pieces]

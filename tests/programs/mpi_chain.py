@@ -1,4 +1,7 @@
-"""Run under mpirun: chains over real MPI give one process's logits, for random partitions. Prints one JSON line."""
+"""Run under mpirun: chains of real ranks give one process's logits, for random partitions. Prints one JSON line.
+
+python mpi_chain.py ROUNDS auto|mpi|staged|gloo
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ from models import prompt, tiny
 
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.strategies import prefill_kvr, prefill_single
+from kvr_mpi.prefill.strategies import prefill_kvr, prefill_ring, prefill_single, prefill_tsp
 from kvr_mpi.transport import gather_json, share_json
+from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import connect
 
 rounds, tokens = int(sys.argv[1]), 60
 torch.set_num_threads(1)
-world = connect()
+world, _ = open_transport(connect(), sys.argv[2], torch.device("cpu"), cache_dir=Path("/nonexistent"), every_pair=True)
 names = ["llama-gqa", "mistral-window", "falcon-mqa", "gpt2"]
 truths = {}
 for name in names:
@@ -33,10 +37,14 @@ worst = 0.0
 for number in range(rounds):
     name = names[number % len(names)]
     inner = sorted(draw.sample(range(1, tokens), world.size - 1))
-    found = prefill_kvr(tiny(name), prompt(tokens), Partition((0, *inner, tokens)), world).logits
-    if found is not None:
-        worst = max(worst, float((found - truths[name]).abs().max()))
-worst = share_json(world, worst, root=world.size - 1)
+    prefills = [prefill_kvr(tiny(name), prompt(tokens), Partition((0, *inner, tokens)), world)]
+    if number % 4 == 0:  # the rivals know no partitions
+        prefills += [prefill_ring(tiny(name), prompt(tokens), world)]
+        prefills += [prefill_tsp(tiny(name), prompt(tokens), world, dense=number % 8 == 0)]
+    for prefill in prefills:
+        if prefill.logits is not None:
+            worst = max(worst, float((prefill.logits - truths[name]).abs().max()))
+worst = max(share_json(world, gather_json(world, worst)))
 ranks = gather_json(world, world.rank)
 if world.rank == 0:
     print(json.dumps({"size": world.size, "worst": worst, "ranks": ranks}))

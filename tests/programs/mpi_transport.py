@@ -1,17 +1,25 @@
-"""Run under mpirun with 2 ranks or more: what every transport promises. Prints one JSON line, or fails."""
+"""Run under mpirun with 2 ranks or more: what every transport promises. Prints one JSON line, or fails.
+
+python mpi_transport.py auto|mpi|staged|gloo
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import torch
 
 from kvr_mpi.errors import ConfigError, TransportError
 from kvr_mpi.transport import FailedTogetherError, gather_json, mpi, on_root, share_json, together
+from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import connect
 
 mpi.CHUNK_BYTES = 1000  # so that small messages travel in pieces, as large ones do
-world = connect()
+world, reason = open_transport(
+    connect(), sys.argv[1], torch.device("cpu"), cache_dir=Path("/nonexistent"), every_pair=True
+)
 before, behind = (world.rank - 1) % world.size, (world.rank + 1) % world.size
 for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
     for elements in (1, 250, 10_001):
@@ -24,7 +32,8 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
 # In order for one tag, apart for different tags.
 first, second, other = (torch.empty(3) for _ in range(3))
 requests = [world.irecv(first, before, 1), world.irecv(second, before, 1), world.irecv(other, before, 2)]
-sends = [world.isend(torch.full((3,), value), behind, tag) for value, tag in ((9.0, 2), (1.0, 1), (2.0, 1))]
+messages = [(9.0, 2), (1.0, 1), (2.0, 1)] if world.has_tags else [(1.0, 1), (2.0, 1), (9.0, 2)]
+sends = [world.isend(torch.full((3,), value), behind, tag) for value, tag in messages]
 for request in [*requests, *sends]:
     request.wait()
 assert (first[0], second[0], other[0]) == (1, 2, 9)
@@ -70,4 +79,4 @@ elif world.rank == 1:
         assert "expected 24 bytes from rank 0 (tag 77) and was sent 20" in str(error), error
 world.barrier()
 if world.rank == 0:
-    print(json.dumps({"size": world.size}))
+    print(json.dumps({"size": world.size, "transport": reason}))

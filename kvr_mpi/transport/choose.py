@@ -1,0 +1,229 @@
+"""Which transport carries the tensors, and why: decided once for all ranks, from what every rank sees.
+
+GPU memory is handed to MPI only where that was proven: a library that says it takes GPU buffers may still crash or
+deliver something else, so ``kvr doctor`` tries it in a step of its own and leaves a note (`record_proof`). Two GPU
+transports in one run can deadlock; there is always one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvr_mpi.errors import TransportError
+from kvr_mpi.transport.base import Transport, gather_json, share_json, together
+from kvr_mpi.transport.mpi import MpiTransport
+from kvr_mpi.transport.mpi_query import cuda_support, library_version, loaded_libraries
+from kvr_mpi.transport.torchdist import TorchDistTransport
+
+if TYPE_CHECKING:
+    import torch
+
+Name = Literal["auto", "mpi", "staged", "nccl", "gloo", "local"]
+NAMES: tuple[Name, ...] = ("auto", "mpi", "staged", "nccl", "gloo", "local")
+
+WARM_UP_BYTES = 1 << 20
+PROOF_FILE = "cuda-aware-mpi.json"
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What one rank sees of what matters here."""
+
+    device: str  # "cpu" or "cuda"
+    gpu: str  # who the GPU is, on which host; empty on a CPU
+    claims: bool | None  # whether MPI says it takes GPU buffers
+    claims_why: str
+    proven: bool
+    has_nccl: bool
+
+
+def open_transport(
+    world: Transport,
+    wanted: Name,
+    device: torch.device,
+    *,
+    cache_dir: Path,
+    environ: Mapping[str, str] = os.environ,
+    every_pair: bool = False,
+) -> tuple[Transport, str]:
+    """Choose how tensors travel between the ranks of a job, open it, and warm its links up; every rank calls this.
+
+    Parameters
+    ----------
+    world : Transport
+        All ranks, as they met.
+    wanted : Name
+    device : torch.device
+        Where this rank's model is.
+    cache_dir : Path
+        Where ``kvr doctor`` leaves its note.
+    every_pair : bool
+        Warm up the links between all ranks, not only those of the chain.
+
+    Returns
+    -------
+    (Transport, str)
+        And one line that says what was chosen, and why.
+
+    Raises
+    ------
+    TransportError
+        On all ranks, if what is wanted is impossible here, or a link delivers something else than was sent.
+    """
+    mine = _look(world, device, cache_dir, environ)
+    views = [_View(**view) for view in share_json(world, gather_json(world, asdict(mine)))]
+    name, why = together(world, lambda: choose(wanted, views, in_processes=isinstance(world, MpiTransport)))
+    transport = world
+    if name in ("nccl", "gloo"):
+        transport = TorchDistTransport(world, name, device)
+    elif isinstance(world, MpiTransport):
+        transport = world.handing("staged" if name == "staged" else "direct" if mine.device == "cuda" else "host")
+    warm_up(transport, device, every_pair=every_pair)
+    return transport, f"transport: {name}: {why}"
+
+
+def choose(wanted: Name, views: Sequence[_View], *, in_processes: bool) -> tuple[Name, str]:
+    """Decide; the same on every rank.
+
+    Raises
+    ------
+    TransportError
+        If what is wanted is impossible here.
+    """
+    size, on_gpu = len(views), any(view.device == "cuda" for view in views)
+    if wanted == "local" and in_processes and size > 1:
+        raise TransportError(
+            f"transport 'local' joins threads of one process, but {size} ranks were started; use 'auto' or 'mpi'"
+        )
+    if size == 1 and wanted in ("auto", "local"):
+        return "local", "one rank, nothing to move"
+    if not in_processes:
+        return "local", f"{size} threads of one process"
+    if wanted == "nccl":
+        _need_nccl(views)
+        return "nccl", "asked for; control messages over MPI"
+    if wanted == "gloo":
+        if on_gpu:
+            raise TransportError("transport 'gloo' moves host memory, and the model is on GPUs; use 'nccl' or 'staged'")
+        return "gloo", "asked for; control messages over MPI"
+    if wanted == "staged" and not on_gpu:
+        return "staged", "asked for; the model is on the CPU, so the way through a second buffer is of no use"
+    if not on_gpu:
+        return "mpi", "host memory, handed to MPI as it lies"
+    return _choose_for_gpus(wanted, views)
+
+
+def _choose_for_gpus(wanted: Name, views: Sequence[_View]) -> tuple[Name, str]:
+    claims, proven = all(view.claims for view in views), all(view.proven for view in views)
+    said = next((view.claims_why for view in views if not view.claims), views[0].claims_why)
+    if wanted == "staged":
+        return "staged", "asked for; GPU memory goes through pinned host memory"
+    if wanted == "mpi":
+        if not claims:
+            raise TransportError(
+                f"transport 'mpi' would hand MPI the GPUs' own memory, and this MPI does not say that it takes it "
+                f"({said}); use 'nccl', 'staged' or 'auto', or load a CUDA-aware MPI"
+            )
+        note = "and was seen to" if proven else "which nobody has tried here: `kvr doctor` would"
+        return "mpi", f"asked for; MPI says it takes GPU memory ({said}), {note}"
+    if claims and proven:
+        return "mpi", f"MPI takes GPU memory as it lies ({said}; tried by `kvr doctor`)"
+    no_mpi = f"MPI is not known to take GPU memory ({said}{'; `kvr doctor` would try it' if claims else ''})"
+    try:
+        _need_nccl(views)
+    except TransportError as error:
+        return "staged", f"through pinned host memory: {no_mpi}, and no NCCL: {error}"
+    return "nccl", no_mpi
+
+
+def _need_nccl(views: Sequence[_View]) -> None:
+    without = [rank for rank, view in enumerate(views) if view.device != "cuda"]
+    if without:
+        raise TransportError(
+            f"transport 'nccl' moves GPU memory, and rank {without[0]} has its model on the CPU; "
+            f"use 'auto', 'mpi' or 'gloo'"
+        )
+    if not all(view.has_nccl for view in views):
+        raise TransportError("transport 'nccl': this torch was built without NCCL; use 'staged' or 'auto'")
+    gpu, ranks = Counter(view.gpu for view in views).most_common(1)[0]
+    if ranks > 1:
+        sharing = [rank for rank, view in enumerate(views) if view.gpu == gpu]
+        raise TransportError(
+            f"transport 'nccl': ranks {sharing} share one GPU ({gpu}), which NCCL does not allow; start one rank for "
+            f"each GPU, or use 'staged'"
+        )
+
+
+def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = False) -> None:
+    """Send something over every link, so that the first prompt need not wait for connections, and look at it.
+
+    Links are taken one after the other, in the same order by all ranks: NCCL connects a pair while both wait.
+
+    Raises
+    ------
+    TransportError
+        If what arrives is not what was sent.
+    """
+    import torch
+
+    size = transport.size
+    pairs = [(rank, rank + 1) for rank in range(size - 1)]
+    if every_pair:
+        pairs = [(one, other) for one in range(size) for other in range(size) if one != other]
+    sent = (torch.arange(WARM_UP_BYTES) % 251).to(torch.uint8).to(device) if pairs else None
+    for one, other in pairs:
+        assert sent is not None
+        if transport.rank == one:
+            transport.isend(sent, other, 0).wait()
+        elif transport.rank == other:
+            found = torch.zeros_like(sent)
+            transport.irecv(found, one, 0).wait()
+            if not torch.equal(found, sent):
+                raise TransportError(
+                    f"the link from rank {one} to rank {other} delivers something else than was sent; `kvr doctor` "
+                    f"looks closer; another transport may work"
+                )
+
+
+def record_proof(cache_dir: Path, device: torch.device) -> None:
+    """Note that this MPI was seen to move GPU memory unchanged."""
+    known = _proofs(cache_dir)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    partial = cache_dir / f".{PROOF_FILE}-{os.getpid()}"
+    partial.write_text(json.dumps(sorted({*known, _identity(device)}), indent=1) + "\n")
+    partial.replace(cache_dir / PROOF_FILE)
+
+
+def _proofs(cache_dir: Path) -> list[str]:
+    try:
+        found: Any = json.loads((cache_dir / PROOF_FILE).read_text())
+    except (OSError, ValueError):
+        return []
+    return [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
+
+
+def _identity(device: torch.device) -> str:
+    """MPI library, where it lies, CUDA and GPU: what a proof holds for."""
+    import torch
+
+    libraries = ", ".join(loaded_libraries())
+    return f"{library_version()} ({libraries}), CUDA {torch.version.cuda}, {torch.cuda.get_device_name(device)}"
+
+
+def _look(world: Transport, device: torch.device, cache_dir: Path, environ: Mapping[str, str]) -> _View:
+    if device.type != "cuda":
+        return _View(device.type, "", None, "", False, False)
+    import socket
+
+    import torch
+
+    claims, why = cuda_support(loaded_libraries(), environ) if isinstance(world, MpiTransport) else (None, "no MPI")
+    gpu = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    proven = isinstance(world, MpiTransport) and _identity(device) in _proofs(cache_dir)
+    return _View("cuda", gpu, claims, why, proven, torch.distributed.is_nccl_available())

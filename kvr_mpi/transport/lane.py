@@ -1,0 +1,190 @@
+"""Tensors that MPI cannot read as they lie: GPU memory, handed over when its stream is ready, or staged.
+
+MPI knows nothing of CUDA streams. A message may only leave when the stream that fills its tensor has come so far,
+and may only land when the stream that last used that memory has; both are waited for by looking at events, so that
+the rank goes on launching kernels meanwhile. Copies run on streams of their own, beside the computation.
+
+Staging works for host tensors, too, where it is of no use but to test it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from kvr_mpi.transport.base import Request
+
+# A rank that waits for a transfer looks this often.
+PAUSE_S = 5e-5
+
+Start = Callable[[torch.Tensor], Request]
+
+
+class Mark(Protocol):
+    """A point in a stream."""
+
+    def query(self) -> bool:
+        """Say whether the stream has passed it."""
+
+
+class _Passed:
+    """Where there are no streams everything is done when the call returns."""
+
+    def query(self) -> bool:
+        return True
+
+
+class Lane:
+    """One rank's way from its device's memory to what MPI reads, and back.
+
+    Parameters
+    ----------
+    device : torch.device
+    direct : bool
+        MPI takes the device's memory itself (a CUDA-aware MPI); otherwise it is staged.
+    """
+
+    def __init__(self, device: torch.device, *, direct: bool) -> None:
+        self.direct = direct
+        self._waiting: list[_Start] = []
+        self._is_gpu = device.type == "cuda"
+        if self._is_gpu:
+            self._out, self._into = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def start_when(self, ready: Mark, start: Start, data: torch.Tensor) -> _Start:
+        """Begin a transfer as soon as a mark is passed; any transfer that is looked at starts all that can."""
+        waiting = _Start(self, ready, start, data)
+        self._waiting.append(waiting)
+        self.progress()
+        return waiting
+
+    def progress(self) -> None:
+        """Begin the transfers whose marks are passed, in their order."""
+        while self._waiting and self._waiting[0].ready.query():
+            self._waiting.pop(0).begin()
+
+    def mark(self) -> Mark:
+        """Mark where the rank's computation has come to."""
+        if not self._is_gpu:
+            return _Passed()
+        mark = torch.cuda.Event()
+        mark.record()
+        return mark
+
+    def stage(self, data: torch.Tensor) -> torch.Tensor:
+        """Make host memory for a tensor's bytes, page-locked; torch keeps what is freed and gives it out again."""
+        return torch.empty(data.numel(), dtype=torch.uint8, pin_memory=self._is_gpu)
+
+    def fetch(self, data: torch.Tensor) -> tuple[torch.Tensor, Mark]:
+        """Copy to the host what the current stream is filling; the copy is whole when the mark is passed."""
+        host = self.stage(data)
+        if not self._is_gpu:
+            return host.copy_(data), _Passed()
+        self._out.wait_stream(torch.cuda.current_stream(data.device))
+        with torch.cuda.stream(self._out):
+            host.copy_(data, non_blocking=True)
+            return host, self.mark()
+
+    def deliver(self, host: torch.Tensor, into: torch.Tensor, free: Mark) -> Mark:
+        """Copy to the device, into memory that is free once `free` is passed; whole when the new mark is passed."""
+        if not self._is_gpu:
+            into.copy_(host)
+            return _Passed()
+        self._into.wait_event(free)  # type: ignore[arg-type]
+        with torch.cuda.stream(self._into):
+            into.copy_(host, non_blocking=True)
+            return self.mark()
+
+
+class _Start:
+    """A transfer that begins when its mark is passed."""
+
+    def __init__(self, lane: Lane, ready: Mark, start: Start, data: torch.Tensor) -> None:
+        self.lane, self.ready, self._start, self._data = lane, ready, start, data
+        self._request: Request | None = None
+
+    def begin(self) -> None:
+        """Begin."""
+        self._request = self._start(self._data)
+
+    def test(self) -> bool:
+        """Say whether it has ended."""
+        self.lane.progress()
+        return self._request is not None and self._request.test()
+
+    def wait(self) -> None:
+        """Return when it has ended."""
+        _until(self.test)
+
+
+class LaneSend:
+    """Wait for the stream that fills the tensor, copy if staged, send.
+
+    Parameters
+    ----------
+    lane : Lane
+    data : Tensor
+        Contiguous bytes on the device.
+    start : callable
+        Begin to send a tensor that MPI can read.
+    landed : Tensor or None
+        The same bytes in host memory, if they have just come that way: passed on without another copy.
+    """
+
+    def __init__(self, lane: Lane, data: torch.Tensor, start: Start, landed: torch.Tensor | None = None) -> None:
+        self._held = data  # its memory must not be reused before it is read
+        if landed is not None:
+            self._request = start(landed)
+        else:
+            source, ready = (data, lane.mark()) if lane.direct else lane.fetch(data)
+            self._request = lane.start_when(ready, start, source)
+
+    def test(self) -> bool:
+        """Say whether it has gone, and help it along."""
+        return self._request.test()
+
+    def wait(self) -> None:
+        """Return when it has gone."""
+        _until(self.test)
+
+
+class LaneReceive:
+    """Receive into a device's tensor, by way of host memory if staged.
+
+    ``landed`` is the message in host memory, once it is there; None if it comes directly.
+    """
+
+    def __init__(self, lane: Lane, into: torch.Tensor, start: Start) -> None:
+        self._lane, self._into = lane, into
+        self._free = lane.mark()  # what was computed in this memory before is read when this is passed
+        self._whole: Mark | None = None
+        self.landed: torch.Tensor | None = None
+        self._request: Request
+        if lane.direct:
+            self._request = lane.start_when(self._free, start, into)
+        else:
+            self.landed = lane.stage(into)
+            self._request = start(self.landed)
+
+    def test(self) -> bool:
+        """Say whether it is there, and help it along."""
+        self._lane.progress()
+        if not self._request.test():
+            return False
+        if self.landed is None:
+            return True
+        if self._whole is None:
+            self._whole = self._lane.deliver(self.landed, self._into, self._free)
+        return self._whole.query()
+
+    def wait(self) -> None:
+        """Return when it is there."""
+        _until(self.test)
+
+
+def _until(done: Callable[[], bool]) -> None:
+    while not done():
+        time.sleep(PAUSE_S)
