@@ -1,15 +1,19 @@
 """Search the slices on the machine itself: the paper's hierarchical grid (section 4.2, Fig. 6).
 
-Stands between a first guess (``solve``) and a `Partition` that was measured. With two ranks it is the paper's
-binary search for the one bound.
+Stands between a first guess (``solve``) and a `Partition` that was measured. It asks nothing of the machine but
+times, and therefore takes many of them; ``refit`` needs a few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvr_mpi.partition import Partition
+
+# The first grid reaches this many strides to both sides; finer ones reach to the neighbours of the best so far.
+FIRST_REACH = 2
 
 
 @dataclass(slots=True)
@@ -24,12 +28,16 @@ class Search:
 def grid_search(
     start: Partition, measure: Callable[[Partition], float], *, stride: int, quantum: int = 64, max_runs: int = 40
 ) -> Search:
-    """Move each inner bound by a stride while that helps, then halve the stride, down to the quantum.
+    """Scan a grid of inner bounds, then a finer one around its best point, and so on down to the quantum.
+
+    As in Fig. 6: after each level the search is limited to the cells around the best point and the stride is halved.
+    With two ranks there is one bound, and this is the paper's binary search. The grid of a level has 3^(p-1) points
+    (the first one 5^(p-1)); where that is more than `max_runs` allows, one bound is moved at a time.
 
     Parameters
     ----------
     start : Partition
-        The first guess.
+        The first guess, in the middle of the first grid.
     measure : callable
         Seconds to the first token of a partition; called once for each.
     stride, quantum : int
@@ -39,19 +47,40 @@ def grid_search(
     """
     search = Search(start, measure(start))
     search.tried[start] = search.best_s
+    reach = FIRST_REACH
     while stride >= quantum:
-        improved = False
-        for inner in range(1, start.size):
-            for step in (-stride, stride):
-                candidate = _moved(search.best, inner, step)
-                if candidate is None or candidate in search.tried or len(search.tried) >= max_runs:
-                    continue
-                seconds = search.tried[candidate] = measure(candidate)
-                if seconds < search.best_s:
-                    search.best, search.best_s, improved = candidate, seconds, True
-        if not improved:
-            stride //= 2
+        for candidate in _grid(search, stride, reach, max_runs - len(search.tried)):
+            if candidate in search.tried or len(search.tried) >= max_runs:
+                continue
+            seconds = search.tried[candidate] = measure(candidate)
+            if seconds < search.best_s:
+                search.best, search.best_s = candidate, seconds
+        stride, reach = stride // 2, 1
     return search
+
+
+def _grid(search: Search, stride: int, reach: int, runs: int) -> Iterator[Partition]:
+    """Yield the points of one level: all at once around the best, or one bound after the other from the best yet."""
+    inner = search.best.size - 1
+    steps = sorted(range(-reach * stride, reach * stride + 1, stride), key=abs)
+    if len(steps) ** inner <= max(runs, len(steps)):
+        center = search.best
+        moves = itertools.product(steps, repeat=inner)
+        yield from filter(None, (_moved(center, move) for move in moves))
+        return
+    for bound in range(inner):
+        center = search.best
+        for step in steps:
+            candidate = _moved(center, [step if at == bound else 0 for at in range(inner)])
+            if candidate is not None:
+                yield candidate
+
+
+def _moved(partition: Partition, steps: list[int] | tuple[int, ...]) -> Partition | None:
+    """Move the inner bounds, unless a slice would become empty."""
+    inner = [bound + step for bound, step in zip(partition.bounds[1:-1], steps, strict=True)]
+    bounds = (0, *inner, partition.tokens)
+    return Partition(bounds) if all(a < b for a, b in itertools.pairwise(bounds)) else None
 
 
 def interpolate(ratios: dict[int, tuple[float, ...]], tokens: int) -> tuple[float, ...]:
@@ -68,11 +97,3 @@ def interpolate(ratios: dict[int, tuple[float, ...]], tokens: int) -> tuple[floa
         return ratios[below]
     weight = (tokens - below) / (above - below)
     return tuple(a + (b - a) * weight for a, b in zip(ratios[below], ratios[above], strict=True))
-
-
-def _moved(partition: Partition, inner: int, step: int) -> Partition | None:
-    bounds = list(partition.bounds)
-    bounds[inner] += step
-    if bounds[inner - 1] < bounds[inner] < bounds[inner + 1]:
-        return Partition(tuple(bounds))
-    return None

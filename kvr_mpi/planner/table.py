@@ -1,0 +1,313 @@
+"""Lookup tables: the slices that were searched for one model on one machine, and how they are known (section 4.2).
+
+A table is a JSON file, ``tables/MODEL_HARDWARE_pN.json``, written by ``kvr search`` and read by jobs; ``lookup``
+says what it means for a prompt. Every key names its unit. Files may come from anywhere: they are read with a limit
+of size, every value is checked, and nothing in them is run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvr_mpi.errors import ConfigError, DataError, OutputError
+from kvr_mpi.partition import Partition
+from kvr_mpi.planner.costmodel import Costs
+
+MAX_FILE_BYTES = 8 << 20
+MAX_TOKENS, MAX_RANKS = 1 << 28, 1 << 16
+FOLDER = "tables"
+
+Text = Annotated[str, Field(min_length=1, max_length=1000)]
+NAME = r"^[A-Za-z0-9][A-Za-z0-9.-]{0,79}$"
+Name = Annotated[str, Field(pattern=NAME)]
+Seconds = Annotated[float, Field(gt=0, lt=1e7)]
+RateS = Annotated[float, Field(ge=0, lt=1e7)]
+Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+Method = Literal["refit", "grid", "model"]
+
+
+class Part(BaseModel):
+    """Base of all parts of a table: unknown keys are errors, values are never coerced silently."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelIdentity(Part):
+    """Which model; the fingerprint is of the weights, the rest is for people."""
+
+    name: Text
+    fingerprint: Text
+    architecture: Text
+
+
+class Key(Part):
+    """What a table holds for. Two tables with the same key can be merged."""
+
+    model: ModelIdentity
+    dtype: Literal["float32", "bfloat16", "float16"]
+    hardware: Name = Field(description="the name given by whoever searched")
+    device: Text = Field(description="what a rank computes with, as found: processor and threads, or GPU")
+    ranks: Annotated[int, Field(ge=2, le=MAX_RANKS)]
+
+
+class Rates(Part):
+    """Fitted costs of one layer on one rank; see `Costs`."""
+
+    layers: Annotated[int, Field(ge=1, le=100_000)]
+    qkv_token_s: RateS
+    rest_token_s: RateS
+    pair_s: RateS
+    eager: bool
+    layer_s: RateS
+    launch_floor_s: RateS
+    kv_bytes: Annotated[float, Field(ge=0, lt=1e15, description="of a token in a layer")]
+    link_bytes_per_s: Annotated[float, Field(gt=0, lt=1e18)]
+    link_latency_s: RateS
+    copy_token_s: RateS
+    head_s: RateS
+    speeds: tuple[Annotated[float, Field(gt=0, lt=1e6)], ...] | None = Field(description="of each rank; 1 = nominal")
+
+    def costs(self) -> Costs:
+        """Return them for the cost model."""
+        return Costs(**self.model_dump())
+
+    @classmethod
+    def of(cls, costs: Costs) -> Self:
+        """Take them from the cost model."""
+        return cls(**{name: value for name, value in asdict(costs).items() if name in cls.model_fields})
+
+
+class Provenance(Part):
+    """How an entry is known."""
+
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
+    hosts: Annotated[list[Text], Field(min_length=1, max_length=MAX_RANKS)]
+    processor: Text
+    command: Text
+    versions: dict[Text, Text]
+
+
+class Entry(Part):
+    """The slices for one length.
+
+    A rank's slice is what lies between two neighbouring bounds. `ttft_s` is the median of the chosen slices'
+    runs, `predicted_ttft_s` what was forecast before the first of them, `runs` everything that was run for this
+    length. `spread_ratio` is (longest - shortest) / median of the chosen slices' runs, `noise_ratio` how far all runs
+    lie from the fitted rates (root mean square).
+    """
+
+    context_tokens: Annotated[int, Field(ge=2, le=MAX_TOKENS)]
+    bounds_tokens: Annotated[tuple[Tokens, ...], Field(min_length=3, max_length=MAX_RANKS + 1)]
+    ttft_s: Seconds | None = Field(description="measured; null where nothing was run")
+    predicted_ttft_s: Seconds
+    runs: Annotated[int, Field(ge=0, le=1_000_000)]
+    repetitions: Annotated[int, Field(ge=0, le=1_000_000, description="runs of the chosen slices")]
+    spread_ratio: Annotated[float, Field(ge=0, lt=1e7)] | None
+    noise_ratio: Annotated[float, Field(ge=0, lt=1e7)] | None
+    method: Method
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _are_slices(self) -> Entry:
+        bounds = self.bounds_tokens
+        if bounds[0] != 0 or bounds[-1] != self.context_tokens or any(b <= a for a, b in pairwise(bounds)):
+            raise ValueError(
+                f"bounds_tokens {_short(bounds)}: expected to rise from 0 to context_tokens = {self.context_tokens}"
+            )
+        if (self.ttft_s is None) != (self.repetitions == 0) or self.repetitions > self.runs:
+            raise ValueError("ttft_s, repetitions and runs do not go together: expected a time if there were runs")
+        return self
+
+    @property
+    def partition(self) -> Partition:
+        """The slices."""
+        return Partition(self.bounds_tokens)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The slices as parts of the whole."""
+        return tuple(length / self.context_tokens for length in self.partition.lengths)
+
+    @property
+    def seconds(self) -> float:
+        """What is known best of the time to the first token."""
+        return self.predicted_ttft_s if self.ttft_s is None else self.ttft_s
+
+
+class Table(Part):
+    """All entries for one model, dtype, machine and number of ranks, shortest first."""
+
+    schema_name: Literal["kvr-mpi-table"] = "kvr-mpi-table"
+    schema_version: Literal[1] = 1
+    key: Key
+    rates: Rates
+    entries: Annotated[tuple[Entry, ...], Field(min_length=1, max_length=10_000)]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Table:
+        lengths = [entry.context_tokens for entry in self.entries]
+        if any(b <= a for a, b in pairwise(lengths)):
+            raise ValueError(f"entries for {_short(lengths)} tokens: expected every length once, the shortest first")
+        for entry in self.entries:
+            if len(entry.bounds_tokens) != self.key.ranks + 1:
+                raise ValueError(
+                    f"entry for {entry.context_tokens} tokens has {len(entry.bounds_tokens) - 1} slices; "
+                    f"expected key.ranks = {self.key.ranks}"
+                )
+        if self.rates.speeds is not None and len(self.rates.speeds) != self.key.ranks:
+            raise ValueError(f"rates.speeds has {len(self.rates.speeds)} ranks; expected {self.key.ranks}")
+        return self
+
+
+def check_name(option: str, name: str | None) -> None:
+    """Refuse a machine's name that could not be part of a file's.
+
+    Raises
+    ------
+    ConfigError
+    """
+    if name is not None and not re.fullmatch(NAME.strip("^$"), name):
+        raise ConfigError(
+            f"{option} {name!r}: expected at most 80 letters, digits, dots and dashes, such as epyc-1core"
+        )
+
+
+def file_name(key: Key) -> str:
+    """Name a table's file: MODEL_HARDWARE_pN.json, MODEL with its dtype."""
+    model = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(key.model.name).name.removesuffix(".gguf")).strip("-.") or "model"
+    return f"{model}-{key.dtype}_{key.hardware}_p{key.ranks}.json"
+
+
+def load_table(path: Path) -> Table:
+    """Read and check a table.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such file.
+    DataError
+        If it is no table, is damaged, or too large.
+    """
+    hint = "write it anew with kvr search"
+    if not path.is_file():
+        raise ConfigError(f"table {str(path)!r}: no such file (looked for {path.absolute()}); {hint}")
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise DataError(f"table {str(path)!r} cannot be read: {error}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise DataError(f"table {str(path)!r} is larger than {MAX_FILE_BYTES >> 20} MiB: this is no table; {hint}")
+    try:
+        return Table.model_validate_json(data)
+    except ValidationError as error:
+        found = [_explain(dict(item)) for item in error.errors()[:5]]
+        raise DataError(f"table {str(path)!r} is damaged or foreign: {'; '.join(found)}; {hint}") from error
+
+
+def save_table(table: Table, path: Path) -> None:
+    """Write a table; it appears under its name only when complete.
+
+    Raises
+    ------
+    OutputError
+        If it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", prefix=".", suffix=path.name, dir=path.parent, delete=False) as stream:
+            try:
+                stream.write(table.model_dump_json(indent=1) + "\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+                os.chmod(stream.name, 0o644)
+                os.replace(stream.name, path)
+            except BaseException:
+                os.unlink(stream.name)
+                raise
+    except OSError as error:
+        raise OutputError(f"table {str(path)!r} cannot be written: {error}; choose another --output") from error
+
+
+def merge_tables(old: Table, new: Table) -> tuple[Table, list[str]]:
+    """Join two tables of the same key: of two entries for one length the better known one stays.
+
+    Better known is what was measured over what was only predicted, then what is newer; the rates are the newer
+    table's.
+
+    Returns
+    -------
+    (Table, list of str)
+        And for every length that both have, which entry stayed and why.
+
+    Raises
+    ------
+    ConfigError
+        If their keys differ, saying in what.
+    """
+    if differences := differences_of(old.key, new.key):
+        raise ConfigError(f"tables for different things cannot be merged: {'; '.join(differences)}")
+    entries = {entry.context_tokens: entry for entry in old.entries}
+    said = []
+    for entry in new.entries:
+        other = entries.get(entry.context_tokens)
+        if other is None or _rank(entry) > _rank(other):
+            entries[entry.context_tokens] = entry
+        if other is not None and other != entry:
+            stays, goes = (entry, other) if entries[entry.context_tokens] is entry else (other, entry)
+            said.append(f"{entry.context_tokens} tokens: kept {_label(stays)}, dropped {_label(goes)}")
+    newest = max(_newest(old), _newest(new))
+    rates = old.rates if newest > _newest(new) else new.rates
+    return Table(key=new.key, rates=rates, entries=tuple(entries[length] for length in sorted(entries))), said
+
+
+def differences_of(table: Key, here: Key, names: Sequence[str] = ("dtype", "hardware", "device", "ranks")) -> list[str]:
+    """Say in what two keys differ: a model is known by its weights, and what else counts is listed in `names`."""
+    pairs = [(name, getattr(table, name), getattr(here, name)) for name in names]
+    if table.model.fingerprint != here.model.fingerprint:
+        pairs.insert(0, ("model", _model(table), _model(here)))
+    return [f"{name} is {theirs!r}, here it is {ours!r}" for name, theirs, ours in pairs if theirs != ours]
+
+
+def table_files(path: Path) -> Iterable[Path]:
+    """List the file itself, or the tables in a folder."""
+    return sorted(path.glob("*.json")) if path.is_dir() else [path]
+
+
+def _model(key: Key) -> str:
+    return f"{key.model.name} ({key.model.architecture}, {key.model.fingerprint[:12]})"
+
+
+def _rank(entry: Entry) -> tuple[bool, str]:
+    return entry.ttft_s is not None, entry.provenance.date
+
+
+def _newest(table: Table) -> str:
+    return max(entry.provenance.date for entry in table.entries)
+
+
+def _label(entry: Entry) -> str:
+    known = "predicted" if entry.ttft_s is None else "measured"
+    return f"{entry.partition} ({entry.method}, {known} {entry.seconds:.3f} s, {entry.provenance.date})"
+
+
+def _short(values: Iterable[int]) -> str:
+    shown = [str(value) for value in values]
+    return "[" + ", ".join(shown if len(shown) <= 12 else [*shown[:6], "...", *shown[-3:]]) + "]"
+
+
+def _explain(item: dict[str, object]) -> str:
+    """One of pydantic's findings: where, what is expected, what was found."""
+    place = ".".join(map(str, item["loc"])) if isinstance(item["loc"], tuple) else ""
+    message = str(item["msg"]).removeprefix("Value error, ")
+    plain = item["type"] in ("missing", "value_error", "json_invalid")
+    return f"{place or 'file'}: {message[:300]}" + ("" if plain else f" (found {repr(item['input'])[:100]})")
