@@ -36,7 +36,7 @@ class _Arrived:
         return
 
 
-class _PretendedChain(LocalTransport):
+class PretendedChain(LocalTransport):
     """The second rank of a chain whose first has sent everything already; what it sent does not matter."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
     tokens = max(1, min(SLICE_TOKENS, longest // 2))
     prefix = max(1, longest - tokens)
     alone_s = _layer_seconds(loaded, transport, Partition((0, tokens)), LocalTransport(), layers)
-    behind_s = _layer_seconds(loaded, transport, Partition((0, prefix, longest)), _PretendedChain(), layers)
+    behind_s = _layer_seconds(loaded, transport, Partition((0, prefix, longest)), PretendedChain(), layers)
     pair_s = max(0.0, (behind_s - alone_s) / (tokens * prefix))
     token_s = alone_s / tokens - pair_s * tokens / 2
     if token_s <= 0:  # too short or too noisy to tell them apart

@@ -62,7 +62,7 @@ def attend(
 ) -> Part:
     """Attend to all keys, or (`causal`, as many queries as keys) to those not behind the query."""
     if scores.softcap is None and keys.shape[-1] == values.shape[-1]:
-        if query.device.type == "cpu":
+        if query.device.type in ("cpu", "meta"):  # meta: only shapes are asked for
             heads, queries = query.shape[1:3]
             if queries == 1:  # decoding: the group's heads as queries read the keys once instead of once each
                 query = query.view(1, keys.shape[1], -1, query.shape[-1])

@@ -279,7 +279,7 @@ class SliceCache(Cache):
         if not layers or len(layers) != len(shape.layers):
             raise ModelError(f"{shape.architecture} keeps more than keys and values; use strategy = 'single' for it")
         super().__init__(layers=layers)
-        on_gpu = device.type != "cpu"
+        on_gpu = device.type == "cuda"
         self.courier = None if chain is None else Courier(chain, forwards=exchange.forwards, on_gpu=on_gpu)
         for layer in layers[:LAYERS_AHEAD]:
             layer.post()

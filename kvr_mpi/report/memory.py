@@ -1,13 +1,17 @@
-"""How much memory this process has held at most, on its device."""
+"""How much memory this process holds on its device, has held at most, and has left."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from pathlib import Path
 
 import torch
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+MEMINFO = Path("/proc/meminfo")
+OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+NO_LIMIT = 1 << 60  # version 1 says "no limit" with a huge number
 
 
 def reset_peak(device: torch.device) -> None:
@@ -19,11 +23,72 @@ def reset_peak(device: torch.device) -> None:
         CLEAR.write_text("5")  # resets the kernel's high-water mark of this process
 
 
+def held_bytes(device: torch.device) -> int:
+    """Bytes held now: on a GPU by tensors, on a CPU by the whole process; 0 if unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return _status("VmRSS")
+
+
+def room_bytes(device: torch.device, sharers: int) -> int:
+    """Bytes this process may still take.
+
+    Parameters
+    ----------
+    sharers : int
+        Processes like this one that share the device's memory (on a CPU: the host's, within its control group).
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + unused) // sharers
+    free = min(_available(), _group_room() or sys.maxsize)
+    return free // sharers
+
+
 def peak_bytes(device: torch.device) -> int:
     """Most bytes held since `reset_peak`: on a GPU by tensors, on a CPU by the whole process; 0 if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    if not STATUS.exists():
+    return _status("VmHWM")
+
+
+def _status(name: str, file: Path = STATUS) -> int:
+    if not file.exists():
         return 0
-    fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines() if ":" in line)
-    return int(fields.get("VmHWM", "0 kB").split()[0]) * 1024
+    fields = dict(line.split(":", 1) for line in file.read_text().splitlines() if ":" in line)
+    return int(fields.get(name, "0 kB").split()[0]) * 1024
+
+
+def _available() -> int:
+    return _status("MemAvailable", MEMINFO) or sys.maxsize
+
+
+def _group_room(own: Path = OWN_GROUPS, root: Path = GROUPS) -> int | None:
+    """Read what the control groups (a SLURM job's share of the host, a container's) leave; None without a limit."""
+    if not own.exists():
+        return None
+    rooms = []
+    for line in own.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root  # version 1, version 2
+        files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "cache ")
+        group = top / path.lstrip("/")
+        while group.is_relative_to(top):  # a limit of any group around ours is a limit
+            rooms += _room_in(group, *(files if controllers else ("memory.max", "memory.current", "file ")))
+            group = group.parent
+    return min(rooms, default=None)
+
+
+def _room_in(group: Path, limit: str, used: str, cache: str) -> list[int]:
+    try:
+        most = (group / limit).read_text().strip()
+        if not most.isdigit() or int(most) >= NO_LIMIT:
+            return []
+        lines = (group / "memory.stat").read_text().splitlines()
+        files = sum(int(line.removeprefix(cache)) for line in lines if line.startswith(cache))  # given up if need be
+        return [max(0, int(most) - int((group / used).read_text()) + files)]
+    except (OSError, ValueError):
+        return []
