@@ -2,20 +2,23 @@
 
 The data's way, as in `run_job`: documents -> prompts -> plan -> chain prefill -> decode -> outputs -> report.
 Every rank reads the same corpus in the same order and knows from it, without a coordinator, which documents
-are its chain's; the last rank of a chain decodes and writes.
+are its chain's; the last rank of a chain decodes and writes. A job is gone through in rounds: one, if all chains have
+one length; else one for each length, the longest first, so that a rank joins ever shorter chains and never waits for a
+rank that waits for another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvr_mpi.documents import Document, find_files, read_corpus
 from kvr_mpi.engine import Engine, Machine
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, ConfigError, CorpusError
 from kvr_mpi.job import JobSpec
-from kvr_mpi.model import find_model
+from kvr_mpi.model import choose_device, find_model
+from kvr_mpi.plan import agree, count_tokens, describe, plan_documents
 from kvr_mpi.planner.schedule import deal
 from kvr_mpi.prefill.cache import layer_kv
 from kvr_mpi.prompts import check_template
@@ -25,6 +28,8 @@ from kvr_mpi.report.table import print_summary
 from kvr_mpi.store.folder import ShardWriter, check_fresh, check_writable, merge_run, prepare_folder, read_run
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.transport import Transport, on_root, share_json, together
+from kvr_mpi.transport.choose import open_transport
+from kvr_mpi.transport.local import LocalTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,60 +54,101 @@ def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> i
     folder = Path(spec.output.path)
     chain_size = together(world, lambda: choose_chain_size(spec, world.size))
     corpus = share_json(world, on_root(world, lambda: _scan(spec, folder, options)))
+    device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
+    world, reason = open_transport(world, spec.parallel.transport, device, cache_dir=options.machine.cache_dir)
+    log.root(reason)
     chain = world.split(world.rank // chain_size)
     engine = Engine(spec, options.machine, world, chain, log.line)
     done = set(share_json(world, on_root(world, lambda: _prepare(folder, engine, options))))
     todo = [(name, chars) for name, chars in corpus if name not in done]
     log.root(f"documents: {len(corpus)}" + (f", {len(corpus) - len(todo)} of them done already" if done else ""))
-    share = deal(todo, world.size // chain_size)[world.rank // chain_size]
-    _run_share(
-        engine,
-        share,
-        sum(chars for name, chars in todo if name in share),
-        world.rank // chain_size,
-        options,
-        log,
-    )
+    if engine.costs is not None:
+        rounds = _planned_rounds(engine, [name for name, _ in todo], world, log)
+    else:
+        share = deal(todo, world.size // chain_size)[world.rank // chain_size]
+        rounds = [Round(engine, {name: chars for name, chars in todo if name in share})]
+    _run_rounds(rounds, ShardWriter(folder, f"{world.rank:04d}", engine.header()), options, log)
     world.barrier()
     return int(share_json(world, on_root(world, lambda: _conclude(folder))))
 
 
-def _run_share(engine: Engine, share: set[str], chars: int, chain_index: int, options: RunOptions, log: Log) -> None:
-    """Answer and store this chain's documents, one after the other."""
-    spec = engine.spec
-    writer = ShardWriter(Path(spec.output.path), f"{chain_index:04d}", engine.header())
-    bar = options.bar and engine.is_last
-    with ProgressReport(log, len(share), chars, deadline_s=options.deadline_s, bar=bar) as progress:
-        for document in _documents(spec, share):
-            record, prefill = engine.answer(document)
-            if not engine.is_last:
-                continue
-            if spec.output.kv and prefill is not None:
-                layers = range(len(engine.loaded.shape.layers))
-                writer.write(record, (layer_kv(prefill.cache, layer) for layer in layers))
-            else:
-                writer.write(record)
-            del prefill  # its cache is not to lie beside the next document's
-            progress.document(record, document.chars)
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What this rank does on one chain.
+
+    share : the chain's documents, and how much work each is: characters, or predicted milliseconds.
+    refused : of them, those that only get an error record, and why.
+    """
+
+    engine: Engine
+    share: dict[str, int]
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def _planned_rounds(engine: Engine, names: Sequence[str], world: Transport, log: Log) -> list[Round]:
+    """Plan chains of all lengths, and split the ranks into those this rank takes part in."""
+    spec, wanted = engine.spec, set(names)
+    tokens = count_tokens(engine.loaded.tokenizer, _documents(spec, wanted), wanted, world)
+    plan = plan_documents(spec, [(name, tokens[name]) for name in names], world.size, engine.forecast())
+    plan = agree(world, plan)
+    for line in describe(plan):
+        log.root(line)
+    rounds = []
+    for length in plan.chain_lengths:
+        mine = [place for place in plan.placements if place.ranks == length and place.has(world.rank)]
+        chain = world.split(world.rank // length)
+        share = {place.id: max(1, round(1e3 * (place.end_s - place.start_s))) for place in mine}
+        rounds.append(Round(engine.on(chain, world.rank // length * length), share))
+    refused = {name: why for number, (name, _, why) in enumerate(plan.misfits) if number % world.size == world.rank}
+    alone = engine.on(LocalTransport(), world.rank)
+    return [*rounds, Round(alone, dict.fromkeys(refused, 1), refused)]
+
+
+def _run_rounds(rounds: Sequence[Round], writer: ShardWriter, options: RunOptions, log: Log) -> None:
+    """Answer and store this rank's documents, one after the other."""
+    told = sum(len(part.share) for part in rounds if part.engine.is_last)
+    work = sum(sum(part.share.values()) for part in rounds)
+    bar = options.bar and any(part.engine.is_last for part in rounds)
+    with ProgressReport(log, told, work, deadline_s=options.deadline_s, bar=bar) as progress:
+        for part in rounds:
+            if part.share:
+                _run_round(part, writer, progress)
         writer.flush()
 
 
+def _run_round(part: Round, writer: ShardWriter, progress: ProgressReport) -> None:
+    engine, spec = part.engine, part.engine.spec
+    for document in _documents(spec, set(part.share)):
+        reason = document.error or part.refused.get(document.id)
+        record, prefill = engine.answer(replace(document, error=reason))
+        if not engine.is_last:
+            progress.passed(part.share[document.id])
+            continue
+        if spec.output.kv and prefill is not None:
+            layers = range(len(engine.loaded.shape.layers))
+            writer.write(record, (layer_kv(prefill.cache, layer) for layer in layers))
+        else:
+            writer.write(record)
+        del prefill  # its cache is not to lie beside the next document's
+        progress.document(record, part.share[document.id])
+
+
 def choose_chain_size(spec: JobSpec, ranks: int) -> int:
-    """Say how many ranks share one prompt.
+    """Say how many ranks share one prompt; 1 to begin with, if that is to be planned.
 
     Raises
     ------
     ConfigError
         If the ranks cannot be divided so; the message lists what they can be divided into.
     """
-    wanted = 1 if spec.parallel.strategy == "single" else spec.parallel.ranks_per_chain
-    size = ranks if wanted == "all" else int(wanted)
+    wanted = spec.parallel.ranks_per_chain
+    alone = spec.parallel.strategy == "single" or wanted == "auto"
+    size = 1 if alone else ranks if wanted == "all" else int(wanted)
     if ranks % size:
         divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
         raise ConfigError(
             f"parallel.ranks_per_chain = {size}: {ranks} ranks cannot be divided into chains of {size}; "
-            f"choose one of {divisors}, "
-            f"or start a multiple of {size} ranks"
+            f"choose one of {divisors}, 'auto' (planned for each document), or start a multiple of {size} ranks"
         )
     ratios = spec.parallel.ratios
     if ratios is not None and len(ratios) != size:

@@ -5,6 +5,7 @@ Stands between the batch, which chooses the documents, and the strategies, which
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -14,21 +15,25 @@ from typing import Any
 
 from kvr_mpi.decode.generate import Answer, generate, make_generation_config
 from kvr_mpi.documents import Document
-from kvr_mpi.errors import ConfigError, DocumentError
+from kvr_mpi.errors import DocumentError
+from kvr_mpi.forecast import QUANTUM_TOKENS, Forecast, forecast_measured, frame_of
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.partition import Partition
+from kvr_mpi.planner.costmodel import Costs
+from kvr_mpi.planner.identity import key_of
+from kvr_mpi.planner.lookup import choose_slices, describe_range, find_table
+from kvr_mpi.planner.measure import measure_costs
 from kvr_mpi.planner.probe import measure_rates
 from kvr_mpi.planner.solve import Rates, equal_time
+from kvr_mpi.planner.table import Table
 from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.prefill.strategies import Prefill, check_chain, prefill_kvr, prefill_single
-from kvr_mpi.prompts import Frame, Prompt, encode_text, fit_prompt, make_frame, split_text
+from kvr_mpi.prompts import Prompt, encode_text, fit_prompt, split_text
 from kvr_mpi.store.outputs import Header, Record
 from kvr_mpi.transport import Transport, share_json, together
 from kvr_mpi.transport.local import LocalTransport
 
-# Slices end at multiples of this many tokens, which the kernels like.
-QUANTUM_TOKENS = 16
 # Rounds of answers about answers before a document is given up.
 MAX_REDUCTIONS = 8
 # Slices are shown for this length if the model names no context.
@@ -66,7 +71,7 @@ class Engine:
     spec : JobSpec
     machine : Machine
     world, chain : Transport
-        All ranks of the job, and those that share this chain's prompts.
+        All ranks of the job, and those that share this chain's prompts; `on` says which other ranks share others.
     say : callable
         For a line of text; called on rank 0 of the job only.
 
@@ -78,11 +83,30 @@ class Engine:
 
     def __init__(self, spec: JobSpec, machine: Machine, world: Transport, chain: Transport, say: Say) -> None:
         self.spec, self.chain = spec, chain
-        self.is_last = chain.rank == chain.size - 1
-        self._say: Say = say if world.rank == 0 else (lambda text: None)
+        self.first_rank = world.rank - chain.rank
+        self._say_here, self._say = say, say if world.rank == 0 else (lambda text: None)
         self.loaded = self._load(machine, world)
         together(world, self._check)
+        self.costs = self._costs(world)
         self.rates = self._rates(world)
+        self.table = self._table(world)
+        self._has_extrapolated = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank decodes and writes."""
+        return self.chain.rank == self.chain.size - 1
+
+    def on(self, chain: Transport, first_rank: int) -> Engine:
+        """Return the same engine on other ranks; `first_rank` is the chain's first in the job."""
+        other = copy.copy(self)
+        other.chain, other.first_rank = chain, first_rank
+        return other
+
+    def forecast(self) -> Forecast:
+        """Say what a document takes on chains of any length, from what was measured here; for a planned job only."""
+        assert self.costs is not None
+        return forecast_measured(self.spec, self.costs, self.frame, "measured on these ranks")
 
     def header(self) -> Header:
         """Say what the answers depend on, for the output files."""
@@ -211,10 +235,25 @@ class Engine:
     def _partition(self, tokens: int) -> Partition:
         parallel = self.spec.parallel
         if self.rates and parallel.partition == "equal_time":
-            return Partition.by_ratio(tokens, equal_time(tokens, self.rates), QUANTUM_TOKENS)
+            mine = self.rates[self.first_rank :][: self.chain.size]
+            return Partition.by_ratio(tokens, equal_time(tokens, mine), QUANTUM_TOKENS)
         if parallel.ratios is not None:
             return Partition.by_ratio(tokens, parallel.ratios, QUANTUM_TOKENS)
+        if self.table is not None:
+            return self._look_up(self.table, tokens)
         return Partition.even(tokens, self.chain.size)
+
+    def _look_up(self, table: Table, tokens: int) -> Partition:
+        """Cut by the table; beyond its entries by its rates, which is said once."""
+        choice = choose_slices(table, tokens, self.chain.size)
+        if choice.how == "extrapolated" and not self._has_extrapolated and self.chain.rank == 0:
+            self._say_here(
+                f"warning: the table was searched for {describe_range(table)}; a prompt of {tokens} tokens on "
+                f"{self.chain.size} ranks is beyond that: such prompts are cut by the table's fitted rates"
+            )
+        self._has_extrapolated |= choice.how == "extrapolated"
+        # One rank's word: beyond the entries a last bit may differ between processors.
+        return Partition(tuple(share_json(self.chain, choice.partition.bounds)))
 
     def _load(self, machine: Machine, world: Transport) -> LoadedModel:
         """Load the model on every rank; where it has to be converted, one rank of each host does so first."""
@@ -236,11 +275,16 @@ class Engine:
         self._say(
             f"{loaded.shape.architecture}, {len(loaded.shape.layers)} layers, "
             f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}; "
-            f"{world.size // self.chain.size} chain(s) of {self.chain.size} rank(s), "
+            f"{self._chains(world)}, "
             f"{torch.get_num_threads()} thread(s) per rank; "
             f"{loaded.shape.kv_bytes_per_token / 1024:.0f} KiB of keys and values per token"
         )
         return loaded
+
+    def _chains(self, world: Transport) -> str:
+        if self.spec.parallel.planned:
+            return f"{world.size} rank(s) in chains as planned"
+        return f"{world.size // self.chain.size} chain(s) of {self.chain.size} rank(s)"
 
     def _check(self) -> None:
         """Make sure that model, strategy, prompt and generation settings go together."""
@@ -249,35 +293,46 @@ class Engine:
             check_chain(self.loaded)
         else:
             prepare_model(self.loaded.model, chain=False)
-        self.frame = self._frame(spec.prompt.template)
-        self.reduce_frame = self._frame(spec.prompt.reduce_template or spec.prompt.template)
+        tokenizer, shape, template = self.loaded.tokenizer, self.loaded.shape, spec.prompt.template
+        self.frame = frame_of(spec, tokenizer, shape, template)
+        self.reduce_frame = frame_of(spec, tokenizer, shape, spec.prompt.reduce_template or template)
         self.generation = make_generation_config(self.loaded.model, spec.generation.transformers_settings())
 
-    def _frame(self, template: str) -> Frame:
-        prompt, shape = self.spec.prompt, self.loaded.shape
-        context = prompt.max_tokens or shape.max_tokens or 1 << 62
-        if shape.max_tokens is not None and context > shape.max_tokens:
-            raise ConfigError(f"prompt.max_tokens = {context}: this model's context has {shape.max_tokens} tokens")
-        room = context - self.spec.generation.max_new_tokens
-        if room < 1:
-            raise ConfigError(
-                f"generation.max_new_tokens = {self.spec.generation.max_new_tokens} leaves no room for a prompt in a "
-                f"context of {context} tokens; ask for fewer"
-            )
-        return make_frame(
-            self.loaded.tokenizer,
-            template,
-            system=prompt.system,
-            chat_template=prompt.chat_template,
-            max_prompt_tokens=room,
+    def _costs(self, world: Transport) -> Costs | None:
+        """Measure ranks and links if chains are to be planned."""
+        if world.size == 1 or not self.spec.parallel.planned:
+            return None
+        costs = measure_costs(self.loaded, world)
+        self._say(
+            f"measured links: {costs.link_bytes_per_s / 1e9:.2f} GB/s, {costs.link_latency_s * 1e6:.0f} us; a token "
+            f"decoded: {1e3 * (costs.layers * costs.launch_floor_s + costs.head_s):.1f} ms"
         )
+        return costs
+
+    def _table(self, world: Transport) -> Table | None:
+        """Find the lookup table, and refuse one of something else before the batch begins."""
+        parallel = self.spec.parallel
+        if parallel.table is None or self.chain.size == 1:
+            return None
+        here = key_of(self.loaded, self.chain)
+        path = Path(parallel.table)
+        table, differences = together(world, lambda: find_table(path, here, force=parallel.table_force))
+        self._say(f"slices by table: {table.key.model.name} on {table.key.hardware}, {describe_range(table)}")
+        if differences:
+            self._say(f"warning: used all the same (parallel.table_force): {'; '.join(differences)}")
+        return table
 
     def _rates(self, world: Transport) -> list[Rates]:
-        """Measure this chain's ranks if the slices are to be cut by time."""
-        if self.chain.size == 1 or self.spec.parallel.partition != "equal_time":
+        """Measure all ranks if the slices are to be cut by time."""
+        if self.spec.parallel.partition != "equal_time" or (self.chain.size == 1 and self.costs is None):
             return []
-        rates = measure_rates(self.loaded, world)
-        mine = rates[world.rank - self.chain.rank :][: self.chain.size]
+        if self.costs is None:
+            rates = measure_rates(self.loaded, world)
+            mine = rates[self.first_rank :][: self.chain.size]
+        else:
+            token_s = self.costs.qkv_token_s + self.costs.rest_token_s
+            speeds = self.costs.speeds or (1.0,) * world.size
+            mine = rates = [Rates(token_s / speed, self.costs.pair_s / speed) for speed in speeds]
         example = self.frame.max_tokens if self.loaded.shape.max_tokens else EXAMPLE_TOKENS
         lengths = equal_time(example, mine)
         self._say(
@@ -285,7 +340,7 @@ class Engine:
             f"{mine[0].pair_s * 1e9:.2f} ns a query-key pair; slices of equal time for {example} tokens: "
             f"{Partition.by_ratio(example, lengths, QUANTUM_TOKENS)}"
         )
-        return mine
+        return rates
 
 
 def _present(outcomes: Sequence[_Outcome | None]) -> list[_Outcome]:

@@ -96,25 +96,46 @@ class ParallelSection(Section):
     """How the ranks share the work."""
 
     strategy: Literal["kvr", "single"] = Field("kvr", description="kvr: chains of ranks; single: a document per rank")
-    ranks_per_chain: int | Literal["all"] = Field("all", description="ranks that share one prompt")
-    partition: Literal["equal_time", "even", "ratio"] = Field("equal_time", description="how a prompt is cut")
+    ranks_per_chain: int | Literal["all", "auto"] = Field(
+        "all", description="ranks that share one prompt; auto: planned for each document"
+    )
+    partition: Literal["equal_time", "even", "ratio", "table"] = Field("equal_time", description="how a prompt is cut")
     ratios: list[Annotated[float, Field(gt=0)]] | None = Field(
         None, description="weights of the slices, for partition = 'ratio'"
     )
+    table: str | None = Field(
+        None, min_length=1, description="a file of kvr search, or a folder of them, for partition = 'table'"
+    )
+    table_force: bool = Field(False, description="take a table of another model, dtype, device or number of ranks")
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: its share of the cores")
+    transport: Literal["auto", "mpi", "staged", "nccl", "gloo", "local"] = Field(
+        "auto", description="what carries keys and values between ranks; auto: what is proven to work here"
+    )
 
     @field_validator("ranks_per_chain")
     @classmethod
     def _positive(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 1:
-            raise ValueError("expected 'all' or at least 1")
+            raise ValueError("expected 'all', 'auto' or at least 1")
         return value
 
     @model_validator(mode="after")
-    def _ratios_with_ratio(self) -> ParallelSection:
+    def _ratios_or_table(self) -> ParallelSection:
         if (self.partition == "ratio") != (self.ratios is not None):
             raise ValueError("parallel.partition = 'ratio' and parallel.ratios = [...] go together")
+        if (self.partition == "table") != (self.table is not None):
+            raise ValueError("parallel.partition = 'table' and parallel.table = 'tables/...' go together")
+        if self.planned and (self.ratios is not None or self.table is not None):
+            raise ValueError(
+                "parallel.ratios and parallel.table are for chains of one length; with ranks_per_chain = 'auto' choose "
+                "another partition"
+            )
         return self
+
+    @property
+    def planned(self) -> bool:
+        """Whether each document's chain is planned."""
+        return self.strategy == "kvr" and self.ranks_per_chain == "auto"
 
 
 class OutputSection(Section):

@@ -161,10 +161,16 @@ def fit_prompt(frame: Frame, text_ids: Sequence[int], *, truncate: Keep | None) 
     return frame.around(text_ids[first : first + frame.text_budget], dropped_tokens=excess)
 
 
+def count_parts(frame: Frame, text_tokens: int) -> int:
+    """Say into how many prompts `split_text` cuts a text of so many tokens."""
+    budget = frame.text_budget
+    return 1 if text_tokens <= budget else -(-text_tokens // max(1, int(budget * (1 - SEAM_SHARE))))
+
+
 def split_text(tokenizer: Any, frame: Frame, text_ids: Sequence[int]) -> list[Prompt]:
     """Cut a long text into prompts of nearly equal length, preferably where a paragraph, line or sentence ends."""
     budget, tokens = frame.text_budget, len(text_ids)
-    count = 1 if tokens <= budget else -(-tokens // max(1, int(budget * (1 - SEAM_SHARE))))
+    count = count_parts(frame, tokens)
     # Both ends of a part may move by this without its outgrowing the budget.
     reach = (budget - -(-tokens // count)) // 2
     bounds = [0]

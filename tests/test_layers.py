@@ -26,6 +26,8 @@ ROOMS = [
     "report",
     "doctor",
     "job",
+    "forecast",
+    "plan",
     "engine",
     "batch",
     "bench",

@@ -18,6 +18,7 @@ from kvr_mpi.errors import EXIT_BUG, EXIT_USAGE, KvrError
 # Subcommand: (module, function in it, help line for the list).
 COMMANDS = {
     "run": ("kvr_mpi.cli.run", "run", "Prefill, answer and store every document of a job."),
+    "plan": ("kvr_mpi.cli.plan", "plan", "Which documents would run on which chains, when, and why."),
     "doctor": ("kvr_mpi.cli.doctor", "doctor", "Is this machine ready? Launcher, cores, GPUs, links, files, SLURM."),
     "bench": ("kvr_mpi.cli.bench", "bench", "Time the strategies side by side."),
     "verify": ("kvr_mpi.cli.verify", "verify", "Prove that every strategy gives what one process gives."),

@@ -62,6 +62,12 @@ def choose_slices(table: Table, tokens: int, ranks: int | None = None) -> Choice
     return Choice(split, chain_seconds(costs, split.lengths) * _correction(table, tokens), "interpolated")
 
 
+def describe_range(table: Table) -> str:
+    """Say for what a table was searched."""
+    lengths = [entry.context_tokens for entry in table.entries]
+    return f"{len(lengths)} length(s) from {lengths[0]} to {lengths[-1]} tokens on {table.key.ranks} ranks"
+
+
 def _correction(table: Table, tokens: int) -> float:
     """Interpolate, between the two nearest entries, what they took over what the table's rates say."""
     costs = table.rates.costs()

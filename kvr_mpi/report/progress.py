@@ -24,13 +24,14 @@ from kvr_mpi.store.outputs import Record
 class ProgressReport:
     """Tell what is done, what is left, and for how long.
 
-    The time left is by characters of text, so that long documents count for more than short ones.
+    The time left is by work, in characters of text or any other unit, so that long documents count for more than
+    short ones.
 
     Parameters
     ----------
     log : Log
-    documents, chars : int
-        What this chain has to do.
+    documents, work : int
+        Documents to be told of, and the work of all this rank takes part in.
     deadline_s : float or None
         Unix time at which the batch system ends the job.
     bar : bool
@@ -41,16 +42,16 @@ class ProgressReport:
         self,
         log: Log,
         documents: int,
-        chars: int,
+        work: int,
         *,
         deadline_s: float | None = None,
         bar: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._log, self._documents, self._chars = log, documents, chars
+        self._log, self._documents, self._work = log, documents, work
         self._deadline_s, self._clock = deadline_s, clock
         self._began = clock()
-        self._done = self._done_chars = 0
+        self._done = self._done_work = 0
         self._bar: Progress | None = None
         if bar:
             self._bar = Progress(
@@ -76,10 +77,14 @@ class ProgressReport:
         if self._bar is not None:
             self._bar.stop()
 
-    def document(self, record: Record, chars: int) -> None:
-        """Count a document as done."""
+    def passed(self, work: int) -> None:
+        """Count work on a document that another rank tells of."""
+        self._done_work += work
+
+    def document(self, record: Record, work: int) -> None:
+        """Count a document as done, and tell of it."""
         self._done += 1
-        self._done_chars += chars
+        self._done_work += work
         if self._bar is not None:
             self._bar.update(self._task, advance=1, description=record.id[:40])
             if record.status == "error":
@@ -96,10 +101,10 @@ class ProgressReport:
 
     def _left(self) -> str:
         elapsed = self._clock() - self._began
-        chars_left = self._chars - self._done_chars
+        work_left = self._work - self._done_work
         left = "done" if self._done >= self._documents else "left unknown"
-        if self._done < self._documents and self._done_chars:
-            left = f"left {clock_time(elapsed * chars_left / self._done_chars)}"
+        if self._done < self._documents and self._done_work:
+            left = f"left {clock_time(elapsed * work_left / self._done_work)}"
         text = f"elapsed {clock_time(elapsed)}, {left}"
         if self._deadline_s is not None:
             text += f", wall time left {clock_time(self._deadline_s - self._clock())}"

@@ -1,0 +1,204 @@
+"""``kvr plan JOB.toml``: what a job would do, and why, before it is submitted; no MPI, no weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvr_mpi.forecast import Forecast
+    from kvr_mpi.job import JobSpec
+    from kvr_mpi.planner.schedule import Placement, Schedule
+
+# Longer corpora are not tokenised as a whole: their tokens are estimated from documents spread over them.
+COUNTED_CHARS, SAMPLE_CHARS = 20_000_000, 4_000_000
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job.")
+@click.option("--ranks", type=click.IntRange(1), help="Ranks the job will have; default: those of this allocation.")
+@click.option(
+    "--hardware", metavar="NAME_OR_FILE", help="How fast a rank is: a profile, a JSON file, or a table's hardware."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every document.")
+@click.option("--limit-rows", default=20, show_default=True, type=click.IntRange(0), help="Rows printed; 0: all.")
+def plan(
+    job: Path, settings: tuple[str, ...], ranks: int | None, hardware: str | None, as_json: bool, limit_rows: int
+) -> None:
+    r"""Show which documents of JOB would run on which chains of ranks, when, for how long, and why.
+
+    \b
+    kvr plan jobs/summarize.toml --ranks 64 --hardware h200
+
+    A job runs as planned with parallel.ranks_per_chain = "auto"; there the costs are measured on its own ranks.
+    """
+    from kvr_mpi.cli.environment import read_environment
+    from kvr_mpi.cli.launch import quiet_libraries
+    from kvr_mpi.errors import ConfigError
+    from kvr_mpi.forecast import forecast_of, frame_of
+    from kvr_mpi.job import load_job
+    from kvr_mpi.model import load_outline
+    from kvr_mpi.plan import plan_documents
+    from kvr_mpi.prompts import check_template
+    from kvr_mpi.transport.mpi import launched_size
+
+    spec, _ = load_job(job, settings)
+    check_template(spec.prompt.template)
+    ranks = ranks or (launched_size(os.environ) or ("", 0))[1]
+    if not ranks:
+        raise ConfigError("--ranks: how many ranks will the job have? Give a number, such as --ranks 8")
+    machine = read_environment().machine
+    quiet_libraries()
+    source = spec.model
+    outline = load_outline(
+        source.path,
+        dtype=source.dtype,
+        offline=machine.offline if source.offline is None else source.offline,
+        revision=source.revision,
+        trust_remote_code=source.trust_remote_code,
+        cache_dir=machine.cache_dir,
+    )
+    frame = frame_of(spec, outline.tokenizer, outline.shape, spec.prompt.template)
+    forecast = forecast_of(spec, outline, frame, ranks, hardware)
+    texts, counted = _count(spec, outline.tokenizer)
+    found = plan_documents(spec, texts, ranks, forecast)
+    if as_json:
+        click.echo(json.dumps(_as_json(found, forecast), indent=1))
+        return
+    click.echo(f"model      {outline.name} ({outline.shape.architecture}, {str(outline.dtype).removeprefix('torch.')})")
+    click.echo(f"costs      {forecast.source}")
+    click.echo(f"corpus     {len(texts)} documents, {counted}\n")
+    _print_rows(found, forecast, limit_rows)
+    _print_summary(spec, found, forecast, texts)
+
+
+def _count(spec: JobSpec, tokenizer: Any) -> tuple[list[tuple[str, int]], str]:
+    """Tokens of every document's text, and how they were counted."""
+    from kvr_mpi.documents import read_corpus
+    from kvr_mpi.errors import CorpusError
+    from kvr_mpi.prompts import encode_text
+
+    def documents() -> Any:
+        wanted = spec.documents
+        return read_corpus(wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit)
+
+    chars = {document.id: document.chars if document.error is None else 0 for document in documents()}
+    if not chars:
+        raise CorpusError(f"documents.path {spec.documents.path}: the files hold no document; expected at least one")
+    total = sum(chars.values())
+    every = 1 if total <= COUNTED_CHARS else -(-total // SAMPLE_CHARS)
+    counted = {
+        document.id: len(encode_text(tokenizer, document.text)) if document.error is None else 0
+        for number, document in enumerate(documents())
+        if number % every == 0
+    }
+    if every == 1:
+        return list(counted.items()), f"{sum(counted.values())} tokens of text"
+    ratio = sum(counted.values()) / max(1, sum(chars[name] for name in counted))
+    tokens = [(name, counted.get(name, round(ratio * count))) for name, count in chars.items()]
+    return tokens, f"about {sum(count for _, count in tokens)} tokens of text (estimated from {len(counted)} of them)"
+
+
+def _columns(place: Placement, forecast: Forecast) -> dict[str, Any]:
+    """Say what is known of one document's run."""
+    prompts = forecast.parts(place.tokens) if place.tokens else []
+    ranks = place.ranks if prompts and place.ranks <= prompts[0] else 1
+    return {
+        "id": place.id,
+        "tokens": place.tokens,
+        "prompts": len(prompts),
+        "ranks": place.ranks,
+        "first_rank": place.first_rank,
+        "slices": list(forecast.slices(prompts[0], ranks).bounds) if prompts else [],
+        "start_s": place.start_s,
+        "end_s": place.end_s,
+        "ttft_s": forecast.ttft_s(prompts[0], ranks) if prompts else None,
+        "memory_bytes": forecast.memory(place.tokens, place.ranks) if prompts else None,
+        "reason": place.reason,
+    }
+
+
+def _as_json(found: Schedule, forecast: Forecast) -> dict[str, Any]:
+    return {
+        "ranks": found.ranks,
+        "costs": forecast.source,
+        "makespan_s": found.makespan_s,
+        "lower_bound_s": found.lower_bound_s,
+        "area_bound_s": found.area_bound_s,
+        "longest_bound_s": found.longest_bound_s,
+        "data_parallel_s": found.data_parallel_s,
+        "fixed_s": {str(length): seconds for length, seconds in found.fixed_s},
+        "documents": [_columns(place, forecast) for place in found.placements],
+        "misfits": [{"id": name, "tokens": tokens, "reason": why} for name, tokens, why in found.misfits],
+    }
+
+
+def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
+    import shutil
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvr_mpi.plan import duration
+    from kvr_mpi.report.table import printable
+
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
+    table.add_column("document", no_wrap=True, overflow="ellipsis", min_width=12, max_width=28)
+    for name in ("tokens", "on ranks", "slices", "start", "first token", "end", "memory"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    table.add_column("why", overflow="fold", ratio=1)
+    rows = sorted(found.placements, key=lambda place: (place.start_s, place.first_rank))
+    for place in rows[: limit or None]:
+        row = _columns(place, forecast)
+        lengths = [str(b - a) for a, b in zip(row["slices"], row["slices"][1:], strict=False)]
+        slices = "+".join(lengths if len(lengths) <= 4 else [*lengths[:2], "...", lengths[-1]])
+        last = place.first_rank + place.ranks - 1
+        table.add_row(
+            Text(printable(place.id)),
+            str(place.tokens),
+            str(last) if place.ranks == 1 else f"{place.first_rank}-{last}",
+            slices if row["prompts"] < 2 else f"{row['prompts']} prompts",
+            duration(place.start_s),
+            "" if row["ttft_s"] is None else duration(row["ttft_s"]),
+            duration(place.end_s),
+            "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 1e9:.1f} GB",
+            Text(place.reason),
+        )
+    console = Console(
+        width=max(120, shutil.get_terminal_size((150, 24)).columns), highlight=False, force_terminal=False
+    )
+    console.print(table)
+    if limit and len(rows) > limit:
+        click.echo(f"... and {len(rows) - limit} more; --limit-rows 0 prints all, --json what is known of each")
+    for name, _, why in found.misfits:
+        click.echo(f"FITS NOWHERE: {printable(name)}: {why}")
+
+
+def _print_summary(spec: JobSpec, found: Schedule, forecast: Forecast, texts: list[tuple[str, int]]) -> None:
+    """Print the makespan and what it is compared with: the bound, other ways, the job as written, other ranks."""
+    from kvr_mpi.plan import describe, duration, plan_documents
+
+    click.echo("")
+    for line in describe(found):
+        click.echo(line)
+    errors = sum(place.tokens == 0 for place in found.placements)
+    if errors:
+        click.echo(f"{errors} document(s) cannot be read or are too long: they get error records")
+    others = [count for count in (found.ranks // 2, found.ranks * 2) if count]
+    times = [(count, plan_documents(spec, texts, count, forecast).makespan_s) for count in others]
+    times.append((found.ranks, found.makespan_s))
+    click.echo("ranks      " + "; ".join(f"{count}: {duration(seconds)}" for count, seconds in sorted(times)))
+    if not spec.parallel.planned and spec.parallel.strategy == "kvr":
+        wanted = spec.parallel.ranks_per_chain
+        length = found.ranks if wanted == "all" else int(wanted)
+        seconds = dict(found.fixed_s).get(length)
+        takes = "does not fit, or not divide the ranks" if seconds is None else f"takes {duration(seconds)}"
+        click.echo(
+            f"the job as written, with ranks_per_chain = {wanted!r}, {takes}; with 'auto' it runs as planned above"
+        )

@@ -1,0 +1,177 @@
+"""What one document of a job takes on a chain of any length: slices, time, memory, and how that is known.
+
+Stands between the job and the plan. The prefill is the cost model's; decoding is a step for every new token, which
+only the chain's last rank makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.job import JobSpec
+from kvr_mpi.model import ModelShape, Outline
+from kvr_mpi.partition import Partition
+from kvr_mpi.planner.costmodel import Costs, chain_seconds, costs_of, equal_time_lengths
+from kvr_mpi.planner.hardware import load_hardware, profiles
+from kvr_mpi.planner.table import FOLDER, Table, load_table, table_files
+from kvr_mpi.planner.workload import workload_of
+from kvr_mpi.prompts import Frame, count_parts, make_frame
+
+# Slices end at multiples of this many tokens, which the kernels like.
+QUANTUM_TOKENS = 16
+
+
+def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str) -> Frame:
+    """Make the frame around a document's text, with room left for the answer.
+
+    Raises
+    ------
+    ConfigError
+        If prompt, answer and the model's context do not go together.
+    """
+    prompt = spec.prompt
+    context = prompt.max_tokens or shape.max_tokens or 1 << 62
+    if shape.max_tokens is not None and context > shape.max_tokens:
+        raise ConfigError(f"prompt.max_tokens = {context}: this model's context has {shape.max_tokens} tokens")
+    room = context - spec.generation.max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"generation.max_new_tokens = {spec.generation.max_new_tokens} leaves no room for a prompt in a "
+            f"context of {context} tokens; ask for fewer"
+        )
+    return make_frame(
+        tokenizer,
+        template,
+        system=prompt.system,
+        chat_template=prompt.chat_template,
+        max_prompt_tokens=room,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What one document takes on a chain of any length.
+
+    source : where the costs come from.
+    costs : of a rank, all alike.
+    even : whether slices are even; else they take equal time.
+    frame : of the text; a document with more tokens than a prompt may have is answered in parts.
+    new_tokens : of an answer, at most.
+    step_s, step_token_s : decoding a token, and for each token before it.
+    peak_bytes : most memory (tokens, ranks) takes on any rank; None if unknown.
+    memory_bytes : what each rank has; None if unknown.
+    """
+
+    source: str
+    costs: Costs
+    even: bool
+    frame: Frame
+    new_tokens: int
+    step_s: float
+    step_token_s: float
+    peak_bytes: Callable[[int, int], float] | None = None
+    memory_bytes: float | None = None
+
+    def slices(self, tokens: int, ranks: int) -> Partition:
+        """Cut a prompt as a chain of so many ranks would."""
+        ratios = [1.0] * ranks if self.even else equal_time_lengths(self.costs, tokens, ranks)
+        return Partition.by_ratio(tokens, ratios, QUANTUM_TOKENS)
+
+    def ttft_s(self, tokens: int, ranks: int) -> float:
+        """Time to the first token of one prompt; one shorter than the chain is done by its last rank."""
+        return chain_seconds(self.costs, self.slices(tokens, ranks if ranks <= tokens else 1).lengths)
+
+    def parts(self, tokens: int) -> list[int]:
+        """Tokens of a document's prompts: one, or those of its parts and then the one about their answers."""
+        most = self.frame.max_tokens
+        if tokens <= most:
+            return [tokens]
+        count = count_parts(self.frame, tokens)
+        around = most - self.frame.text_budget
+        return [-(-tokens // count)] * count + [min(most, around + count * self.new_tokens)]
+
+    def document_s(self, tokens: int, ranks: int) -> float:
+        """Time of a whole document: all its prompts, each prefilled and answered."""
+        prompts = self.parts(tokens)
+        prefill_s = self.ttft_s(prompts[0], ranks) * max(1, len(prompts) - 1)
+        prefill_s += self.ttft_s(prompts[-1], ranks) if len(prompts) > 1 else 0.0
+        steps = max(0, self.new_tokens - 1)
+        return prefill_s + steps * sum(self.step_s + self.step_token_s * prompt for prompt in prompts)
+
+    def memory(self, tokens: int, ranks: int) -> float | None:
+        """Most bytes any rank of the chain holds; None if unknown."""
+        return None if self.peak_bytes is None else self.peak_bytes(max(self.parts(tokens)), ranks)
+
+    def fits(self, tokens: int, ranks: int) -> bool:
+        """Whether the ranks of a chain have the memory for a document; yes where it is unknown."""
+        needed = self.memory(tokens, ranks) if self.memory_bytes is not None else None
+        return needed is None or self.memory_bytes is None or needed <= self.memory_bytes
+
+
+def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) -> Forecast:
+    """Forecast from rates that were measured: a decoded token costs what a prompt of one token does."""
+    return Forecast(
+        source=source,
+        costs=replace(costs, speeds=None),
+        even=spec.parallel.partition == "even",
+        frame=frame,
+        new_tokens=spec.generation.max_new_tokens,
+        step_s=costs.layers * costs.launch_floor_s + costs.head_s,
+        step_token_s=costs.layers * costs.pair_s,
+    )
+
+
+def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardware: str | None) -> Forecast:
+    """Forecast without running anything: from a hardware profile, or else from a lookup table for this model.
+
+    Parameters
+    ----------
+    hardware : str or None
+        A shipped profile, a JSON file, or the name of the machine in a table; None: of the one machine there are
+        tables for.
+
+    Raises
+    ------
+    ConfigError
+        If neither is there, with the choices.
+    """
+    tables = _tables(spec, outline)
+    machines = sorted({table.key.hardware for table in tables})
+    if hardware is None and len(machines) != 1:
+        measured = f"{' or '.join(machines)} (measured, in tables), " if machines else ""
+        raise ConfigError(
+            f"nothing says how fast a rank is: choose with --hardware {measured}{', '.join(profiles())} (profiles), or "
+            f"a JSON file of the same keys; or measure a table of this model on the ranks themselves with kvr search"
+        )
+    if hardware in machines or hardware is None:
+        mine = [table for table in tables if table.key.hardware == (hardware or machines[0])]
+        best = min(mine, key=lambda table: (abs(table.key.ranks - ranks), table.key.ranks))
+        source = f"lookup table for {best.key.ranks} ranks of {best.key.hardware} ({best.key.device}); memory unknown"
+        return forecast_measured(spec, best.rates.costs(), frame, source)
+    profile = load_hardware(hardware)
+    work = workload_of(outline.config, outline.dtype.itemsize)
+    forecast = forecast_measured(spec, costs_of(work, profile), frame, f"profile {profile.name}: {profile.source}")
+    kv_bytes, new_tokens = outline.shape.kv_bytes_per_token, spec.generation.max_new_tokens
+
+    def peak_bytes(tokens: int, ranks: int) -> float:  # of the last rank, which ends with all keys and values
+        return work.weight_bytes + kv_bytes * (tokens + new_tokens)
+
+    return replace(
+        forecast,
+        step_s=max(forecast.step_s, work.weight_bytes / profile.memory_bytes_per_s),
+        step_token_s=kv_bytes / profile.memory_bytes_per_s,
+        peak_bytes=peak_bytes,
+        memory_bytes=profile.memory_bytes,
+    )
+
+
+def _tables(spec: JobSpec, outline: Outline) -> list[Table]:
+    """Tables of this model and dtype, where the job says tables are."""
+    place = Path(getattr(spec.parallel, "table", None) or FOLDER)
+    found = [load_table(file) for file in table_files(place)] if place.exists() else []
+    dtype = str(outline.dtype).removeprefix("torch.")
+    return [table for table in found if table.key.model.fingerprint == outline.fingerprint and table.key.dtype == dtype]

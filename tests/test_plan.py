@@ -1,0 +1,326 @@
+"""Plans of a corpus: what `kvr plan` shows without MPI, and jobs that follow it, under mpirun, with real documents."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvr_mpi.cli.plan import plan as plan_command
+from kvr_mpi.documents import Document
+from kvr_mpi.errors import EXIT_USAGE, KvrError
+from kvr_mpi.forecast import Forecast
+from kvr_mpi.job import JobSpec, load_job
+from kvr_mpi.plan import agree, count_tokens, describe, duration, plan_documents, prompt_tokens
+from kvr_mpi.planner.costmodel import Costs
+from kvr_mpi.planner.schedule import schedule
+from kvr_mpi.prompts import Frame, encode_text, split_text
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.local import LocalTransport, run_local
+
+TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
+# Sentences of each document: one is worth a chain, the others are not.
+SENTENCES = [1, 2, 3, 1, 5, 8, 2, 1, 330, 3, 1, 20]
+COSTS = Costs(
+    layers=4,
+    qkv_token_s=1e-5,
+    rest_token_s=3e-5,
+    pair_s=1e-8,
+    eager=False,
+    layer_s=0.0,
+    launch_floor_s=1e-4,
+    kv_bytes=1024,
+    link_bytes_per_s=1e9,
+    link_latency_s=1e-5,
+)
+FORECAST = Forecast(
+    source="invented",
+    costs=COSTS,
+    even=False,
+    frame=Frame((1, 2), (3,), 1000),
+    new_tokens=11,
+    step_s=0.01,
+    step_token_s=1e-6,
+)
+
+
+@pytest.fixture(scope="module")
+def long_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A tiny random Llama of 8192 tokens: a long prompt takes visibly longer than a short one."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("long-llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def job(tmp_path: Path, long_model_dir: Path) -> Path:
+    """A planned job over documents of very different length, one that is empty and one that is too long."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number, count in enumerate(SENTENCES):
+        (corpus / f"doc-{number:02d}.txt").write_text(f"Document {number}. " + TEXT * count)
+    (corpus / "empty.txt").write_text(" \n")
+    (corpus / "too-long.txt").write_text(TEXT * 500)
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f"""
+        [model]
+        path = "{long_model_dir}"
+        dtype = "float32"
+        [documents]
+        path = "{corpus}"
+        [prompt]
+        template = "Summarise: {{text}} Summary:"
+        [generation]
+        max_new_tokens = 8
+        [parallel]
+        ranks_per_chain = "auto"
+        [output]
+        path = "{tmp_path / "out"}"
+        """
+    )
+    return path
+
+
+def options(*settings: str) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def answers(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {record.id: record.token_ids for record in read_run(folder) if record.status == "done"}
+
+
+def test_a_planned_job_gives_the_same_answers(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+    planned = mpirun(4, [kvr_run, job])
+    assert planned.returncode == 65, planned.stderr
+    records = {record.id: record for record in read_run(tmp_path / "out")}
+    errors = {name for name, record in records.items() if record.status == "error"}
+    assert errors == {"empty.txt", "too-long.txt"}
+    ranks = {name: len(record.slices) - 1 for name, record in records.items() if name not in errors}
+    assert ranks["doc-08.txt"] > 1 and ranks["doc-00.txt"] == 1, ranks
+    assert "predicted" in planned.stderr and "lower bound" in planned.stderr
+    assert f"12 done, {len(errors)} error(s)" in planned.stdout
+    told = [line for line in planned.stderr.splitlines() if "first token" in line]
+    assert sorted(line.split(": ")[0].split()[-1] for line in told) == sorted(records.keys() - errors)
+
+    for name, count, settings in (
+        ("single", 2, ["parallel.strategy=single"]),
+        ("fixed", 2, ["parallel.ranks_per_chain=all", "parallel.partition=even"]),
+    ):
+        run = mpirun(count, [kvr_run, job, *options(*settings, f"output.path={tmp_path / name}")])
+        assert run.returncode == 65, run.stderr
+        assert answers(tmp_path / name) == answers(tmp_path / "out")
+    assert len(answers(tmp_path / "out")) == 12
+
+
+def test_a_planned_job_goes_on_with_another_number_of_ranks(
+    job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path
+) -> None:
+    first = mpirun(3, [kvr_run, job, *options("documents.limit=5", "output.kv=true", "parallel.partition=even")])
+    assert first.returncode == 0, first.stderr
+    before = answers(tmp_path / "out")
+    assert len(before) == 5
+    second = mpirun(2, [kvr_run, job, "--resume", *options("output.kv=true", "prompt.too_long=error")])
+    assert second.returncode == 65, second.stderr
+    assert "5 of them done already" in second.stderr
+    after = answers(tmp_path / "out")
+    assert len(after) == 12 and all(after[name] == tokens for name, tokens in before.items())
+    again = mpirun(1, [kvr_run, job, "--resume", *options("output.kv=true")])
+    assert again.returncode == 65, again.stderr
+    assert answers(tmp_path / "out") == after
+
+
+def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) -> None:
+    command = [kvr, "plan", job, "--ranks", "4", "--hardware", "h200"]
+    shown = subprocess.run([*command, "--limit-rows", "3"], capture_output=True, text=True, check=True)
+    assert "12 on" in shown.stdout or "14 on" in shown.stdout
+    for words in (
+        "profile h200: data sheet",
+        "lower bound",
+        "... and 11 more",
+        "2: ",
+        "8: ",
+        "a rank for each document",
+    ):
+        assert words in shown.stdout, shown.stdout
+    assert sum("doc-" in line for line in shown.stdout.splitlines()) <= 3
+    assert "2 document(s) cannot be read or are too long" in shown.stdout
+
+    found = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+    documents = {document["id"]: document for document in found["documents"]}
+    assert len(documents) == 14 and found["ranks"] == 4 and not found["misfits"]
+    assert found["lower_bound_s"] <= found["makespan_s"] <= found["data_parallel_s"]
+    long, bad = documents["doc-08.txt"], documents["empty.txt"]
+    assert long["tokens"] > 6000 and long["slices"][-1] == long["tokens"] and long["memory_bytes"] > 0
+    assert 0 < long["ttft_s"] < long["end_s"] and bad["tokens"] == 0 and bad["slices"] == []
+    assert "error" in bad["reason"]
+
+
+def test_a_slow_machine_makes_a_chain(job: Path, kvr: Path, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.json"
+    slow.write_text(
+        json.dumps(
+            {
+                "name": "slow",
+                "source": "invented",
+                "gemm_flop_per_s": 1e9,
+                "attention_flop_per_s": 1e9,
+                "attention": "flash",
+                "link_bytes_per_s": 1e9,
+                "link_latency_s": 1e-5,
+                "memory_bytes_per_s": 1e10,
+                "memory_bytes": 1e9,
+            }
+        )
+    )
+    command = [kvr, "plan", job, "--hardware", slow, "--json"]
+    allocation = {**os.environ, "SLURM_NTASKS": "4"}  # without --ranks, those of the allocation
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=allocation)
+    found = json.loads(run.stdout)
+    chains = {document["id"]: document["ranks"] for document in found["documents"]}
+    assert chains["doc-08.txt"] == 4 and chains["doc-00.txt"] == 1 and len(found["documents"][0]["slices"]) == 5
+    assert found["makespan_s"] < 0.5 * found["data_parallel_s"]
+
+    slow.write_text(slow.read_text().replace('"memory_bytes": 1000000000.0', '"memory_bytes": 1000.0'))
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=allocation)
+    found = json.loads(run.stdout)
+    assert len(found["misfits"]) == 12 and "no number of ranks would do" in found["misfits"][0]["reason"]
+    text = subprocess.run(command[:-1], capture_output=True, text=True, check=True, env=allocation).stdout
+    assert text.count("FITS NOWHERE") == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--hardware", "h200"], 78, ["--ranks 8"]),
+        (["--ranks", "4"], 78, ["how fast a rank is", "h100-80gb", "kvr search"]),
+        (["--ranks", "4", "--hardware", "abacus"], 78, ["'abacus'", "h200"]),
+        (["--ranks", "0"], 2, ["--ranks"]),
+        (["--ranks", "2", "--set", "documents.path=nowhere", "--hardware", "h200"], 78, ["nowhere"]),
+        (["--ranks", "2", "--set", "prompt.template=x"], 78, ["prompt.template", "{text}"]),
+        (["--ranks", "2", "--set", "parallel.ranks_per_chain=some"], 78, ["'auto'", "'some'"]),
+        (["--ranks", "2", "--set", "parallel.ranks_per_chain=0"], 78, ["'all', 'auto' or at least 1"]),
+        (
+            ["--ranks", "2", "--set", "parallel.partition=ratio", "--set", "parallel.ratios=[1, 2]"],
+            78,
+            ["parallel.ratios", "'auto'"],
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_planned(
+    arguments: list[str], code: int, words: list[str], job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where no tables are
+    for name in [name for name in os.environ if name.startswith(("SLURM", "PMI", "OMPI"))]:
+        monkeypatch.delenv(name)
+    found = CliRunner().invoke(plan_command, [str(job), *arguments])
+    if code == EXIT_USAGE:
+        assert found.exit_code == code
+        message = found.output
+    else:
+        assert isinstance(found.exception, KvrError) and found.exception.exit_code == code
+        message = str(found.exception)
+    for word in words:
+        assert word in message
+
+
+def spec_of(job: Path, *settings: str) -> JobSpec:
+    return load_job(job, settings, {})[0]
+
+
+def test_prompts_are_counted_as_they_will_be_made(job: Path, tokenizer: Any) -> None:
+    frame = Frame((1, 2), (3,), 200)
+    ids = encode_text(tokenizer, TEXT * 60)
+    assert len(ids) > 1000
+    counted = {
+        choice: prompt_tokens(spec_of(job, f"prompt.too_long={choice}").prompt, frame, len(ids))
+        for choice in ("error", "truncate", "split")
+    }
+    made = split_text(tokenizer, frame, ids)
+    assert counted == {"error": 0, "truncate": 200, "split": sum(prompt.tokens for prompt in made)}
+    prompt = spec_of(job).prompt
+    assert [prompt_tokens(prompt, frame, tokens) for tokens in (0, 1, 197, 198)] == [0, 4, 200, 0]
+
+
+def test_ranks_share_the_counting(tokenizer: Any) -> None:
+    documents = [Document(f"{number}", TEXT * number, error=None if number else "bad") for number in range(7)]
+    wanted = {str(number) for number in range(6)}
+    counts = run_local(3, lambda rank: count_tokens(tokenizer, iter(documents), wanted, rank))
+    truth = {name: len(encode_text(tokenizer, TEXT * int(name))) for name in wanted}
+    assert counts == [truth] * 3 and truth["0"] == 0
+
+
+def test_a_document_in_parts_takes_as_long_as_its_prompts() -> None:
+    assert FORECAST.parts(1000) == [1000]
+    prompts = FORECAST.parts(5000)
+    assert len(prompts) > 6 and max(prompts) <= 1000 and sum(prompts[:-1]) >= 5000
+    whole = FORECAST.document_s(5000, 2)
+    assert whole == pytest.approx(sum(FORECAST.document_s(prompt, 2) for prompt in prompts))
+    assert FORECAST.document_s(800, 1) == pytest.approx(FORECAST.ttft_s(800, 1) + 10 * (0.01 + 800e-6))
+    assert FORECAST.ttft_s(3, 4) == FORECAST.ttft_s(3, 1), "fewer tokens than ranks"
+    assert replace(FORECAST, even=True).slices(960, 3).lengths == (320, 320, 320)
+    assert FORECAST.slices(900, 3).lengths[0] > 300
+
+
+def test_memory_decides_what_fits() -> None:
+    tight = replace(FORECAST, peak_bytes=lambda tokens, ranks: tokens * 10.0 / ranks, memory_bytes=2000.0)
+    assert tight.fits(200, 1) and not tight.fits(201, 1) and tight.fits(201, 2) and tight.memory(200, 1) == 2000
+    assert tight.fits(100_000, 5), "answered in parts, none of them longer than a prompt may be"
+    assert FORECAST.fits(10**9, 1) and replace(FORECAST, memory_bytes=1.0).fits(5, 1), "unknown: not refused"
+
+
+def test_single_is_planned_without_chains(job: Path) -> None:
+    texts = [("long", 900), ("short", 5)]
+    assert plan_documents(spec_of(job), texts, 4, FORECAST).chain_lengths != (1,)
+    assert plan_documents(spec_of(job, "parallel.strategy=single"), texts, 4, FORECAST).chain_lengths == (1,)
+
+
+def test_ranks_that_disagree_follow_the_first() -> None:
+    documents = [(f"{number}", 50 * number) for number in range(1, 9)]
+
+    def plan_on(rank: Transport, odd: int) -> Any:
+        slower = 2.0 if rank.rank == odd else 0.1  # as if this host rounded very differently
+        return schedule(documents, 4, lambda tokens, ranks: tokens / ranks + slower * ranks, lambda tokens, ranks: True)
+
+    def agreed(rank: LocalTransport) -> Any:
+        return agree(rank, plan_on(rank, 2))
+
+    first, second, odd, last = run_local(4, agreed)
+    assert first == second == last == plan_on(LocalTransport(), 2)
+    assert odd.placements == first.placements and odd.misfits == first.misfits
+    assert run_local(2, lambda rank: agree(rank, plan_on(rank, 9)))[0] == plan_on(LocalTransport(), 9)
+
+
+def test_description_names_times_and_alternatives() -> None:
+    plan = schedule([("a", 900), ("b", 5)], 2, FORECAST.document_s, lambda tokens, ranks: tokens < 50 * ranks)
+    assert "1 fit nowhere" in describe(plan)[0]
+    plan = schedule([("a", 900), ("b", 50)], 2, FORECAST.document_s, lambda tokens, ranks: tokens < 500 * ranks)
+    lines = describe(plan)
+    assert "some do not fit" in lines[2] and "best fixed length: 2 ranks" in lines[2]
+    assert describe(schedule([], 2, FORECAST.document_s, FORECAST.fits)) == ["plan: nothing to do"]
+    assert (duration(3.14159), duration(3700)) == ("3.14 s", "1:01:40")
