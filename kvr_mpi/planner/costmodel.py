@@ -49,7 +49,9 @@ class Costs:
     link_bytes_per_s, link_latency_s : of the link between neighbours, one direction.
     copy_token_s : a token of the prefix that was received, whatever attends to it.
     head_s : LM head, one token.
-    collective_floor_s : added to the launch floor by an all-gather.
+    gather_floor_per_rank_s : added to the launch floor by an all-gather, times the ranks.
+    gather_copy_token_s : an all-gather's copy_token_s.
+    gather_link_share : of the link's bandwidth an all-gather gets.
     speeds : of each rank, 1 the nominal; None if all are alike.
     """
 
@@ -65,8 +67,9 @@ class Costs:
     link_latency_s: float
     copy_token_s: float = 0.0
     head_s: float = 0.0
-    collective_floor_s: float = 0.0
-    collective_floor_per_rank_s: float = 0.0
+    gather_floor_per_rank_s: float = 0.0
+    gather_copy_token_s: float = 0.0
+    gather_link_share: float = 1.0
     speeds: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -89,6 +92,7 @@ def costs_of(work: Workload, hardware: Hardware, *, link_bytes_per_s: float | No
     link_bytes_per_s : float, optional
         Instead of the profile's.
     """
+    hardware = hardware.as_run_by(work.name)
     eager = hardware.attention == "eager"
     pair_s = work.pair_flop / hardware.attention_flop_per_s + (work.heads * hardware.score_s if eager else 0.0)
     head_s = work.head_flop / hardware.gemm_flop_per_s
@@ -105,10 +109,11 @@ def costs_of(work: Workload, hardware: Hardware, *, link_bytes_per_s: float | No
         kv_bytes=work.kv_bytes,
         link_bytes_per_s=link_bytes_per_s or hardware.link_bytes_per_s,
         link_latency_s=hardware.link_latency_s,
-        copy_token_s=hardware.kv_copies * 2 * work.kv_bytes / hardware.memory_bytes_per_s,
+        copy_token_s=hardware.kv_copies * 2 * work.kv_bytes / hardware.memory_bytes_per_s,  # read and written
         head_s=head_s,
-        collective_floor_s=hardware.collective_floor_s,
-        collective_floor_per_rank_s=hardware.collective_floor_per_rank_s,
+        gather_floor_per_rank_s=hardware.gather_floor_per_rank_s,
+        gather_copy_token_s=hardware.gather_kv_copies * 2 * work.kv_bytes / hardware.memory_bytes_per_s,
+        gather_link_share=hardware.gather_link_share,
     )
 
 
@@ -156,10 +161,11 @@ def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) 
     if ranks == 1:
         return single_seconds(costs, tokens)
     own = tokens / ranks
-    gather_s = costs.link_latency_s * (ranks - 1) + (tokens - own) * costs.kv_bytes / costs.link_bytes_per_s
+    gather_bytes_per_s = costs.link_bytes_per_s * costs.gather_link_share
+    gather_s = costs.link_latency_s * (ranks - 1) + (tokens - own) * costs.kv_bytes / gather_bytes_per_s
     seen = tokens if dense or costs.eager else tokens - own / 2
-    work_s = own * (costs.qkv_token_s + costs.rest_token_s + seen * costs.pair_s) + tokens * costs.copy_token_s
-    floor_s = costs.launch_floor_s + costs.collective_floor_s + ranks * costs.collective_floor_per_rank_s
+    work_s = own * (costs.qkv_token_s + costs.rest_token_s + seen * costs.pair_s) + tokens * costs.gather_copy_token_s
+    floor_s = costs.launch_floor_s + ranks * costs.gather_floor_per_rank_s
     layer_s = costs.layer_s + gather_s + work_s / min(costs.speeds or (1.0,))
     head_s = costs.head_s * (own if costs.eager else 1.0)
     return costs.layers * max(layer_s, floor_s) + head_s
@@ -263,7 +269,7 @@ def search_split(costs: Costs, tokens: int, ranks: int, relay: RelayKind = "cut-
         return np.array([_shaped(costs, tokens, ranks, shape) for shape in shapes])
 
     events = costs.layers * ranks * (ranks if relay == "cut-through" else 8)
-    starts = np.array([[0.0, 0.0, 0.0], [1.8, -0.1, 0.0], [10.0, 0.1, 0.0], [10.0, 0.0, 2.0]])
+    starts = np.array([[0.0, 0.0, 0.0], [1.8, -0.1, 0.0], [10.0, 0.1, 0.0]])
     steps = np.diag([0.5, 0.1, 1.0])
     shape = descend(
         lambda shapes: seconds_of(shaped(shapes)),

@@ -18,6 +18,15 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 
 
+class ModelRates(BaseModel):
+    """Rates that depend on how a model is implemented."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    score_s: NotNegative | None = None
+    launch_floor_s: NotNegative | None = None
+
+
 class Hardware(BaseModel):
     """One rank of a machine and the link to the next."""
 
@@ -31,15 +40,32 @@ class Hardware(BaseModel):
         description="eager: the whole score matrix, written to memory; flash: tiles of its causal half, on chip"
     )
     score_s: NotNegative = Field(0.0, description="eager: memory traffic of one score element of one head")
-    kv_copies: NotNegative = Field(0.0, description="how often a layer copies its whole keys and values (torch.cat)")
+    kv_copies: NotNegative = Field(0.0, description="how often a layer copies all keys and values it was sent")
+    gather_kv_copies: NotNegative = Field(0.0, description="the same after an all-gather")
+    gather_link_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="of the link's bandwidth an all-gather gets"
+    )
     launch_floor_s: NotNegative = Field(0.0, description="a layer's kernels cannot be launched faster than this")
+    gather_floor_per_rank_s: NotNegative = Field(
+        0.0, description="added to it by an all-gather, times the number of ranks"
+    )
     layer_overhead_s: NotNegative = Field(0.0, description="per layer and rank, where there are more ranks than one")
-    collective_floor_s: NotNegative = Field(0.0, description="added to the launch floor by an all-gather")
-    collective_floor_per_rank_s: NotNegative = Field(0.0, description="the same, times the number of ranks")
     link_bytes_per_s: Positive
     link_latency_s: NotNegative
     memory_bytes_per_s: Positive
     memory_bytes: Positive
+    for_models: dict[str, ModelRates] = Field(
+        default_factory=dict,
+        description="other rates for models whose name starts so, since another implementation runs them",
+    )
+
+    def as_run_by(self, model: str) -> Hardware:
+        """Rates with which a model runs here."""
+        found: dict[str, float] = {}
+        for prefix in sorted(self.for_models, key=len):
+            if model.lower().startswith(prefix.lower()):
+                found |= self.for_models[prefix].model_dump(exclude_none=True)
+        return self.model_copy(update=found)
 
 
 def profiles() -> list[str]:
