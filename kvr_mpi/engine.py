@@ -16,7 +16,7 @@ from typing import Any
 from kvr_mpi.decode.generate import Answer, generate, make_generation_config
 from kvr_mpi.documents import Document
 from kvr_mpi.errors import DocumentError
-from kvr_mpi.forecast import QUANTUM_TOKENS, Forecast, forecast_measured, frame_of
+from kvr_mpi.forecast import QUANTUM_TOKENS, Forecast, forecast_measured, frame_of, with_memory
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.partition import Partition
@@ -24,6 +24,7 @@ from kvr_mpi.planner.costmodel import Costs
 from kvr_mpi.planner.identity import key_of
 from kvr_mpi.planner.lookup import choose_slices, describe_range, find_table
 from kvr_mpi.planner.measure import measure_costs
+from kvr_mpi.planner.memory import footprint_of
 from kvr_mpi.planner.probe import measure_rates
 from kvr_mpi.planner.solve import Rates, equal_time
 from kvr_mpi.planner.table import Table
@@ -103,10 +104,17 @@ class Engine:
         other.chain, other.first_rank = chain, first_rank
         return other
 
-    def forecast(self) -> Forecast:
-        """Say what a document takes on chains of any length, from what was measured here; for a planned job only."""
+    def forecast(self, room_bytes: int) -> Forecast:
+        """Say what a document takes on chains of any length, from what was measured here; for a planned job only.
+
+        Parameters
+        ----------
+        room_bytes : int
+            What each rank has left for prompts.
+        """
         assert self.costs is not None
-        return forecast_measured(self.spec, self.costs, self.frame, "measured on these ranks")
+        forecast = forecast_measured(self.spec, self.costs, self.frame, "measured on these ranks")
+        return with_memory(forecast, footprint_of(self.loaded.model.config, self.loaded.dtype), room_bytes)
 
     def header(self) -> Header:
         """Say what the answers depend on, for the output files."""

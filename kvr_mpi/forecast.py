@@ -17,12 +17,15 @@ from kvr_mpi.model import ModelShape, Outline
 from kvr_mpi.partition import Partition
 from kvr_mpi.planner.costmodel import Costs, chain_seconds, costs_of, equal_time_lengths
 from kvr_mpi.planner.hardware import load_hardware, profiles
+from kvr_mpi.planner.memory import Footprint, footprint_of
 from kvr_mpi.planner.table import FOLDER, Table, load_table, table_files
 from kvr_mpi.planner.workload import workload_of
 from kvr_mpi.prompts import Frame, count_parts, make_frame
 
 # Slices end at multiples of this many tokens, which the kernels like.
 QUANTUM_TOKENS = 16
+# Of a profile's memory; the rest goes to libraries and to gaps between tensors.
+MEMORY_SHARE = 0.95
 
 
 def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str) -> Frame:
@@ -108,7 +111,7 @@ class Forecast:
 
     def fits(self, tokens: int, ranks: int) -> bool:
         """Whether the ranks of a chain have the memory for a document; yes where it is unknown."""
-        needed = self.memory(tokens, ranks) if self.memory_bytes is not None else None
+        needed = self.memory(tokens, ranks) if tokens and self.memory_bytes is not None else None
         return needed is None or self.memory_bytes is None or needed <= self.memory_bytes
 
 
@@ -155,18 +158,32 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
     profile = load_hardware(hardware)
     work = workload_of(outline.config, outline.dtype.itemsize)
     forecast = forecast_measured(spec, costs_of(work, profile), frame, f"profile {profile.name}: {profile.source}")
-    kv_bytes, new_tokens = outline.shape.kv_bytes_per_token, spec.generation.max_new_tokens
-
-    def peak_bytes(tokens: int, ranks: int) -> float:  # of the last rank, which ends with all keys and values
-        return work.weight_bytes + kv_bytes * (tokens + new_tokens)
-
-    return replace(
+    forecast = replace(
         forecast,
         step_s=max(forecast.step_s, work.weight_bytes / profile.memory_bytes_per_s),
-        step_token_s=kv_bytes / profile.memory_bytes_per_s,
-        peak_bytes=peak_bytes,
-        memory_bytes=profile.memory_bytes,
+        step_token_s=outline.shape.kv_bytes_per_token / profile.memory_bytes_per_s,
     )
+    footprint = footprint_of(outline.config, outline.dtype)
+    return with_memory(forecast, footprint, MEMORY_SHARE * profile.memory_bytes, held_bytes=work.weight_bytes)
+
+
+def with_memory(forecast: Forecast, footprint: Footprint, memory_bytes: float, held_bytes: float = 0.0) -> Forecast:
+    """Add to a forecast what its prompts need on the fullest rank, and what a rank has.
+
+    Parameters
+    ----------
+    memory_bytes, held_bytes : float
+        What a rank has, and what of it is taken before a prompt comes.
+    """
+
+    def peak_bytes(tokens: int, ranks: int) -> float:
+        partition = forecast.slices(tokens, min(ranks, tokens))
+        # The first slice is the longest, the last rank keeps everything; between them the one before the last has most.
+        ends = {0, max(0, partition.size - 2), partition.size - 1}
+        reserve = forecast.new_tokens
+        return held_bytes + max(footprint.prefill_bytes(partition, rank, reserve_tokens=reserve) for rank in ends)
+
+    return replace(forecast, peak_bytes=peak_bytes, memory_bytes=memory_bytes)
 
 
 def _tables(spec: JobSpec, outline: Outline) -> list[Table]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from kvr_mpi.batch import RunOptions, run_job
 from kvr_mpi.cli.plan import plan as plan_command
 from kvr_mpi.documents import Document
+from kvr_mpi.engine import Machine
 from kvr_mpi.errors import EXIT_USAGE, KvrError
 from kvr_mpi.forecast import Forecast
 from kvr_mpi.job import JobSpec, load_job
@@ -21,6 +24,7 @@ from kvr_mpi.plan import agree, count_tokens, describe, duration, plan_documents
 from kvr_mpi.planner.costmodel import Costs
 from kvr_mpi.planner.schedule import schedule
 from kvr_mpi.prompts import Frame, encode_text, split_text
+from kvr_mpi.report.log import Log
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
@@ -154,10 +158,25 @@ def test_a_planned_job_goes_on_with_another_number_of_ranks(
     assert answers(tmp_path / "out") == after
 
 
+def test_documents_without_room_are_refused_and_the_rest_is_done(
+    job: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_of(job, "documents.limit=10")
+    options = RunOptions(Machine(cache_dir, cores=2, offline=True))
+    monkeypatch.setattr("kvr_mpi.batch.room_bytes", lambda device, sharers: 1_000_000)
+    codes = run_local(2, lambda rank: run_job(spec, options, rank, Log(rank.rank, rank.size, io.StringIO())))
+    assert codes == [65, 65]
+    records = {record.id: record for record in read_run(tmp_path / "out")}
+    assert {name for name, record in records.items() if record.status == "error"} == {"doc-08.txt"}
+    error = records["doc-08.txt"].error
+    assert "tokens do not fit into the memory of a chain of up to 2 rank(s)" in error
+    assert "9 done, 1 error(s)" in capsys.readouterr().out
+
+
 def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) -> None:
-    command = [kvr, "plan", job, "--ranks", "4", "--hardware", "h200"]
-    shown = subprocess.run([*command, "--limit-rows", "3"], capture_output=True, text=True, check=True)
-    assert "12 on" in shown.stdout or "14 on" in shown.stdout
+    command = [str(job), "--ranks", "4", "--hardware", "h200"]
+    # Once as a user starts it, without MPI.
+    shown = subprocess.run([kvr, "plan", *command, "--limit-rows", "3"], capture_output=True, text=True, check=True)
     for words in (
         "profile h200: data sheet",
         "lower bound",
@@ -170,7 +189,7 @@ def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) 
     assert sum("doc-" in line for line in shown.stdout.splitlines()) <= 3
     assert "2 document(s) cannot be read or are too long" in shown.stdout
 
-    found = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+    found = json.loads(CliRunner().invoke(plan_command, [*command, "--json"], catch_exceptions=False).stdout)
     documents = {document["id"]: document for document in found["documents"]}
     assert len(documents) == 14 and found["ranks"] == 4 and not found["misfits"]
     assert found["lower_bound_s"] <= found["makespan_s"] <= found["data_parallel_s"]
@@ -180,37 +199,35 @@ def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) 
     assert "error" in bad["reason"]
 
 
-def test_a_slow_machine_makes_a_chain(job: Path, kvr: Path, tmp_path: Path) -> None:
+def test_a_slow_machine_makes_a_chain(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = {
+        "name": "slow",
+        "source": "invented",
+        "gemm_flop_per_s": 1e9,
+        "attention_flop_per_s": 1e9,
+        "attention": "flash",
+        "link_bytes_per_s": 1e9,
+        "link_latency_s": 1e-5,
+        "memory_bytes_per_s": 1e10,
+        "memory_bytes": 1e9,
+    }
     slow = tmp_path / "slow.json"
-    slow.write_text(
-        json.dumps(
-            {
-                "name": "slow",
-                "source": "invented",
-                "gemm_flop_per_s": 1e9,
-                "attention_flop_per_s": 1e9,
-                "attention": "flash",
-                "link_bytes_per_s": 1e9,
-                "link_latency_s": 1e-5,
-                "memory_bytes_per_s": 1e10,
-                "memory_bytes": 1e9,
-            }
+    monkeypatch.setenv("SLURM_NTASKS", "4")  # without --ranks, those of the allocation
+
+    def planned(*more: str) -> str:
+        slow.write_text(json.dumps(profile))
+        return (
+            CliRunner().invoke(plan_command, [str(job), "--hardware", str(slow), *more], catch_exceptions=False).stdout
         )
-    )
-    command = [kvr, "plan", job, "--hardware", slow, "--json"]
-    allocation = {**os.environ, "SLURM_NTASKS": "4"}  # without --ranks, those of the allocation
-    run = subprocess.run(command, capture_output=True, text=True, check=True, env=allocation)
-    found = json.loads(run.stdout)
+
+    found = json.loads(planned("--json"))
     chains = {document["id"]: document["ranks"] for document in found["documents"]}
     assert chains["doc-08.txt"] == 4 and chains["doc-00.txt"] == 1 and len(found["documents"][0]["slices"]) == 5
     assert found["makespan_s"] < 0.5 * found["data_parallel_s"]
-
-    slow.write_text(slow.read_text().replace('"memory_bytes": 1000000000.0', '"memory_bytes": 1000.0'))
-    run = subprocess.run(command, capture_output=True, text=True, check=True, env=allocation)
-    found = json.loads(run.stdout)
+    profile["memory_bytes"] = 1000.0
+    found = json.loads(planned("--json"))
     assert len(found["misfits"]) == 12 and "no number of ranks would do" in found["misfits"][0]["reason"]
-    text = subprocess.run(command[:-1], capture_output=True, text=True, check=True, env=allocation).stdout
-    assert text.count("FITS NOWHERE") == 12
+    assert planned().count("FITS NOWHERE") == 12
 
 
 @pytest.mark.parametrize(
