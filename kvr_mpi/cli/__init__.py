@@ -20,6 +20,7 @@ COMMANDS = {
     "run": ("kvr_mpi.cli.run", "run", "Prefill, answer and store every document of a job."),
     "plan": ("kvr_mpi.cli.plan", "plan", "Which documents would run on which chains, when, and why."),
     "doctor": ("kvr_mpi.cli.doctor", "doctor", "Is this machine ready? Launcher, cores, GPUs, links, files, SLURM."),
+    "search": ("kvr_mpi.cli.search", "search", "Measure the best slices here and write them to a lookup table."),
     "bench": ("kvr_mpi.cli.bench", "bench", "Time the strategies side by side."),
     "verify": ("kvr_mpi.cli.verify", "verify", "Prove that every strategy gives what one process gives."),
     "inspect": ("kvr_mpi.cli.inspect", "inspect", "Show what is in a result file, or one document of it."),

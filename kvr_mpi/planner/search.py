@@ -32,7 +32,8 @@ def grid_search(
 
     As in Fig. 6: after each level the search is limited to the cells around the best point and the stride is halved.
     With two ranks there is one bound, and this is the paper's binary search. The grid of a level has 3^(p-1) points
-    (the first one 5^(p-1)); where that is more than `max_runs` allows, one bound is moved at a time.
+    (the first one 5^(p-1)); where that is more than `max_runs` allows, one bound is moved at a time. Is the best point
+    on the rim of the first grid, then that one is laid around it anew.
 
     Parameters
     ----------
@@ -49,13 +50,16 @@ def grid_search(
     search.tried[start] = search.best_s
     reach = FIRST_REACH
     while stride >= quantum:
+        center = search.best
         for candidate in _grid(search, stride, reach, max_runs - len(search.tried)):
             if candidate in search.tried or len(search.tried) >= max_runs:
                 continue
             seconds = search.tried[candidate] = measure(candidate)
             if seconds < search.best_s:
                 search.best, search.best_s = candidate, seconds
-        stride, reach = stride // 2, 1
+        moved = max(abs(a - b) for a, b in zip(center.bounds, search.best.bounds, strict=True))
+        if moved < FIRST_REACH * stride:
+            stride, reach = stride // 2, 1
     return search
 
 

@@ -241,8 +241,8 @@ def save_table(table: Table, path: Path) -> None:
 def merge_tables(old: Table, new: Table) -> tuple[Table, list[str]]:
     """Join two tables of the same key: of two entries for one length the better known one stays.
 
-    Better known is what was measured over what was only predicted, then what is newer; the rates are the newer
-    table's.
+    Better known is what was measured over what was only predicted, and then what is newer; the same holds for the
+    rates. In whatever order tables are merged, the result is the same.
 
     Returns
     -------
@@ -265,8 +265,7 @@ def merge_tables(old: Table, new: Table) -> tuple[Table, list[str]]:
         if other is not None and other != entry:
             stays, goes = (entry, other) if entries[entry.context_tokens] is entry else (other, entry)
             said.append(f"{entry.context_tokens} tokens: kept {_label(stays)}, dropped {_label(goes)}")
-    newest = max(_newest(old), _newest(new))
-    rates = old.rates if newest > _newest(new) else new.rates
+    rates = max(new, old, key=_rank_of_rates).rates
     return Table(key=new.key, rates=rates, entries=tuple(entries[length] for length in sorted(entries))), said
 
 
@@ -287,12 +286,14 @@ def _model(key: Key) -> str:
     return f"{key.model.name} ({key.model.architecture}, {key.model.fingerprint[:12]})"
 
 
-def _rank(entry: Entry) -> tuple[bool, str]:
-    return entry.ttft_s is not None, entry.provenance.date
+def _rank(entry: Entry) -> tuple[bool, str, float, str]:
+    """How well an entry is known; what follows the date only settles which of two equals it is."""
+    return entry.ttft_s is not None, entry.provenance.date, -entry.seconds, entry.model_dump_json()
 
 
-def _newest(table: Table) -> str:
-    return max(entry.provenance.date for entry in table.entries)
+def _rank_of_rates(table: Table) -> tuple[bool, str, str]:
+    measured, date, *_ = max(_rank(entry) for entry in table.entries)
+    return measured, date, table.rates.model_dump_json()
 
 
 def _label(entry: Entry) -> str:

@@ -1,0 +1,197 @@
+"""``kvr search``: measure the best slices, and write them to a lookup table."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+import click
+
+from kvr_mpi.cli.bench import DEFAULT_MODEL
+from kvr_mpi.cli.launch import transport_option
+
+if TYPE_CHECKING:
+    from kvr_mpi.model import LoadedModel
+    from kvr_mpi.planner.costmodel import Costs
+    from kvr_mpi.planner.measure import Run
+    from kvr_mpi.planner.table import Key, Provenance, Table
+    from kvr_mpi.transport import Transport
+
+EXIT_MISSED = 1
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, or id on the hub.")
+@click.option(
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="float32", show_default=True
+)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@transport_option
+@click.option("--contexts", default="1k,2k,4k,8k", show_default=True, help="Prompt lengths in tokens.")
+@click.option(
+    "--method",
+    type=click.Choice(["refit", "grid", "model"]),
+    default="refit",
+    show_default=True,
+    help="refit: at most 4 instrumented runs a length; grid: the paper's grid search; model: no run.",
+)
+@click.option("--max-runs", type=click.IntRange(2), help="Runs allowed for one length.")
+@click.option("--hardware", help="Name of this machine in the table; default: made of the device's.")
+@click.option("--profile", help="For --method model: a hardware profile or file instead of what is measured here.")
+@click.option("--ranks", type=click.IntRange(2), help="For --profile: of the chain; default: those that are here.")
+@click.option(
+    "--output", default="tables", show_default=True, type=click.Path(path_type=Path), help="Folder, or .json file."
+)
+@click.option("--replace", is_flag=True, help="Write the table anew instead of merging into the one that is there.")
+@click.option("--check", "trials", type=click.IntRange(1), help="Sweep around every result, in so many trials.")
+def search(
+    model: str,
+    dtype: str,
+    device: str,
+    transport: str,
+    contexts: str,
+    method: str,
+    max_runs: int | None,
+    hardware: str | None,
+    profile: str | None,
+    ranks: int | None,
+    output: Path,
+    replace: bool,
+    trials: int | None,
+) -> int:
+    """Find the slices that are fastest here, for some prompt lengths, and write tables/MODEL_HARDWARE_pN.json.
+
+    \b
+    mpirun -n 2 kvr search --contexts 1k,2k,4k,8k --output tables/
+
+    A job uses the table with parallel.partition = "table" and parallel.table = "tables/". With --check 5 the
+    result is held against a sweep of splits around it and forecasts against lengths between; exit code 0 only if it
+    holds.
+    """  # noqa: D301
+    from kvr_mpi.cli.launch import guarded
+    from kvr_mpi.transport.mpi import connect
+
+    if (profile and method != "model") or (ranks and not profile):
+        raise click.UsageError("--profile goes with --method model, and --ranks with --profile")
+    world = connect()
+    size = ranks or world.size
+
+    def work() -> int:
+        from kvr_mpi.bench import pinned
+        from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
+        from kvr_mpi.planner.measure import follow, leading
+        from kvr_mpi.planner.table import check_name
+        from kvr_mpi.planner.tabulate import Wish, check_contexts, tabulate
+        from kvr_mpi.prefill.seam import prepare_model
+        from kvr_mpi.report.log import Log
+        from kvr_mpi.transport import on_root, together
+
+        log = Log(world.rank)
+
+        def check_arguments() -> list[int]:
+            check_name("--hardware", hardware)
+            return check_contexts(parse_lengths(contexts), size, None)
+
+        asked = together(world, check_arguments)
+        loaded = load_everywhere(world, model, dtype, device)
+        lengths = together(world, lambda: check_contexts(asked, size, loaded.shape.max_tokens))
+        chain = open_links(world, loaded, transport, log)
+        prepare_model(loaded.model, chain=True)
+        with pinned(chain):
+            key, provenance = _who(loaded, chain, hardware, profile, size)
+            target = on_root(world, lambda: _target(output, key, replace))
+            costs = _costs(loaded, chain, profile)
+            if target is None:
+                follow(loaded, chain)
+                return 0
+            log.root(f"{size} ranks of {key.device}; {_say_costs(costs)}")
+            with leading(loaded, chain) as run:
+                wish = Wish(lengths, cast('Literal["refit", "grid", "model"]', method), max_runs)
+                table = _write(tabulate(wish, costs, key, provenance, run, log.root), target, log.root)
+                holds = trials is None or _check(table, lengths, run, trials, log.root)
+        return 0 if holds else EXIT_MISSED
+
+    return guarded(world, work)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where the table goes, and what is there."""
+
+    path: Path
+    there: Table | None
+
+
+def _who(
+    loaded: LoadedModel, chain: Transport, hardware: str | None, profile: str | None, size: int
+) -> tuple[Key, Provenance]:
+    """Say what the table will be of."""
+    from kvr_mpi.planner.identity import key_of, provenance_of
+    from kvr_mpi.transport.mpi_query import library_version
+
+    key = key_of(loaded, chain, hardware or (Path(profile).stem if profile else None), size)
+    if profile:
+        key = key.model_copy(update={"device": f"hardware profile {profile}"})
+    return key, provenance_of(chain, shlex.join(["kvr", *sys.argv[1:]]), library_version())
+
+
+def _target(output: Path, key: Key, replace: bool) -> _Target:
+    """Find the file, and refuse to spend time on what could not be written in the end."""
+    from kvr_mpi.errors import ConfigError
+    from kvr_mpi.planner.table import differences_of, file_name, load_table
+
+    path = output if output.suffix == ".json" else output / file_name(key)
+    there = load_table(path) if path.exists() and not replace else None
+    if there is not None and (differences := differences_of(there.key, key)):
+        raise ConfigError(
+            f"table {str(path)!r} is of something else: {'; '.join(differences)}; choose another --hardware or "
+            f"--output, or write it anew with --replace"
+        )
+    return _Target(path, there)
+
+
+def _costs(loaded: LoadedModel, chain: Transport, profile: str | None) -> Costs:
+    """Measure, or take a profile's word."""
+    from kvr_mpi.planner.costmodel import costs_of
+    from kvr_mpi.planner.hardware import load_hardware
+    from kvr_mpi.planner.measure import measure_costs
+    from kvr_mpi.planner.workload import workload_of
+    from kvr_mpi.transport import together
+
+    if profile is None:
+        return measure_costs(loaded, chain)
+    work = workload_of(loaded.model.config, loaded.shape.dtype_bytes)
+    return together(chain, lambda: costs_of(work, load_hardware(profile)))
+
+
+def _say_costs(costs: Costs) -> str:
+    token_s = costs.qkv_token_s + costs.rest_token_s
+    return (
+        f"per layer {1e6 * token_s:.1f} us a token, {1e9 * costs.pair_s:.2f} ns a query-key pair; link "
+        f"{costs.link_bytes_per_s / 1e9:.2f} GB/s, {1e6 * costs.link_latency_s:.1f} us"
+    )
+
+
+def _write(table: Table, target: _Target, say: Callable[[str], None]) -> Table:
+    """Merge into what is there, write, and say so."""
+    from kvr_mpi.planner.table import merge_tables, save_table
+
+    if target.there is not None:
+        table, said = merge_tables(target.there, table)
+        for line in said:
+            say(line)
+    save_table(table, target.path)
+    say(f"fitted: {_say_costs(table.rates.costs())}")
+    say(f"{target.path}: entries for {', '.join(str(entry.context_tokens) for entry in table.entries)} tokens")
+    return table
+
+
+def _check(table: Table, lengths: list[int], run: Run, trials: int, say: Callable[[str], None]) -> bool:
+    from kvr_mpi.planner.check import check_table
+
+    say(f"checking: the table's slices against a sweep around them, {trials} trial(s), interleaved")
+    return check_table(table, lengths, run, trials, say)

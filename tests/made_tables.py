@@ -1,0 +1,58 @@
+"""Tables to test with: made from a cost model, so that what they say is true of something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvr_mpi.planner.costmodel import Costs, best_split, chain_seconds
+from kvr_mpi.planner.table import Entry, Key, ModelIdentity, Provenance, Rates, Table
+
+# SmolLM2 on a core of a small machine.
+COSTS = Costs(
+    layers=30,
+    qkv_token_s=1.3e-5,
+    rest_token_s=6.9e-5,
+    pair_s=2.8e-8,
+    eager=False,
+    layer_s=2e-4,
+    launch_floor_s=1.5e-3,
+    kv_bytes=1536,
+    link_bytes_per_s=6e9,
+    link_latency_s=2e-5,
+    head_s=0.01,
+)
+DATE = "2026-11-20T10:00:00Z"
+
+
+def a_key(**changes: Any) -> Key:
+    whole = {"dtype": "float32", "hardware": "here", "device": "a core", "ranks": 2, **changes}
+    model = whole.pop("model", ModelIdentity(name="models/Tiny", fingerprint="f" * 64, architecture="LlamaForCausalLM"))
+    return Key(model=model, **whole)
+
+
+def an_entry(bounds: tuple[int, ...], ttft_s: float | None = None, date: str = DATE, **changes: Any) -> Entry:
+    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    return Entry(
+        context_tokens=bounds[-1],
+        bounds_tokens=bounds,
+        ttft_s=ttft_s,
+        predicted_ttft_s=changes.pop("predicted_ttft_s", chain_seconds(COSTS, lengths)),
+        runs=0 if ttft_s is None else 3,
+        repetitions=0 if ttft_s is None else 1,
+        spread_ratio=None,
+        noise_ratio=None,
+        method="model" if ttft_s is None else "refit",
+        provenance=Provenance(
+            date=date, hosts=["vm"], processor="a core", command="kvr search", versions={"torch": "2"}
+        ),
+        **changes,
+    )
+
+
+def a_table(contexts: tuple[int, ...] = (1024, 2048, 4096), ranks: int = 2, slower: float = 1.1) -> Table:
+    """The best splits by `COSTS`, measured as slower than it says by a factor."""
+    entries = []
+    for tokens in contexts:
+        split, seconds = best_split(COSTS, tokens, ranks, quantum=16)
+        entries.append(an_entry(split.bounds, ttft_s=seconds * slower))
+    return Table(key=a_key(ranks=ranks), rates=Rates.of(COSTS), entries=tuple(entries))

@@ -1,0 +1,289 @@
+"""Lookup tables: files nobody vouches for, merging in any order, and what a table says of lengths it does not hold."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_tables import COSTS, a_key, a_table, an_entry
+
+from kvr_mpi.errors import ConfigError, DataError, OutputError
+from kvr_mpi.partition import Partition
+from kvr_mpi.planner.costmodel import best_split, chain_seconds
+from kvr_mpi.planner.lookup import QUANTUM_TOKENS, choose_slices, find_table
+from kvr_mpi.planner.table import (
+    MAX_FILE_BYTES,
+    ModelIdentity,
+    Rates,
+    Table,
+    check_name,
+    file_name,
+    load_table,
+    merge_tables,
+    save_table,
+)
+
+
+def test_a_table_survives_the_disk(tmp_path: Path) -> None:
+    table = a_table()
+    path = tmp_path / "new" / file_name(table.key)
+    assert path.name == "Tiny-float32_here_p2.json"
+    save_table(table, path)
+    assert load_table(path) == table
+    assert os.listdir(path.parent) == [path.name], "nothing half-written is left"
+    assert load_table(path).rates.costs() == COSTS
+
+
+def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"cannot be written.*another --output"):
+        save_table(a_table(), tmp_path / "file" / "table.json")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OutputError, match="cannot be written"):
+        save_table(a_table(), tmp_path / "taken")
+    assert sorted(os.listdir(tmp_path)) == ["file", "taken"]
+
+
+def changed(path: tuple[str | int, ...], value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(raw: dict[str, Any]) -> None:
+        at: Any = raw
+        for step in path[:-1]:
+            at = at[step]
+        at[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (changed(("schema_name",), "cake"), ["schema_name", "cake"]),
+        (changed(("schema_version",), 2), ["schema_version", "2"]),
+        (changed(("surprise",), 1), ["surprise", "not permitted"]),
+        (changed(("rates", "link_gbit_per_s"), 10), ["rates.link_gbit_per_s"]),
+        (changed(("rates", "link_bytes_per_s"), 0), ["rates.link_bytes_per_s", "greater than 0"]),
+        (changed(("rates", "pair_s"), -1e-9), ["rates.pair_s", "-1e-09"]),
+        (changed(("rates", "pair_s"), math.nan), ["rates.pair_s", "finite"]),
+        (changed(("rates", "layers"), 10**30), ["rates.layers"]),
+        (changed(("rates", "speeds"), [1.0, 1.0, 1.0]), ["rates.speeds has 3 ranks; expected 2"]),
+        (changed(("key", "ranks"), 3), ["has 2 slices; expected key.ranks = 3"]),
+        (changed(("key", "hardware"), "../../etc"), ["key.hardware"]),
+        (changed(("entries",), []), ["entries"]),
+        (changed(("entries", 0, "bounds_tokens"), [0, 2000, 1024]), ["expected to rise from 0"]),
+        (changed(("entries", 0, "bounds_tokens"), [1, 500, 1024]), ["expected to rise from 0"]),
+        (changed(("entries", 0, "context_tokens"), "1024"), ["context_tokens", "'1024'"]),
+        (changed(("entries", 0, "context_tokens"), 10**40), ["context_tokens"]),
+        (changed(("entries", 0, "ttft_s"), math.inf), ["ttft_s"]),
+        (changed(("entries", 0, "ttft_s"), None), ["do not go together"]),
+        (changed(("entries", 0, "provenance", "date"), "yesterday"), ["provenance.date"]),
+        (changed(("entries", 0, "provenance", "command"), "x" * 5000), ["provenance.command"]),
+    ],
+)
+def test_a_damaged_table_is_refused_by_name(
+    change: Callable[[dict[str, Any]], None], words: list[str], tmp_path: Path
+) -> None:
+    raw = json.loads(a_table().model_dump_json())
+    change(raw)
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(raw))
+    with pytest.raises(DataError) as error:
+        load_table(path)
+    assert all(word in str(error.value) for word in [*words, "table.json", "kvr search"]), str(error.value)
+    assert len(str(error.value)) < 2500
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 0.5, -2])
+def test_a_truncated_table_is_refused(cut: float, tmp_path: Path) -> None:
+    text = a_table().model_dump_json()
+    path = tmp_path / "table.json"
+    path.write_text(text[: int(cut if cut != 0.5 else len(text) / 2)])
+    with pytest.raises(DataError, match="damaged or foreign"):
+        load_table(path)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x89HDF\r\n", b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe{}", b'"' + b"x" * 1000, b"[]", b"null", b"1e999"],
+)
+def test_foreign_bytes_are_refused(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="damaged or foreign"):
+        load_table(path)
+
+
+def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no such file.*kvr search"):
+        load_table(tmp_path / "nothing.json")
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(ConfigError, match="no such file"):
+        load_table(tmp_path / "pipe.json")
+    with (tmp_path / "huge.json").open("wb") as stream:
+        stream.truncate(MAX_FILE_BYTES + 1)
+    with pytest.raises(DataError, match="larger than 8 MiB"):
+        load_table(tmp_path / "huge.json")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "-x", "x" * 81, "naïve", "a\n"])
+def test_names_that_are_no_part_of_a_file_name_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="--hardware"):
+        check_name("--hardware", name)
+
+
+entries = st.builds(
+    lambda tokens, cut, ttft_s, day: an_entry((0, cut, 64 * tokens), ttft_s, f"2026-11-{day:02d}T10:00:00Z"),
+    st.integers(1, 4),
+    st.integers(1, 63),
+    st.none() | st.sampled_from([1.0, 2.0]),
+    st.integers(1, 3),
+)
+
+
+@st.composite
+def some_tables(draw: st.DrawFn) -> Table:
+    chosen = {entry.context_tokens: entry for entry in draw(st.lists(entries, min_size=1, max_size=4))}
+    rates = Rates.of(COSTS).model_copy(update={"pair_s": draw(st.sampled_from([1e-8, 2e-8, 3e-8]))})
+    return Table(key=a_key(), rates=rates, entries=tuple(chosen[tokens] for tokens in sorted(chosen)))
+
+
+def joined(one: Table, other: Table) -> Table:
+    return merge_tables(one, other)[0]
+
+
+@given(some_tables(), some_tables())
+def test_merging_keeps_the_better_known_and_says_so(one: Table, other: Table) -> None:
+    merged, said = merge_tables(one, other)
+    assert Table.model_validate_json(merged.model_dump_json()) == merged
+    both = {entry.context_tokens: [entry] for entry in one.entries}
+    for entry in other.entries:
+        both.setdefault(entry.context_tokens, []).append(entry)
+    assert [entry.context_tokens for entry in merged.entries] == sorted(both)
+    for entry in merged.entries:
+        assert entry in both[entry.context_tokens]
+        for rival in both[entry.context_tokens]:
+            assert (entry.ttft_s is not None, entry.provenance.date) >= (
+                rival.ttft_s is not None,
+                rival.provenance.date,
+            )
+    differing = [tokens for tokens, pair in both.items() if len(pair) == 2 and pair[0] != pair[1]]
+    assert [int(line.split()[0]) for line in said] == [
+        entry.context_tokens for entry in other.entries if entry.context_tokens in differing
+    ]
+
+
+@given(some_tables(), some_tables(), some_tables())
+@settings(max_examples=50)
+def test_the_order_of_merging_does_not_matter(a: Table, b: Table, c: Table) -> None:
+    assert joined(a, b).entries == joined(b, a).entries
+    assert joined(joined(a, b), c).entries == joined(a, joined(b, c)).entries
+    assert joined(a, a) == a
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"dtype": "bfloat16"}, "dtype is 'float32', here it is 'bfloat16'"),
+        ({"hardware": "there"}, "hardware is 'here', here it is 'there'"),
+        ({"device": "two cores"}, "device is 'a core'"),
+        ({"model": ModelIdentity(name="Other", fingerprint="e" * 64, architecture="Gpt")}, "Other (Gpt, eeeeeeeeeeee)"),
+    ],
+)
+def test_tables_of_different_things_are_not_merged(changes: dict[str, Any], word: str) -> None:
+    table = a_table()
+    with pytest.raises(ConfigError) as error:
+        merge_tables(table, table.model_copy(update={"key": a_key(**changes)}))
+    assert word in str(error.value)
+
+
+def test_an_entry_is_taken_as_it_is() -> None:
+    table = a_table()
+    for entry in table.entries:
+        choice = choose_slices(table, entry.context_tokens)
+        assert (choice.partition, choice.predicted_s, choice.how) == (entry.partition, entry.ttft_s, "entry")
+
+
+@given(st.integers(1025, 4095), st.integers(2, 5))
+@settings(max_examples=60, deadline=None)
+def test_between_entries_shares_and_times_lie_between(tokens: int, ranks: int) -> None:
+    table = a_table(ranks=ranks)
+    choice = choose_slices(table, tokens)
+    if tokens == 2048:
+        return
+    assert choice.how == "interpolated" and choice.partition.tokens == tokens
+    assert all(bound % QUANTUM_TOKENS == 0 for bound in choice.partition.bounds[1:-1]) and QUANTUM_TOKENS <= 64
+    below = max((entry for entry in table.entries if entry.context_tokens < tokens), key=lambda e: e.context_tokens)
+    above = min((entry for entry in table.entries if entry.context_tokens > tokens), key=lambda e: e.context_tokens)
+    assert below.seconds < choice.predicted_s < above.seconds
+    for bound, low, high in zip(choice.partition.bounds, below.partition.bounds, above.partition.bounds, strict=True):
+        shares = sorted([low / below.context_tokens, high / above.context_tokens])
+        assert shares[0] * tokens - QUANTUM_TOKENS <= bound <= shares[1] * tokens + QUANTUM_TOKENS
+    # KVR-P is nearly KVR-S: within 1.3 % in the paper; and slices are rounded, those of the entries as well.
+    best_s = best_split(COSTS, tokens, ranks, quantum=1)[1]
+    rounding = 2 * QUANTUM_TOKENS / min(choice.partition.lengths)
+    assert chain_seconds(COSTS, choice.partition.lengths) < (1.013 + rounding) * best_s
+    assert choice.predicted_s == pytest.approx(1.1 * chain_seconds(COSTS, choice.partition.lengths))
+
+
+@pytest.mark.parametrize("tokens", [2, 500, 1023, 4097, 100_000])
+def test_beyond_the_entries_the_rates_decide(tokens: int) -> None:
+    table = a_table()
+    choice = choose_slices(table, tokens)
+    split, seconds = best_split(COSTS, tokens, 2, quantum=QUANTUM_TOKENS)
+    assert choice.how == "extrapolated" and choice.partition == split
+    assert choice.predicted_s == pytest.approx(1.1 * seconds), "corrected by what the nearest entry took"
+
+
+def test_another_number_of_ranks_is_cut_by_the_rates() -> None:
+    choice = choose_slices(a_table(), 2048, ranks=5)
+    assert choice.how == "extrapolated" and choice.partition == best_split(COSTS, 2048, 5, quantum=QUANTUM_TOKENS)[0]
+
+
+@given(st.integers(2, 400), st.integers(2, 8))
+@settings(max_examples=60, deadline=None)
+def test_short_prompts_leave_every_rank_a_token(tokens: int, ranks: int) -> None:
+    if tokens < ranks:
+        return
+    split = choose_slices(a_table(contexts=(16, 64, 256), ranks=ranks), tokens).partition
+    assert isinstance(split, Partition) and split.tokens == tokens and split.size == ranks
+
+
+def test_the_fitting_table_of_a_folder_is_found(tmp_path: Path) -> None:
+    for ranks in (2, 3, 4):
+        table = a_table(ranks=ranks)
+        save_table(table, tmp_path / file_name(table.key))
+    found, differences = find_table(tmp_path, a_key(ranks=3, hardware="unnamed"))
+    assert found.key.ranks == 3 and not differences
+    with pytest.raises(ConfigError, match="ranks is 2, here it is 5.*ranks is 4, here it is 5"):
+        find_table(tmp_path, a_key(ranks=5))
+    with pytest.raises(ConfigError, match="name one file"):
+        find_table(tmp_path, a_key(ranks=5), force=True)
+    save_table(a_table(ranks=3), tmp_path / "copy.json")
+    with pytest.raises(ConfigError, match=r"several tables fit \(Tiny-float32_here_p3.json, copy.json\)"):
+        find_table(tmp_path, a_key(ranks=3))
+
+
+def test_a_foreign_table_is_used_only_if_forced(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    save_table(a_table(), path)
+    here = a_key(dtype="bfloat16", device="an H200", ranks=4)
+    with pytest.raises(ConfigError) as error:
+        find_table(path, here)
+    for word in ("dtype is 'float32'", "device is 'a core', here it is 'an H200'", "ranks is 2", "table_force"):
+        assert word in str(error.value)
+    table, differences = find_table(path, here, force=True)
+    assert table == a_table() and "an H200" in differences[0]
+
+
+def test_an_empty_folder_and_a_damaged_one_are_said_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no .*json in this folder; make tables with kvr search"):
+        find_table(tmp_path, a_key())
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(DataError, match="bad.json"):
+        find_table(tmp_path, a_key())
