@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +56,10 @@ class Spread:
     median: float | None
     p90: float | None
     max: float | None
+
+    def figures(self) -> list[tuple[str, float]]:
+        """Name and value of each, where there are any."""
+        return [(name, value) for name, value in asdict(self).items() if value is not None]
 
     @classmethod
     def of(cls, errors: Iterable[float]) -> Spread:
@@ -99,7 +104,7 @@ class Score:
         """Errors of the speed-ups."""
         return Spread.of(guess / measured - 1 for measured, guess in self.speedups.values())
 
-    def as_json(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, Any]:
         """``{"ttft": {median, p90, max}, "speedup": {the same}, "cells": [...]}``."""
         cells = [
             asdict(cell) | {"predicted_s": guess, "error": error}

@@ -1,0 +1,198 @@
+"""``kvr simulate``: forecast times to the first token, and hold the forecasts to the paper's measurements."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvr_mpi.planner.costmodel import Costs, RelayKind
+    from kvr_mpi.planner.hardware import Hardware
+    from kvr_mpi.planner.simulate import Row
+    from kvr_mpi.planner.workload import Workload
+
+# An option that prints, or writes where a file is named.
+PRINT = "-"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--model", default="Llama 3.1 8B", show_default=True, help="A named shape, a model's folder, .gguf file or hub id."
+)
+@click.option("--hardware", metavar="NAME_OR_FILE", help="A profile or a JSON file.  [default: h100-80gb]")
+@click.option("--ranks", default="1,2,4,8", show_default=True, help="Numbers of ranks.")
+@click.option("--contexts", default="8k,32k,128k", show_default=True, help="Prompt lengths in tokens (k, m).")
+@click.option("--link-gigabytes-per-s", type=float, help="Of each link, one direction; default: the profile's.")
+@click.option(
+    "--relay",
+    type=click.Choice(["cut-through", "store-and-forward"]),
+    help="How a chain passes the prefix on; default: as our engine does, or with eager attention as the paper did.",
+)
+@click.option("--paper", is_flag=True, help="Hold the model to the paper's cells instead, on the fitted A100 profile.")
+@click.option("--score", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
+              help="The same with the cells of a CSV file (table, model, gpus, context_tokens, ...).")  # fmt: skip
+@click.option("--json", "json_file", is_flag=False, flag_value=PRINT, metavar="[FILE]", help="JSON instead of a table.")
+@click.option("--csv", "csv_file", is_flag=False, flag_value=PRINT, metavar="[FILE]", help="CSV instead of a table.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (.png, .svg, .pdf).")
+@click.option(
+    "--plot-kind",
+    type=click.Choice(["ttft", "slices"]),
+    default="ttft",
+    show_default=True,
+    help="ttft: over the ranks, with the lower bounds TTFT(p) and TTFT*(p); slices: as in the paper's Fig. 10.",
+)
+def simulate(
+    model: str,
+    hardware: str | None,
+    ranks: str,
+    contexts: str,
+    link_gigabytes_per_s: float | None,
+    relay: RelayKind | None,
+    paper: bool,
+    score: Path | None,
+    json_file: str | None,
+    csv_file: str | None,
+    plot: Path | None,
+    plot_kind: str,
+) -> None:
+    r"""Forecast the time to the first token for any model, hardware, ranks, prompt length and link.
+
+    \b
+    kvr simulate --model "Llama 3.1 8B 1M" --hardware h100-80gb --ranks 1,8,1024 --contexts 64k,1m
+    kvr simulate --paper
+    """
+    from kvr_mpi.errors import ConfigError
+    from kvr_mpi.planner.hardware import load_hardware
+
+    if paper or score is not None:
+        if plot is not None or (paper and score is not None):
+            raise ConfigError("--paper, --score and --plot: give one of them")
+        _score(score, load_hardware(hardware or "a100-80gb"), json_file, csv_file)
+        return
+    from kvr_mpi.planner.costmodel import costs_of
+    from kvr_mpi.planner.simulate import find_workload
+    from kvr_mpi.planner.simulate import simulate as forecast
+
+    profile = load_hardware(hardware or "h100-80gb")
+    if link_gigabytes_per_s is not None and not 0 < link_gigabytes_per_s < float("inf"):
+        raise ConfigError(
+            f"--link-gigabytes-per-s {link_gigabytes_per_s}: expected a number above 0 (50 is 400 Gbit/s)"
+        )
+    link_bytes_per_s = link_gigabytes_per_s and link_gigabytes_per_s * 1e9
+    work = find_workload(model, _is_offline)
+    costs = costs_of(work, profile, link_bytes_per_s=link_bytes_per_s)
+    relay = relay or ("store-and-forward" if costs.eager else "cut-through")
+    rows = forecast(work, costs, _numbers("--contexts", contexts), _numbers("--ranks", ranks), relay=relay)
+    if plot is not None:
+        from kvr_mpi.report.plots import plot_forecast, plot_slices
+
+        title = f"{work.name} on {profile.name}, {costs.link_bytes_per_s / 1e9:g} GB/s"
+        (plot_forecast if plot_kind == "ttft" else plot_slices)([row.as_json() for row in rows], title, plot)
+    if json_file is None and csv_file is None:
+        _print_rows(rows, work, profile, costs, relay)
+        return
+    columns = [_columns(row) for row in rows]
+    _write(json_file, csv_file, {"model": work.name, "hardware": profile.name, "relay": relay,
+                                 "link_bytes_per_s": costs.link_bytes_per_s,
+                                 "rows": [row.as_json() for row in rows]}, columns)  # fmt: skip
+
+
+def _is_offline() -> bool:
+    from kvr_mpi.cli.environment import read_environment
+
+    return read_environment().machine.offline
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Whole numbers, separated by commas; k is 1024, m its square."""
+    from kvr_mpi.errors import ConfigError
+
+    scales, found = {"k": 1024, "m": 1024**2}, []
+    for word in filter(None, (part.strip().lower() for part in text.split(","))):
+        digits, scale = (word[:-1], scales[word[-1]]) if word[-1] in scales else (word, 1)
+        if not digits.isascii() or not digits.isdigit() or int(digits) == 0:
+            raise ConfigError(f"{option} {word!r}: expected numbers above 0 such as 8, 4096, 64k or 1m, with commas")
+        found.append(int(digits) * scale)
+    if not found:
+        raise ConfigError(f"{option} {text!r}: expected at least one number")
+    return found
+
+
+def _write(json_file: str | None, csv_file: str | None, found: Any, columns: list[dict[str, object]]) -> None:
+    from kvr_mpi.errors import OutputError
+
+    texts = []
+    if json_file is not None:
+        texts.append((json_file, json.dumps(found, indent=1) + "\n"))
+    if csv_file is not None:
+        file = io.StringIO()
+        writer = csv.DictWriter(file, list(columns[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(columns)
+        texts.append((csv_file, file.getvalue()))
+    for name, text in texts:
+        if name == PRINT:
+            click.echo(text, nl=False)
+            continue
+        try:
+            Path(name).write_text(text)
+        except OSError as error:
+            raise OutputError(f"{name} cannot be written: {error}") from error
+
+
+def _columns(row: Row) -> dict[str, object]:
+    """Flatten a row."""
+    from kvr_mpi.planner.simulate import STRATEGIES
+
+    times = {f"{name.replace('-', '_')}_s": row.ttft_s.get(name) for name in STRATEGIES}
+    return {
+        "context_tokens": row.context_tokens,
+        "ranks": row.ranks,
+        **times,
+        "winner": row.winner,
+        "efficiency": row.efficiency,
+        "bound_s": row.bound_s,
+        "star_s": row.star_s,
+        "slices": " ".join(map(str, row.slices)),
+    }
+
+
+def _print_rows(rows: list[Row], work: Workload, profile: Hardware, costs: Costs, relay: RelayKind) -> None:
+    from kvr_mpi.planner.simulate import STRATEGIES
+
+    click.echo(f"{work.name} on {profile.name} ({profile.source})")
+    click.echo(f"links of {costs.link_bytes_per_s / 1e9:g} GB/s, {profile.attention} attention, chain by {relay}")
+    click.echo("seconds to the first token; efficiency: of kvr-s, 1 if p ranks are p times as fast as one\n")
+    click.echo("   tokens  ranks " + "".join(f"{name:>11}" for name in STRATEGIES) + "  efficiency  winner")
+    for row in rows:
+        times = "".join(f"{row.ttft_s[name]:11.4g}" if name in row.ttft_s else f"{'-':>11}" for name in STRATEGIES)
+        click.echo(f"{row.context_tokens:>9}  {row.ranks:>5} {times}  {row.efficiency:>10.2f}  {row.winner}")
+
+
+def _score(file: Path | None, hardware: Hardware, json_file: str | None, csv_file: str | None) -> None:
+    from kvr_mpi.planner.paper import paper_cells, read_cells
+    from kvr_mpi.planner.paper import score as score_cells
+
+    found = score_cells(read_cells(file) if file is not None else paper_cells(), hardware)
+    if json_file is not None or csv_file is not None:
+        cells = found.as_json()
+        _write(json_file, csv_file, cells, cells["cells"])
+        return
+    click.echo("table     model          GPUs  tokens  GB/s  method  measured  predicted   error")
+    for cell, guess, error in zip(found.cells, found.predicted_s, found.errors, strict=True):
+        click.echo(
+            f"{cell.table:<9} {cell.model:<14} {cell.gpus:>4} {cell.context_tokens:>7} {cell.link_gb_per_s:>5g}  "
+            f"{cell.method:<6} {cell.ttft_s:>7.3f} s  {guess:>7.3f} s  {100 * error:>+5.1f} %"
+        )
+    for name, spread, count in (
+        ("time to first token", found.ttft, len(found.cells)),
+        ("speed-up TSP / KVR-S", found.speedup, len(found.speedups)),
+    ):
+        figures = ", ".join(f"{key} {100 * value:.1f} %" for key, value in spread.figures()) or "nothing to compare"
+        click.echo(f"\nrelative error of the {name} ({count}): {figures}", nl=False)
+    click.echo()

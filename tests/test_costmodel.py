@@ -1,0 +1,269 @@
+"""The cost model: held to plain loops, to the paper's own numbers, and to what must be true of any machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvr_mpi.errors import PartitionError
+from kvr_mpi.partition import Partition
+from kvr_mpi.planner.costmodel import (
+    Costs,
+    RelayKind,
+    best_split,
+    chain_seconds,
+    chains_seconds,
+    costs_of,
+    equal_time_lengths,
+    lower_bound_seconds,
+    ring_seconds,
+    search_split,
+    single_seconds,
+    tsp_seconds,
+)
+from kvr_mpi.planner.equations import (
+    balanced_bound,
+    chain_traffic,
+    even_bound,
+    even_chain_traffic,
+    tsp_traffic,
+    ttft_star,
+)
+from kvr_mpi.planner.hardware import load_hardware
+from kvr_mpi.planner.workload import named_workload
+
+A100_LLAMA = costs_of(named_workload("Llama 7B"), load_hardware("a100-80gb"))
+H100_LLAMA = costs_of(named_workload("Llama 3.1 8B 1M"), load_hardware("h100-80gb"))
+RELAYS: tuple[RelayKind, ...] = ("cut-through", "store-and-forward")
+
+small_s = st.floats(1e-7, 1e-3)
+maybe_s = st.one_of(st.just(0.0), small_s)
+some_costs = st.builds(
+    Costs,
+    layers=st.integers(1, 6),
+    qkv_token_s=small_s,
+    rest_token_s=small_s,
+    pair_s=st.floats(1e-11, 1e-6),
+    eager=st.booleans(),
+    layer_s=maybe_s,
+    launch_floor_s=st.one_of(st.just(0.0), st.floats(1e-4, 1.0)),
+    kv_bytes=st.floats(1, 1e5),
+    link_bytes_per_s=st.floats(1e6, 1e11),
+    link_latency_s=maybe_s,
+    copy_token_s=maybe_s,
+    head_s=maybe_s,
+)
+some_lengths = st.lists(st.floats(1, 3000), min_size=1, max_size=7)
+
+
+def cut_through_loop(costs: Costs, lengths: list[float], speeds: list[float]) -> float:
+    """Step every layer, rank and segment."""
+    ranks, overhead_s = len(lengths), costs.layer_s if len(lengths) > 1 else 0.0
+    ends, free = [0.0] * ranks, [0.0] * ranks
+    for layer in range(costs.layers):
+        here: list[float] = []
+        for rank, own in enumerate(lengths):
+            pair_s = costs.pair_s / speeds[rank]
+            if rank == ranks - 1 > 0 and layer == costs.layers - 1:
+                pair_s = 0.0
+            start = max(ends[rank], layer * costs.launch_floor_s)
+            ready = start + overhead_s / 2 + own * costs.qkv_token_s / speeds[rank]
+            now = ready + own * own * pair_s * (1 if costs.eager else 0.5)
+            mine = [ready]
+            for segment in reversed(range(rank)):
+                sent = max(free[rank], here[rank - 1 - segment])
+                free[rank] = sent + lengths[segment] * costs.kv_bytes / costs.link_bytes_per_s
+                mine.append(free[rank] + costs.link_latency_s)
+                now = max(now, mine[-1]) + lengths[segment] * (own * pair_s + costs.copy_token_s / speeds[rank])
+            ends[rank] = now + overhead_s / 2 + own * costs.rest_token_s / speeds[rank]
+            here = mine
+    return max(ends[-1], costs.layers * costs.launch_floor_s) + costs.head_s
+
+
+def store_and_forward_loop(costs: Costs, lengths: list[float], speeds: list[float]) -> float:
+    """Step every layer and rank."""
+    ranks, overhead_s = len(lengths), costs.layer_s if len(lengths) > 1 else 0.0
+    stops = list(accumulate(lengths))
+    ends = [0.0] * ranks
+    for layer in range(costs.layers):
+        starts = [max(end, layer * costs.launch_floor_s) for end in ends]
+        complete: list[float] = []
+        sent = [0.0] * ranks
+        for rank, own in enumerate(lengths):
+            now = starts[rank] + overhead_s / 2 + own * costs.qkv_token_s / speeds[rank]
+            if rank:
+                message_s = costs.link_latency_s + stops[rank - 1] * costs.kv_bytes / costs.link_bytes_per_s
+                sent[rank - 1] = max(complete[rank - 1], starts[rank]) + message_s
+                now = max(now, sent[rank - 1]) + stops[rank] * costs.copy_token_s / speeds[rank]
+            complete.append(now)
+        for rank, own in enumerate(lengths):
+            pairs = own * (stops[rank] if costs.eager else stops[rank] - own / 2)
+            now = max(complete[rank] + pairs * costs.pair_s / speeds[rank], sent[rank])
+            ends[rank] = now + overhead_s / 2 + own * costs.rest_token_s / speeds[rank]
+    head_s = costs.head_s * (lengths[-1] if costs.eager else 1)
+    return max(ends[-1], costs.layers * costs.launch_floor_s) + head_s
+
+
+@given(some_costs, some_lengths, st.data())
+def test_events_are_those_of_plain_loops(costs: Costs, lengths: list[float], data: st.DataObject) -> None:
+    speeds = data.draw(st.lists(st.floats(0.3, 3), min_size=len(lengths), max_size=len(lengths)))
+    costs = replace(costs, speeds=tuple(speeds))
+    found = [chain_seconds(costs, lengths, relay) for relay in RELAYS]
+    loops = [cut_through_loop(costs, lengths, speeds), store_and_forward_loop(costs, lengths, speeds)]
+    assert found == pytest.approx(loops, rel=1e-9)
+
+
+@given(some_costs, st.lists(some_lengths.filter(lambda lengths: len(lengths) > 2), min_size=2, max_size=4))
+def test_many_splits_at_once_are_those_one_by_one(costs: Costs, splits: list[list[float]]) -> None:
+    cut = np.array([lengths[:3] for lengths in splits])
+    for relay in RELAYS:
+        alone = [chain_seconds(costs, lengths, relay) for lengths in cut.tolist()]
+        assert chains_seconds(costs, cut, relay).tolist() == pytest.approx(alone, rel=1e-12)
+
+
+@given(some_costs, st.integers(1, 5000))
+def test_a_chain_of_one_is_one_process(costs: Costs, tokens: int) -> None:
+    costs = replace(costs, copy_token_s=0.0)
+    assert chain_seconds(costs, [tokens], "store-and-forward") == pytest.approx(single_seconds(costs, tokens))
+    assert tsp_seconds(costs, tokens, 1) == ring_seconds(costs, tokens, 1) == single_seconds(costs, tokens)
+
+
+@given(some_costs, some_lengths, st.floats(1.01, 10))
+def test_faster_links_never_slow_a_chain(costs: Costs, lengths: list[float], factor: float) -> None:
+    faster = replace(costs, link_bytes_per_s=costs.link_bytes_per_s * factor)
+    for relay in RELAYS:
+        assert chain_seconds(faster, lengths, relay) <= chain_seconds(costs, lengths, relay) * (1 + 1e-9)
+
+
+@given(some_costs, some_lengths)
+def test_no_chain_beats_the_bound(costs: Costs, lengths: list[float]) -> None:
+    for relay in RELAYS:
+        bound_s = lower_bound_seconds(costs, sum(lengths), len(lengths), relay)
+        assert chain_seconds(costs, lengths, relay) >= bound_s * (1 - 1e-9)
+
+
+@given(some_costs, st.floats(10, 1e5), st.integers(1, 40), st.floats(0.1, 10))
+def test_slices_of_equal_time_take_equally_long(costs: Costs, tokens: float, ranks: int, weight: float) -> None:
+    lengths = equal_time_lengths(costs, tokens, ranks, weight)
+    assert sum(lengths) == pytest.approx(tokens)
+    token_s = weight * (costs.qkv_token_s + costs.rest_token_s)
+    share = 1.0 if costs.eager else 0.5
+    stops = list(accumulate(lengths))
+    times = [
+        own * (token_s + costs.pair_s * (stop - own + own * share)) for own, stop in zip(lengths, stops, strict=True)
+    ]
+    assert times == pytest.approx([times[0]] * ranks, rel=1e-6)
+
+
+def test_rivals_by_hand() -> None:
+    costs = Costs(10, 2e-6, 4e-6, 1e-9, False, 0.0, 0.0, 1000.0, 1e9, 0.0, gather_link_share=0.5)
+    # 2 ranks, 1000 tokens: 500 tokens at 6 us, the gather of the other 500 at 2 us each, attention
+    gathered_s = 500 * 6e-6 + 500 * 2e-6
+    assert tsp_seconds(costs, 1000, 2) == pytest.approx(10 * (gathered_s + 500 * 1000 * 1e-9))
+    assert tsp_seconds(costs, 1000, 2, dense=False) == pytest.approx(10 * (gathered_s + 500 * 750 * 1e-9))
+    # half of the pairs in two equal steps; the hop takes 0.5 ms, the step before it only 0.125 ms
+    assert ring_seconds(costs, 1000, 2) == pytest.approx(10 * (500 * 6e-6 + 0.125e-3 + 0.5e-3))
+    fast = replace(costs, link_bytes_per_s=1e12)
+    assert ring_seconds(fast, 1000, 2) == pytest.approx(10 * (500 * 6e-6 + 1000**2 / 2 / 2 * 1e-9))
+
+
+def test_the_papers_optimum_for_two_ranks() -> None:
+    bounds = range(256, 16384, 256)
+    splits = np.array([[bound, 16384 - bound] for bound in bounds], dtype=float)
+    seconds = chains_seconds(A100_LLAMA, splits, "store-and-forward")
+    assert bounds[int(np.argmin(seconds))] == 9728
+    assert best_split(A100_LLAMA, 16384, 2, "store-and-forward", 256)[0].bounds == (0, 9728, 16384)
+
+
+def test_the_papers_ratios_for_four_ranks() -> None:
+    found = np.array(search_split(A100_LLAMA, 10240, 4, "store-and-forward")) / 10240
+    assert np.abs(found - [0.350, 0.255, 0.210, 0.185]).max() < 0.006
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize(("tokens", "below", "above"), [(10240, 8192, 12288), (12288, 8192, 16384)])
+def test_interpolated_slices_are_nearly_the_best(ranks: int, tokens: int, below: int, above: int) -> None:
+    def ratios(entry: int) -> np.ndarray:
+        return np.array(search_split(A100_LLAMA, entry, ranks, "store-and-forward")) / entry
+
+    weight = (tokens - below) / (above - below)
+    between = (1 - weight) * ratios(below) + weight * ratios(above)
+    best_s = chain_seconds(A100_LLAMA, list(ratios(tokens) * tokens), "store-and-forward")
+    assert chain_seconds(A100_LLAMA, list(between * tokens), "store-and-forward") < best_s * 1.013
+
+
+@settings(max_examples=20, deadline=None)
+@given(some_costs, st.integers(512, 20000), st.integers(2, 5), st.sampled_from(RELAYS))
+def test_the_best_split_is_no_worse_than_the_obvious_ones(
+    costs: Costs, tokens: int, ranks: int, relay: RelayKind
+) -> None:
+    partition, seconds = best_split(costs, tokens, ranks, relay, quantum=1)
+    assert partition.tokens == tokens
+    assert seconds == chain_seconds(costs, partition.lengths, relay)
+    equal = Partition.by_ratio(tokens, equal_time_lengths(costs, tokens, ranks))
+    for other in (Partition.even(tokens, ranks), equal):
+        assert seconds <= chain_seconds(costs, other.lengths, relay) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("relay", RELAYS)
+def test_the_best_split_is_that_of_an_exhaustive_search(relay: RelayKind) -> None:
+    costs = replace(H100_LLAMA if relay == "cut-through" else A100_LLAMA, link_bytes_per_s=12e9)
+    tokens, grid = 8192, range(256, 8192, 256)
+    splits = np.array([[a, b - a, tokens - b] for a in grid for b in grid if a < b], dtype=float)
+    best_s = chains_seconds(costs, splits, relay).min()
+    partition, seconds = best_split(costs, tokens, 3, relay, quantum=256)
+    assert all(bound % 256 == 0 for bound in partition.bounds)
+    assert seconds <= best_s * 1.002
+
+
+def test_a_thousand_ranks_and_a_million_tokens() -> None:
+    tokens, ranks = 1 << 20, 1024
+    partition, seconds = best_split(H100_LLAMA, tokens, ranks)
+    assert (partition.tokens, partition.size) == (tokens, ranks)
+    assert lower_bound_seconds(H100_LLAMA, tokens, ranks) < seconds
+    assert seconds < tsp_seconds(H100_LLAMA, tokens, ranks, dense=False)
+    assert seconds < chain_seconds(H100_LLAMA, equal_time_lengths(H100_LLAMA, tokens, ranks))
+
+
+def test_equations() -> None:
+    assert even_bound(1000, 4, 2.0) == pytest.approx(balanced_bound([250] * 4, 2.0))
+    assert even_bound(1000, 4, 2.0) < balanced_bound([400, 300, 200, 100], 2.0)
+    assert ttft_star(2.0 * 1000**2, 4) == pytest.approx(even_bound(1000, 4, 2.0))
+    assert ttft_star(1.0, 2) < 1 / 2, "more than twice as fast on two"
+    # Fig. 4 and 5: 9 tokens on 3 ranks; 36 and 22 entries are K and V of 18 and 11 tokens
+    assert 2 * tsp_traffic(9, 3) == 36
+    assert 2 * chain_traffic([4, 3, 2]) == 22
+    assert even_chain_traffic(9, 3) == chain_traffic([3, 3, 3]) == tsp_traffic(9, 3) / 2
+
+
+def test_a_tuned_split_sends_more_than_equation_7_says() -> None:
+    ranks, tokens = 64, 1 << 20
+    share = chain_traffic(equal_time_lengths(H100_LLAMA, tokens, ranks)) / tsp_traffic(tokens, ranks)
+    assert share == pytest.approx(2 / 3, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pair_s": -1e-9}, "pair_s"),
+        ({"rest_token_s": float("nan")}, "rest_token_s"),
+        ({"link_bytes_per_s": 0.0}, "link"),
+        ({"layers": 0}, "layer"),
+        ({"speeds": (1.0, 0.0)}, "speeds"),
+    ],
+)
+def test_costs_no_machine_has_are_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(PartitionError, match=words):
+        replace(H100_LLAMA, **changes)  # type: ignore[arg-type]
+
+
+def test_splits_that_are_none_are_refused() -> None:
+    with pytest.raises(PartitionError, match="at least one token"):
+        chain_seconds(H100_LLAMA, [10, 0])
+    with pytest.raises(PartitionError, match="2 ranks"):
+        chain_seconds(replace(H100_LLAMA, speeds=(1.0, 1.0)), [10, 10, 10])

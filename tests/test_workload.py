@@ -1,0 +1,127 @@
+"""Work counted from configurations, and profiles of hardware."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as tf
+from models import CONFIGS, SINGLE_ONLY
+
+from kvr_mpi.errors import ConfigError, DataError
+from kvr_mpi.planner.hardware import Hardware, load_hardware, profiles
+from kvr_mpi.planner.workload import SHAPES, named_workload, workload_of
+
+REAL = {
+    "Llama 7B": lambda: tf.LlamaConfig(),
+    "Llama 3.1 8B": lambda: tf.LlamaConfig(
+        vocab_size=128256, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072
+    ),
+    "Falcon 7B": lambda: tf.FalconConfig(),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_named_shapes_are_what_their_configurations_say(name: str) -> None:
+    named, counted = named_workload(name), workload_of(REAL[name](), dtype_bytes=2)
+    for field in ("layers", "qkv_flop", "rest_flop", "pair_flop", "heads", "kv_bytes", "head_flop"):
+        assert getattr(named, field) == getattr(counted, field), field
+    assert named.weight_bytes == pytest.approx(counted.weight_bytes, rel=1e-3)  # norms are left out
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_architecture_is_counted(name: str) -> None:
+    config = CONFIGS[name]()
+    work = workload_of(config, dtype_bytes=4)
+    heads, head_dim = 6, 8
+    assert (work.layers, work.heads) == (3, heads)
+    assert work.pair_flop == 2 * heads * 2 * head_dim
+    assert work.head_flop == 2 * 48 * 199
+    assert work.max_tokens == 512
+    assert work.rest_flop >= 2 * (48 * 48 + 2 * 48 * 64)
+    assert work.qkv_flop == 2 * 48 * (48 + work.kv_bytes / 4) or name.startswith("falcon-gqa")  # it repeats its keys
+
+
+def test_only_the_experts_a_token_visits_count() -> None:
+    def rest_flop(experts: int, visited: int) -> float:
+        config: Any = CONFIGS["mixtral-moe"]()
+        config.num_local_experts, config.num_experts_per_tok = experts, visited
+        return workload_of(config, dtype_bytes=2).rest_flop
+
+    an_expert = 2 * 3 * 48 * 64
+    assert rest_flop(4, 2) - rest_flop(4, 1) == an_expert
+    assert rest_flop(8, 2) - rest_flop(4, 2) == 2 * 48 * 4, "the router only"
+
+
+@pytest.mark.parametrize("name", ["bloom-own-attention", "mamba-no-attention"])
+def test_what_cannot_be_counted_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="no attention"):
+        workload_of(SINGLE_ONLY[name](), dtype_bytes=2)
+
+
+def test_names_are_found_however_written() -> None:
+    assert named_workload("llama-7b (GQA8)").name == "Llama 7B GQA8"
+    with pytest.raises(ConfigError, match=r"'Llama 8B'.*Llama 7B, .*Falcon 1B"):
+        named_workload("Llama 8B")
+
+
+def test_the_papers_models_have_shapes() -> None:
+    papers = {"Llama 7B", "Llama 13B", "Llama 30B", "Falcon 1B", "Falcon 7B", "Llama 7B GQA8", "Llama 7B MQA"}
+    assert papers <= set(SHAPES)
+    # parameters, as the names tell them; a named shape has 16-bit weights
+    for name, billions in {"Llama 7B": 6.7, "Llama 13B": 13.0, "Llama 30B": 32.5, "Falcon 1B": 1.3}.items():
+        assert named_workload(name).weight_bytes / 2e9 == pytest.approx(billions, rel=0.03), name
+
+
+@pytest.mark.parametrize("name", ["a100-80gb", "h100-80gb", "h200"])
+def test_profiles_ship(name: str) -> None:
+    assert name in profiles()
+    assert load_hardware(name).name == name
+
+
+def written(tmp_path: Path, **changes: object) -> str:
+    rates = load_hardware("h100-80gb").model_dump() | changes
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({key: value for key, value in rates.items() if value != "missing"}))
+    return str(file)
+
+
+def test_a_users_own_profile(tmp_path: Path) -> None:
+    slower = load_hardware(written(tmp_path, name="mine", link_bytes_per_s=12.5e9))
+    assert slower.link_bytes_per_s == 12.5e9
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gemm_flop_per_s": -1.0}, "gemm_flop_per_s.*greater than 0.*-1"),
+        ({"gemm_flop_per_s": "missing"}, "gemm_flop_per_s: Field required"),
+        ({"link_latency_s": "NaN"}, "link_latency_s.*finite"),
+        ({"link_gbit_per_s": 400}, "link_gbit_per_s.*valid keys: .*link_bytes_per_s"),
+        ({"attention": "fast"}, "attention.*'eager' or 'flash'"),
+    ],
+)
+def test_profiles_no_machine_has_are_refused(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        load_hardware(written(tmp_path, **changes))
+
+
+def test_damaged_and_missing_profiles(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text('{"name": "mine", ')
+    with pytest.raises(DataError, match="damaged.json.*JSON"):
+        load_hardware(str(damaged))
+    damaged.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_hardware(str(damaged))
+    with pytest.raises(ConfigError, match="'b300'.*a100-80gb, h100-80gb, h200"):
+        load_hardware("b300")
+
+
+def test_the_longest_matching_name_has_the_last_word() -> None:
+    profile: Hardware = load_hardware("a100-80gb")
+    llama, falcon7, falcon1 = (profile.as_run_by(name) for name in ("Llama 7B", "Falcon 7B", "Falcon 1B"))
+    assert llama.score_s == profile.score_s > falcon7.score_s == falcon1.score_s
+    assert llama.launch_floor_s == falcon7.launch_floor_s > falcon1.launch_floor_s
