@@ -96,7 +96,7 @@ def _planned_rounds(engine: Engine, names: Sequence[str], world: Transport, log:
     plan = plan_documents(spec, [(name, tokens[name]) for name in names], world.size, forecast)
     plan = agree(world, plan)
     for line in describe(plan):
-        log.root(line)
+        log.root(f"plan: {line}")
     rounds = []
     for length in plan.chain_lengths:
         mine = [place for place in plan.placements if place.ranks == length and place.has(world.rank)]

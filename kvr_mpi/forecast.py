@@ -188,7 +188,7 @@ def with_memory(forecast: Forecast, footprint: Footprint, memory_bytes: float, h
 
 def _tables(spec: JobSpec, outline: Outline) -> list[Table]:
     """Tables of this model and dtype, where the job says tables are."""
-    place = Path(getattr(spec.parallel, "table", None) or FOLDER)
+    place = Path(spec.parallel.table or FOLDER)
     found = [load_table(file) for file in table_files(place)] if place.exists() else []
     dtype = str(outline.dtype).removeprefix("torch.")
     return [table for table in found if table.key.model.fingerprint == outline.fingerprint and table.key.dtype == dtype]

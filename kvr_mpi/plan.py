@@ -72,9 +72,12 @@ def agree(world: Transport, plan: Schedule) -> Schedule:
 
 def describe(plan: Schedule) -> list[str]:
     """Tell in a few lines how a corpus is shared, how long it takes, and how else it could have been."""
-    counts = [(length, sum(place.ranks == length for place in plan.placements)) for length in plan.chain_lengths]
-    shares = ", ".join(f"{count} on {length}" if length > 1 else f"{count} on 1 rank each" for length, count in counts)
-    lines = [f"plan: {shares or 'nothing to do'}" + (f"; {len(plan.misfits)} fit nowhere" if plan.misfits else "")]
+    counts = {length: sum(place.ranks == length for place in plan.placements) for length in plan.chain_lengths}
+    shares = [f"{count} on chains of {length} ranks" for length, count in counts.items() if length > 1]
+    shares += [f"{counts[1]} on one rank each"] if 1 in counts else []
+    lines = ["documents: " + (", ".join(shares) or "none")]
+    if plan.misfits:
+        lines[0] += f"; {len(plan.misfits)} do not fit into memory"
     if not plan.placements:
         return lines
     over = 100 * (plan.makespan_s / plan.lower_bound_s - 1)
@@ -83,12 +86,12 @@ def describe(plan: Schedule) -> list[str]:
     )
     alone = plan.data_parallel_s
     lines.append(
-        "a rank for each document: "
+        "all on one rank each: "
         + ("some do not fit" if alone is None else f"{duration(alone)} ({alone / plan.makespan_s:.2f} x)")
     )
     if plan.best_fixed is not None and plan.best_fixed[0] > 1:
         length, seconds = plan.best_fixed
-        lines[-1] += f"; best fixed length: {length} ranks, {duration(seconds)} ({seconds / plan.makespan_s:.2f} x)"
+        lines[-1] += f"; all on chains of {length}: {duration(seconds)} ({seconds / plan.makespan_s:.2f} x)"
     return lines
 
 

@@ -183,7 +183,7 @@ def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) 
         "... and 11 more",
         "2: ",
         "8: ",
-        "a rank for each document",
+        "all on one rank each",
     ):
         assert words in shown.stdout, shown.stdout
     assert sum("doc-" in line for line in shown.stdout.splitlines()) <= 3
@@ -335,9 +335,9 @@ def test_ranks_that_disagree_follow_the_first() -> None:
 
 def test_description_names_times_and_alternatives() -> None:
     plan = schedule([("a", 900), ("b", 5)], 2, FORECAST.document_s, lambda tokens, ranks: tokens < 50 * ranks)
-    assert "1 fit nowhere" in describe(plan)[0]
+    assert describe(plan)[0].endswith("; 1 do not fit into memory")
     plan = schedule([("a", 900), ("b", 50)], 2, FORECAST.document_s, lambda tokens, ranks: tokens < 500 * ranks)
     lines = describe(plan)
-    assert "some do not fit" in lines[2] and "best fixed length: 2 ranks" in lines[2]
-    assert describe(schedule([], 2, FORECAST.document_s, FORECAST.fits)) == ["plan: nothing to do"]
+    assert "some do not fit" in lines[2] and "all on chains of 2: " in lines[2]
+    assert describe(schedule([], 2, FORECAST.document_s, FORECAST.fits)) == ["documents: none"]
     assert (duration(3.14159), duration(3700)) == ("3.14 s", "1:01:40")

@@ -179,9 +179,17 @@ def test_ten_thousand_documents_are_within_five_per_cent(ranks: int, seed: int) 
 
 
 def test_times_between_the_sampled_lengths_are_right() -> None:
-    for tokens in (1, 7, 77, 1000, 12_345, 131_071):
-        plan = schedule([("a", tokens)], 1, seconds, anything_fits)
-        assert plan.makespan_s == pytest.approx(seconds(tokens, 1), abs=1e-5)
+    documents = numbered([*range(1, 40), *range(40, 200_000, 97)])
+    asked: set[int] = set()
+
+    def counting(tokens: int, ranks: int) -> float:
+        asked.add(tokens)
+        return seconds(tokens, ranks)
+
+    plan = schedule(documents, 1, counting, anything_fits)
+    assert len(asked) < 100
+    for place in plan.placements:
+        assert place.end_s - place.start_s == pytest.approx(seconds(place.tokens, 1), abs=2e-5)
 
 
 def test_one_long_document_takes_all_the_ranks_that_help() -> None:

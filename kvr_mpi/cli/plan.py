@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Longer corpora are not tokenised as a whole: their tokens are estimated from documents spread over them.
 COUNTED_CHARS, SAMPLE_CHARS = 20_000_000, 4_000_000
+# Half and twice the ranks are planned, too, up to this number: forecasts of longer chains take seconds.
+COMPARED_RANKS = 128
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -190,10 +192,10 @@ def _print_summary(spec: JobSpec, found: Schedule, forecast: Forecast, texts: li
     errors = sum(place.tokens == 0 for place in found.placements)
     if errors:
         click.echo(f"{errors} document(s) cannot be read or are too long: they get error records")
-    others = [count for count in (found.ranks // 2, found.ranks * 2) if count]
+    others = [count for count in (found.ranks // 2, found.ranks * 2) if 0 < count <= COMPARED_RANKS]
     times = [(count, plan_documents(spec, texts, count, forecast).makespan_s) for count in others]
     times.append((found.ranks, found.makespan_s))
-    click.echo("ranks      " + "; ".join(f"{count}: {duration(seconds)}" for count, seconds in sorted(times)))
+    click.echo("by number of ranks: " + "; ".join(f"{count}: {duration(seconds)}" for count, seconds in sorted(times)))
     if not spec.parallel.planned and spec.parallel.strategy == "kvr":
         wanted = spec.parallel.ranks_per_chain
         length = found.ranks if wanted == "all" else int(wanted)

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 # Documents placed in all trials together, and the least and most trials of each kind.
-TRIAL_DOCUMENTS, MIN_TRIALS, MAX_TRIALS = 300_000, 24, 400
+TRIAL_DOCUMENTS, MIN_TRIALS, MAX_TRIALS = 200_000, 12, 400
 # Orders in which the ranks' prime factors make nested lengths (12 ranks: 1, 2, 4, 12 or 1, 2, 6, 12 or 1, 3, 6, 12).
 MAX_LADDERS = 6
 # In the place of a time: this length is not possible.

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.planner.packing import NEVER, Plan, Table, bounds, fixed_plans, moldable_plans
@@ -136,43 +137,47 @@ def schedule(documents: Sequence[tuple[str, int]], ranks: int, seconds: Seconds,
 
 def _times(tokens: Sequence[int], lengths: Sequence[int], seconds: Seconds, fits: Fits) -> Table:
     """Microseconds of every document (row) on every chain length (column), `NEVER` where it is not possible."""
-    table = np.full((len(tokens), len(lengths)), NEVER, dtype=np.int64)
-    distinct = sorted(set(tokens))
+    distinct, rows = np.unique(np.array(tokens, dtype=np.int64), return_inverse=True)
+    table = np.full((len(distinct), len(lengths)), NEVER, dtype=np.int64)
     for column, length in enumerate(lengths):
-        sampled: dict[int, float] = {}
-
-        def at(count: int, length: int = length, sampled: dict[int, float] = sampled) -> float:
-            if count not in sampled:
-                sampled[count] = found = seconds(count, length)
-                if not (math.isfinite(found) and found >= 0):
-                    raise ConfigError(
-                        f"predicted time of {count} tokens on {length} rank(s) is {found} s; expected a finite number, "
-                        f"not negative: look at the rates or the hardware profile it comes from"
-                    )
-            return sampled[count]
-
         low, high = 0, len(distinct)  # documents that fit are the shortest ones: find where they end
         while low < high:
             middle = (low + high) // 2
-            low, high = (middle + 1, high) if fits(distinct[middle], length) else (low, middle)
-        known = {count: _interpolated(at, count, length) for count in distinct[:low] if count >= length}
-        if length == 1 and distinct[:1] == [0]:
-            known[0] = 0.0
-        for row, count in enumerate(tokens):
-            if count in known:
-                table[row, column] = min(max(1, round(known[count] * 1e6)), NEVER - 1)
-    return table
+            low, high = (middle + 1, high) if fits(int(distinct[middle]), length) else (low, middle)
+        first = int(np.searchsorted(distinct, length))
+        if first < low:
+            found = _seconds_at(distinct[first:low], length, seconds)
+            table[first:low, column] = np.clip(np.round(1e6 * found), 1, NEVER - 1)
+        if length == 1 and first and low:  # no tokens: a record to write
+            table[0, column] = 1
+    return table[rows.reshape(-1)]
 
 
-def _interpolated(at: Callable[[int], float], tokens: int, least: int) -> float:
-    """Time between sampled lengths, none of them below `least`: the parabola through the three around it."""
-    step = 1 << max(0, tokens.bit_length() - SAMPLES_PER_OCTAVE.bit_length())
-    below = tokens // step * step
-    if below == tokens or below < least:
-        return at(tokens)
-    low, middle, high = at(below), at(below + step), at(below + 2 * step)
-    along = (tokens - below) / step
-    return low + along * (middle - low) + along * (along - 1) / 2 * (high - 2 * middle + low)
+def _seconds_at(counts: Table, length: int, seconds: Seconds) -> npt.NDArray[np.float64]:
+    """Ask for the times of prompts of so many tokens, ascending; if they are many, lay parabolas between samples."""
+    steps = 1 << np.maximum(0, np.frexp(counts)[1] - SAMPLES_PER_OCTAVE.bit_length())
+    below = counts // steps * steps
+    between = (steps > 1) & (below >= length)
+    around = below[between] + steps[between] * np.arange(3)[:, None]
+    samples = np.unique(np.concatenate([around.ravel(), counts[~between]]))
+    if len(samples) >= len(counts):
+        return np.array([_ask(seconds, int(count), length) for count in counts])
+    known = np.array([_ask(seconds, int(count), length) for count in samples])
+    low, middle, high = known[np.searchsorted(samples, around)]
+    along = (counts - below)[between] / steps[between]
+    found = known[np.minimum(np.searchsorted(samples, counts), len(samples) - 1)]
+    found[between] = low + along * (middle - low) + along * (along - 1) / 2 * (high - 2 * middle + low)
+    return found
+
+
+def _ask(seconds: Seconds, tokens: int, length: int) -> float:
+    found = seconds(tokens, length)
+    if not (math.isfinite(found) and found >= 0):
+        raise ConfigError(
+            f"predicted time of {tokens} tokens on {length} rank(s) is {found} s; expected a finite number, not "
+            f"negative: look at the rates or the hardware profile it comes from"
+        )
+    return found
 
 
 def _misfit(tokens: int, ranks: int, fits: Fits) -> str:
