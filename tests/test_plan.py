@@ -11,18 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
+from made_tables import a_table
 
 from kvr_mpi.batch import RunOptions, run_job
 from kvr_mpi.cli.plan import plan as plan_command
 from kvr_mpi.documents import Document
 from kvr_mpi.engine import Machine
-from kvr_mpi.errors import EXIT_USAGE, KvrError
+from kvr_mpi.errors import EXIT_USAGE, ConfigError, KvrError
 from kvr_mpi.forecast import Forecast
 from kvr_mpi.job import JobSpec, load_job
+from kvr_mpi.model import load_outline
 from kvr_mpi.plan import agree, count_tokens, describe, duration, plan_documents, prompt_tokens
-from kvr_mpi.planner.costmodel import Costs
+from kvr_mpi.planner.costmodel import Costs, single_seconds
 from kvr_mpi.planner.schedule import schedule
+from kvr_mpi.planner.table import ModelIdentity, save_table
 from kvr_mpi.prompts import Frame, encode_text, split_text
 from kvr_mpi.report.log import Log
 from kvr_mpi.store.folder import read_run
@@ -228,6 +231,34 @@ def test_a_slow_machine_makes_a_chain(job: Path, tmp_path: Path, monkeypatch: py
     found = json.loads(planned("--json"))
     assert len(found["misfits"]) == 12 and "no number of ranks would do" in found["misfits"][0]["reason"]
     assert planned().count("FITS NOWHERE") == 12
+
+
+def test_a_lookup_table_of_this_model_says_what_things_cost(
+    job: Path, long_model_dir: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outline = load_outline(str(long_model_dir), dtype="float32", offline=True, cache_dir=cache_dir)
+    model = ModelIdentity(name="tiny", fingerprint=outline.fingerprint, architecture="LlamaForCausalLM")
+    for name, ranks in (("mine", 2), ("mine", 4), ("other", 2)):
+        table = a_table(ranks=ranks)
+        key = table.key.model_copy(update={"model": model, "hardware": name})
+        foreign = key.model_copy(update={"model": a_table().key.model, "hardware": "foreign"})
+        save_table(table.model_copy(update={"key": key}), tmp_path / "tables" / f"{name}-{ranks}.json")
+        save_table(table.model_copy(update={"key": foreign}), tmp_path / "tables" / f"foreign-{name}-{ranks}.json")
+
+    def planned(*more: str) -> Result:
+        return CliRunner().invoke(plan_command, [str(job), "--ranks", "4", "--json", *more])
+
+    found = json.loads(planned("--hardware", "mine").stdout)
+    assert found["costs"].startswith("lookup table for 4 ranks of mine")
+    documents = {document["id"]: document for document in found["documents"]}
+    assert documents["doc-08.txt"]["ranks"] == 4 and documents["doc-08.txt"]["memory_bytes"] is None
+    expected = single_seconds(a_table().rates.costs(), documents["doc-00.txt"]["tokens"])
+    assert documents["doc-00.txt"]["ttft_s"] == pytest.approx(expected, rel=0.05)
+    ambiguous = planned()
+    assert isinstance(ambiguous.exception, ConfigError) and "mine or other (measured" in str(ambiguous.exception)
+    (tmp_path / "tables" / "other-2.json").unlink()
+    assert json.loads(planned().stdout)["costs"] == found["costs"], "the only machine there are tables for"
 
 
 @pytest.mark.parametrize(
