@@ -62,7 +62,9 @@ def test_what_cannot_be_counted_is_refused(name: str) -> None:
 
 
 def test_names_are_found_however_written() -> None:
-    assert named_workload("llama-7b (GQA8)").name == "Llama 7B GQA8"
+    for name in ("llama-7b (GQA8)", "LLAMA7B gqa-8", "GQA8 Llama 7B", "Llama 7B with GQA"):
+        assert named_workload(name).name == "Llama 7B GQA8"
+    assert named_workload("llama-7b") == named_workload("Llama 7B (MHA)")
     with pytest.raises(ConfigError, match=r"'Llama 8B'.*Llama 7B, .*Falcon 1B"):
         named_workload("Llama 8B")
 

@@ -96,7 +96,7 @@ def costs_of(work: Workload, hardware: Hardware, *, link_bytes_per_s: float | No
     eager = hardware.attention == "eager"
     pair_s = work.pair_flop / hardware.attention_flop_per_s + (work.heads * hardware.score_s if eager else 0.0)
     head_s = work.head_flop / hardware.gemm_flop_per_s
-    if not eager:  # a single token reads all of the head's weights
+    if not eager:  # for one token all of the head's weights are read, two bytes for two operations
         head_s = max(head_s, work.head_flop / hardware.memory_bytes_per_s)
     return Costs(
         layers=work.layers,

@@ -99,21 +99,27 @@ SHAPES = {
 }
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+# Other names of the same.
+ALIASES = {"Llama 7B MHA": "Llama 7B", "Llama 7B GQA": "Llama 7B GQA8"}
+
+
+def _words(name: str) -> list[str]:
+    words = re.findall(r"\d+(?:\.\d+)?[bm]?|[a-z]+", name.lower())
+    return sorted(word for word in words if word not in ("w", "with"))
 
 
 def named_workload(name: str) -> Workload:
-    """Find a named shape; case, spaces and punctuation do not matter.
+    """Find a named shape; case, punctuation and the order of the words do not matter.
 
     Raises
     ------
     ConfigError
         Listing the names.
     """
-    for known, shape in SHAPES.items():
-        if _plain(known) == _plain(name):
-            return shape.workload(known)
+    for known in (*SHAPES, *ALIASES):
+        if _words(known) == _words(name):
+            known = ALIASES.get(known, known)
+            return SHAPES[known].workload(known)
     raise ConfigError(f"model {name!r}: no shape of this name; valid names: {', '.join(SHAPES)}")
 
 
