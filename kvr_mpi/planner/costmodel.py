@@ -296,14 +296,14 @@ def _shaped(costs: Costs, tokens: int, ranks: int, shape: Array) -> Array:
     return np.asarray(lengths * tokens / lengths.sum())
 
 
-def lower_bound_seconds(costs: Costs, tokens: float, ranks: int, relay: RelayKind = "cut-through") -> float:
+def lower_bound_seconds(costs: Costs, tokens: float, ranks: int) -> float:
     """Time below which no split of a chain gets: computing shared out equally, and nothing to wait for.
 
-    The paper's TTFT(p) (section 5, Fig. 8 d): KV-Runahead without any communication. Our engine (cut-through) leaves
-    most of the last layer out, so that one does not count there.
+    The paper's TTFT(p) (section 5, Fig. 8 d): KV-Runahead without any communication. Of the last layer only keys and
+    values of the ranks before the last are waited for, so in a chain that layer does not count.
     """
     first = equal_time_lengths(costs, tokens, ranks)[0]
     speed = (costs.speeds or (1.0,))[0]
     layer_s = first * (costs.qkv_token_s + costs.rest_token_s + first * _dense(costs) * costs.pair_s) / speed
-    layers = costs.layers - (relay == "cut-through" and ranks > 1)
+    layers = costs.layers - (ranks > 1)
     return max(layers * layer_s, costs.layers * costs.launch_floor_s)

@@ -97,7 +97,7 @@ def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, quantum: int) 
         ttft_s=ttft_s,
         slices=partition.bounds,
         efficiency=single_s / ranks / searched_s,
-        bound_s=lower_bound_seconds(costs, tokens, ranks, relay),
+        bound_s=lower_bound_seconds(costs, tokens, ranks),
         star_s=ttft_star(single_s, ranks),
     )
 
