@@ -18,6 +18,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.planner.costmodel import Costs, chain_seconds, costs_of, equal_time_lengths
 from kvr_mpi.planner.hardware import load_hardware, profiles
 from kvr_mpi.planner.memory import Footprint, footprint_of
+from kvr_mpi.planner.schedule import Seconds
 from kvr_mpi.planner.table import FOLDER, Table, load_table, table_files
 from kvr_mpi.planner.workload import workload_of
 from kvr_mpi.prompts import Frame, count_parts, make_frame
@@ -97,17 +98,23 @@ class Forecast:
         around = most - self.frame.text_budget
         return [-(-tokens // count)] * count + [min(most, around + count * self.new_tokens)]
 
-    def document_s(self, tokens: int, ranks: int) -> float:
-        """Time of a whole document: all its prompts, each prefilled and answered."""
-        prompts = self.parts(tokens)
-        prefill_s = self.ttft_s(prompts[0], ranks) * max(1, len(prompts) - 1)
-        prefill_s += self.ttft_s(prompts[-1], ranks) if len(prompts) > 1 else 0.0
+    def document_s(self, tokens: int, ranks: int, ttft_s: Seconds | None = None) -> float:
+        """Time of a whole document: all its prompts, each prefilled and answered.
+
+        Parameters
+        ----------
+        ttft_s : callable, optional
+            A faster way to ask for `ttft_s`.
+        """
+        prompts, ttft_s = self.parts(tokens), ttft_s or self.ttft_s
+        prefill_s = ttft_s(prompts[0], ranks) * max(1, len(prompts) - 1)
+        prefill_s += ttft_s(prompts[-1], ranks) if len(prompts) > 1 else 0.0
         steps = max(0, self.new_tokens - 1)
         return prefill_s + steps * sum(self.step_s + self.step_token_s * prompt for prompt in prompts)
 
     def memory(self, tokens: int, ranks: int) -> float | None:
-        """Most bytes any rank of the chain holds; None if unknown."""
-        return None if self.peak_bytes is None else self.peak_bytes(max(self.parts(tokens)), ranks)
+        """Most bytes any rank of the chain holds, at most for the longest prompt there may be; None if unknown."""
+        return None if self.peak_bytes is None else self.peak_bytes(min(tokens, self.frame.max_tokens), ranks)
 
     def fits(self, tokens: int, ranks: int) -> bool:
         """Whether the ranks of a chain have the memory for a document; yes where it is unknown."""

@@ -16,7 +16,7 @@ from typing import Any
 from kvr_mpi.documents import Document
 from kvr_mpi.forecast import Forecast
 from kvr_mpi.job import JobSpec, PromptSection
-from kvr_mpi.planner.schedule import Placement, Schedule, schedule
+from kvr_mpi.planner.schedule import Placement, Schedule, sampled, schedule
 from kvr_mpi.prompts import Frame, count_parts, encode_text
 from kvr_mpi.report.progress import clock_time
 from kvr_mpi.transport import Transport, gather_json, share_json
@@ -51,7 +51,12 @@ def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, 
     def fits(tokens: int, length: int) -> bool:
         return (length == 1 or spec.parallel.strategy == "kvr") and forecast.fits(tokens, length)
 
-    return schedule(documents, ranks, forecast.document_s, fits)
+    ttft_s = sampled(forecast.ttft_s)  # the time of a document is not smooth: beyond a length it is cut into parts
+
+    def seconds(tokens: int, length: int) -> float:
+        return forecast.document_s(tokens, length, ttft_s)
+
+    return schedule(documents, ranks, seconds, fits, smooth=False)
 
 
 def agree(world: Transport, plan: Schedule) -> Schedule:

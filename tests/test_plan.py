@@ -335,6 +335,16 @@ def test_a_document_in_parts_takes_as_long_as_its_prompts() -> None:
     assert FORECAST.slices(900, 3).lengths[0] > 300
 
 
+def test_documents_near_the_longest_prompt_are_not_taken_for_cut_ones(job: Path) -> None:
+    """Up to 1000 tokens a document is one prompt and one answer; one token more, and it is several of each."""
+    around = FORECAST.frame.max_tokens - FORECAST.frame.text_budget
+    texts = [(f"{tokens}", tokens - around) for tokens in (*range(600, 1001), *range(1001, 5000, 7))]
+    plan = plan_documents(spec_of(job, "prompt.too_long=split"), texts, 1, FORECAST)
+    for place in plan.placements:
+        took = place.end_s - place.start_s
+        assert took == pytest.approx(FORECAST.document_s(place.tokens, 1), rel=2e-3)
+
+
 def test_memory_decides_what_fits() -> None:
     tight = replace(FORECAST, peak_bytes=lambda tokens, ranks: tokens * 10.0 / ranks, memory_bytes=2000.0)
     assert tight.fits(200, 1) and not tight.fits(201, 1) and tight.fits(201, 2) and tight.memory(200, 1) == 2000

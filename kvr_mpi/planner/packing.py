@@ -31,8 +31,8 @@ import numpy.typing as npt
 TRIAL_DOCUMENTS, MIN_TRIALS, MAX_TRIALS = 200_000, 12, 400
 # Orders in which the ranks' prime factors make nested lengths (12 ranks: 1, 2, 4, 12 or 1, 2, 6, 12 or 1, 3, 6, 12).
 MAX_LADDERS = 6
-# In the place of a time: this length is not possible.
-NEVER = 1 << 50
+# In the place of a time (two years): this length is not possible. Times many ranks it is still a 64-bit number.
+NEVER = 1 << 46
 
 Table: TypeAlias = npt.NDArray[np.int64]
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.planner.packing import NEVER, Plan, Table, bounds, fixed_plans, moldable_plans
@@ -84,7 +83,9 @@ class Schedule:
         return tuple(sorted({place.ranks for place in self.placements}, reverse=True))
 
 
-def schedule(documents: Sequence[tuple[str, int]], ranks: int, seconds: Seconds, fits: Fits) -> Schedule:
+def schedule(
+    documents: Sequence[tuple[str, int]], ranks: int, seconds: Seconds, fits: Fits, *, smooth: bool = True
+) -> Schedule:
     """Choose chain, place and time of every document so that the last one ends soon.
 
     Parameters
@@ -96,6 +97,8 @@ def schedule(documents: Sequence[tuple[str, int]], ranks: int, seconds: Seconds,
         Predicted time of (tokens, ranks), from the first token of the prompt to the last of the answer.
     fits : callable
         Whether (tokens, ranks) has the memory it needs; if so, then any shorter document has it, too.
+    smooth : bool
+        Whether `seconds` is smooth in tokens, and may be asked at a few lengths only; else at every document's.
 
     Raises
     ------
@@ -106,7 +109,7 @@ def schedule(documents: Sequence[tuple[str, int]], ranks: int, seconds: Seconds,
         raise ConfigError(f"{ranks} ranks: expected at least 1")
     lengths = [length for length in range(1, ranks + 1) if ranks % length == 0]
     by_id = sorted(documents)
-    times = _times([tokens for _, tokens in by_id], lengths, seconds, fits)
+    times = _times([tokens for _, tokens in by_id], lengths, sampled(seconds) if smooth else seconds, fits)
     possible = [row < NEVER for row in times.min(axis=1, initial=NEVER).tolist()]
     misfits = tuple(
         (name, tokens, _misfit(tokens, ranks, fits))
@@ -135,49 +138,52 @@ def schedule(documents: Sequence[tuple[str, int]], ranks: int, seconds: Seconds,
     )
 
 
+def sampled(seconds: Seconds) -> Seconds:
+    """Ask a costly function, smooth in tokens, at a few lengths only, and lay parabolas between them."""
+    known: dict[tuple[int, int], float] = {}
+
+    def at(tokens: int, ranks: int) -> float:
+        if (tokens, ranks) not in known:
+            known[tokens, ranks] = seconds(tokens, ranks)
+        return known[tokens, ranks]
+
+    def between(tokens: int, ranks: int) -> float:
+        step = 1 << max(0, tokens.bit_length() - SAMPLES_PER_OCTAVE.bit_length())
+        below = tokens // step * step
+        if below == tokens or below < ranks:  # there may be another regime below one token a rank
+            return at(tokens, ranks)
+        low, middle, high = at(below, ranks), at(below + step, ranks), at(below + 2 * step, ranks)
+        along = (tokens - below) / step
+        return low + along * (middle - low) + along * (along - 1) / 2 * (high - 2 * middle + low)
+
+    return between
+
+
 def _times(tokens: Sequence[int], lengths: Sequence[int], seconds: Seconds, fits: Fits) -> Table:
     """Microseconds of every document (row) on every chain length (column), `NEVER` where it is not possible."""
-    distinct, rows = np.unique(np.array(tokens, dtype=np.int64), return_inverse=True)
+    distinct = sorted(set(tokens))
+    rows = {count: row for row, count in enumerate(distinct)}
     table = np.full((len(distinct), len(lengths)), NEVER, dtype=np.int64)
     for column, length in enumerate(lengths):
         low, high = 0, len(distinct)  # documents that fit are the shortest ones: find where they end
         while low < high:
             middle = (low + high) // 2
-            low, high = (middle + 1, high) if fits(int(distinct[middle]), length) else (low, middle)
-        first = int(np.searchsorted(distinct, length))
-        if first < low:
-            found = _seconds_at(distinct[first:low], length, seconds)
-            table[first:low, column] = np.clip(np.round(1e6 * found), 1, NEVER - 1)
-        if length == 1 and first and low:  # no tokens: a record to write
-            table[0, column] = 1
-    return table[rows.reshape(-1)]
+            low, high = (middle + 1, high) if fits(distinct[middle], length) else (low, middle)
+        for row, count in enumerate(distinct[:low]):
+            if count >= length:
+                table[row, column] = _microseconds(seconds(count, length), count, length)
+            elif count == 0 and length == 1:  # a record to write
+                table[row, column] = 1
+    return table[[rows[count] for count in tokens]]
 
 
-def _seconds_at(counts: Table, length: int, seconds: Seconds) -> npt.NDArray[np.float64]:
-    """Ask for the times of prompts of so many tokens, ascending; if they are many, lay parabolas between samples."""
-    steps = 1 << np.maximum(0, np.frexp(counts)[1] - SAMPLES_PER_OCTAVE.bit_length())
-    below = counts // steps * steps
-    between = (steps > 1) & (below >= length)
-    around = below[between] + steps[between] * np.arange(3)[:, None]
-    samples = np.unique(np.concatenate([around.ravel(), counts[~between]]))
-    if len(samples) >= len(counts):
-        return np.array([_ask(seconds, int(count), length) for count in counts])
-    known = np.array([_ask(seconds, int(count), length) for count in samples])
-    low, middle, high = known[np.searchsorted(samples, around)]
-    along = (counts - below)[between] / steps[between]
-    found = known[np.minimum(np.searchsorted(samples, counts), len(samples) - 1)]
-    found[between] = low + along * (middle - low) + along * (along - 1) / 2 * (high - 2 * middle + low)
-    return found
-
-
-def _ask(seconds: Seconds, tokens: int, length: int) -> float:
-    found = seconds(tokens, length)
+def _microseconds(found: float, tokens: int, length: int) -> int:
     if not (math.isfinite(found) and found >= 0):
         raise ConfigError(
             f"predicted time of {tokens} tokens on {length} rank(s) is {found} s; expected a finite number, not "
             f"negative: look at the rates or the hardware profile it comes from"
         )
-    return found
+    return min(max(1, round(found * 1e6)), NEVER - 1)
 
 
 def _misfit(tokens: int, ranks: int, fits: Fits) -> str:
