@@ -268,16 +268,18 @@ def search_split(costs: Costs, tokens: int, ranks: int, relay: RelayKind = "cut-
     def shaped(shapes: Array) -> Array:
         return np.array([_shaped(costs, tokens, ranks, shape) for shape in shapes])
 
-    events = costs.layers * ranks * (ranks if relay == "cut-through" else 8)
     starts = np.array([[0.0, 0.0, 0.0], [1.8, -0.1, 0.0], [10.0, 0.1, 0.0]])
     steps = np.diag([0.5, 0.1, 1.0])
-    shape = descend(
-        lambda shapes: seconds_of(shaped(shapes)),
-        lambda shape, scale: np.concatenate([shape + scale * steps, shape - scale * steps]),
-        starts[int(np.argmin([seconds_of(shaped(start[None]))[0] for start in starts]))],
-        rounds=min(40, EVENTS_LOOKED_AT // events),
-        smallest=1 / 32,
-    )
+    shape = starts[int(np.argmin([seconds_of(shaped(start[None]))[0] for start in starts]))]
+    rounds = EVENTS_LOOKED_AT // (costs.layers * ranks * (ranks if relay == "cut-through" else 8))
+    if rounds:
+        shape = descend(
+            lambda shapes: seconds_of(shaped(shapes)),
+            lambda shape, scale: np.concatenate([shape + scale * steps, shape - scale * steps]),
+            shape,
+            rounds=min(40, rounds),
+            smallest=1 / 32,
+        )
     lengths = shaped(shape[None])[0]
     if ranks <= RANKS_MOVED_ALONE:
         lengths = descend(seconds_of, neighbours, lengths, rounds=200, smallest=1 / 256)
