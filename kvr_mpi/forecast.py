@@ -63,6 +63,7 @@ class Forecast:
     source : where the costs come from.
     costs : of a rank, all alike.
     even : whether slices are even; else they take equal time.
+    plain : whether one rank runs plain transformers (``strategy = "single"``).
     frame : of the text; a document with more tokens than a prompt may have is answered in parts.
     new_tokens : of an answer, at most.
     step_s, step_token_s : decoding a token, and for each token before it.
@@ -77,6 +78,7 @@ class Forecast:
     new_tokens: int
     step_s: float
     step_token_s: float
+    plain: bool = False
     peak_bytes: Callable[[int, int], float] | None = None
     memory_bytes: float | None = None
 
@@ -87,7 +89,12 @@ class Forecast:
 
     def ttft_s(self, tokens: int, ranks: int) -> float:
         """Time to the first token of one prompt; one shorter than the chain is done by its last rank."""
-        return chain_seconds(self.costs, self.slices(tokens, ranks if ranks <= tokens else 1).lengths)
+        if 1 < ranks <= tokens:
+            return chain_seconds(self.costs, self.slices(tokens, ranks).lengths)
+        whole_s = chain_seconds(self.costs, [tokens])
+        # Our engine, on one rank too, computes of the last layer's attention only what the last token needs.
+        saved_s = 0.0 if self.costs.eager or self.plain else self.costs.pair_s * tokens**2 / 2
+        return max(whole_s - saved_s, self.costs.layers * self.costs.launch_floor_s)
 
     def parts(self, tokens: int) -> list[int]:
         """Tokens of a document's prompts: one, or those of its parts and then the one about their answers."""
@@ -128,6 +135,7 @@ def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) ->
         source=source,
         costs=replace(costs, speeds=None),
         even=spec.parallel.partition == "even",
+        plain=spec.parallel.strategy == "single",
         frame=frame,
         new_tokens=spec.generation.max_new_tokens,
         step_s=costs.layers * costs.launch_floor_s + costs.head_s,

@@ -331,6 +331,8 @@ def test_a_document_in_parts_takes_as_long_as_its_prompts() -> None:
     assert whole == pytest.approx(sum(FORECAST.document_s(prompt, 2) for prompt in prompts))
     assert FORECAST.document_s(800, 1) == pytest.approx(FORECAST.ttft_s(800, 1) + 10 * (0.01 + 800e-6))
     assert FORECAST.ttft_s(3, 4) == FORECAST.ttft_s(3, 1), "fewer tokens than ranks"
+    assert replace(FORECAST, plain=True).ttft_s(800, 1) == single_seconds(COSTS, 800)
+    assert FORECAST.ttft_s(800, 1) == pytest.approx(single_seconds(COSTS, 800) - 1e-8 * 800**2 / 2), "the last layer"
     assert replace(FORECAST, even=True).slices(960, 3).lengths == (320, 320, 320)
     assert FORECAST.slices(900, 3).lengths[0] > 300
 
