@@ -96,7 +96,8 @@ def test_nothing_is_unpickled() -> None:
 
 def test_help_needs_no_heavy_import() -> None:
     code = (
-        "import sys, kvr_mpi.cli, kvr_mpi.cli.run, kvr_mpi.cli.inspect, kvr_mpi.cli.export, kvr_mpi.cli.doctor; "
+        "import sys, kvr_mpi.cli, kvr_mpi.cli.run, kvr_mpi.cli.inspect, kvr_mpi.cli.export, kvr_mpi.cli.doctor, "
+        "kvr_mpi.cli.plan; "
         "import kvr_mpi.cli.search; "
         "heavy = 'torch transformers mpi4py h5py numpy pydantic'; "
         "print([name for name in heavy.split() if name in sys.modules])"
