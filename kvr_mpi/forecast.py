@@ -178,6 +178,8 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
         step_s=max(forecast.step_s, work.weight_bytes / profile.memory_bytes_per_s),
         step_token_s=outline.shape.kv_bytes_per_token / profile.memory_bytes_per_s,
     )
+    if forecast.plain:  # plain transformers' memory is not predicted
+        return forecast
     footprint = footprint_of(outline.config, outline.dtype)
     return with_memory(forecast, footprint, MEMORY_SHARE * profile.memory_bytes, held_bytes=work.weight_bytes)
 

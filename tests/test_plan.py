@@ -166,7 +166,7 @@ def test_documents_without_room_are_refused_and_the_rest_is_done(
 ) -> None:
     spec = spec_of(job, "documents.limit=10")
     options = RunOptions(Machine(cache_dir, cores=2, offline=True))
-    monkeypatch.setattr("kvr_mpi.batch.room_bytes", lambda device, sharers: 1_000_000)
+    monkeypatch.setattr("kvr_mpi.engine.room_bytes", lambda device, sharers: 1_000_000)
     codes = run_local(2, lambda rank: run_job(spec, options, rank, Log(rank.rank, rank.size, io.StringIO())))
     assert codes == [65, 65]
     records = {record.id: record for record in read_run(tmp_path / "out")}
@@ -227,6 +227,9 @@ def test_a_slow_machine_makes_a_chain(job: Path, tmp_path: Path, monkeypatch: py
     chains = {document["id"]: document["ranks"] for document in found["documents"]}
     assert chains["doc-08.txt"] == 4 and chains["doc-00.txt"] == 1 and len(found["documents"][0]["slices"]) == 5
     assert found["makespan_s"] < 0.5 * found["data_parallel_s"]
+    single = json.loads(planned("--json", "--set", "parallel.strategy=single"))
+    assert {(document["ranks"], document["memory_bytes"]) for document in single["documents"]} == {(1, None)}
+    assert single["makespan_s"] == single["data_parallel_s"] > found["makespan_s"]
     profile["memory_bytes"] = 1000.0
     found = json.loads(planned("--json"))
     assert len(found["misfits"]) == 12 and "no number of ranks would do" in found["misfits"][0]["reason"]
