@@ -64,7 +64,7 @@ def silent(text: str) -> None:
 @pytest.mark.parametrize(("known", "tokens"), [(LLAMA, 16384), (COSTS, 4096)], ids=["llama-a100", "smollm-cpu"])
 def test_refit_ends_within_a_percent_of_the_best(known: Costs, tokens: int, ranks: int) -> None:
     regrets, even = [], []
-    for seed in range(15):
+    for seed in range(9):
         machine = Machine(known, ranks, seed)
         found = refit(tokens, known, ranks, machine.run, silent, quantum=QUANTUM)
         assert machine.runs == found.runs <= MAX_RUNS
@@ -112,6 +112,16 @@ def test_without_noise_the_fit_forecasts_other_splits() -> None:
         truth_s = chain_seconds(machine.truth, lengths)
         assert chain_seconds(fitted, lengths) == pytest.approx(truth_s, rel=0.01)
         assert abs(chain_seconds(before, lengths) / truth_s - 1) > 0.02
+
+
+def test_a_disturbed_run_does_not_spoil_the_fit() -> None:
+    machine = Machine(COSTS, 2, 3, noise=0.003)
+    splits = [Partition.by_ratio(4096, ratios) for ratios in ([4, 3], [5, 3], [1, 1], [4, 3])]
+    seen = [machine.run(split) for split in splits]
+    slow = replace(seen[0], ttft_s=1.5 * seen[0].ttft_s, busy_s=tuple(1.5 * time for time in seen[0].busy_s))
+    lengths = Partition.by_ratio(4096, [3, 2]).lengths
+    truth_s = chain_seconds(machine.truth, lengths)
+    assert chain_seconds(fit(COSTS, [slow, *seen[1:]]), lengths) == pytest.approx(truth_s, rel=0.02)
 
 
 def test_busy_times_are_those_of_the_event_model() -> None:

@@ -96,6 +96,7 @@ def test_a_profile_needs_no_machine(tmp_path: Path, tiny_model_dir: Path, mpirun
         (["--contexts", "9999"], 78, "9999: expected between 4 (two for each rank) and 512"),
         (["--method", "model", "--profile", "abacus"], 78, "'abacus': no such profile"),
         (["--output", "bad.json"], 65, "damaged or foreign"),
+        (["--output", "bad.json/x"], 78, "cannot be written"),
     ],
 )
 def test_search_refuses(
@@ -105,7 +106,7 @@ def test_search_refuses(
     run = mpirun(2, [kvr, "search", "--model", tiny_model_dir, "--contexts", "64", *options], cwd=tmp_path)
     assert run.returncode == code, run.stderr
     assert word in run.stderr and "Traceback" not in run.stderr
-    assert not (tmp_path / "tables").exists()
+    assert not list(tmp_path.rglob("*_p2.json"))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from kvr_mpi.planner.table import (
     Rates,
     Table,
     check_name,
+    check_place,
     file_name,
     load_table,
     merge_tables,
@@ -46,8 +47,10 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> No
     with pytest.raises(OutputError, match=r"cannot be written.*another --output"):
         save_table(a_table(), tmp_path / "file" / "table.json")
     (tmp_path / "taken").mkdir()
-    with pytest.raises(OutputError, match="cannot be written"):
-        save_table(a_table(), tmp_path / "taken")
+    for act in (check_place, lambda path: save_table(a_table(), path)):
+        with pytest.raises(OutputError, match="cannot be written"):
+            act(tmp_path / "taken")
+    check_place(tmp_path / "new.json")
     assert sorted(os.listdir(tmp_path)) == ["file", "taken"]
 
 

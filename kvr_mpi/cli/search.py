@@ -111,7 +111,9 @@ def search(
             log.root(f"{size} ranks of {key.device}; {_say_costs(costs)}")
             with leading(loaded, chain) as run:
                 wish = Wish(lengths, cast('Literal["refit", "grid", "model"]', method), max_runs)
-                table = _write(tabulate(wish, costs, key, provenance, run, log.root), target, log.root)
+                for found in tabulate(wish, costs, key, provenance, run, log.root):
+                    table = target.write(found)
+                _say_written(table, found, target, log.root)
                 holds = trials is None or _check(table, lengths, run, trials, log.root)
         return 0 if holds else EXIT_MISSED
 
@@ -124,6 +126,14 @@ class _Target:
 
     path: Path
     there: Table | None
+
+    def write(self, found: Table) -> Table:
+        """Merge what was found into what is there, and write it."""
+        from kvr_mpi.planner.table import merge_tables, save_table
+
+        table = merge_tables(self.there, found)[0] if self.there else found
+        save_table(table, self.path)
+        return table
 
 
 def _who(
@@ -142,7 +152,7 @@ def _who(
 def _target(output: Path, key: Key, replace: bool) -> _Target:
     """Find the file, and refuse to spend time on what could not be written in the end."""
     from kvr_mpi.errors import ConfigError
-    from kvr_mpi.planner.table import differences_of, file_name, load_table
+    from kvr_mpi.planner.table import check_place, differences_of, file_name, load_table
 
     path = output if output.suffix == ".json" else output / file_name(key)
     there = load_table(path) if path.exists() and not replace else None
@@ -151,6 +161,7 @@ def _target(output: Path, key: Key, replace: bool) -> _Target:
             f"table {str(path)!r} is of something else: {'; '.join(differences)}; choose another --hardware or "
             f"--output, or write it anew with --replace"
         )
+    check_place(path)
     return _Target(path, there)
 
 
@@ -176,18 +187,13 @@ def _say_costs(costs: Costs) -> str:
     )
 
 
-def _write(table: Table, target: _Target, say: Callable[[str], None]) -> Table:
-    """Merge into what is there, write, and say so."""
-    from kvr_mpi.planner.table import merge_tables, save_table
+def _say_written(table: Table, found: Table, target: _Target, say: Callable[[str], None]) -> None:
+    from kvr_mpi.planner.table import merge_tables
 
-    if target.there is not None:
-        table, said = merge_tables(target.there, table)
-        for line in said:
-            say(line)
-    save_table(table, target.path)
+    for line in merge_tables(target.there, found)[1] if target.there else ():
+        say(line)
     say(f"fitted: {_say_costs(table.rates.costs())}")
     say(f"{target.path}: entries for {', '.join(str(entry.context_tokens) for entry in table.entries)} tokens")
-    return table
 
 
 def _check(table: Table, lengths: list[int], run: Run, trials: int, say: Callable[[str], None]) -> bool:

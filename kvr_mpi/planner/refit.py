@@ -32,6 +32,7 @@ ABSURD_RATIO, MAX_HICCUPS = 3.0, 3
 # Standard deviations of the priors, in logarithms.
 TOKEN_SD, PAIR_SD, LAYER_SD, COPY_SD, LINK_SD = 0.15, 0.15, 1.0, 1.0, 0.3
 SPEED_SD, DRIFT_SD = 0.02, 0.03
+DRIFT_FREEDOM, REWEIGHTINGS = 3.0, 3
 # And of what is measured: a rank's time and the whole chain's, beside the drift they share in a run.
 BUSY_SD, TTFT_SD = 0.01, 0.02
 # How far the cost model may be off, where it is weighed against a measured time.
@@ -62,11 +63,6 @@ class Refit:
         self.runs += runs
         self.observations.append(seen)
         self.forecasts_s.setdefault(seen.partition, predicted_s)
-
-    @property
-    def times_s(self) -> list[float]:
-        """Measured times of the best slices."""
-        return self.times_of(self.best)
 
     def times_of(self, split: Partition) -> list[float]:
         """Measured times of some slices."""
@@ -139,33 +135,43 @@ def solve(costs: Costs, tokens: int, ranks: int, quantum: int) -> tuple[Partitio
 
 
 def fit(start: Costs, observations: Sequence[Observation]) -> Costs:
-    """Fit rates to what was observed, by Gauss and Newton, with the start as prior.
+    """Fit rates to what was observed, with the start as prior.
 
     Parameters are logarithms: tokens, pairs, a layer's overhead, copies, the link, each rank's speed, and for each
-    run a drift that all its times share (another clock, another neighbour), which is not kept.
+    run a drift that all its times share (another clock, another neighbour), which is not kept. Drifts have a Student
+    distribution, fitted by reweighting: one run that was disturbed is not to spoil what the others tell.
     """
     start = _fillable(start)
-    ranks = observations[0].partition.size
+    rates = RATES + observations[0].partition.size
+    drifts = len(observations)
     deviations = np.array(
-        [TOKEN_SD, PAIR_SD, LAYER_SD, COPY_SD, LINK_SD] + [SPEED_SD] * ranks + [DRIFT_SD] * len(observations)
+        [TOKEN_SD, PAIR_SD, LAYER_SD, COPY_SD, LINK_SD] + [SPEED_SD] * (rates - RATES) + [DRIFT_SD] * drifts
     )
     found: Array = np.zeros(len(deviations))
-    step, theta, best = found, found, math.inf
+    for _ in range(REWEIGHTINGS):
+        found = _descend(start, observations, found, deviations)
+        unlikely = (found[rates:] / DRIFT_SD) ** 2
+        deviations[rates:] = DRIFT_SD * np.sqrt((DRIFT_FREEDOM + unlikely) / (DRIFT_FREEDOM + 1))
+    return _scaled(start, found[:rates])
+
+
+def _descend(start: Costs, observations: Sequence[Observation], theta: Array, deviations: Array) -> Array:
+    """Least squares by Gauss and Newton; a step that leads up (the model has kinks) is halved."""
+    found, step, best = theta, np.zeros_like(theta), math.inf
     for _ in range(20):
         misses, slopes = _misses(start, observations, theta)
         misses = np.concatenate([misses, theta / deviations])
         loss = float(misses @ misses)
-        if loss > best * (1 - 1e-9):  # too far, or there
-            if np.abs(step).max() < 1e-4:
+        if loss > best * (1 - 1e-6):
+            if np.abs(step).max() < 1e-3:
                 break
             step = step / 2
-            theta = found + step
-            continue
-        best, found = loss, theta
-        slopes = np.concatenate([slopes, np.diag(1 / deviations)])
-        step = np.asarray(np.linalg.lstsq(slopes, -misses, rcond=None)[0], dtype=np.float64)
+        else:
+            best, found = loss, theta
+            slopes = np.concatenate([slopes, np.diag(1 / deviations)])
+            step = np.asarray(np.linalg.lstsq(slopes, -misses, rcond=None)[0], dtype=np.float64)
         theta = found + step
-    return _scaled(start, found[: RATES + ranks])
+    return found
 
 
 def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import IO, Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -222,18 +223,37 @@ def save_table(table: Table, path: Path) -> None:
     OutputError
         If it cannot be written.
     """
+    with _partial_file(path) as stream:
+        stream.write(table.model_dump_json(indent=1) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+        os.chmod(stream.name, 0o644)
+        os.replace(stream.name, path)
+
+
+def check_place(path: Path) -> None:
+    """Refuse a place where no table could be written, before hours are spent on one.
+
+    Raises
+    ------
+    OutputError
+    """
+    with _partial_file(path) as stream:
+        os.unlink(stream.name)
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+
+
+@contextmanager
+def _partial_file(path: Path) -> Iterator[IO[str]]:
+    """Open a file beside `path`, which is gone in the end unless it was given that name."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", prefix=".", suffix=path.name, dir=path.parent, delete=False) as stream:
             try:
-                stream.write(table.model_dump_json(indent=1) + "\n")
-                stream.flush()
-                os.fsync(stream.fileno())
-                os.chmod(stream.name, 0o644)
-                os.replace(stream.name, path)
-            except BaseException:
-                os.unlink(stream.name)
-                raise
+                yield stream
+            finally:
+                Path(stream.name).unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"table {str(path)!r} cannot be written: {error}; choose another --output") from error
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvr_mpi.errors import ConfigError
@@ -65,12 +65,19 @@ def check_contexts(contexts: Sequence[int], ranks: int, max_tokens: int | None) 
     return sorted(set(contexts))
 
 
-def tabulate(wish: Wish, costs: Costs, key: Key, provenance: Provenance, run: Run, say: Say) -> Table:
+def tabulate(wish: Wish, costs: Costs, key: Key, provenance: Provenance, run: Run, say: Say) -> Iterator[Table]:
     """Search all lengths, the shortest first; rank 0 calls this, within ``measure.leading``.
 
     What one length tells of the rates is where the next one starts.
+
+    Yields
+    ------
+    Table
+        After every length: all that is known by then, so that it can be kept.
     """
-    entries, everything, known = [], [], costs
+    entries: list[Entry] = []
+    everything: list[Observation] = []
+    known = costs
     if wish.method != "model":
         run(Partition.even(min(wish.contexts), key.ranks))
         say("one run to warm up")
@@ -86,8 +93,8 @@ def tabulate(wish: Wish, costs: Costs, key: Key, provenance: Provenance, run: Ru
         entry = _entry(found, wish.method, provenance, noise_of(known, found.observations))
         entries.append(entry)
         say(f"{tokens} tokens: {describe(entry)}")
-    rates = fit(costs, everything) if everything else costs
-    return Table(key=key, rates=Rates.of(rates), entries=tuple(entries))
+        rates = fit(costs, everything) if everything else costs
+        yield Table(key=key, rates=Rates.of(rates), entries=tuple(entries))
 
 
 def _refit(tokens: int, costs: Costs, ranks: int, run: Run, say: Say, max_runs: int) -> _Found:
