@@ -288,10 +288,12 @@ def _choose(result: Refit) -> Partition:
 
     def expected_of(split: Partition) -> float:
         times = result.times_of(split)
-        # The mean of n runs with a standard deviation of DRIFT_SD each, beside a model off by MODEL_SD.
-        weight = MODEL_SD**2 / (MODEL_SD**2 + DRIFT_SD**2 / len(times))
         predicted = math.log(chain_seconds(result.costs, split.lengths))
-        return predicted + weight * (float(np.mean(np.log(times))) - predicted)
+        miss = float(np.mean(np.log(times))) - predicted
+        # The mean of n runs with a standard deviation of DRIFT_SD each, beside a model off by MODEL_SD; what lies
+        # further off tells of a disturbance, and little of the split.
+        weight = MODEL_SD**2 / (MODEL_SD**2 + DRIFT_SD**2 / len(times) + miss**2)
+        return predicted + weight * miss
 
     return min(result.forecasts_s, key=expected_of)
 
