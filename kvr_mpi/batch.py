@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from kvr_mpi.documents import Document, find_files, read_corpus
 from kvr_mpi.engine import Engine, Machine
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, ConfigError, CorpusError
@@ -25,12 +23,11 @@ from kvr_mpi.planner.schedule import deal
 from kvr_mpi.prefill.cache import layer_kv
 from kvr_mpi.prompts import check_template
 from kvr_mpi.report.log import Log
-from kvr_mpi.report.memory import room_bytes
 from kvr_mpi.report.progress import ProgressReport
 from kvr_mpi.report.table import print_summary
 from kvr_mpi.store.folder import ShardWriter, check_fresh, check_writable, merge_run, prepare_folder, read_run
 from kvr_mpi.store.outputs import Record
-from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
+from kvr_mpi.transport import Transport, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.local import LocalTransport
 
@@ -92,8 +89,7 @@ def _planned_rounds(engine: Engine, names: Sequence[str], world: Transport, log:
     """Plan chains of all lengths, and split the ranks into those this rank takes part in."""
     spec, wanted = engine.spec, set(names)
     tokens = count_tokens(engine.loaded.tokenizer, _documents(spec, wanted), wanted, world)
-    forecast = engine.forecast(min(share_json(world, gather_json(world, _room(engine, world)))))
-    plan = plan_documents(spec, [(name, tokens[name]) for name in names], world.size, forecast)
+    plan = plan_documents(spec, [(name, tokens[name]) for name in names], world.size, engine.forecast())
     plan = agree(world, plan)
     for line in describe(plan):
         log.root(f"plan: {line}")
@@ -106,13 +102,6 @@ def _planned_rounds(engine: Engine, names: Sequence[str], world: Transport, log:
     refused = {name: why for number, (name, _, why) in enumerate(plan.misfits) if number % world.size == world.rank}
     alone = engine.on(LocalTransport(), world.rank)
     return [*rounds, Round(alone, dict.fromkeys(refused, 1), refused)]
-
-
-def _room(engine: Engine, world: Transport) -> int:
-    """Bytes this rank has left for prompts."""
-    device = engine.loaded.device
-    devices = torch.cuda.device_count() if device.type == "cuda" else 1
-    return room_bytes(device, -(-world.local_size // devices))
 
 
 def _run_rounds(rounds: Sequence[Round], writer: ShardWriter, options: RunOptions, log: Log) -> None:

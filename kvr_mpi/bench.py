@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
+from kvr_mpi.planner.memory import Footprint, footprint_of
 from kvr_mpi.planner.probe import measure_rates
 from kvr_mpi.planner.search import grid_search, interpolate
 from kvr_mpi.planner.solve import equal_time
 from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.prefill.strategies import Prefill, prefill_kvr, prefill_ring, prefill_single, prefill_tsp
-from kvr_mpi.report.memory import peak_bytes, reset_peak
+from kvr_mpi.report.memory import held_bytes, peak_bytes, reset_peak
 from kvr_mpi.transport import Transport, gather_json, share_json
 
 STRATEGIES = ("single", "tsp-dense", "tsp-causal", "ring", "kvr-e", "kvr-s", "kvr-p")
@@ -40,7 +43,9 @@ class Run:
     ttft_s: float  # from a common start to the first token's logits
     wait_s: float  # the keeper's wait for keys and values
     link_bytes: int  # the most any rank sent
-    peak_bytes: int  # the most memory any rank held, weights included
+    cpu_s: float  # processor time of all ranks together, from start to end; waiting sleeps and takes none
+    peak_bytes: tuple[int, ...]  # the most memory each rank held, weights included
+    predicted_bytes: tuple[int, ...]  # what the plan said before; 0 where nothing is predicted
 
 
 @dataclass(slots=True)
@@ -58,6 +63,10 @@ class Row:
         """Median time to first token."""
         return statistics.median(run.ttft_s for run in self.runs)
 
+    def _heaviest(self) -> list[Run]:
+        """For each rank the run in which it held most."""
+        return [max(self.runs, key=lambda run: run.peak_bytes[rank]) for rank in range(self.size)]
+
     def as_json(self, rows: Sequence[Row]) -> dict[str, object]:
         """Return what a table or file shows, with ratios to the others of the same length (above 1: faster)."""
         same = {row.strategy: row.ttft_s for row in rows if row.context_tokens == self.context_tokens}
@@ -72,7 +81,10 @@ class Row:
             "ttft_max_s": max(times),
             "wait_s": statistics.median(run.wait_s for run in self.runs),
             "link_bytes": max(run.link_bytes for run in self.runs),
-            "peak_bytes": max(run.peak_bytes for run in self.runs),
+            "cpu_s": statistics.median(run.cpu_s for run in self.runs),
+            "peak_bytes": max(max(run.peak_bytes) for run in self.runs),
+            "peak_bytes_by_rank": [run.peak_bytes[rank] for rank, run in enumerate(self._heaviest())],
+            "predicted_bytes_by_rank": [run.predicted_bytes[rank] for rank, run in enumerate(self._heaviest())],
             "repeats": len(times),
             "slices": self.slices,
             "speedup_over_single": same["single"] / self.ttft_s if "single" in same else None,
@@ -114,8 +126,14 @@ def bench(
     contexts: Sequence[int],
     repeats: int,
     say: Say,
+    slices: Mapping[int, Sequence[int]] | None = None,
 ) -> list[Row]:
     """Run every strategy at every length, interleaved; every rank calls this.
+
+    Parameters
+    ----------
+    slices : dict of int to sequence of int, optional
+        Slice lengths for kvr-s at some prompt lengths, instead of a search.
 
     Returns
     -------
@@ -136,12 +154,14 @@ def bench(
                 f"--contexts {tokens}: expected between {2 * world.size} (two for each rank) and "
                 f"{loaded.shape.max_tokens} (the model's context)"
             )
+    given = {tokens: _given(tokens, lengths, world.size) for tokens, lengths in (slices or {}).items()}
+    footprint = footprint_of(loaded.model.config, loaded.dtype)
     prepare_model(loaded.model, chain=True)
     with pinned(world) as cores:
         say(
             f"{world.size} rank(s), {cores} core(s) each; {repeats} repetition(s) interleaved; lengths {list(contexts)}"
         )
-        partitions = _plan(loaded, world, strategies, contexts, say)
+        partitions = _plan(loaded, world, strategies, contexts, given, say)
         rows = []
         for tokens in contexts:
             here = [Row(name, tokens, world.size) for name in strategies]
@@ -149,7 +169,7 @@ def bench(
                 for row in here:
                     partition = partitions.get((row.strategy, tokens))
                     row.slices = str(partition or "")
-                    run = measure(loaded, world, row.strategy, tokens, partition)
+                    run = measure(loaded, world, row.strategy, tokens, partition, footprint)
                     if repeat:
                         row.runs.append(run)
             rows += here
@@ -157,11 +177,31 @@ def bench(
     return rows
 
 
-def measure(loaded: LoadedModel, world: Transport, strategy: str, tokens: int, partition: Partition | None) -> Run:
+def _given(tokens: int, lengths: Sequence[int], size: int) -> Partition:
+    if len(lengths) != size or sum(lengths) != tokens or min(lengths) < 1:
+        raise ConfigError(
+            f"--slices {tokens}={'+'.join(map(str, lengths))}: expected {size} lengths of at least 1, one for each "
+            f"rank, that add up to {tokens}; these add up to {sum(lengths)}"
+        )
+    return Partition((0, *accumulate(lengths)))
+
+
+def measure(
+    loaded: LoadedModel,
+    world: Transport,
+    strategy: str,
+    tokens: int,
+    partition: Partition | None,
+    footprint: Footprint | None = None,
+) -> Run:
     """Prefill one prompt of arbitrary tokens on all ranks."""
     ids = [(7919 * position + 13) % loaded.shape.vocab_size for position in range(tokens)]
     world.barrier()
     reset_peak(loaded.device)
+    predicted = 0
+    if partition is not None and footprint is not None:
+        predicted = held_bytes(loaded.device) + footprint.prefill_bytes(partition, world.rank)
+    began_cpu_s = time.process_time()
     if strategy == "single":
         prefill = _single_with_all_cores(loaded, world, ids)
     elif partition is not None:
@@ -170,15 +210,19 @@ def measure(loaded: LoadedModel, world: Transport, strategy: str, tokens: int, p
         prefill = prefill_ring(loaded, ids, world)
     else:
         prefill = prefill_tsp(loaded, ids, world, dense=strategy == "tsp-dense")
+    cpu_s = time.process_time() - began_cpu_s if prefill is not None else 0.0
+    is_keeper = prefill is not None and prefill.logits is not None
     found = [
-        prefill.seconds if prefill is not None and prefill.logits is not None else 0.0,
-        prefill.wait_s if prefill is not None and prefill.logits is not None else 0.0,
+        prefill.seconds if prefill is not None and is_keeper else 0.0,
+        prefill.wait_s if prefill is not None and is_keeper else 0.0,
         prefill.sent_bytes if prefill is not None else 0,
+        cpu_s,
         peak_bytes(loaded.device),
+        predicted,
     ]
     del prefill
-    everyone = share_json(world, gather_json(world, found))
-    return Run(*(max(column) for column in zip(*everyone, strict=True)))
+    seconds, waits, sent, cpu, peaks, plans = zip(*share_json(world, gather_json(world, found)), strict=True)
+    return Run(max(seconds), max(waits), max(sent), sum(cpu), peaks, plans)
 
 
 def _single_with_all_cores(loaded: LoadedModel, world: Transport, ids: Sequence[int]) -> Prefill | None:
@@ -198,15 +242,22 @@ def _single_with_all_cores(loaded: LoadedModel, world: Transport, ids: Sequence[
 
 
 def _plan(
-    loaded: LoadedModel, world: Transport, strategies: Sequence[str], contexts: Sequence[int], say: Say
+    loaded: LoadedModel,
+    world: Transport,
+    strategies: Sequence[str],
+    contexts: Sequence[int],
+    given: Mapping[int, Partition],
+    say: Say,
 ) -> dict[tuple[str, int], Partition]:
     """Slices for kvr-e (even), kvr-s (searched here and now) and kvr-p (interpolated between the searched)."""
     plans = {("kvr-e", tokens): Partition.even(tokens, world.size) for tokens in contexts}
+    plans |= {("kvr-s", tokens): partition for tokens, partition in given.items()}
+    ratios = {tokens: tuple(length / tokens for length in cut.lengths) for tokens, cut in given.items()}
+    todo = [tokens for tokens in contexts if tokens not in given]
     if not {"kvr-s", "kvr-p"} & set(strategies):
         return plans
-    rates = measure_rates(loaded, world)
-    ratios: dict[int, tuple[float, ...]] = {}
-    for tokens in contexts:
+    rates = measure_rates(loaded, world) if todo else []
+    for tokens in todo:
         start = Partition.by_ratio(tokens, equal_time(tokens, rates), QUANTUM_TOKENS)
         # From a 32nd of the prompt down to a 64th: the valley is flat, and its rim is at hundredths.
         stride = max(QUANTUM_TOKENS, tokens // 32 // QUANTUM_TOKENS * QUANTUM_TOKENS)

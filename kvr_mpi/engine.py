@@ -16,7 +16,7 @@ from typing import Any
 from kvr_mpi.decode.generate import Answer, generate, make_generation_config
 from kvr_mpi.documents import Document
 from kvr_mpi.errors import DocumentError
-from kvr_mpi.forecast import QUANTUM_TOKENS, Forecast, forecast_measured, frame_of, with_memory
+from kvr_mpi.forecast import MEMORY_SHARE, QUANTUM_TOKENS, Forecast, forecast_measured, frame_of, with_memory
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.partition import Partition
@@ -24,15 +24,16 @@ from kvr_mpi.planner.costmodel import Costs
 from kvr_mpi.planner.identity import key_of
 from kvr_mpi.planner.lookup import choose_slices, describe_range, find_table
 from kvr_mpi.planner.measure import measure_costs
-from kvr_mpi.planner.memory import footprint_of
+from kvr_mpi.planner.memory import GIB, Footprint, check_fits, footprint_of
 from kvr_mpi.planner.probe import measure_rates
 from kvr_mpi.planner.solve import Rates, equal_time
 from kvr_mpi.planner.table import Table
 from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.prefill.strategies import Prefill, check_chain, prefill_kvr, prefill_single
 from kvr_mpi.prompts import Prompt, encode_text, fit_prompt, split_text
+from kvr_mpi.report.memory import room_bytes
 from kvr_mpi.store.outputs import Header, Record
-from kvr_mpi.transport import Transport, share_json, together
+from kvr_mpi.transport import Transport, gather_json, share_json, together
 from kvr_mpi.transport.local import LocalTransport
 
 # Rounds of answers about answers before a document is given up.
@@ -88,6 +89,8 @@ class Engine:
         self._say_here, self._say = say, say if world.rank == 0 else (lambda text: None)
         self.loaded = self._load(machine, world)
         together(world, self._check)
+        self.footprint = self._footprint()
+        self.rooms_bytes: list[int] = share_json(world, gather_json(world, self._room(world)))  # of all ranks
         self.costs = self._costs(world)
         self.rates = self._rates(world)
         self.table = self._table(world)
@@ -104,17 +107,11 @@ class Engine:
         other.chain, other.first_rank = chain, first_rank
         return other
 
-    def forecast(self, room_bytes: int) -> Forecast:
-        """Say what a document takes on chains of any length, from what was measured here; for a planned job only.
-
-        Parameters
-        ----------
-        room_bytes : int
-            What each rank has left for prompts.
-        """
-        assert self.costs is not None
+    def forecast(self) -> Forecast:
+        """Say what a document takes on chains of any length, from what was measured here; for a planned job only."""
+        assert self.costs is not None and self.footprint is not None
         forecast = forecast_measured(self.spec, self.costs, self.frame, "measured on these ranks")
-        return with_memory(forecast, footprint_of(self.loaded.model.config, self.loaded.dtype), room_bytes)
+        return with_memory(forecast, self.footprint, min(self.rooms_bytes))
 
     def header(self) -> Header:
         """Say what the answers depend on, for the output files."""
@@ -238,6 +235,8 @@ class Engine:
 
     def _prefill(self, prompt: Prompt, partition: Partition, chain: Transport) -> Prefill:
         reserve = self.spec.generation.max_new_tokens
+        if self.footprint is not None:  # the same on every rank, so all of them leave a document that does not fit
+            check_fits(self.footprint, partition, self.rooms_bytes[self.first_rank :][: partition.size], reserve)
         return prefill_kvr(self.loaded, prompt.ids, partition, chain, reserve_tokens=reserve)
 
     def _partition(self, tokens: int) -> Partition:
@@ -305,6 +304,22 @@ class Engine:
         self.frame = frame_of(spec, tokenizer, shape, template)
         self.reduce_frame = frame_of(spec, tokenizer, shape, spec.prompt.reduce_template or template)
         self.generation = make_generation_config(self.loaded.model, spec.generation.transformers_settings())
+
+    def _footprint(self) -> Footprint | None:
+        """Prepare to predict a prompt's memory; plain transformers' is not predicted."""
+        if self.spec.parallel.strategy == "single":
+            return None
+        return footprint_of(self.loaded.model.config, self.loaded.dtype)
+
+    def _room(self, world: Transport) -> int:
+        """Bytes this rank may take for prompts: most of what it has left."""
+        import torch
+
+        if self.spec.parallel.memory_gib is not None:
+            return int(self.spec.parallel.memory_gib * GIB)
+        device = self.loaded.device
+        devices = torch.cuda.device_count() if device.type == "cuda" else 1
+        return int(MEMORY_SHARE * room_bytes(device, -(-world.local_size // devices)))
 
     def _costs(self, world: Transport) -> Costs | None:
         """Measure ranks and links if chains are to be planned."""

@@ -108,6 +108,9 @@ class ParallelSection(Section):
     )
     table_force: bool = Field(False, description="take a table of another model, dtype, device or number of ranks")
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: its share of the cores")
+    memory_gib: float | None = Field(
+        None, gt=0, description="most memory of a rank for prompts, beside the weights; default: what it has left"
+    )
     transport: Literal["auto", "mpi", "staged", "nccl", "gloo", "local"] = Field(
         "auto", description="what carries keys and values between ranks; auto: what is proven to work here"
     )

@@ -37,6 +37,16 @@ def test_chains_are_exact_for_random_partitions(mpirun: Any, ranks: int, rounds:
     assert result["worst"] < 1e-4
 
 
+@pytest.mark.parametrize("name", ["mpi", "gloo"])
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_rank_that_ends_in_a_prefill_ends_all(mpirun: Any, how: str, name: str) -> None:
+    run = mpirun(3, [sys.executable, PROGRAMS / "dying_rank.py", how, name], timeout_s=60)  # or it hangs
+    assert "rank 1 ends" in run.stdout, run.stderr
+    assert run.returncode == 69 if how == "raises" else run.returncode != 0
+    if how == "raises":
+        assert "error: rank 1 has had enough" in run.stderr + run.stdout
+
+
 def test_local_messages_arrive_in_order_and_whole() -> None:
     def work(rank: LocalTransport) -> list[float]:
         if rank.rank == 0:

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model import LayerShape, ModelShape
 from kvr_mpi.prefill.attention import Part, Scores, attend, attend_window
+from kvr_mpi.prefill.buffers import LayerBuffers
 from kvr_mpi.prefill.exchange import Exchange, Range
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.courier import Courier, Parcel
@@ -53,7 +54,7 @@ class SliceLayer(CacheLayerMixin):
     def post(self) -> None:
         """Make the buffer and post the receives."""
         cache = self.cache
-        self.buffer = torch.empty(cache.capacity, self.shape.elements, dtype=cache.dtype, device=cache.device)
+        self.buffer = cache.buffers.take(self.shape)
         if cache.courier is not None:
             cache.exchange.post(self)
 
@@ -193,6 +194,8 @@ class SliceLayer(CacheLayerMixin):
                 courier.wait_through(parcel)
             self.cache.stalled_s += time.perf_counter() - began
         self._parcels.clear()
+        if self.buffer is not None:
+            self.cache.buffers.give_back(self.buffer)
         self.buffer = None
         return True
 
@@ -279,6 +282,8 @@ class SliceCache(Cache):
         if not layers or len(layers) != len(shape.layers):
             raise ModelError(f"{shape.architecture} keeps more than keys and values; use strategy = 'single' for it")
         super().__init__(layers=layers)
+        filled = [layer.shape for layer in layers[: None if stop_after is None else stop_after + LAYERS_AHEAD]]
+        self.buffers = LayerBuffers(filled, self.capacity, keeps=self.is_keeper, dtype=dtype, device=device)
         on_gpu = device.type == "cuda"
         self.courier = None if chain is None else Courier(chain, forwards=exchange.forwards, on_gpu=on_gpu)
         for layer in layers[:LAYERS_AHEAD]:

@@ -1,0 +1,55 @@
+"""Memory for keys and values while a prompt is prefilled: token-major rows, one buffer a layer.
+
+The rank that keeps everything gets one piece of memory for all layers, at once: made layer by layer, buffers that stay
+would lie between activations that go, and the holes they leave are lost to the next layer. The other ranks use the few
+buffers that are in flight again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvr_mpi.model import LayerShape
+
+
+class LayerBuffers:
+    """Buffers (capacity, elements of K and V of all heads) for the layers of one prompt on one rank.
+
+    Parameters
+    ----------
+    shapes : sequence of LayerShape
+        Of the layers that will be filled.
+    capacity : int
+        Tokens a buffer holds.
+    keeps : bool
+        Whether this rank keeps all layers.
+    """
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], capacity: int, *, keeps: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._shapes, self._capacity, self._dtype, self._device = shapes, capacity, dtype, device
+        self._free: list[torch.Tensor] = []
+        elements = sum(shape.elements for shape in shapes)
+        self._all = self._make(elements) if keeps else None
+        self._taken = 0
+
+    def take(self, shape: LayerShape) -> torch.Tensor:
+        """Give a layer its buffer; what is in it is not defined."""
+        size = self._capacity * shape.elements
+        if self._all is not None:
+            self._taken += size
+            flat = self._all[self._taken - size : self._taken]
+        else:
+            flat = self._free.pop() if self._free else self._make(max(shape.elements for shape in self._shapes))
+        return flat[:size].view(self._capacity, shape.elements)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Let a buffer be used again, by a rank that does not keep it."""
+        whole = self._capacity * max(shape.elements for shape in self._shapes)
+        self._free.append(torch.as_strided(buffer, (whole,), (1,)))
+
+    def _make(self, elements: int) -> torch.Tensor:
+        return torch.empty(self._capacity * elements, dtype=self._dtype, device=self._device)
