@@ -42,6 +42,7 @@ def prefill_single(model: Any, ids: Sequence[int], device: torch.device) -> Pref
     began = time.perf_counter()
     cache = DynamicCache(config=model.config)
     logits = run_model(model, torch.tensor([ids], device=device), cache)
+    _computed(device)
     return Prefill(Partition((0, len(ids))), cache, logits, time.perf_counter() - began)
 
 
@@ -115,10 +116,17 @@ def _prefill(
     except BaseException:
         cache.abandon()
         raise
+    _computed(loaded.device)
     seconds, stalled_s = time.perf_counter() - began, cache.stalled_s
     cache.finish()
     has_logits = cache.is_keeper and stop_after is None
     return Prefill(partition, cache, logits if has_logits else None, seconds, cache.wait_s, cache.sent_bytes, stalled_s)
+
+
+def _computed(device: torch.device) -> None:
+    """Return when a GPU has done what it was told: only then is the time a time to first token."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def check_chain(loaded: LoadedModel, tokens: int = 12) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -79,6 +80,8 @@ def main() -> None:
     world, reason = open_transport(connect(), wanted.transport, torch.device("cpu"), cache_dir=Path("/nonexistent"))
     if world.size != 2:
         raise SystemExit("bench_handoff: start two ranks")
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
     size = wanted.mib << 20
     buffers = torch.full((size,), world.rank, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     ways = {
