@@ -17,7 +17,7 @@ import numpy as np
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.costmodel import Costs, best_split, chain_seconds, chains_seconds, equal_time_lengths
+from kvr_mpi.planner.costmodel import Costs, best_split, chain_seconds, equal_time_lengths
 from kvr_mpi.planner.measure import Observation, Run
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ DRIFT_FREEDOM, REWEIGHTINGS = 3.0, 3
 BUSY_SD, TTFT_SD = 0.01, 0.02
 # How far the cost model may be off, where it is weighed against a measured time.
 MODEL_SD = 0.02
-# Longer chains' bounds are left as the cost model's search finds them.
-RANKS_POLISHED = 16
 RATES = 5  # parameters before those of ranks and runs
 
 Say = Callable[[str], None]
@@ -104,34 +102,13 @@ def refit(
             f"{100 * (seen.ttft_s / predicted_s - 1):+.1f} %); busy {_list(seen.busy_s)} s, "
             f"longest wait {100 * waited:.1f} %"
         )
-        split, predicted_s = solve(result.costs, tokens, ranks, quantum)
+        split, predicted_s = best_split(result.costs, tokens, ranks, quantum=quantum)
         near = any(_distance(split, known) <= quantum for known in result.forecasts_s)
         if near and len(result.observations) >= ENOUGH_RUNS:
             say(f"  the fitted rates ask for {split}, predicted {predicted_s:.3f} s: there we have been")
             break
     result.best = _choose(result)
     return result
-
-
-def solve(costs: Costs, tokens: int, ranks: int, quantum: int) -> tuple[Partition, float]:
-    """Find the best split on the cost model to the last quantum; short chains are worth that.
-
-    Returns
-    -------
-    (Partition, float)
-        And its seconds.
-    """
-    split, seconds = best_split(costs, tokens, ranks, quantum=quantum)
-    moves = np.concatenate([np.eye(ranks - 1, dtype=int), -np.eye(ranks - 1, dtype=int)]) * quantum
-    while ranks <= RANKS_POLISHED:
-        inner = np.array(split.bounds[1:-1]) + moves
-        bounds = np.pad(inner, ((0, 0), (1, 1)), constant_values=(0, tokens))
-        lengths = np.diff(bounds)[(np.diff(bounds) > 0).all(axis=1)].astype(float)
-        if not len(lengths) or (times := chains_seconds(costs, lengths)).min() >= seconds:
-            break
-        best = int(times.argmin())
-        split, seconds = Partition((0, *map(int, lengths[best].cumsum()))), float(times[best])
-    return split, seconds
 
 
 def fit(start: Costs, observations: Sequence[Observation]) -> Costs:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.costmodel import Costs, chain_seconds
+from kvr_mpi.planner.costmodel import Costs, best_split, chain_seconds
 from kvr_mpi.planner.lookup import QUANTUM_TOKENS
 from kvr_mpi.planner.measure import Observation, Run
-from kvr_mpi.planner.refit import MAX_RUNS, Say, fit, refit, solve, steady
+from kvr_mpi.planner.refit import MAX_RUNS, Say, fit, refit, steady
 from kvr_mpi.planner.search import grid_search
 from kvr_mpi.planner.table import Entry, Key, Method, Provenance, Rates, Table
 
@@ -83,7 +83,7 @@ def tabulate(wish: Wish, costs: Costs, key: Key, provenance: Provenance, run: Ru
         say("one run to warm up")
     for tokens in wish.contexts:
         if wish.method == "model":
-            found = _Found(*solve(costs, tokens, key.ranks, QUANTUM_TOKENS))
+            found = _Found(*best_split(costs, tokens, key.ranks, quantum=QUANTUM_TOKENS))
         elif wish.method == "refit":
             found = _refit(tokens, known, key.ranks, run, say, wish.max_runs or MAX_RUNS)
         else:
