@@ -195,9 +195,9 @@ def _print_summary(spec: JobSpec, found: Schedule, forecast: Forecast, texts: li
     others = [count for count in (found.ranks // 2, found.ranks * 2) if 0 < count <= COMPARED_RANKS]
     times = [(count, plan_documents(spec, texts, count, forecast).makespan_s) for count in others]
     times.append((found.ranks, found.makespan_s))
-    costs = (
-        f"{count}: {duration(seconds)} ({count * seconds / 3600:.2g} rank hours)" for count, seconds in sorted(times)
-    )
+    hours = {count: count * seconds / 3600 for count, seconds in times}
+    shown = {count: f"{spent:.2g}" if spent < 10 else f"{spent:.0f}" for count, spent in hours.items()}
+    costs = [f"{count}: {duration(seconds)} ({shown[count]} rank hours)" for count, seconds in sorted(times)]
     click.echo("by number of ranks: " + "; ".join(costs))
     if not spec.parallel.planned and spec.parallel.strategy == "kvr":
         wanted = spec.parallel.ranks_per_chain
