@@ -52,13 +52,13 @@ def bench(
     json_file: Path | None,
     plot: Path | None,
 ) -> int:
-    r"""Time to first token of every strategy at every length, measured in one run, interleaved.
+    """Time to first token of every strategy at every length, measured in one run, interleaved.
 
     \b
     mpirun -n 2 kvr bench --contexts 4096,8192 --repeats 5 --json bench.json
 
     single is plain transformers with all cores of a host; tsp-dense, tsp-causal and ring are the rivals.
-    """
+    """  # noqa: D301
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
 

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     help="Hand MPI such buffers in a disposable step; auto: GPU buffers if MPI claims to take them.",
 )
 def doctor(as_json: bool, output_dir: Path, share_gpu: bool, try_transfers: str) -> int:
-    r"""Examine launcher, cores, GPUs, MPI, links, HDF5, clocks and SLURM, and say what to do.
+    """Examine launcher, cores, GPUs, MPI, links, HDF5, clocks and SLURM, and say what to do.
 
     \b
     mpirun -n 8 kvr doctor --output-dir runs/
     srun --mpi=pmi2 kvr doctor --json
 
     Exit codes: 0 nothing fails; 69 the ranks cannot talk; 78 something else fails.
-    """
+    """  # noqa: D301
     from kvr_mpi.doctor.findings import Finding, to_json, to_lines
     from kvr_mpi.doctor.launch import diagnose
 

@@ -32,13 +32,13 @@ COMPARED_RANKS = 128
 def plan(
     job: Path, settings: tuple[str, ...], ranks: int | None, hardware: str | None, as_json: bool, limit_rows: int
 ) -> None:
-    r"""Show which documents of JOB would run on which chains of ranks, when, for how long, and why.
+    """Show which documents of JOB would run on which chains of ranks, when, for how long, and why.
 
     \b
     kvr plan jobs/summarize.toml --ranks 64 --hardware h200
 
     A job runs as planned with parallel.ranks_per_chain = "auto"; there the costs are measured on its own ranks.
-    """
+    """  # noqa: D301
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.errors import ConfigError

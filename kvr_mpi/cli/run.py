@@ -48,7 +48,7 @@ def run(
     show_config: bool,
     progress: str,
 ) -> int:
-    r"""Prefill, answer and store every document of the job file JOB.
+    """Prefill, answer and store every document of the job file JOB.
 
     \b
     mpirun -n 8 kvr-run jobs/summarize.toml --set documents.path=corpus/
@@ -56,7 +56,7 @@ def run(
 
     Exit codes: 0 done; 65 done, but some documents have error records; 69 the ranks cannot talk; 78 the job
     cannot be run as written; 2 wrong arguments; 1 a bug.
-    """
+    """  # noqa: D301
     if overwrite and resume:
         raise click.UsageError("--overwrite deletes what --resume would go on with: choose one")
     from kvr_mpi.cli.launch import guarded

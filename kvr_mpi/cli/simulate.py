@@ -60,12 +60,12 @@ def simulate(
     plot: Path | None,
     plot_kind: str,
 ) -> None:
-    r"""Forecast the time to the first token for any model, hardware, ranks, prompt length and link.
+    """Forecast the time to the first token for any model, hardware, ranks, prompt length and link.
 
     \b
     kvr simulate --model "Llama 3.1 8B 1M" --hardware h100-80gb --ranks 1,8,1024 --contexts 64k,1m
     kvr simulate --paper
-    """
+    """  # noqa: D301
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.planner.hardware import load_hardware
 

@@ -23,13 +23,13 @@ EXIT_DIFFERS = 1
 @transport_option
 @click.option("--seed", default=0, show_default=True, help="For the prompts and the random partitions.")
 def verify(model: str, dtype: str, device: str, lengths: str, longest: int | None, transport: str, seed: int) -> int:
-    r"""Check logits, keys, values and greedy tokens of every strategy against plain transformers.
+    """Check logits, keys, values and greedy tokens of every strategy against plain transformers.
 
     \b
     mpirun -n 4 kvr verify --model /models/mine --dtype bfloat16 --longest 16k
 
     Exit code 0 only if all hold.
-    """
+    """  # noqa: D301
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
 
