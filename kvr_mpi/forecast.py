@@ -17,6 +17,7 @@ from kvr_mpi.model import ModelShape, Outline
 from kvr_mpi.partition import Partition
 from kvr_mpi.planner.costmodel import Costs, chain_seconds, costs_of, equal_time_lengths
 from kvr_mpi.planner.hardware import load_hardware, profiles
+from kvr_mpi.planner.lookup import choose_slices
 from kvr_mpi.planner.memory import Footprint, footprint_of
 from kvr_mpi.planner.schedule import Seconds
 from kvr_mpi.planner.table import FOLDER, Table, load_table, table_files
@@ -69,6 +70,7 @@ class Forecast:
     step_s, step_token_s : decoding a token, and for each token before it.
     peak_bytes : most memory (tokens, ranks) takes on any rank; None if unknown.
     memory_bytes : what each rank has; None if unknown.
+    cut : how (tokens, ranks) is cut where the job says so: by a lookup table.
     """
 
     source: str
@@ -81,9 +83,12 @@ class Forecast:
     plain: bool = False
     peak_bytes: Callable[[int, int], float] | None = None
     memory_bytes: float | None = None
+    cut: Callable[[int, int], Partition] | None = None
 
     def slices(self, tokens: int, ranks: int) -> Partition:
         """Cut a prompt as a chain of so many ranks would."""
+        if self.cut is not None and ranks > 1:
+            return self.cut(tokens, ranks)
         ratios = [1.0] * ranks if self.even else equal_time_lengths(self.costs, tokens, ranks)
         return Partition.by_ratio(tokens, ratios, QUANTUM_TOKENS)
 
@@ -169,7 +174,10 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
         mine = [table for table in tables if table.key.hardware == (hardware or machines[0])]
         best = min(mine, key=lambda table: (abs(table.key.ranks - ranks), table.key.ranks))
         source = f"lookup table for {best.key.ranks} ranks of {best.key.hardware} ({best.key.device}); memory unknown"
-        return forecast_measured(spec, best.rates.costs(), frame, source)
+        forecast = forecast_measured(spec, best.rates.costs(), frame, source)
+        if spec.parallel.partition != "table":
+            return forecast
+        return replace(forecast, cut=lambda tokens, ranks: choose_slices(best, tokens, ranks).partition)
     profile = load_hardware(hardware)
     work = workload_of(outline.config, outline.dtype.itemsize)
     forecast = forecast_measured(spec, costs_of(work, profile), frame, f"profile {profile.name}: {profile.source}")

@@ -75,3 +75,20 @@ def test_one_rank_is_a_chain_too() -> None:
     prepare_model(loaded.model, chain=True)
     seen = observe(loaded, LocalTransport(), Partition((0, 40)))
     assert seen.busy_s == (seen.ttft_s,) and seen.wait_s == (0.0,)
+
+
+def test_a_short_disturbance_is_told_from_a_slow_rank() -> None:
+    quiet = [0.5 + layer for layer in range(9)]
+    assert measure.undisturbed_seconds(10.0, quiet, []) == pytest.approx(10.0)
+    disturbed = [mark + (7.0 if layer > 3 else 0.0) for layer, mark in enumerate(quiet)]
+    assert measure.undisturbed_seconds(17.0, disturbed, []) == pytest.approx(10.0)
+    slow = [2 * mark for mark in quiet]
+    assert measure.undisturbed_seconds(20.0, slow, []) == pytest.approx(20.0)
+
+
+def test_layers_are_compared_with_their_like() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 4
+    marks = [0.0, 1.0, 4.0, 5.0, 8.0, 9.0, 12.0, 13.0]
+    assert measure.undisturbed_seconds(17.0, marks, kinds) == pytest.approx(17.0)
+    assert measure.undisturbed_seconds(17.0, marks, []) != pytest.approx(17.0)
+    assert measure.undisturbed_seconds(3.0, [], kinds) == 3.0

@@ -24,6 +24,7 @@ from kvr_mpi.job import JobSpec, load_job
 from kvr_mpi.model import load_outline
 from kvr_mpi.plan import agree, count_tokens, describe, duration, plan_documents, prompt_tokens
 from kvr_mpi.planner.costmodel import Costs, single_seconds
+from kvr_mpi.planner.lookup import choose_slices
 from kvr_mpi.planner.schedule import schedule
 from kvr_mpi.planner.table import ModelIdentity, save_table
 from kvr_mpi.prompts import Frame, encode_text, split_text
@@ -258,6 +259,11 @@ def test_a_lookup_table_of_this_model_says_what_things_cost(
     assert documents["doc-08.txt"]["ranks"] == 4 and documents["doc-08.txt"]["memory_bytes"] is None
     expected = single_seconds(a_table().rates.costs(), documents["doc-00.txt"]["tokens"])
     assert documents["doc-00.txt"]["ttft_s"] == pytest.approx(expected, rel=0.05)
+    settings = ("ranks_per_chain=4", "partition=table", "table=tables/mine-4.json")
+    as_set = [word for setting in settings for word in ("--set", f"parallel.{setting}")]
+    by_table = json.loads(planned("--hardware", "mine", *as_set).stdout)["documents"]
+    cut = next(document for document in by_table if document["id"] == "doc-08.txt")
+    assert tuple(cut["slices"]) == choose_slices(a_table(ranks=4), cut["tokens"], 4).partition.bounds
     ambiguous = planned()
     assert isinstance(ambiguous.exception, ConfigError) and "mine or other (measured" in str(ambiguous.exception)
     (tmp_path / "tables" / "other-2.json").unlink()

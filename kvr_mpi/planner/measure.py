@@ -8,10 +8,12 @@ not: rank 0 leads, the others `follow`, so that no rounding error can make two r
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median_low
+from itertools import pairwise
+from statistics import median, median_low
 
 import torch
 
@@ -41,7 +43,7 @@ class Observation:
     """One prompt on a chain: what every rank found, all in seconds.
 
     ttft_s : from a common start to the first token's logits.
-    busy_s : of every rank, its time without waiting; it includes being disturbed by the others.
+    busy_s : of every rank, its time without waiting and without short disturbances.
     wait_s : of every rank, waiting for keys and values, or for the link to take them.
     """
 
@@ -60,9 +62,31 @@ def observe(loaded: LoadedModel, chain: Transport, partition: Partition) -> Obse
     chain.barrier()
     prefill = prefill_kvr(loaded, ids, partition, chain)
     waited_s = prefill.wait_s + prefill.stalled_s
-    everyone = share_json(chain, gather_json(chain, [prefill.seconds, waited_s]))
-    waits = tuple(wait_s for _, wait_s in everyone)
-    return Observation(partition, everyone[-1][0], tuple(seconds - wait_s for seconds, wait_s in everyone), waits)
+    kinds = getattr(loaded.model.config.get_text_config(), "layer_types", None) or []
+    busy_s = undisturbed_seconds(prefill.seconds - waited_s, prefill.marks_s, kinds)
+    everyone = share_json(chain, gather_json(chain, [prefill.seconds, busy_s, waited_s]))
+    seconds, busy, waits = zip(*everyone, strict=True)
+    return Observation(partition, seconds[-1], busy, waits)
+
+
+def undisturbed_seconds(busy_s: float, marks_s: Sequence[float], kinds: Sequence[str]) -> float:
+    """Time a rank computes, had every layer taken what the middle one of its kind took.
+
+    What disturbs a rank for a while, another process say, lengthens some layers; it tells nothing of the split.
+
+    Parameters
+    ----------
+    busy_s : float
+        Time without waiting.
+    marks_s : sequence of float
+        When each layer's keys were made, by a clock that stands still while the rank waits.
+    kinds : sequence of str
+        Of the layers; layers of one kind take equally long. Empty: all are alike.
+    """
+    steps: dict[str, list[float]] = defaultdict(list)
+    for layer, (before, after) in enumerate(pairwise(marks_s)):
+        steps[kinds[layer] if kinds else ""].append(after - before)
+    return busy_s + sum(len(times) * median(times) - sum(times) for times in steps.values())
 
 
 @contextmanager

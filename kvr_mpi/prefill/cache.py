@@ -275,6 +275,7 @@ class SliceCache(Cache):
         self.stop_after = stop_after
         self.wait_s = 0.0  # for other ranks' keys and values
         self.stalled_s = 0.0  # for the link to take what is sent
+        self.marks_s: list[float] = []  # a clock that stands still while the rank waits, at every layer's keys
         self.prefilling = True
         self.current: SliceLayer | None = None
         self._held: list[SliceLayer] = []
@@ -313,6 +314,7 @@ class SliceCache(Cache):
 
     def advance(self, layer_idx: int) -> None:
         """Keep `LAYERS_AHEAD` layers posted, free those that are through, leave where nobody reads on."""
+        self.marks_s.append(time.perf_counter() - self.wait_s - self.stalled_s)
         if layer_idx + LAYERS_AHEAD < len(self.layers):
             self.layers[layer_idx + LAYERS_AHEAD].post()
         if layer_idx and not self.is_keeper:

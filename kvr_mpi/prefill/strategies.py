@@ -33,6 +33,7 @@ class Prefill:
     seconds: float
     wait_s: float = 0.0  # of them, waiting for other ranks' keys and values
     sent_bytes: int = 0
+    marks_s: Sequence[float] = ()  # when each layer's keys were made, by a clock that stands still in waits
     stalled_s: float = 0.0  # and of them, waiting for the link to take what this rank sent
 
 
@@ -120,7 +121,16 @@ def _prefill(
     seconds, stalled_s = time.perf_counter() - began, cache.stalled_s
     cache.finish()
     has_logits = cache.is_keeper and stop_after is None
-    return Prefill(partition, cache, logits if has_logits else None, seconds, cache.wait_s, cache.sent_bytes, stalled_s)
+    return Prefill(
+        partition,
+        cache,
+        logits if has_logits else None,
+        seconds,
+        wait_s=cache.wait_s,
+        sent_bytes=cache.sent_bytes,
+        marks_s=cache.marks_s,
+        stalled_s=stalled_s,
+    )
 
 
 def _computed(device: torch.device) -> None:
