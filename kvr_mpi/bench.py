@@ -20,10 +20,11 @@ import torch
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
+from kvr_mpi.planner.costmodel import Costs
+from kvr_mpi.planner.measure import follow, leading, measure_costs
 from kvr_mpi.planner.memory import Footprint, footprint_of
-from kvr_mpi.planner.probe import measure_rates
-from kvr_mpi.planner.search import grid_search, interpolate
-from kvr_mpi.planner.solve import equal_time
+from kvr_mpi.planner.refit import refit
+from kvr_mpi.planner.search import interpolate
 from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.prefill.strategies import Prefill, prefill_kvr, prefill_ring, prefill_single, prefill_tsp
 from kvr_mpi.report.memory import held_bytes, peak_bytes, reset_peak
@@ -256,23 +257,23 @@ def _plan(
     todo = [tokens for tokens in contexts if tokens not in given]
     if not {"kvr-s", "kvr-p"} & set(strategies):
         return plans
-    rates = measure_rates(loaded, world) if todo else []
+    costs = measure_costs(loaded, world) if todo else None
     for tokens in todo:
-        start = Partition.by_ratio(tokens, equal_time(tokens, rates), QUANTUM_TOKENS)
-        # From a 32nd of the prompt down to a 64th: the valley is flat, and its rim is at hundredths.
-        stride = max(QUANTUM_TOKENS, tokens // 32 // QUANTUM_TOKENS * QUANTUM_TOKENS)
-        search = grid_search(
-            start,
-            lambda partition: measure(loaded, world, "kvr-s", partition.tokens, partition).ttft_s,
-            stride=stride,
-            quantum=max(QUANTUM_TOKENS, stride // 2),
-        )
-        say(
-            f"{tokens} tokens: searched {len(search.tried)} splits from {start} to {search.best}, {search.best_s:.2f} s"
-        )
-        plans["kvr-s", tokens] = search.best
-        ratios[tokens] = tuple(length / tokens for length in search.best.lengths)
+        assert costs is not None
+        partition = plans["kvr-s", tokens] = _search(loaded, world, tokens, costs, say)
+        ratios[tokens] = tuple(length / tokens for length in partition.lengths)
     for tokens in contexts:
         others = {length: shares for length, shares in ratios.items() if length != tokens} or ratios
         plans["kvr-p", tokens] = Partition.by_ratio(tokens, interpolate(others, tokens), QUANTUM_TOKENS)
     return plans
+
+
+def _search(loaded: LoadedModel, world: Transport, tokens: int, costs: Costs, say: Say) -> Partition:
+    """Search one length in a few instrumented runs, as ``kvr search`` does; rank 0 leads."""
+    best = None
+    if world.rank == 0:
+        with leading(loaded, world) as run:
+            best = refit(tokens, costs, world.size, run, say, quantum=QUANTUM_TOKENS).best.bounds
+    else:
+        follow(loaded, world)
+    return Partition(tuple(share_json(world, best)))
