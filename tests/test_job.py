@@ -93,6 +93,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     ranks_per_chain = 2
     partition = "ratio"
     ratios = [2, 1.5]
+    memory_gib = 1.5
     table_force = true
     threads = 4
     transport = "gloo"
