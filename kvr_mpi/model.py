@@ -15,6 +15,7 @@ import json
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PACKAGE = "package:"
+_BUILDING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +282,16 @@ def _locate(
     return source, options
 
 
+def meta_model(config: Any, dtype: torch.dtype) -> Any:
+    """Build a model on the ``meta`` device: its code and shapes, without weights or memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # transformers sets torch's default dtype meanwhile, for the whole process: two threads would restore each other's.
+    with _BUILDING, torch.device("meta"), torch.inference_mode():
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
+
+
 def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
     """Find every layer's KV shape by running one token through the model on the ``meta`` device.
 
@@ -287,12 +299,11 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
     probe runs in bfloat16, the one type for which every operation (grouped experts, too) has a meta kernel.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
+    model = meta_model(config, torch.bfloat16)
     with torch.device("meta"), torch.inference_mode():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.bfloat16)
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-        output = model.eval()(torch.zeros(1, 1, dtype=torch.long), use_cache=True)
+        output = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True)
     cache = getattr(output, "past_key_values", None)
     layers: list[LayerShape | None] = []
     for layer in getattr(cache, "layers", ()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from models import tiny
 
 from kvr_mpi.partition import Partition
@@ -23,6 +24,7 @@ def test_every_rank_is_told_the_same_costs(ranks: int) -> None:
     loaded = tiny("llama-gqa")
     prepare_model(loaded.model, chain=True)
     found = run_local(ranks, lambda rank: replace(measure_costs(loaded, rank)))
+    assert torch.get_default_dtype() == torch.float32, "models built side by side on meta leave it alone"
     costs = found[0]
     assert found == [costs] * ranks
     assert costs.layers == 3 and costs.kv_bytes == 2 * 2 * 8 * 4

@@ -8,7 +8,6 @@ device, where tensors have shapes and no memory, and every tensor that is alive 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvr_mpi.errors import DocumentError
-from kvr_mpi.model import LoadedModel, ModelShape, probe_shape
+from kvr_mpi.model import LoadedModel, ModelShape, meta_model, probe_shape
 from kvr_mpi.partition import Partition
 from kvr_mpi.planner.probe import PretendedChain
 from kvr_mpi.prefill.cache import LAYERS_AHEAD, LAYERS_HELD
@@ -111,14 +110,11 @@ def footprint_of(config: Any, dtype: torch.dtype) -> Footprint:
     ModelError
         If a chain cannot cut it.
     """
-    from transformers import AutoModelForCausalLM
-
     shape = probe_shape(config, dtype)
     # Grouped experts have a meta kernel for bfloat16 only; their activations are counted in that and scaled.
     has_experts = any("expert" in key for key in config.get_text_config().to_dict())
     counted = torch.bfloat16 if has_experts else dtype
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=counted).eval()
+    model = meta_model(config, counted)
     prepare_model(model, chain=True)
     loaded = LoadedModel(model, None, shape, "", "", counted, torch.device("meta"))
     layers = min(LAYERS, len(shape.layers))

@@ -6,13 +6,12 @@ configuration, or taken from a named shape: those of the paper's tables and a fe
 
 from __future__ import annotations
 
-import copy
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.model import probe_shape
+from kvr_mpi.model import meta_model, probe_shape
 
 # Functions that multiply matrices, and which of their tensors is the left factor.
 MULTIPLICATIONS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1}
@@ -141,11 +140,10 @@ def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
         If no attention is met.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     shape = probe_shape(config, torch.bfloat16)
+    model = meta_model(config, torch.bfloat16)
     with torch.device("meta"), torch.inference_mode():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
         before_flop, attention_flop, after_flop, heads = _count(model)
     layers = sum(layer is not None for layer in shape.layers)
