@@ -19,7 +19,7 @@ import torch
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.partition import Partition
+from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.planner.costmodel import Costs
 from kvr_mpi.planner.measure import follow, leading, measure_costs
 from kvr_mpi.planner.memory import Footprint, footprint_of
@@ -32,7 +32,6 @@ from kvr_mpi.transport import Transport, gather_json, share_json
 
 STRATEGIES = ("single", "tsp-dense", "tsp-causal", "ring", "kvr-e", "kvr-s", "kvr-p")
 OURS = ("kvr-e", "kvr-s", "kvr-p")
-QUANTUM_TOKENS = 16
 
 Say = Callable[[str], None]
 
@@ -193,14 +192,14 @@ def measure(
     strategy: str,
     tokens: int,
     partition: Partition | None,
-    footprint: Footprint | None = None,
+    footprint: Footprint,
 ) -> Run:
     """Prefill one prompt of arbitrary tokens on all ranks."""
     ids = [(7919 * position + 13) % loaded.shape.vocab_size for position in range(tokens)]
     world.barrier()
     reset_peak(loaded.device)
     predicted = 0
-    if partition is not None and footprint is not None:
+    if partition is not None:
         predicted = held_bytes(loaded.device) + footprint.prefill_bytes(partition, world.rank)
     began_cpu_s = time.process_time()
     if strategy == "single":
@@ -212,16 +211,16 @@ def measure(
     else:
         prefill = prefill_tsp(loaded, ids, world, dense=strategy == "tsp-dense")
     cpu_s = time.process_time() - began_cpu_s if prefill is not None else 0.0
-    is_keeper = prefill is not None and prefill.logits is not None
+    first_token = prefill if prefill is not None and prefill.logits is not None else None
     found = [
-        prefill.seconds if prefill is not None and is_keeper else 0.0,
-        prefill.wait_s if prefill is not None and is_keeper else 0.0,
+        first_token.seconds if first_token else 0.0,
+        first_token.wait_s if first_token else 0.0,
         prefill.sent_bytes if prefill is not None else 0,
         cpu_s,
         peak_bytes(loaded.device),
         predicted,
     ]
-    del prefill
+    del prefill, first_token
     seconds, waits, sent, cpu, peaks, plans = zip(*share_json(world, gather_json(world, found)), strict=True)
     return Run(max(seconds), max(waits), max(sent), sum(cpu), peaks, plans)
 

@@ -16,10 +16,10 @@ from typing import Any
 from kvr_mpi.decode.generate import Answer, generate, make_generation_config
 from kvr_mpi.documents import Document
 from kvr_mpi.errors import DocumentError
-from kvr_mpi.forecast import MEMORY_SHARE, QUANTUM_TOKENS, Forecast, forecast_measured, frame_of, with_memory
+from kvr_mpi.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of, with_memory
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel, load_model
-from kvr_mpi.partition import Partition
+from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.planner.costmodel import Costs
 from kvr_mpi.planner.identity import key_of
 from kvr_mpi.planner.lookup import choose_slices, describe_range, find_table

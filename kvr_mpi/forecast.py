@@ -14,7 +14,7 @@ from typing import Any
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import ModelShape, Outline
-from kvr_mpi.partition import Partition
+from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.planner.costmodel import Costs, chain_seconds, costs_of, equal_time_lengths
 from kvr_mpi.planner.hardware import load_hardware, profiles
 from kvr_mpi.planner.lookup import choose_slices
@@ -24,8 +24,6 @@ from kvr_mpi.planner.table import FOLDER, Table, load_table, table_files
 from kvr_mpi.planner.workload import workload_of
 from kvr_mpi.prompts import Frame, count_parts, make_frame
 
-# Slices end at multiples of this many tokens, which the kernels like.
-QUANTUM_TOKENS = 16
 # Of a profile's memory; the rest goes to libraries and to gaps between tensors.
 MEMORY_SHARE = 0.95
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvr_mpi.errors import ConfigError
+from kvr_mpi.transport.choose import Name
 
 ENVIRONMENT_PREFIX = "KVR_"
 
@@ -111,7 +112,7 @@ class ParallelSection(Section):
     memory_gib: float | None = Field(
         None, gt=0, description="most memory of a rank for prompts, beside the weights; default: what it has left"
     )
-    transport: Literal["auto", "mpi", "staged", "nccl", "gloo", "local"] = Field(
+    transport: Name = Field(
         "auto", description="what carries keys and values between ranks; auto: what is proven to work here"
     )
 

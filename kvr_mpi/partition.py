@@ -11,6 +11,9 @@ from itertools import pairwise
 
 from kvr_mpi.errors import PartitionError
 
+# Slices end at multiples of this many tokens: kernels like that, and the valley of the best split is narrower than 64.
+QUANTUM_TOKENS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Partition:

@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvr_mpi.transport.choose import NAMES
+
 if TYPE_CHECKING:
     from kvr_mpi.model import LoadedModel
     from kvr_mpi.report.log import Log
     from kvr_mpi.transport import Transport
 
 
-# The names of `transport.choose`, which is too heavy to import for --help.
-TRANSPORTS = ("auto", "mpi", "staged", "nccl", "gloo", "local")
-
 transport_option = click.option(
     "--transport",
-    type=click.Choice(TRANSPORTS),
+    type=click.Choice(NAMES),
     default="auto",
     show_default=True,
     help="What carries keys and values between ranks; auto takes what is proven to work here, and says why.",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvr_mpi.cli.launch import TRANSPORTS
+from kvr_mpi.transport.choose import NAMES
 
 if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--transport",
-    type=click.Choice(TRANSPORTS),
+    type=click.Choice(NAMES),
     help="What carries keys and values between ranks; the same as --set parallel.transport=...",
 )
 @click.option("--overwrite", is_flag=True, help="Delete the results that are in the output folder.")

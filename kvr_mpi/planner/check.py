@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvr_mpi.partition import Partition
-from kvr_mpi.planner.lookup import QUANTUM_TOKENS, choose_slices
+from kvr_mpi.partition import QUANTUM_TOKENS, Partition
+from kvr_mpi.planner.lookup import choose_slices
 from kvr_mpi.planner.measure import Run
 from kvr_mpi.planner.refit import Say
 from kvr_mpi.planner.table import Table

@@ -18,6 +18,7 @@ from kvr_mpi.errors import PartitionError
 from kvr_mpi.partition import Partition
 from kvr_mpi.planner.descent import descend, exchanged, neighbours
 from kvr_mpi.planner.events import cut_through, store_and_forward
+from kvr_mpi.planner.solve import Rates, equal_time
 
 # Up to here every slice is moved alone; of longer chains only their shape as a whole.
 RANKS_MOVED_ALONE = 16
@@ -192,43 +193,19 @@ def _dense(costs: Costs) -> float:
 
 
 def equal_time_lengths(costs: Costs, tokens: float, ranks: int, token_weight: float = 1.0) -> list[float]:
-    """Slice lengths for which all ranks compute equally long, transfers left out; fast for a thousand ranks.
-
-    Solves c (w a + b (P + k c)) = t for each rank in turn, k = 1 (eager) or 1/2, and t so that the c add up. The
-    sum grows with t by a power between 1/2 and 1, so a few secant steps in logarithms find it.
+    """Slice lengths for which all ranks compute equally long, transfers left out (`equal_time`).
 
     Parameters
     ----------
     token_weight : float
-        w: below 1 the later slices become shorter than equal time makes them, above 1 longer.
+        Below 1 the later slices become shorter than equal time makes them, above 1 longer.
     """
     token_s = token_weight * (costs.qkv_token_s + costs.rest_token_s)
-    half = 2.0 if costs.eager else 1.0
-    speeds = costs.speeds or (1.0,) * ranks
-
-    def lengths_in(seconds: float) -> list[float]:
-        lengths, before = [], 0.0
-        for speed in speeds:
-            linear = token_s + costs.pair_s * before
-            time = seconds * speed
-            lengths.append(2 * time / (linear + math.sqrt(linear * linear + 2 * half * costs.pair_s * time)))
-            before += lengths[-1]
-        return lengths
-
-    seconds, power = (token_s + costs.pair_s * tokens / 2) * tokens / ranks, 0.75
-    last: tuple[float, float] | None = None
-    lengths = lengths_in(seconds)
-    for _ in range(50):
-        miss = math.log(sum(lengths) / tokens)
-        if abs(miss) < 1e-12:
-            break
-        if last is not None and last[0] != math.log(seconds):
-            power = min(1.0, max(0.5, (miss - last[1]) / (math.log(seconds) - last[0])))
-        last = math.log(seconds), miss
-        seconds *= math.exp(-miss / power)
-        lengths = lengths_in(seconds)
-    scale = tokens / sum(lengths)
-    return [length * scale for length in lengths]
+    if costs.speeds is None:
+        rates = [Rates(token_s, costs.pair_s)] * ranks
+    else:
+        rates = [Rates(token_s / speed, costs.pair_s / speed) for speed in costs.speeds]
+    return equal_time(tokens, rates, _dense(costs))
 
 
 def best_split(

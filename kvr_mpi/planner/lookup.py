@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.partition import Partition
+from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.planner.costmodel import best_split, chain_seconds
 from kvr_mpi.planner.search import interpolate
 from kvr_mpi.planner.table import Entry, Key, Table, differences_of, load_table, table_files
-
-# Slices end at multiples of this many tokens; the valley of the best split is narrower than 64.
-QUANTUM_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,39 +36,53 @@ class Rates:
         """Time of one layer for a slice of `tokens` behind `before` tokens."""
         return tokens * (self.token_s + self.pair_s * (before + tokens / 2))
 
-    def tokens_in(self, seconds: float, before: float) -> float:
-        """Longest slice behind `before` tokens that takes no more than `seconds`: the inverse of `seconds`."""
+    def tokens_in(self, seconds: float, before: float, share: float = 0.5) -> float:
+        """Longest slice behind `before` tokens that takes no more than `seconds`; `share` as in `equal_time`."""
         linear = self.token_s + self.pair_s * before
-        # The positive root of pair/2 c^2 + linear c = seconds, in the form that does not cancel for small pair_s.
-        return 2 * seconds / (linear + math.sqrt(linear * linear + 2 * self.pair_s * seconds))
+        # The positive root of share pair c^2 + linear c = seconds, in the form that does not cancel for small pair_s.
+        return 2 * seconds / (linear + math.sqrt(linear * linear + 4 * share * self.pair_s * seconds))
 
 
-def equal_time(tokens: int, rates: Sequence[Rates]) -> list[float]:
-    """Slice lengths for which every rank computes equally long.
+def equal_time(tokens: float, rates: Sequence[Rates], share: float = 0.5) -> list[float]:
+    """Slice lengths for which every rank computes equally long; fast for a thousand ranks.
 
-    Solves c_i (a_i + b_i (P_i + c_i / 2)) = t with the c_i adding up to the prompt, P_i the tokens before
-    slice i, by bisection over t: the later a rank, the longer the prefix it attends to, the shorter its slice.
+    Solves c_i (a_i + b_i (P_i + share c_i)) = t with the c_i adding up to the prompt, P_i the tokens before slice i:
+    the later a rank, the longer the prefix it attends to, the shorter its slice. The sum grows with t by a power
+    between 1/2 and 1, so a few secant steps in logarithms find t.
 
     Parameters
     ----------
-    tokens : int
+    tokens : float
         Length of the prompt.
     rates : sequence of Rates
         One for each rank, so that a slower rank gets less.
+    share : float
+        How much of a slice's square is computed: 1/2 of it causal, 1 where the rest is masked.
 
     Returns
     -------
     list of float
         Lengths that add up to `tokens`; round them with ``Partition.by_ratio``.
     """
-    low, high = 0.0, max(rate.seconds(tokens, tokens) for rate in rates)
-    lengths: list[float] = []
-    for _ in range(100):
-        middle = (low + high) / 2
+
+    def lengths_in(seconds: float) -> list[float]:
         lengths, before = [], 0.0
         for rate in rates:
-            lengths.append(rate.tokens_in(middle, before))
+            lengths.append(rate.tokens_in(seconds, before, share))
             before += lengths[-1]
-        low, high = (low, middle) if before > tokens else (middle, high)
+        return lengths
+
+    seconds, power = rates[0].seconds(tokens, 0) / len(rates), 0.75
+    last: tuple[float, float] | None = None
+    lengths = lengths_in(seconds)
+    for _ in range(50):
+        miss = math.log(sum(lengths) / tokens)
+        if abs(miss) < 1e-12:
+            break
+        if last is not None and last[0] != math.log(seconds):
+            power = min(1.0, max(0.5, (miss - last[1]) / (math.log(seconds) - last[0])))
+        last = math.log(seconds), miss
+        seconds *= math.exp(-miss / power)
+        lengths = lengths_in(seconds)
     total = sum(lengths)
     return [length * tokens / total for length in lengths]
