@@ -19,12 +19,12 @@ from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, ConfigError, CorpusError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import choose_device, find_model
 from kvr_mpi.plan import agree, count_tokens, describe, plan_documents
-from kvr_mpi.planner.schedule import deal
 from kvr_mpi.prefill.cache import layer_kv
 from kvr_mpi.prompts import check_template
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import ProgressReport
 from kvr_mpi.report.table import print_summary
+from kvr_mpi.schedule.schedule import deal
 from kvr_mpi.store.folder import ShardWriter, check_fresh, check_writable, merge_run, prepare_folder, read_run
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.transport import Transport, on_root, share_json, together

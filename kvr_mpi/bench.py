@@ -17,12 +17,12 @@ from itertools import accumulate
 
 import torch
 
+from kvr_mpi.costs.costmodel import Costs
+from kvr_mpi.costs.memory import Footprint, footprint_of
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.planner.costmodel import Costs
 from kvr_mpi.planner.measure import follow, leading, measure_costs
-from kvr_mpi.planner.memory import Footprint, footprint_of
 from kvr_mpi.planner.refit import refit
 from kvr_mpi.planner.search import interpolate
 from kvr_mpi.prefill.seam import prepare_model

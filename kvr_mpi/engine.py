@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvr_mpi.costs.costmodel import Costs
+from kvr_mpi.costs.memory import GIB, Footprint, check_fits, footprint_of
+from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.decode.generate import Answer, generate, make_generation_config
 from kvr_mpi.documents import Document
 from kvr_mpi.errors import DocumentError
@@ -20,13 +23,10 @@ from kvr_mpi.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.planner.costmodel import Costs
 from kvr_mpi.planner.identity import key_of
 from kvr_mpi.planner.lookup import choose_slices, describe_range, find_table
 from kvr_mpi.planner.measure import measure_costs
-from kvr_mpi.planner.memory import GIB, Footprint, check_fits, footprint_of
 from kvr_mpi.planner.probe import measure_rates
-from kvr_mpi.planner.solve import Rates, equal_time
 from kvr_mpi.planner.table import Table
 from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.prefill.strategies import Prefill, check_chain, prefill_kvr, prefill_single

@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvr_mpi.costs.costmodel import Costs, chain_seconds, costs_of, equal_time_lengths
+from kvr_mpi.costs.hardware import load_hardware, profiles
+from kvr_mpi.costs.memory import Footprint, footprint_of
+from kvr_mpi.costs.workload import workload_of
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import ModelShape, Outline
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.planner.costmodel import Costs, chain_seconds, costs_of, equal_time_lengths
-from kvr_mpi.planner.hardware import load_hardware, profiles
 from kvr_mpi.planner.lookup import choose_slices
-from kvr_mpi.planner.memory import Footprint, footprint_of
-from kvr_mpi.planner.schedule import Seconds
 from kvr_mpi.planner.table import FOLDER, Table, load_table, table_files
-from kvr_mpi.planner.workload import workload_of
 from kvr_mpi.prompts import Frame, count_parts, make_frame
+from kvr_mpi.schedule.schedule import Seconds
 
 # Of a profile's memory; the rest goes to libraries and to gaps between tensors.
 MEMORY_SHARE = 0.95

@@ -1,7 +1,7 @@
 """Which documents of a job go on which ranks.
 
 Stands between the job and the loop over its documents: `kvr plan` shows the plan, and a job with
-``parallel.ranks_per_chain = "auto"`` follows it. `forecast` says what a document takes, `planner.schedule` does the
+``parallel.ranks_per_chain = "auto"`` follows it. `forecast` says what a document takes, `schedule` does the
 scheduling; here is what is around it.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 from kvr_mpi.documents import Document
 from kvr_mpi.forecast import Forecast
 from kvr_mpi.job import JobSpec, PromptSection
-from kvr_mpi.planner.schedule import Placement, Schedule, sampled, schedule
 from kvr_mpi.prompts import Frame, count_parts, encode_text
 from kvr_mpi.report.progress import clock_time
+from kvr_mpi.schedule.schedule import Placement, Schedule, sampled, schedule
 from kvr_mpi.transport import Transport, gather_json, share_json
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvr_mpi.planner.calibrate import CALIBRATION_CELLS, calibration_cells, fit
-from kvr_mpi.planner.hardware import load_hardware
-from kvr_mpi.planner.paper import Cell, paper_cells, predict_seconds, score
+from kvr_mpi.costs.calibrate import CALIBRATION_CELLS, calibration_cells, fit
+from kvr_mpi.costs.hardware import load_hardware
+from kvr_mpi.costs.paper import Cell, paper_cells, predict_seconds, score
 
 SHIPPED = load_hardware("a100-80gb")
 

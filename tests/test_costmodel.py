@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvr_mpi.errors import PartitionError
-from kvr_mpi.partition import Partition
-from kvr_mpi.planner.costmodel import (
+from kvr_mpi.costs.costmodel import (
     Costs,
     RelayKind,
     best_split,
@@ -26,7 +24,7 @@ from kvr_mpi.planner.costmodel import (
     single_seconds,
     tsp_seconds,
 )
-from kvr_mpi.planner.equations import (
+from kvr_mpi.costs.equations import (
     balanced_bound,
     chain_traffic,
     even_bound,
@@ -34,8 +32,10 @@ from kvr_mpi.planner.equations import (
     tsp_traffic,
     ttft_star,
 )
-from kvr_mpi.planner.hardware import load_hardware
-from kvr_mpi.planner.workload import named_workload
+from kvr_mpi.costs.hardware import load_hardware
+from kvr_mpi.costs.workload import named_workload
+from kvr_mpi.errors import PartitionError
+from kvr_mpi.partition import Partition
 
 A100_LLAMA = costs_of(named_workload("Llama 7B"), load_hardware("a100-80gb"))
 H100_LLAMA = costs_of(named_workload("Llama 3.1 8B 1M"), load_hardware("h100-80gb"))

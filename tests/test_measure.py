@@ -8,12 +8,12 @@ import pytest
 import torch
 from models import tiny
 
+from kvr_mpi.costs.costmodel import chain_seconds
+from kvr_mpi.costs.solve import Rates
+from kvr_mpi.costs.workload import workload_of
 from kvr_mpi.partition import Partition
 from kvr_mpi.planner import measure
-from kvr_mpi.planner.costmodel import chain_seconds
 from kvr_mpi.planner.measure import follow, leading, measure_costs, observe
-from kvr_mpi.planner.solve import Rates
-from kvr_mpi.planner.workload import workload_of
 from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local

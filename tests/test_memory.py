@@ -11,9 +11,9 @@ import torch
 from conftest import SMOLLM
 from models import CONFIGS, tiny
 
+from kvr_mpi.costs.memory import GIB, check_fits, footprint_of, ranks_that_fit
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.memory import GIB, check_fits, footprint_of, ranks_that_fit
 from kvr_mpi.report import memory
 
 # Models without windows, softcaps or sinks, whose attention is one kernel.

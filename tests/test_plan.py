@@ -16,6 +16,7 @@ from made_tables import a_table
 
 from kvr_mpi.batch import RunOptions, run_job
 from kvr_mpi.cli.plan import plan as plan_command
+from kvr_mpi.costs.costmodel import Costs, single_seconds
 from kvr_mpi.documents import Document
 from kvr_mpi.engine import Machine
 from kvr_mpi.errors import EXIT_USAGE, ConfigError, KvrError
@@ -23,12 +24,11 @@ from kvr_mpi.forecast import Forecast
 from kvr_mpi.job import JobSpec, load_job
 from kvr_mpi.model import load_outline
 from kvr_mpi.plan import agree, count_tokens, describe, duration, plan_documents, prompt_tokens
-from kvr_mpi.planner.costmodel import Costs, single_seconds
 from kvr_mpi.planner.lookup import choose_slices
-from kvr_mpi.planner.schedule import schedule
 from kvr_mpi.planner.table import ModelIdentity, save_table
 from kvr_mpi.prompts import Frame, encode_text, split_text
 from kvr_mpi.report.log import Log
+from kvr_mpi.schedule.schedule import schedule
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local

@@ -4,10 +4,10 @@ import pytest
 import torch
 from models import tiny
 
+from kvr_mpi.costs.solve import equal_time
 from kvr_mpi.partition import Partition
 from kvr_mpi.planner import probe
 from kvr_mpi.planner.probe import measure_rates
-from kvr_mpi.planner.solve import equal_time
 from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.transport.local import LocalTransport, run_local
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from made_tables import COSTS
 
+from kvr_mpi.costs.costmodel import Costs, best_split, chain_seconds, costs_of
+from kvr_mpi.costs.hardware import load_hardware
+from kvr_mpi.costs.workload import named_workload
 from kvr_mpi.errors import DataError
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.costmodel import Costs, best_split, chain_seconds, costs_of
-from kvr_mpi.planner.hardware import load_hardware
 from kvr_mpi.planner.measure import Observation
 from kvr_mpi.planner.refit import MAX_RUNS, busy_seconds, fit, refit, steady
-from kvr_mpi.planner.workload import named_workload
 
 QUANTUM = 16
 LLAMA = costs_of(named_workload("Llama 7B"), load_hardware("a100-80gb"))

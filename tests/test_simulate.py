@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvr_mpi.cli.simulate import simulate
+from kvr_mpi.costs.paper import COLUMNS, METHODS, paper_cells
 from kvr_mpi.errors import ConfigError, DataError, KvrError, ModelError, OutputError
-from kvr_mpi.planner.paper import COLUMNS, METHODS, paper_cells
 
 STRATEGIES = {"single", "tsp-dense", "tsp-causal", "ring", "kvr-e", "kvr-s"}
 

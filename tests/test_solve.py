@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.errors import PartitionError
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.solve import Rates, equal_time
 
 tokens = st.integers(1, 200_000)
 ranks = st.integers(1, 16)

@@ -10,9 +10,9 @@ import pytest
 import transformers as tf
 from models import CONFIGS, SINGLE_ONLY
 
+from kvr_mpi.costs.hardware import Hardware, load_hardware, profiles
+from kvr_mpi.costs.workload import SHAPES, named_workload, workload_of
 from kvr_mpi.errors import ConfigError, DataError
-from kvr_mpi.planner.hardware import Hardware, load_hardware, profiles
-from kvr_mpi.planner.workload import SHAPES, named_workload, workload_of
 
 REAL = {
     "Llama 7B": lambda: tf.LlamaConfig(),

@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from kvr_mpi.forecast import Forecast
     from kvr_mpi.job import JobSpec
-    from kvr_mpi.planner.schedule import Placement, Schedule
+    from kvr_mpi.schedule.schedule import Placement, Schedule
 
 # Longer corpora are not tokenised as a whole: their tokens are estimated from documents spread over them.
 COUNTED_CHARS, SAMPLE_CHARS = 20_000_000, 4_000_000

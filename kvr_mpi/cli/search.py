@@ -15,8 +15,8 @@ from kvr_mpi.cli.bench import DEFAULT_MODEL
 from kvr_mpi.cli.launch import transport_option
 
 if TYPE_CHECKING:
+    from kvr_mpi.costs.costmodel import Costs
     from kvr_mpi.model import LoadedModel
-    from kvr_mpi.planner.costmodel import Costs
     from kvr_mpi.planner.measure import Run
     from kvr_mpi.planner.table import Key, Provenance, Table
     from kvr_mpi.transport import Transport
@@ -167,10 +167,10 @@ def _target(output: Path, key: Key, replace: bool) -> _Target:
 
 def _costs(loaded: LoadedModel, chain: Transport, profile: str | None) -> Costs:
     """Measure, or take a profile's word."""
-    from kvr_mpi.planner.costmodel import costs_of
-    from kvr_mpi.planner.hardware import load_hardware
+    from kvr_mpi.costs.costmodel import costs_of
+    from kvr_mpi.costs.hardware import load_hardware
+    from kvr_mpi.costs.workload import workload_of
     from kvr_mpi.planner.measure import measure_costs
-    from kvr_mpi.planner.workload import workload_of
     from kvr_mpi.transport import together
 
     if profile is None:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from kvr_mpi.planner.costmodel import Costs, RelayKind
-    from kvr_mpi.planner.hardware import Hardware
-    from kvr_mpi.planner.simulate import Row
-    from kvr_mpi.planner.workload import Workload
+    from kvr_mpi.costs.costmodel import Costs, RelayKind
+    from kvr_mpi.costs.hardware import Hardware
+    from kvr_mpi.costs.simulate import Row
+    from kvr_mpi.costs.workload import Workload
 
 # An option that prints, or writes where a file is named.
 PRINT = "-"
@@ -66,17 +66,17 @@ def simulate(
     kvr simulate --model "Llama 3.1 8B 1M" --hardware h100-80gb --ranks 1,8,1024 --contexts 64k,1m
     kvr simulate --paper
     """  # noqa: D301
+    from kvr_mpi.costs.hardware import load_hardware
     from kvr_mpi.errors import ConfigError
-    from kvr_mpi.planner.hardware import load_hardware
 
     if paper or score is not None:
         if plot is not None or (paper and score is not None):
             raise ConfigError("--paper, --score and --plot: give one of them")
         _score(score, load_hardware(hardware or "a100-80gb"), json_file, csv_file)
         return
-    from kvr_mpi.planner.costmodel import costs_of
-    from kvr_mpi.planner.simulate import find_workload
-    from kvr_mpi.planner.simulate import simulate as forecast
+    from kvr_mpi.costs.costmodel import costs_of
+    from kvr_mpi.costs.simulate import find_workload
+    from kvr_mpi.costs.simulate import simulate as forecast
 
     profile = load_hardware(hardware or "h100-80gb")
     if link_gigabytes_per_s is not None and not 0 < link_gigabytes_per_s < float("inf"):
@@ -147,7 +147,7 @@ def _write(json_file: str | None, csv_file: str | None, found: Any, columns: lis
 
 def _columns(row: Row) -> dict[str, object]:
     """Flatten a row."""
-    from kvr_mpi.planner.simulate import STRATEGIES
+    from kvr_mpi.costs.simulate import STRATEGIES
 
     times = {f"{name.replace('-', '_')}_s": row.ttft_s.get(name) for name in STRATEGIES}
     return {
@@ -163,7 +163,7 @@ def _columns(row: Row) -> dict[str, object]:
 
 
 def _print_rows(rows: list[Row], work: Workload, profile: Hardware, costs: Costs, relay: RelayKind) -> None:
-    from kvr_mpi.planner.simulate import STRATEGIES
+    from kvr_mpi.costs.simulate import STRATEGIES
 
     click.echo(f"{work.name} on {profile.name} ({profile.source})")
     click.echo(f"links of {costs.link_bytes_per_s / 1e9:g} GB/s, {profile.attention} attention, chain by {relay}")
@@ -175,8 +175,8 @@ def _print_rows(rows: list[Row], work: Workload, profile: Hardware, costs: Costs
 
 
 def _score(file: Path | None, hardware: Hardware, json_file: str | None, csv_file: str | None) -> None:
-    from kvr_mpi.planner.paper import paper_cells, read_cells
-    from kvr_mpi.planner.paper import score as score_cells
+    from kvr_mpi.costs.paper import paper_cells, read_cells
+    from kvr_mpi.costs.paper import score as score_cells
 
     found = score_cells(read_cells(file) if file is not None else paper_cells(), hardware)
     if json_file is not None or csv_file is not None:

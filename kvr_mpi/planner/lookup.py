@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from kvr_mpi.costs.costmodel import best_split, chain_seconds
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.planner.costmodel import best_split, chain_seconds
 from kvr_mpi.planner.search import interpolate
 from kvr_mpi.planner.table import Entry, Key, Table, differences_of, load_table, table_files
 

@@ -17,12 +17,12 @@ from statistics import median, median_low
 
 import torch
 
+from kvr_mpi.costs.costmodel import Costs
+from kvr_mpi.costs.solve import Rates
+from kvr_mpi.costs.workload import Workload, workload_of
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.costmodel import Costs
 from kvr_mpi.planner.probe import REPEATS, measure_rates
-from kvr_mpi.planner.solve import Rates
-from kvr_mpi.planner.workload import Workload, workload_of
 from kvr_mpi.prefill.strategies import prefill_kvr
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.local import LocalTransport

@@ -7,46 +7,19 @@ caches and memory as they will when they work.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from kvr_mpi.costs.solve import Rates
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.solve import Rates
 from kvr_mpi.prefill.strategies import prefill_kvr
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.local import LocalTransport
-
-if TYPE_CHECKING:
-    import torch
+from kvr_mpi.transport.pretended import PretendedChain
 
 LAYERS = 3
 SLICE_TOKENS, PREFIX_TOKENS = 768, 3072
 REPEATS = 5
 # Ranks that differ by less than this are the same machine, and the difference is noise.
 SAME_WITHIN = 1.25
-
-
-class _Arrived:
-    """A transfer that has ended."""
-
-    def test(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
-
-
-class PretendedChain(LocalTransport):
-    """The second rank of a chain whose first has sent everything already; what it sent does not matter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rank, self.size, self.local_rank, self.local_size = 1, 2, 1, 2
-
-    def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> _Arrived:  # type: ignore[override]
-        """Leave the buffer as it is, but not as it came: denormals would make the timing wrong."""
-        tensor.zero_()
-        return _Arrived()
 
 
 def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvr_mpi.costs.costmodel import Costs, best_split, chain_seconds, equal_time_lengths
 from kvr_mpi.errors import DataError
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.costmodel import Costs, best_split, chain_seconds, equal_time_lengths
 from kvr_mpi.planner.measure import Observation, Run
 
 if TYPE_CHECKING:

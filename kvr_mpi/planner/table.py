@@ -19,9 +19,9 @@ from typing import IO, Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from kvr_mpi.costs.costmodel import Costs
 from kvr_mpi.errors import ConfigError, DataError, OutputError
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.costmodel import Costs
 
 MAX_FILE_BYTES = 8 << 20
 MAX_TOKENS, MAX_RANKS = 1 << 28, 1 << 16

@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvr_mpi.costs.costmodel import Costs, best_split, chain_seconds
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.planner.costmodel import Costs, best_split, chain_seconds
 from kvr_mpi.planner.measure import Observation, Run
 from kvr_mpi.planner.refit import MAX_RUNS, Say, fit, refit, steady
 from kvr_mpi.planner.search import grid_search

@@ -70,7 +70,7 @@ class Hardware(BaseModel):
 
 def profiles() -> list[str]:
     """Names of the shipped profiles."""
-    folder = resources.files("kvr_mpi.planner") / "data"
+    folder = resources.files("kvr_mpi.costs") / "data"
     return sorted(item.name.removesuffix(".json") for item in folder.iterdir() if item.name.endswith(".json"))
 
 
@@ -86,7 +86,7 @@ def load_hardware(name_or_path: str) -> Hardware:
     """
     shipped = profiles()
     if name_or_path.lower() in shipped:
-        text = (resources.files("kvr_mpi.planner") / "data" / f"{name_or_path.lower()}.json").read_text()
+        text = (resources.files("kvr_mpi.costs") / "data" / f"{name_or_path.lower()}.json").read_text()
     else:
         try:
             text = Path(name_or_path).read_text(encoding="utf-8")

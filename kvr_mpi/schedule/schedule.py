@@ -4,7 +4,7 @@ Stands between the cost model, which says how long a document takes on a chain o
 is a *moldable* task: the number of its ranks is chosen before it starts. Chains are aligned blocks of nested lengths
 that divide the number of ranks, as in a buddy allocator, so that one communicator for each block serves the whole job.
 
-`packing` says how lengths and places are chosen, and after whom; the best plan of one fixed length is taken if none of
+`moldable` says how lengths and places are chosen, and after whom; the best plan of one fixed length is taken if none of
 mixed lengths is better.
 
 Every rank computes the same schedule: time is counted in whole microseconds, so that sums do not depend on their
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.planner.packing import NEVER, Plan, Table, bounds, fixed_plans, moldable_plans
+from kvr_mpi.schedule.moldable import NEVER, Plan, Table, bounds, fixed_plans, moldable_plans
 
 Seconds = Callable[[int, int], float]
 Fits = Callable[[int, int], bool]

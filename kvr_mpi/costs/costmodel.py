@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from kvr_mpi.costs.descent import descend, exchanged, neighbours
+from kvr_mpi.costs.events import cut_through, store_and_forward
+from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.errors import PartitionError
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.descent import descend, exchanged, neighbours
-from kvr_mpi.planner.events import cut_through, store_and_forward
-from kvr_mpi.planner.solve import Rates, equal_time
 
 # Up to here every slice is moved alone; of longer chains only their shape as a whole.
 RANKS_MOVED_ALONE = 16
@@ -28,8 +28,8 @@ EVENTS_LOOKED_AT = 20_000_000
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvr_mpi.planner.hardware import Hardware
-    from kvr_mpi.planner.workload import Workload
+    from kvr_mpi.costs.hardware import Hardware
+    from kvr_mpi.costs.workload import Workload
 
     Array = NDArray[np.float64]
 

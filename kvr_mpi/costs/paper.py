@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from kvr_mpi.costs.costmodel import Costs, chain_seconds, costs_of, search_split, single_seconds, tsp_seconds
+from kvr_mpi.costs.hardware import Hardware
+from kvr_mpi.costs.workload import named_workload
 from kvr_mpi.errors import DataError
-from kvr_mpi.planner.costmodel import Costs, chain_seconds, costs_of, search_split, single_seconds, tsp_seconds
-from kvr_mpi.planner.hardware import Hardware
-from kvr_mpi.planner.workload import named_workload
 
 COLUMNS = ("table", "model", "gpus", "context_tokens", "link_gb_per_s", "method", "ttft_s")
 METHODS = ("base", "TSP", "KVR-E", "KVR-S", "KVR-P")
@@ -115,7 +115,7 @@ class Score:
 
 def paper_cells() -> list[Cell]:
     """Read the cells that ship with the package."""
-    with resources.as_file(resources.files("kvr_mpi.planner") / "data" / "paper-cells.csv") as path:
+    with resources.as_file(resources.files("kvr_mpi.costs") / "data" / "paper-cells.csv") as path:
         return read_cells(path)
 
 

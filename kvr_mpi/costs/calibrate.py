@@ -1,14 +1,14 @@
 """Fit the ``a100-80gb`` profile to a few of the paper's cells; the other cells test it.
 
-Run ``python -m kvr_mpi.planner.calibrate`` to print the profile that ships as ``data/a100-80gb.json``.
+Run ``python -m kvr_mpi.costs.calibrate`` to print the profile that ships as ``data/a100-80gb.json``.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvr_mpi.planner.hardware import Hardware
-from kvr_mpi.planner.paper import Cell, cell_costs, cell_split, paper_cells, predict_seconds
+from kvr_mpi.costs.hardware import Hardware
+from kvr_mpi.costs.paper import Cell, cell_costs, cell_split, paper_cells, predict_seconds
 
 # The cells that calibrate, chosen to have each regime once or twice: bound by launches, GEMM or attention; one GPU,
 # four, eight; Llama, and the Falcons, whose code was another. (model, GPUs, context, method)
@@ -74,7 +74,7 @@ def profile(rates: dict[str, float]) -> Hardware:
             "name": "a100-80gb",
             "source": f"fitted to {len(CALIBRATION_CELLS)} of the times measured in the KV-Runahead paper "
             "(arXiv 2405.05329): 8 x A100 80 GB, NVLink, PyTorch 2.0, eager attention, float16; "
-            "by kvr_mpi.planner.calibrate",
+            "by kvr_mpi.costs.calibrate",
             "attention": "eager",
             **GIVEN,
             **{name: rate for name, rate in rates.items() if "." not in name},

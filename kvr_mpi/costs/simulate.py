@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvr_mpi.errors import ConfigError, ModelError
-from kvr_mpi.model import PACKAGE, find_model
-from kvr_mpi.planner.costmodel import (
+from kvr_mpi.costs.costmodel import (
     Costs,
     RelayKind,
     best_split,
@@ -21,8 +19,10 @@ from kvr_mpi.planner.costmodel import (
     single_seconds,
     tsp_seconds,
 )
-from kvr_mpi.planner.equations import ttft_star
-from kvr_mpi.planner.workload import SHAPES, Workload, named_workload, workload_of
+from kvr_mpi.costs.equations import ttft_star
+from kvr_mpi.costs.workload import SHAPES, Workload, named_workload, workload_of
+from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.model import PACKAGE, find_model
 
 STRATEGIES = ("single", "tsp-dense", "tsp-causal", "ring", "kvr-e", "kvr-s")
 

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, probe_shape
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.probe import PretendedChain
 from kvr_mpi.prefill.cache import LAYERS_AHEAD, LAYERS_HELD
 from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.prefill.strategies import prefill_kvr
+from kvr_mpi.transport.pretended import PretendedChain
 
 # Activations of one layer are those of any other; the second layer runs while the first's are gone.
 LAYERS = 2

@@ -1,0 +1,1 @@
+"""Which documents on which ranks, and when."""
