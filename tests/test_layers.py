@@ -38,7 +38,7 @@ ROOMS = [
 ]
 # Rooms that may name these libraries; anything else goes through them.
 CONTACTS = {
-    "mpi4py": {"transport/mpi.py", "transport/mpi_query.py"},
+    "mpi4py": {"transport/mpi.py", "transport/mpi_query.py", "transport/counters.py"},
     "h5py": {"store/hdf5.py", "store/kv.py", "store/outputs.py", "store/folder.py", "doctor/hdf5.py"},
     "transformers.cache_utils": {"prefill/cache.py"},
     "click": {"cli"},

@@ -26,6 +26,7 @@ class _Hub:
         self.barrier = threading.Barrier(size)
         self.board: list[bytes] = [b""] * size
         self.groups: dict[tuple[int, ...], _Hub] = {}
+        self.counts: list[int] = []
         self.failed = False
 
     def fail(self) -> None:
@@ -139,6 +140,16 @@ class LocalTransport:
         everything = list(self._hub.board)
         self.barrier()
         return everything
+
+
+def shared_counts(transport: LocalTransport, count: int) -> tuple[threading.Condition, list[int]]:
+    """Give all threads of a group one list of zeros, and what to hold while it is changed; every thread calls this."""
+    hub = transport._hub
+    transport.barrier()
+    if transport.rank == 0:
+        hub.counts = [0] * count
+    transport.barrier()
+    return hub.arrived, hub.counts
 
 
 def run_local(size: int, work: Callable[[LocalTransport], T]) -> list[T]:

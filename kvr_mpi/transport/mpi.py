@@ -151,7 +151,7 @@ class MpiTransport:
     def __init__(self, comm: Any, handing: Handing = "host") -> None:
         from mpi4py import MPI
 
-        self._comm, self._handing = comm, handing
+        self.comm, self._handing = comm, handing
         self._lane: Lane | None = None
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         host = comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -163,7 +163,7 @@ class MpiTransport:
         from mpi4py import MPI
 
         def start(data: torch.Tensor) -> Request:
-            return _Transfer([self._comm.Isend([piece, MPI.BYTE], dest, tag) for piece in _pieces(data)], data)
+            return _Transfer([self.comm.Isend([piece, MPI.BYTE], dest, tag) for piece in _pieces(data)], data)
 
         data = as_bytes(tensor)
         if self._takes(data):
@@ -178,7 +178,7 @@ class MpiTransport:
 
         def start(data: torch.Tensor) -> Request:
             pieces = _pieces(data)
-            requests = [self._comm.Irecv([piece, MPI.BYTE], source, tag) for piece in pieces]
+            requests = [self.comm.Irecv([piece, MPI.BYTE], source, tag) for piece in pieces]
             return _Transfer(requests, data, [piece.nbytes for piece in pieces])
 
         data = as_bytes(tensor)
@@ -200,7 +200,7 @@ class MpiTransport:
 
     def barrier(self) -> None:
         """Return when all ranks are here; waiting sleeps, so that it takes no core from those that work."""
-        request, looks = self._comm.Ibarrier(), 0
+        request, looks = self.comm.Ibarrier(), 0
         while not request.Test():
             looks += 1
             if looks > SPINS:
@@ -211,9 +211,9 @@ class MpiTransport:
         import numpy as np
 
         length = np.array([len(data)], dtype=np.int64)
-        self._comm.Bcast(length, root)
+        self.comm.Bcast(length, root)
         buffer = np.frombuffer(bytearray(data), np.uint8) if self.rank == root else np.empty(length[0], np.uint8)
-        self._comm.Bcast(buffer, root)
+        self.comm.Bcast(buffer, root)
         return buffer.tobytes()
 
     def gather(self, data: bytes, root: int = 0) -> list[bytes]:
@@ -222,10 +222,10 @@ class MpiTransport:
         from mpi4py import MPI
 
         lengths = np.empty(self.size, np.int64)
-        self._comm.Allgather(np.array([len(data)], np.int64), lengths)
+        self.comm.Allgather(np.array([len(data)], np.int64), lengths)
         everything = np.empty(int(lengths.sum()) if self.rank == root else 0, np.uint8)
         receive = [everything, (lengths, None), MPI.BYTE] if self.rank == root else None
-        self._comm.Gatherv(np.frombuffer(data, np.uint8), receive, root)
+        self.comm.Gatherv(np.frombuffer(data, np.uint8), receive, root)
         if self.rank != root:
             return []
         stops = np.cumsum(lengths)
@@ -233,11 +233,11 @@ class MpiTransport:
 
     def split(self, color: int) -> MpiTransport:
         """Make a transport among the ranks of the same color."""
-        return MpiTransport(self._comm.Split(color, self.rank), self._handing)
+        return MpiTransport(self.comm.Split(color, self.rank), self._handing)
 
     def handing(self, handing: Handing) -> MpiTransport:
         """Give the same ranks, with MPI handed something else."""
-        return MpiTransport(self._comm, handing)
+        return MpiTransport(self.comm, handing)
 
     def abort(self, exit_code: int) -> None:
         """End all ranks of the job."""

@@ -1,0 +1,130 @@
+"""Numbers all ranks of a job can read and add to, one-sidedly: nobody has to answer.
+
+They lie in a window of rank 0's memory (MPI's remote memory access). A rank that adds is told what was there before, at
+once and in one step, so two ranks never draw the same number: that is how documents are taken without a coordinator.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+from kvr_mpi.transport.base import Transport
+from kvr_mpi.transport.local import LocalTransport, shared_counts
+from kvr_mpi.transport.mpi import MpiTransport
+
+# Between hosts some MPIs answer a one-sided call only while the target is inside MPI: rank 0 looks in this often.
+LOOK_IN_S = 0.002
+
+
+class Counters(Protocol):
+    """Whole numbers, all 0 to begin with."""
+
+    def add(self, slot: int, amount: int = 1) -> int:
+        """Add to one of them and return what it was before; in one step, whoever else adds."""
+
+    def read(self) -> list[int]:
+        """Return all of them, each as it was at some moment of the call."""
+
+    def close(self) -> None:
+        """Let go of them; every rank calls this, and it waits for all."""
+
+
+class LocalCounters:
+    """Counters of threads of one process."""
+
+    def __init__(self, world: LocalTransport, count: int) -> None:
+        self._lock, self._counts = shared_counts(world, count)
+
+    def add(self, slot: int, amount: int = 1) -> int:
+        """Add, and return what it was before."""
+        with self._lock:
+            before = self._counts[slot]
+            self._counts[slot] += amount
+        return before
+
+    def read(self) -> list[int]:
+        """Return all of them."""
+        with self._lock:
+            return list(self._counts)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class MpiCounters:
+    """Counters in a window of rank 0's memory.
+
+    Parameters
+    ----------
+    comm : MPI.Comm
+        All ranks; a communicator of its own is made of it.
+    count : int
+    looks_in : bool
+        Whether rank 0 helps calls from other hosts along while it computes, from a thread.
+    """
+
+    def __init__(self, comm: Any, count: int, *, looks_in: bool) -> None:
+        import numpy as np
+        from mpi4py import MPI
+
+        self._comm = comm.Dup()
+        here = self._comm.Get_rank() == 0
+        self._window = MPI.Win.Allocate(8 * count if here else 0, 8, comm=self._comm)
+        if here:
+            np.frombuffer(self._window.tomemory(), np.int64)[:] = 0
+        self._comm.Barrier()
+        self._window.Lock_all()
+        self._count = count
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look_in, name="counters", daemon=True)
+        if here and looks_in:
+            self._thread.start()
+
+    def add(self, slot: int, amount: int = 1) -> int:
+        """Add, and return what it was before."""
+        import numpy as np
+        from mpi4py import MPI
+
+        given, before = np.array([amount], np.int64), np.empty(1, np.int64)
+        self._window.Fetch_and_op(given, before, 0, slot, MPI.SUM)
+        self._window.Flush(0)
+        return int(before[0])
+
+    def read(self) -> list[int]:
+        """Return all of them."""
+        import numpy as np
+        from mpi4py import MPI
+
+        found = np.empty(self._count, np.int64)
+        self._window.Get_accumulate(np.zeros(self._count, np.int64), found, 0, op=MPI.NO_OP)
+        self._window.Flush(0)
+        return [int(value) for value in found]
+
+    def close(self) -> None:
+        """Wait for all ranks and free the window."""
+        self._window.Unlock_all()
+        self._comm.Barrier()
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._window.Free()
+        self._comm.Free()
+
+    def _look_in(self) -> None:
+        while not self._ended.wait(LOOK_IN_S):
+            self._comm.Iprobe()
+
+
+def open_counters(world: Transport, count: int) -> Counters:
+    """Make `count` counters, 0 each; every rank calls this.
+
+    Parameters
+    ----------
+    world : Transport
+        What `mpi.connect` gave: MPI, or a rank alone (or, in tests, threads).
+    """
+    if isinstance(world, LocalTransport):
+        return LocalCounters(world, count)
+    assert isinstance(world, MpiTransport), "counters are MPI's"
+    return MpiCounters(world.comm, count, looks_in=world.local_size < world.size)
