@@ -46,11 +46,22 @@ class DocumentsSection(Section):
     id_field: str = Field("id", description="field of a row that names it")
     text_field: str = Field("text", description="field of a row that holds its text")
     limit: int | None = Field(None, ge=1, description="only the first documents")
+    shard: str | None = Field(None, description="'i/n': every n-th document, from the i-th (0 to n - 1)")
 
     @field_validator("path", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+
+    @field_validator("shard")
+    @classmethod
+    def _shard_of_shards(cls, value: str | None) -> str | None:
+        if value is not None:
+            number, _, count = value.partition("/")
+            if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+                raise ValueError("expected 'i/n' with 0 <= i < n, such as '0/8'")
+        return value
 
 
 class PromptSection(Section):

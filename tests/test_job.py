@@ -68,6 +68,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     id_field = "key"
     text_field = "body"
     limit = 3
+    shard = "1/4"
     [prompt]
     template = "Sum up: {text}"
     system = "Be brief."
@@ -434,6 +435,13 @@ def test_a_number_out_of_range_names_the_range(tmp_path: Path, setting: str, exp
 def test_the_ends_of_a_range_are_in_it(tmp_path: Path, setting: str) -> None:
     (row,) = (row for row in show_job(*load_job(write_job(tmp_path), [setting], {})) if row[2].startswith("--set"))
     assert float(row[1]) == float(setting.partition("=")[2])
+
+
+@pytest.mark.parametrize("value", ["4/4", "-1/4", "1", "1/", "a/b", "1/4/2", "1.0/2"])
+def test_a_shard_is_a_number_of_how_many(tmp_path: Path, value: str) -> None:
+    message = refusal(write_job(tmp_path), f"documents.shard='{value}'")
+    assert f"documents.shard = '{value}'" in message
+    assert "'i/n' with 0 <= i < n" in message
 
 
 def test_a_section_that_is_a_value_is_refused(tmp_path: Path) -> None:
