@@ -78,6 +78,11 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
             f"started by {launcher}, but mpi4py loads {library}: the launcher does not match the MPI; start with the "
             f"mpirun that belongs to it"
         )
+    if "PMIX_RANK" in environ and "PMI_RANK" not in environ and "MPICH" in library and not _knows_pmix():
+        raise TransportError(
+            f"started through PMIx, but mpi4py loads {library}, which was built without it: the launcher does not match "
+            f"the MPI. Under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open MPI"
+        )
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     world = MPI.COMM_WORLD
@@ -88,6 +93,13 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
             f"MPI, or that MPI's own mpirun; for one rank on purpose, use `srun -n 1`"
         )
     return MpiTransport(world)
+
+
+def _knows_pmix() -> bool:
+    """Whether this MPICH was configured for PMIx; one that was not ends the process as it joins."""
+    from mpi4py import MPI
+
+    return "pmix" in MPI.Get_library_version().lower()
 
 
 class _Transfer:

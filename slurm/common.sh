@@ -1,0 +1,148 @@
+# shellcheck shell=bash
+# What the job scripts share. They source it; it is never submitted. In the end there is `launch`, which runs a
+# command on all ranks of the job, and `conclude`, which ends the script and queues the job again if it was stopped early.
+
+# Modules, environments and transports of this site; see site.sh.example.
+if [ -r "${KVR_SITE:-$here/site.sh}" ]; then
+    # shellcheck source=/dev/null
+    . "${KVR_SITE:-$here/site.sh}"
+elif [ -n "${KVR_SITE:-}" ]; then
+    echo "KVR_SITE=$KVR_SITE cannot be read; expected a file like $here/site.sh.example" >&2
+    exit 78
+fi
+for venv in "${KVR_VENV:-}" "$here/../.venv"; do
+    if [ -n "$venv" ] && [ -r "$venv/bin/activate" ]; then
+        # shellcheck source=/dev/null
+        . "$venv/bin/activate"
+        break
+    fi
+done
+read -ra within <<<"${KVR_CONTAINER:-}" # such as: apptainer exec --nv kvr.sif
+if ! "${within[@]}" kvr --version; then
+    echo "kvr-run does not start on $(hostname): set KVR_VENV, modules or KVR_CONTAINER in $here/site.sh" >&2
+    exit 78
+fi
+
+is_number() { [[ ${1:-} =~ ^[0-9]+$ ]]; }
+
+# A fresh process knows its limit from here: some versions of SLURM do not set it, and a requeued job has a new one.
+set_deadline() {
+    local end
+    end=$(date -d "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %e 2>/dev/null)" +%s 2>/dev/null)
+    if is_number "$end" && [ "$end" -gt "$(date +%s)" ]; then
+        export SLURM_JOB_END_TIME=$end
+    elif ! is_number "${SLURM_JOB_END_TIME:-}" || [ "$SLURM_JOB_END_TIME" -le "$(date +%s)" ]; then
+        unset SLURM_JOB_END_TIME # no limit, or one that cannot be
+    fi
+}
+
+set_environment() {
+    # srun does not take over sbatch's cores for a task since SLURM 22.05.
+    if is_number "${SLURM_CPUS_PER_TASK:-}"; then
+        export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
+    fi
+    # Every rank sees all GPUs of its node and takes its own by its number there: GPU memory can be handed to a
+    # neighbour (CUDA IPC) only by processes that see both GPUs.
+    export SLURM_GPU_BIND=none
+    unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NTASKS_PER_GPU
+    export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TRANSFORMERS_OFFLINE=${TRANSFORMERS_OFFLINE:-1}
+    export PYTHONUNBUFFERED=1
+    # Many ranks that compile or convert into one network home get in each other's way.
+    local node_local=${KVR_LOCAL:-${SLURM_TMPDIR:-${TMPDIR:-/tmp}}}
+    export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$node_local/kvr-${USER:-$UID}/triton}
+    export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$node_local/kvr-${USER:-$UID}/inductor}
+    # Converted models: on the node if the site names a place there, else where kvr-run keeps them (~/.cache/kvr-mpi).
+    local converted=${KVR_LOCAL:-${SLURM_TMPDIR:-}}
+    if [ -z "${KVR_CACHE:-}" ] && [ -n "$converted" ] && [ -w "$converted" ]; then
+        export KVR_CACHE=$converted/kvr-${USER:-$UID}/models
+    fi
+}
+
+# The MPI that mpi4py loads decides how srun has to introduce the ranks to each other.
+choose_mpi_type() {
+    library=$("${within[@]}" python3 -m kvr_mpi.transport.mpi_query) || library="no MPI"
+    local offered
+    offered=$(srun --mpi=list 2>&1)
+    case $library in
+        *"Open MPI"*) mpi_type=pmix ;;
+        *CRAY*) if [[ $offered == *cray_shasta* ]]; then mpi_type=cray_shasta; else mpi_type=pmi2; fi ;;
+        *) mpi_type=pmi2 ;; # MPICH, MVAPICH, Intel MPI
+    esac
+    mpi_type=${KVR_MPI_TYPE:-$mpi_type}
+    if [ -z "${KVR_LAUNCHER:-}" ] && ! grep -qw -- "$mpi_type" <<<"$offered"; then
+        echo "srun here has no --mpi=$mpi_type, which $library needs; it offers: ${offered//$'\n'/ }. Set KVR_MPI_TYPE," \
+            "or KVR_LAUNCHER (this MPI's own mpirun), in $here/site.sh" >&2
+        exit 69
+    fi
+}
+
+record() {
+    echo "$(date +'%F %T') job $(job_name) on ${SLURM_JOB_NUM_NODES:-?} node(s) ${SLURM_JOB_NODELIST:-?}, ${SLURM_NTASKS:-?}" \
+        "rank(s), ${SLURM_CPUS_PER_TASK:-?} core(s) each, restarted ${SLURM_RESTART_COUNT:-0} time(s)"
+    "${within[@]}" python3 --version
+    echo "$library; $(srun --version); launched by ${KVR_LAUNCHER:-srun --mpi=$mpi_type}"
+    if is_number "${SLURM_JOB_END_TIME:-}"; then
+        echo "must be done by $(date -d "@$SLURM_JOB_END_TIME" +'%F %T')"
+    fi
+}
+
+# A task of an array is named so; its plain number may be that of the whole array.
+job_name() {
+    if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+        echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+    else
+        echo "$SLURM_JOB_ID"
+    fi
+}
+
+# Told to stop: by SLURM before the time is up (--signal in the script's head), or by a user.
+child=
+stopping=
+stop() {
+    stopping=yes
+    echo "$(date +'%F %T') told to stop; the ranks write what is done"
+    if [ -n "$child" ]; then kill -USR2 "$child" 2>/dev/null; fi
+}
+trap stop USR2
+# SLURM ends the ranks itself; this script has to outlive them to say how it went.
+trap 'stopping=yes' TERM
+
+# launch COMMAND...: run it on all ranks, and return its exit code; 75 if it was cut short because the time is up.
+# A rank that dies takes the others with it after 6 s: --kill-on-bad-exit would ask them first, for KillWait seconds.
+launch() {
+    if [ -n "$stopping" ]; then return 75; fi
+    local launcher code
+    read -ra launcher <<<"${KVR_LAUNCHER:-srun --mpi=$mpi_type --kill-on-bad-exit=0 --wait=6}"
+    "${launcher[@]}" "${within[@]}" "$@" </dev/null &
+    child=$!
+    # A signal ends the waiting, not the child.
+    while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done
+    child=
+    # A rank that has no ear for signals yet is ended by them. Nothing is lost by that.
+    if [ -n "$stopping" ] && [ "$code" -gt 128 ]; then code=75; fi
+    return "$code"
+}
+
+# conclude CODE: end with it; a job that was stopped early is queued again, so often and no more.
+conclude() {
+    local restarts=${SLURM_RESTART_COUNT:-0} most=${KVR_MAX_REQUEUES:-20} state
+    is_number "$restarts" || restarts=0
+    is_number "$most" || most=20
+    if [ "$1" -ne 75 ]; then exit "$1"; fi
+    state=$(squeue --noheader --jobs "$(job_name)" --format %T 2>/dev/null)
+    if [ "$state" != RUNNING ]; then
+        echo "stopped early and ${state:-gone}: whoever ended the job decides what becomes of it"
+    elif [ "$restarts" -ge "$most" ]; then
+        echo "stopped early, and restarted $restarts times already (KVR_MAX_REQUEUES=$most): submit it again with --resume"
+    elif scontrol requeue "$(job_name)"; then
+        echo "$(date +'%F %T') stopped early; queued again"
+    else
+        echo "stopped early, and SLURM does not queue it again: submit it again with --resume"
+    fi
+    exit 75
+}
+
+set_deadline
+set_environment
+choose_mpi_type
+record

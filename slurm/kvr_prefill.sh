@@ -1,0 +1,28 @@
+#!/bin/bash
+# The main job: every document of a corpus, over all ranks of this allocation.
+#
+#     sbatch slurm/kvr_prefill.sh JOB.toml [more options of kvr-run]
+#     sbatch --nodes=4 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=16 slurm/kvr_prefill.sh jobs/summarize.toml
+#
+# One rank for each GPU, or for a few cores. Options on sbatch's command line win over the lines below; what the site needs
+# everywhere goes into slurm/site.sh. `kvr sbatch JOB.toml` fills nodes, ranks and time in from the plan.
+# Stopped before it is done, the job is queued again and goes on where it was (slurm/README.md).
+#SBATCH --job-name=kvr
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=2
+#SBATCH --time=04:00:00
+#SBATCH --signal=B:USR2@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+
+# SLURM runs a copy of this file: the others are beside the original, or where kvr sbatch says.
+here=${KVR_SLURM_DIR:-$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/kvr_[a-z]*\.sh.*|\1|p' | head -n 1)}
+. "${here:-$SLURM_SUBMIT_DIR/slurm}/common.sh" || exit 78
+
+if [ $# -eq 0 ]; then
+    echo "usage: sbatch slurm/kvr_prefill.sh JOB.toml [more options of kvr-run]" >&2
+    exit 2
+fi
+launch kvr-run "$@"
+conclude $?

@@ -1,0 +1,17 @@
+#!/bin/bash
+# The best slices for this machine and model, measured on the ranks that will use them, into a lookup table.
+#
+#     sbatch --nodes=2 --ntasks-per-node=4 slurm/kvr_search.sh --model /models/mine --contexts 8k,32k,128k --output tables/
+#SBATCH --job-name=kvr-search
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=2
+#SBATCH --time=02:00:00
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+
+# SLURM runs a copy of this file: the others are beside the original, or where kvr sbatch says.
+here=${KVR_SLURM_DIR:-$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/kvr_[a-z]*\.sh.*|\1|p' | head -n 1)}
+. "${here:-$SLURM_SUBMIT_DIR/slurm}/common.sh" || exit 78
+
+launch kvr search "$@"
+conclude $?
