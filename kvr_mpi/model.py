@@ -78,6 +78,7 @@ class LoadedModel:
     fingerprint: str
     dtype: torch.dtype
     device: torch.device
+    cuts_last_layer: bool = True  # its code bears that behind the last attention only the last token goes on
 
 
 @dataclass(frozen=True, slots=True)

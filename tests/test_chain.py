@@ -133,6 +133,46 @@ def test_self_check_finds_a_model_that_would_answer_wrongly(monkeypatch: pytest.
         check_chain(tiny("llama-gqa"))
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_behind_the_last_attention_one_token_is_computed(name: str) -> None:
+    """And no layer before it is cut."""
+    loaded, rows = tiny(name), dict[int, set[int]]()
+    prepare_model(loaded.model, chain=True)
+    products = [
+        (int(next(part for part in path.split(".") if part.isdigit())), module)
+        for path, module in loaded.model.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D", "FalconLinear")
+        and any(part in path for part in ("mlp", "fc1", "fc2"))
+    ]
+    hooks = [
+        module.register_forward_hook(
+            lambda module, args, out, layer=layer: rows.setdefault(layer, set()).add(out[..., 0].numel())
+        )
+        for layer, module in products
+    ]
+    try:
+        prefill_kvr(loaded, prompt(TOKENS), Partition((0, TOKENS)), LocalTransport())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if hooks:  # experts are no modules of one product each
+        assert rows == {0: {TOKENS}, 1: {TOKENS}, 2: {1}}
+
+
+def test_the_cut_is_left_out_where_a_model_notices_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny("llama-gqa")
+    forward = loaded.model.model.layers[2].mlp.forward
+
+    def noticing(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden.shape[1])
+        return forward(hidden) if len(seen) != 3 else 2 * forward(hidden)
+
+    seen: list[int] = []  # plain, a chain of three, and then the chain whose last slice is cut
+    monkeypatch.setattr(loaded.model.model.layers[2].mlp, "forward", noticing)
+    assert not check_chain(loaded).cuts_last_layer
+    assert seen == [12, 1, 1, 11]
+
+
 def test_no_mask_of_slice_by_prefix_is_made() -> None:
     """Peak memory of a slice behind a prefix stays far below slice x prefix elements."""
     loaded, tokens = tiny("llama-gqa"), 512

@@ -57,11 +57,12 @@ def verify(model: str, dtype: str, device: str, lengths: str, longest: int | Non
                     f"lengths {chosen}: expected between {2 * world.size} (two for each rank) and {most} "
                     f"(the model's context less {NEW_TOKENS} tokens to decode)"
                 )
-            check_chain(loaded)
             return chosen
 
+        chosen = together(world, choose)
+        checked = together(world, lambda: check_chain(loaded))
         failed = count = 0
-        for finding in verify_all(loaded, links, together(world, choose), seed):
+        for finding in verify_all(checked, links, chosen, seed):
             count, failed = count + 1, failed + (not finding.holds)
             log.root(
                 f"{'holds' if finding.holds else 'DIFFERS'}: {finding.tokens} tokens, {finding.strategy}: logits "

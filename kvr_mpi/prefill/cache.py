@@ -11,6 +11,7 @@ contiguous: it is received in place, attended to as a view, and sent on without 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -254,6 +255,8 @@ class SliceCache(Cache):
         Room for tokens to be decoded after the prompt, on the keeper.
     stop_after : int or None
         Leave the model after this many layers (for timing a few of them).
+    cuts_last_layer : bool
+        Compute what follows the last layer's attention for the last token only (``lastrow``).
     """
 
     def __init__(
@@ -267,12 +270,14 @@ class SliceCache(Cache):
         device: torch.device,
         reserve_tokens: int = 0,
         stop_after: int | None = None,
+        cuts_last_layer: bool = True,
     ) -> None:
         self.exchange, self.segments, self.dtype, self.device = exchange, segments, dtype, device
         self.is_keeper = chain is None or chain.rank == exchange.keeper
         self.start = exchange.owned[0][0]
         self.capacity = exchange.capacity + (reserve_tokens if self.is_keeper else 0)
-        self.stop_after = stop_after
+        self.stop_after, self.cuts_last_layer = stop_after, cuts_last_layer
+        self.tail = contextlib.ExitStack()  # what is entered behind the last attention, until the model returns
         self.wait_s = 0.0  # for other ranks' keys and values
         self.stalled_s = 0.0  # for the link to take what is sent
         self.marks_s: list[float] = []  # a clock that stands still while the rank waits, at every layer's keys

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -17,7 +17,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.prefill.attention import Scores
-from kvr_mpi.prefill.cache import SliceCache
+from kvr_mpi.prefill.cache import SliceCache, SliceLayer
+from kvr_mpi.prefill.lastrow import LastRow
+
+if TYPE_CHECKING:
+    from kvr_mpi.prefill.packed import PackedCache, PackedLayer
 
 ATTENTION = "kvr"
 CHAIN_LAYERS = {"full_attention", "sliding_attention"}
@@ -26,7 +30,7 @@ CHAIN_LAYERS = {"full_attention", "sliding_attention"}
 class _SdpaSeam(TorchFunctionMode):
     """Send scaled_dot_product_attention calls to the cache, for models that call it themselves (Falcon, ...)."""
 
-    def __init__(self, cache: SliceCache) -> None:
+    def __init__(self, cache: SliceCache | PackedCache) -> None:
         super().__init__()
         self.cache = cache
 
@@ -44,7 +48,10 @@ class _SdpaSeam(TorchFunctionMode):
         if mask is not None and mask.numel() != 1:
             raise ModelError("the model adds its own mask or bias to attention; use strategy = 'single' for it")
         scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale)
-        return self.cache.attending.attend(query, call["key"], call["value"], scores, None, None)
+        layer = self.cache.attending
+        out = layer.attend(query, call["key"], call["value"], scores, None, None)
+        _leave_to_last(layer)
+        return out
 
 
 def _sdpa(  # noqa: D103  (only its signature is used: the builtin has none)
@@ -69,7 +76,7 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    kv_chain: SliceCache | None = None,
+    kv_chain: SliceCache | PackedCache | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -86,7 +93,17 @@ def _attention(
         raise ModelError("the model shares keys between layers; use strategy = 'single' for it")
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
     out = layer.attend(query, key, value, scores, sliding_window, s_aux)
+    _leave_to_last(layer)
     return out.transpose(1, 2), None
+
+
+def _leave_to_last(layer: SliceLayer | PackedLayer) -> None:
+    """Let what follows the last layer's attention be computed for the last token only."""
+    if not isinstance(layer, SliceLayer):  # of a packed row several tokens are read
+        return
+    cache = layer.cache
+    if cache.cuts_last_layer and layer.fresh > 1 and cache.reads_only_last(layer.layer_idx):
+        cache.tail.enter_context(LastRow(layer.fresh))
 
 
 def prepare_model(model: Any, *, chain: bool) -> None:
@@ -127,10 +144,41 @@ def run_model(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     if not isinstance(cache, SliceCache):
         logits = model(**options).logits
     elif model.config._attn_implementation == ATTENTION:
-        logits = model(**options, kv_chain=cache).logits
+        with cache.tail:
+            logits = model(**options, kv_chain=cache).logits
     else:  # a mask of one element: the model makes none of its own, and the seam ignores it
         mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=ids.device)
-        with _SdpaSeam(cache):
+        with cache.tail, _SdpaSeam(cache):
             logits = model(**options, attention_mask=mask).logits
     last: torch.Tensor = logits[0, -1].float()
     return last
+
+
+def run_packed(
+    model: Any, ids: torch.Tensor, positions: torch.Tensor, cache: PackedCache, keep: torch.Tensor
+) -> torch.Tensor:
+    """Run tokens (1, tokens) of several documents through the model, each behind what its own cache holds.
+
+    Parameters
+    ----------
+    positions : torch.Tensor
+        Of each token in its document (1, tokens).
+    keep : torch.Tensor
+        Which tokens' logits are read (rows,).
+
+    Returns
+    -------
+    torch.Tensor
+        Their logits (rows, vocab_size), float32.
+    """
+    options: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "past_key_values": cache, "use_cache": True}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = keep
+    if model.config._attn_implementation == ATTENTION:
+        logits = model(**options, kv_chain=cache).logits[0]
+    else:  # see `run_model`
+        mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=ids.device)
+        with _SdpaSeam(cache):
+            logits = model(**options, attention_mask=mask).logits[0]
+    rows: torch.Tensor = (logits if "logits_to_keep" in options else logits[keep]).float()
+    return rows

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -107,6 +107,7 @@ def _prefill(
         device=loaded.device,
         reserve_tokens=reserve_tokens,
         stop_after=stop_after,
+        cuts_last_layer=loaded.cuts_last_layer,
     )
     mine = [token for first, last in exchange.owned for token in ids[first:last]]
     logits = None
@@ -139,11 +140,17 @@ def _computed(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def check_chain(loaded: LoadedModel, tokens: int = 12) -> None:
-    """Prove on a few tokens that a chain of three gives this model's own logits; leaves the model ready for chains.
+def check_chain(loaded: LoadedModel, tokens: int = 12) -> LoadedModel:
+    """Prove on a few tokens that chains give this model's own logits; leaves the model ready for chains.
 
     An architecture whose attention does not go through the seam in the way we think would otherwise give wrong
-    answers for a whole corpus. The slices have one token at both ends, since that takes paths of its own.
+    answers for a whole corpus. Three ranks have slices of one token at both ends, since that takes paths of its own;
+    two have a last slice that is cut to its last token behind the last attention.
+
+    Returns
+    -------
+    LoadedModel
+        The same, or without that cut if its code does not bear it.
 
     Raises
     ------
@@ -152,10 +159,21 @@ def check_chain(loaded: LoadedModel, tokens: int = 12) -> None:
     """
     tokens = min(tokens, loaded.shape.max_tokens or tokens)
     ids = [(37 * position + 11) % loaded.shape.vocab_size for position in range(tokens)]
-    partition = Partition((0, 1, tokens - 1, tokens))
     prepare_model(loaded.model, chain=False)
     truth = prefill_single(loaded.model, ids, loaded.device).logits
     prepare_model(loaded.model, chain=True)
+    assert truth is not None
+    _compare(loaded, ids, Partition((0, 1, tokens - 1, tokens)), truth)
+    try:
+        _compare(loaded, ids, Partition((0, 1, tokens)), truth)
+    except ModelError:
+        loaded = replace(loaded, cuts_last_layer=False)
+        _compare(loaded, ids, Partition((0, 1, tokens)), truth)
+    return loaded
+
+
+def _compare(loaded: LoadedModel, ids: Sequence[int], partition: Partition, truth: torch.Tensor) -> None:
+    """Run a chain of threads, and raise `ModelError` unless it gives the true logits."""
     try:
         found = run_local(partition.size, lambda rank: prefill_kvr(loaded, ids, partition, rank).logits)[-1]
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
@@ -163,14 +181,14 @@ def check_chain(loaded: LoadedModel, tokens: int = 12) -> None:
             f"{loaded.shape.architecture} does not run as a chain ({type(error).__name__}: {error}); "
             f"use strategy = 'single' for it"
         ) from error
-    assert truth is not None and found is not None
+    assert found is not None
     spread = max(float(truth.max() - truth.min()), 1e-6)
     error_share = float((found - truth).abs().max()) / spread
     # Room for the rounding of the dtype; a wrong position or mask is off by a large part of the spread.
     allowed = {torch.float32: 1e-3, torch.float16: 2e-2}.get(loaded.dtype, 1e-1)
     if not error_share <= allowed:
         raise ModelError(
-            f"{loaded.shape.architecture}: on {tokens} tokens a chain differs from plain transformers by "
+            f"{loaded.shape.architecture}: on {len(ids)} tokens a chain differs from plain transformers by "
             f"{error_share:.1e} "
             f"of the logits' spread (allowed {allowed:.0e}); use strategy = 'single' for this model"
         )
