@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import click
 if TYPE_CHECKING:
     from kvr_mpi.forecast import Forecast
     from kvr_mpi.job import JobSpec
+    from kvr_mpi.model import Outline
     from kvr_mpi.schedule.schedule import Placement, Schedule
 
 # Longer corpora are not tokenised as a whole: their tokens are estimated from documents spread over them.
@@ -39,6 +41,50 @@ def plan(
 
     A job runs as planned with parallel.ranks_per_chain = "auto"; there the costs are measured on its own ranks.
     """  # noqa: D301
+    from kvr_mpi.transport.mpi import launched_size
+
+    made = plan_job(job, settings, ranks or (launched_size(os.environ) or ("", 0))[1], hardware)
+    found, forecast, outline = made.schedule, made.forecast, made.outline
+    if as_json:
+        click.echo(json.dumps(_as_json(found, forecast), indent=1))
+        return
+    click.echo(f"model      {outline.name} ({outline.shape.architecture}, {str(outline.dtype).removeprefix('torch.')})")
+    click.echo(f"costs      {forecast.source}")
+    click.echo(f"corpus     {len(made.texts)} documents, {made.counted}\n")
+    _print_rows(found, forecast, limit_rows)
+    _print_summary(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A job's plan and what it was made from; `counted` says how the tokens of `texts` were."""
+
+    spec: JobSpec
+    outline: Outline
+    forecast: Forecast
+    texts: list[tuple[str, int]]
+    counted: str
+    schedule: Schedule
+
+    @property
+    def written_s(self) -> float | None:
+        """Predicted time of the job as it is written; None where it does not fit, or no chain is as long."""
+        wanted = self.spec.parallel.ranks_per_chain
+        if self.spec.parallel.planned:
+            return self.schedule.makespan_s
+        if self.spec.parallel.strategy == "single":
+            return self.schedule.data_parallel_s
+        return dict(self.schedule.fixed_s).get(self.schedule.ranks if wanted == "all" else int(wanted))
+
+
+def plan_job(job: Path, settings: tuple[str, ...], ranks: int, hardware: str | None) -> Planned:
+    """Read a job and its corpus, and plan it for so many ranks.
+
+    Raises
+    ------
+    ConfigError
+        If the number of ranks is not known (0), or nothing says how fast a rank is.
+    """
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.errors import ConfigError
@@ -47,11 +93,9 @@ def plan(
     from kvr_mpi.model import load_outline
     from kvr_mpi.plan import plan_documents
     from kvr_mpi.prompts import check_template
-    from kvr_mpi.transport.mpi import launched_size
 
     spec, _ = load_job(job, settings)
     check_template(spec.prompt.template)
-    ranks = ranks or (launched_size(os.environ) or ("", 0))[1]
     if not ranks:
         raise ConfigError("--ranks: how many ranks will the job have? Give a number, such as --ranks 8")
     machine = read_environment().machine
@@ -68,15 +112,7 @@ def plan(
     frame = frame_of(spec, outline.tokenizer, outline.shape, spec.prompt.template)
     forecast = forecast_of(spec, outline, frame, ranks, hardware)
     texts, counted = _count(spec, outline.tokenizer)
-    found = plan_documents(spec, texts, ranks, forecast)
-    if as_json:
-        click.echo(json.dumps(_as_json(found, forecast), indent=1))
-        return
-    click.echo(f"model      {outline.name} ({outline.shape.architecture}, {str(outline.dtype).removeprefix('torch.')})")
-    click.echo(f"costs      {forecast.source}")
-    click.echo(f"corpus     {len(texts)} documents, {counted}\n")
-    _print_rows(found, forecast, limit_rows)
-    _print_summary(spec, found, forecast, texts)
+    return Planned(spec, outline, forecast, texts, counted, plan_documents(spec, texts, ranks, forecast))
 
 
 def _count(spec: JobSpec, tokenizer: Any) -> tuple[list[tuple[str, int]], str]:
@@ -182,10 +218,11 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
         click.echo(f"FITS NOWHERE: {printable(name)}: {why}")
 
 
-def _print_summary(spec: JobSpec, found: Schedule, forecast: Forecast, texts: list[tuple[str, int]]) -> None:
+def _print_summary(made: Planned) -> None:
     """Print the makespan and what it is compared with: the bound, other ways, the job as written, other ranks."""
     from kvr_mpi.plan import describe, duration, plan_documents
 
+    spec, found, forecast, texts = made.spec, made.schedule, made.forecast, made.texts
     click.echo("")
     for line in describe(found):
         click.echo(line)
@@ -201,8 +238,7 @@ def _print_summary(spec: JobSpec, found: Schedule, forecast: Forecast, texts: li
     click.echo("by number of ranks: " + "; ".join(costs))
     if not spec.parallel.planned and spec.parallel.strategy == "kvr":
         wanted = spec.parallel.ranks_per_chain
-        length = found.ranks if wanted == "all" else int(wanted)
-        seconds = dict(found.fixed_s).get(length)
+        seconds = made.written_s
         takes = "does not fit, or not divide the ranks" if seconds is None else f"takes {duration(seconds)}"
         click.echo(
             f"the job as written, with ranks_per_chain = {wanted!r}, {takes}; with 'auto' it runs as planned above"
