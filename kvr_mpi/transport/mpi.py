@@ -80,7 +80,7 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
         )
     if "PMIX_RANK" in environ and "PMI_RANK" not in environ and "MPICH" in library and not _knows_pmix():
         raise TransportError(
-            f"started through PMIx, but mpi4py loads {library}, which was built without it: the launcher does not match "
+            f"started through PMIx, but mpi4py loads {library}, built without it: the launcher does not match "
             f"the MPI. Under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open MPI"
         )
     if not MPI.Is_initialized():
@@ -211,21 +211,17 @@ class MpiTransport:
         return self._lane
 
     def barrier(self) -> None:
-        """Return when all ranks are here; waiting sleeps, so that it takes no core from those that work."""
-        request, looks = self.comm.Ibarrier(), 0
-        while not request.Test():
-            looks += 1
-            if looks > SPINS:
-                time.sleep(PAUSE_S)
+        """Return when all ranks are here."""
+        _wait_asleep(self.comm.Ibarrier())
 
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
         """Give every rank the root's bytes."""
         import numpy as np
 
         length = np.array([len(data)], dtype=np.int64)
-        self.comm.Bcast(length, root)
+        _wait_asleep(self.comm.Ibcast(length, root))
         buffer = np.frombuffer(bytearray(data), np.uint8) if self.rank == root else np.empty(length[0], np.uint8)
-        self.comm.Bcast(buffer, root)
+        _wait_asleep(self.comm.Ibcast(buffer, root))
         return buffer.tobytes()
 
     def gather(self, data: bytes, root: int = 0) -> list[bytes]:
@@ -256,6 +252,15 @@ class MpiTransport:
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Abort(exit_code)
+
+
+def _wait_asleep(request: Any) -> None:
+    """Wait for other ranks, who may compute for long, without taking a core from those that work."""
+    looks = 0
+    while not request.Test():
+        looks += 1
+        if looks > SPINS:
+            time.sleep(PAUSE_S)
 
 
 def _pieces(data: torch.Tensor) -> list[Any]:
