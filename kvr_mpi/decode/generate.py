@@ -1,7 +1,7 @@
-"""Decode one document on the rank that holds its cache.
+"""Which token comes next, and when an answer ends.
 
-Which token is next is transformers' business: a `GenerationConfig` and the logits processors it makes. Stands
-between the prefill and the outputs.
+That is transformers' business: a `GenerationConfig`, the logits processors it makes, its stop strings. Stands between
+the logits, which a `Pool` computes for all documents at once, and the answers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Answer:
     token_ids: tuple[int, ...]  # without the end-of-text token
     text: str
     finish_reason: str  # "stop": end-of-text or a stop string; "length": max_new_tokens
-    seconds: float  # from the first logits to the last token
+    seconds: float  # from the first logits to the last token, with company or without
 
 
 def make_generation_config(model: Any, settings: dict[str, Any]) -> GenerationConfig:
@@ -45,6 +45,100 @@ def make_generation_config(model: Any, settings: dict[str, Any]) -> GenerationCo
     return config
 
 
+class Rules:
+    """How all documents of a job are answered.
+
+    Parameters
+    ----------
+    model, tokenizer
+        Of transformers.
+    config : GenerationConfig
+    stop : sequence of str
+        Stop strings; an answer ends before the first one.
+    max_new_tokens : int
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, config: GenerationConfig, *, stop: Sequence[str], max_new_tokens: int
+    ) -> None:
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.stop, self.max_new_tokens = tuple(stop), max_new_tokens
+        ends = config.eos_token_id
+        self.ends = {ends} if isinstance(ends, int) else set(ends or ())
+        self.stop_strings = StopStringCriteria(tokenizer, list(stop)) if stop else None
+
+    def processors(self, prompt_tokens: int, device: torch.device) -> Any:
+        """Make what the configuration asks for, for one document: some of it remembers what it has seen."""
+        # Private, but what generate() itself does; it makes every processor that a configuration can ask for.
+        self.config._eos_token_tensor = torch.tensor(sorted(self.ends), device=device) if self.ends else None
+        return self.model._get_logits_processor(self.config, input_ids_seq_length=prompt_tokens, device=device)
+
+
+class Writing:
+    """One answer while it is written.
+
+    Parameters
+    ----------
+    rules : Rules
+    prompt_ids : sequence of int
+        For the processors that look back (repetition penalties).
+    seed : int
+        For sampling: the same seed, prompt and settings give the same answer.
+    device : torch.device
+        Of the logits.
+
+    Attributes
+    ----------
+    token_ids : list of int
+        Written so far, without the end-of-text token.
+    finish_reason : str or None
+        See `Answer`; None while there is more to write.
+    """
+
+    def __init__(self, rules: Rules, prompt_ids: Sequence[int], seed: int, device: torch.device) -> None:
+        self._rules, self._prompt_tokens, self._began = rules, len(prompt_ids), time.perf_counter()
+        self._ids = torch.empty(1, len(prompt_ids) + rules.max_new_tokens, dtype=torch.long, device=device)
+        self._ids[0, : len(prompt_ids)] = torch.tensor(prompt_ids, device=device)
+        self._processors = rules.processors(len(prompt_ids), device)
+        self._generator = torch.Generator(device=device).manual_seed(seed) if rules.config.do_sample else None
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None if rules.max_new_tokens else "length"
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """Choose the next token by logits (vocab_size,); it stays on the device, so that many are fetched at once."""
+        if self._processors:
+            logits = self._processors(self._ids[:, : self._prompt_tokens + len(self.token_ids)], logits.unsqueeze(0))[0]
+        if self._generator is None:
+            return logits.argmax()
+        return torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=self._generator)[0]
+
+    def write(self, token: int) -> None:
+        """Append a chosen token, and say in `finish_reason` whether it was the last."""
+        rules = self._rules
+        if token in rules.ends:
+            self.finish_reason = "stop"
+            return
+        self.token_ids.append(token)
+        first, last = self._prompt_tokens, self._prompt_tokens + len(self.token_ids)
+        self._ids[0, last - 1] = token
+        if rules.stop_strings is not None and bool(rules.stop_strings(self._ids[:, first:last], None)[0]):
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == rules.max_new_tokens:
+            self.finish_reason = "length"
+
+    def answer(self) -> Answer:
+        """Give the finished answer, cut before its first stop string."""
+        assert self.finish_reason is not None
+        text = self._rules.tokenizer.decode(self.token_ids, skip_special_tokens=True) if self.token_ids else ""
+        cuts = [at for at in (text.find(end) for end in self._rules.stop) if at >= 0]
+        return Answer(
+            token_ids=tuple(self.token_ids),
+            text=text[: min(cuts)] if cuts else text,
+            finish_reason=self.finish_reason,
+            seconds=time.perf_counter() - self._began,
+        )
+
+
 @torch.inference_mode()
 def generate(
     model: Any,
@@ -57,53 +151,13 @@ def generate(
     stop: Sequence[str] = (),
     seed: int = 0,
 ) -> Answer:
-    """Decode until the model ends, a stop string appears, or `max_new_tokens` are written.
-
-    Parameters
-    ----------
-    prefill : Prefill
-        Of the last rank: with logits and the whole cache.
-    prompt_ids : sequence of int
-        For the processors that look back (repetition penalties).
-    stop : sequence of str
-        Stop strings; the answer ends before the first one.
-    seed : int
-        For sampling: the same seed, prompt and settings give the same answer.
-    """
-    began = time.perf_counter()
+    """Decode one document alone; `Pool` decodes many."""
     logits = prefill.logits
     assert logits is not None, "only the last rank of a chain can decode"
-    device = logits.device
-    ids = torch.tensor([prompt_ids], device=device)
-    ends = {config.eos_token_id} if isinstance(config.eos_token_id, int) else set(config.eos_token_id or ())
-    # Private, but what generate() itself does; it makes every processor that a configuration can ask for.
-    config._eos_token_tensor = torch.tensor(sorted(ends), device=device) if ends else None
-    processors = model._get_logits_processor(config, input_ids_seq_length=len(prompt_ids), device=device)
-    stop_strings = StopStringCriteria(tokenizer, list(stop)) if stop else None
-    generator = torch.Generator(device=device).manual_seed(seed)
-    written: list[int] = []
-    finish_reason = "length"
-    while len(written) < max_new_tokens:
-        scores = processors(ids, logits.unsqueeze(0))
-        if config.do_sample:
-            token = int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=generator))
-        else:
-            token = int(scores.argmax())
-        if token in ends:
-            finish_reason = "stop"
-            break
-        written.append(token)
-        ids = torch.cat([ids, ids.new_tensor([[token]])], dim=1)
-        if stop_strings is not None and bool(stop_strings(ids[:, len(prompt_ids) :], None)[0]):
-            finish_reason = "stop"
-            break
-        if len(written) < max_new_tokens:
-            logits = run_model(model, ids[:, -1:], prefill.cache)
-    text = tokenizer.decode(written, skip_special_tokens=True)
-    cuts = [at for at in (text.find(end) for end in stop) if at >= 0]
-    return Answer(
-        token_ids=tuple(written),
-        text=text[: min(cuts)] if cuts else text,
-        finish_reason=finish_reason,
-        seconds=time.perf_counter() - began,
-    )
+    rules = Rules(model, tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
+    writing = Writing(rules, prompt_ids, seed, logits.device)
+    while writing.finish_reason is None:
+        writing.write(int(writing.choose(logits)))
+        if writing.finish_reason is None:
+            logits = run_model(model, torch.tensor([writing.token_ids[-1:]], device=logits.device), prefill.cache)
+    return writing.answer()

