@@ -25,8 +25,11 @@ from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import ProgressReport
 from kvr_mpi.report.table import print_summary
 from kvr_mpi.schedule.schedule import deal
-from kvr_mpi.store.folder import ShardWriter, check_fresh, check_writable, merge_run, prepare_folder, read_run
+from kvr_mpi.store.folder import check_fresh, check_writable, read_run
+from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.run import prepare_folder
+from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.transport import Transport, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.local import LocalTransport

@@ -26,8 +26,10 @@ from kvr_mpi.cli import group
 from kvr_mpi.cli import kvr as kvr_main
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 from kvr_mpi.store.export import write_export
-from kvr_mpi.store.folder import RESULTS, ShardWriter, merge_run, read_run
+from kvr_mpi.store.folder import RESULTS, read_run
+from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.outputs import Header, KeysValues, Record
+from kvr_mpi.store.shards import ShardWriter
 
 HEADER = Header(
     {"model": "0123abcd", "prompt": {"template": "Summarise: {text}"}},

@@ -39,8 +39,9 @@ ROOMS = [
 # Rooms that may name these libraries; anything else goes through them.
 CONTACTS = {
     "mpi4py": {"transport/mpi.py", "transport/mpi_query.py", "transport/counters.py"},
-    "h5py": {"store/hdf5.py", "store/kv.py", "store/outputs.py", "store/folder.py", "doctor/hdf5.py"},
-    "transformers.cache_utils": {"prefill/cache.py"},
+    "h5py": {"store/hdf5.py", "store/kv.py", "store/outputs.py", "store/shards.py", "store/merge.py", "doctor/hdf5.py"},
+    # The caches are one rank's of one prompt; a row of several prompts has to look like a cache to the model, too.
+    "transformers.cache_utils": {"prefill/cache.py", "prefill/packed.py"},
     "click": {"cli"},
 }
 

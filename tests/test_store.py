@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.folder import RESULTS, ShardWriter, find_record, merge_run, read_run
+from kvr_mpi.store.folder import RESULTS, find_record, read_run
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.kv import read_array, type_name, write_array
+from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.outputs import (
     ARRAYS,
     SCHEMA,
@@ -40,6 +41,7 @@ from kvr_mpi.store.outputs import (
     start_file,
     write_record,
 )
+from kvr_mpi.store.shards import ShardWriter
 
 HEADER = Header(
     identity={"model": "0123abcd", "prompt": {"template": "Summarise: {text}\n", "keep": "head"}, "kv": True},

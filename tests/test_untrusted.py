@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 
 from kvr_mpi.cli import kvr as kvr_main
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, DataError
-from kvr_mpi.store.folder import ShardWriter, merge_run, prepare_folder, read_run
+from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.kv import read_array
+from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.outputs import (
     ARRAYS,
     Header,
@@ -35,6 +36,8 @@ from kvr_mpi.store.outputs import (
     read_header,
     read_software,
 )
+from kvr_mpi.store.run import prepare_folder
+from kvr_mpi.store.shards import ShardWriter
 
 IDENTITY: dict[str, Any] = {"model": "0123abcd", "kv": True}
 HEADER = Header(IDENTITY, {"name": "tiny", "architecture": "LlamaForCausalLM", "dtype": "float32"})

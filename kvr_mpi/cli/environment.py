@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvr_mpi.engine import Machine
+from kvr_mpi.store.lock import Owner, this_process
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class Environment:
 
     machine: Machine
     deadline_s: float | None  # Unix time
+    owner: Owner  # this process, as others see who holds an output folder
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
@@ -32,4 +34,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         threads=int(threads) if threads.isdigit() and int(threads) > 0 else None,
         offline="SLURM_JOB_ID" in environ or environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "TRUE"),
     )
-    return Environment(machine, float(deadline) if deadline.isdigit() else None)
+    job, cluster = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_CLUSTER_NAME", "")
+    restarts = environ.get("SLURM_RESTART_COUNT", "")
+    owner = this_process(f"{job}@{cluster}" if job and cluster else job, int(restarts) if restarts.isdigit() else 0)
+    return Environment(machine, float(deadline) if deadline.isdigit() else None, owner)

@@ -150,6 +150,12 @@ def write_record(file: h5py.File, record: Record, layers: Iterable[KeysValues | 
             write_array(place, "values", layer[1])
 
 
+def drop_record(file: h5py.File, document_id: str) -> None:
+    """Take a document out again, however much of it was written."""
+    if key_of(document_id) in file["documents"]:
+        del file["documents"][key_of(document_id)]
+
+
 @contextmanager
 def open_file(path: Path) -> Iterator[h5py.File]:
     """Open one of our files for reading, having looked at what it says it is.

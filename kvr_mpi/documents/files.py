@@ -1,8 +1,4 @@
-"""Corpus files to `Document`s: the first step of the data's way.
-
-A corpus is read as a stream, in the same order by every rank, so it may be larger than memory. What is
-wrong with one document is kept with it and does not stop the others.
-"""
+"""The formats a corpus may have: files found, and read as a stream, so a corpus may be larger than memory."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +60,7 @@ def _match(pattern: str) -> dict[Path, str]:
     """Files behind one folder, glob or file name, with their documents' names."""
     base = Path(pattern).expanduser()
     if base.is_dir():
-        files = sorted(file for file in base.rglob("*") if _suffix(file) and not _hidden(file, base))
+        files = sorted(file for file in base.rglob("*") if suffix_of(file) and not _hidden(file, base))
         if not files:
             raise CorpusError(
                 f"documents.path {pattern!r}: the folder {base.absolute()} holds no {', '.join(SUFFIXES)} file"
@@ -76,82 +72,81 @@ def _match(pattern: str) -> dict[Path, str]:
         what = "only folders match it" if matches else "no such file or folder, and no file matches it"
         raise CorpusError(f"documents.path {pattern!r}: {what} (looked for {base.absolute()})")
     for file in files:
-        if not _suffix(file):
+        if not suffix_of(file):
             raise CorpusError(f"documents.path {pattern!r}: {file} is none of {', '.join(SUFFIXES)}")
     return {file: file.name for file in files}
 
 
-def read_corpus(
-    paths: Iterable[str], *, id_field: str = "id", text_field: str = "text", limit: int | None = None
-) -> Iterator[Document]:
-    """Stream the documents of a corpus; ids are unique, and bad documents carry their error.
+def stream_rows(
+    files: Sequence[tuple[Path, str]], id_field: str, text_field: str
+) -> Iterator[tuple[int, int, Document]]:
+    """Yield (number of the file, place in it, document) of all files, as they are; see `check_document`.
 
-    Parameters
-    ----------
-    paths : iterable of str
-        Folders, globs or files: ``.txt``/``.md`` (one document each, named by its file), ``.jsonl``,
-        ``.jsonl.gz`` and ``.parquet`` (one document a row).
-    id_field, text_field : str
-        The fields of a row. A row without an id is named by its file and number.
-    limit : int or None
-        Stop after this many documents.
+    A place is where `corpus` finds the row again: in ``.jsonl`` a byte, in ``.jsonl.gz`` and ``.parquet`` a number
+    of rows before it, else 0.
     """
-    seen: set[str] = set()
-    for number, document in enumerate(_read_all(find_files(paths), id_field, text_field)):
-        if limit is not None and number >= limit:
-            return
-        document = _check(document)
-        if document.id in seen:
-            copy = next(n for n in range(2, len(seen) + 3) if f"{document.id}#{n}" not in seen)
-            error = document.error or f"duplicate id {document.id!r}: an earlier document has it; make ids unique"
-            document = Document(f"{document.id}#{copy}", error=error)
-        seen.add(document.id)
-        yield document
-
-
-def _read_all(files: list[tuple[Path, str]], id_field: str, text_field: str) -> Iterator[Document]:
-    for file, name in files:
-        kind = _suffix(file)
+    for number, (file, name) in enumerate(files):
+        kind = suffix_of(file)
         try:
             if kind in TEXT_SUFFIXES:
-                yield _read_text(file, name)
+                rows = _read_text(file, name)
             elif kind == ".parquet":
-                yield from _read_parquet(file, name, id_field, text_field)
+                rows = _read_parquet(file, name, id_field, text_field)
             else:
-                yield from _read_jsonl(file, name, id_field, text_field, zipped=kind == ".jsonl.gz")
+                rows = _read_jsonl(file, name, id_field, text_field, zipped=kind == ".jsonl.gz")
+            for place, document in rows:
+                yield number, place, document
         except (OSError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            yield Document(name, error=f"{file} cannot be read: {reason}")
+            yield number, 0, Document(name, error=f"{file} cannot be read: {reason}")
 
 
-def _read_text(file: Path, name: str) -> Document:
+def _read_text(file: Path, name: str) -> Iterator[tuple[int, Document]]:
     try:
-        return Document(name, file.read_bytes().decode("utf-8-sig"))
+        yield 0, Document(name, file.read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return Document(
-            name,
-            error=f"{file} is not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}; re-encode it",
-        )
+        what = f"byte {error.object[error.start]:#04x} at position {error.start}"
+        yield 0, Document(name, error=f"{file} is not UTF-8: {what}; re-encode it")
 
 
-def _read_jsonl(file: Path, name: str, id_field: str, text_field: str, *, zipped: bool) -> Iterator[Document]:
+def _read_jsonl(
+    file: Path, name: str, id_field: str, text_field: str, *, zipped: bool
+) -> Iterator[tuple[int, Document]]:
     with gzip.open(file, "rb") if zipped else file.open("rb") as stream:
+        start = 0
         for number, line in enumerate(stream, start=1):
+            where, start = number - 1 if zipped else start, start + len(line)
             if not line.strip():
                 continue
             place = f"{name}:{number}"
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                yield Document(place, error=f"line {number} of {file} is not JSON: {error}")
+                yield where, Document(place, error=f"line {number} of {file} is not JSON: {error}")
                 continue
             if not isinstance(row, dict):
-                yield Document(place, error=f"line {number} of {file} is a JSON {type(row).__name__}, not an object")
+                what = f"a JSON {type(row).__name__}, not an object"
+                yield where, Document(place, error=f"line {number} of {file} is {what}")
                 continue
-            yield _from_row(row, place, id_field, text_field)
+            yield where, _from_row(row, place, id_field, text_field)
 
 
-def _read_parquet(file: Path, name: str, id_field: str, text_field: str) -> Iterator[Document]:
+def _read_parquet(file: Path, name: str, id_field: str, text_field: str) -> Iterator[tuple[int, Document]]:
+    try:
+        for number, row in parquet_rows(file, (id_field, text_field)):
+            yield number, _from_row(row, f"{name}:{number + 1}", id_field, text_field)
+    except ValueError as error:
+        yield 0, Document(name, error=f"{file} cannot be read as Parquet: {error}")
+
+
+def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (number, row) from row `start` on; fields that are not wanted are None.
+
+    Raises
+    ------
+    ValueError
+        If it is no Parquet file, or a damaged one.
+    """
     try:
         import pyarrow.lib
         import pyarrow.parquet
@@ -160,14 +155,18 @@ def _read_parquet(file: Path, name: str, id_field: str, text_field: str) -> Iter
     try:
         table = pyarrow.parquet.ParquetFile(file)
         names = table.schema_arrow.names
-        columns = [field for field in (id_field, text_field) if field in names]
-        number = 0
-        for batch in table.iter_batches(batch_size=256, columns=columns):
+        sizes = [table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)]
+        groups, number = list(range(len(sizes))), 0
+        while groups and number + sizes[groups[0]] <= start:
+            number += sizes[groups.pop(0)]
+        columns = [field for field in wanted if field in names]
+        for batch in table.iter_batches(batch_size=256, row_groups=groups, columns=columns):
             for row in batch.to_pylist():
+                if number >= start:
+                    yield number, {**dict.fromkeys(names), **row}
                 number += 1
-                yield _from_row({**dict.fromkeys(names), **row}, f"{name}:{number}", id_field, text_field)
     except (pyarrow.lib.ArrowException, UnicodeDecodeError) as error:
-        yield Document(name, error=f"{file} cannot be read as Parquet: {error}")
+        raise ValueError(str(error)) from error
 
 
 def _from_row(row: dict[str, Any], place: str, id_field: str, text_field: str) -> Document:
@@ -183,7 +182,7 @@ def _from_row(row: dict[str, Any], place: str, id_field: str, text_field: str) -
     return Document(name, text)
 
 
-def _check(document: Document) -> Document:
+def check_document(document: Document) -> Document:
     """Find what is wrong with an id or a text that was read without error."""
     bad = next((char for char in document.id if ord(char) < 32 or ord(char) == 127 or _is_surrogate(char)), None)
     if bad is not None or not document.id or len(document.id) > MAX_ID_CHARS:
@@ -208,7 +207,8 @@ def _is_surrogate(char: str) -> bool:
     return "\ud800" <= char <= "\udfff"
 
 
-def _suffix(file: Path) -> str | None:
+def suffix_of(file: Path) -> str | None:
+    """Return the known suffix of a file name."""
     name = file.name.lower()
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 

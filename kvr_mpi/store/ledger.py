@@ -1,0 +1,177 @@
+"""The ledger: what is durable. One file for each writer, a line of JSON for each shard, sealed by a checksum.
+
+A shard is closed and synced, then written into the ledger, then given its name: it counts once it has both. So a
+crash leaves either a shard that is complete and known by its checksum, or nothing that counts. The ledger also
+says which documents were begun; nothing depends on that but what ``kvr status`` shows.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+LEDGER_NAME = re.compile(r"ledger-(.+)\.jsonl")
+SEAL = re.compile(rb', "seal": "([0-9a-f]{8})"\}')
+SEAL_BYTES = len(b', "seal": "01234567"}')
+READ_BYTES = 1 << 22
+PART = ".part"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLine:
+    """A file of results.
+
+    crc32 : of the whole file, in hexadecimal digits.
+    done, failed : ids of its documents.
+    at_s : Unix time.
+    """
+
+    shard: str
+    size_bytes: int
+    crc32: str
+    done: list[str]
+    failed: list[str]
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BeginLine:
+    """Documents that were begun in a session (number of a lock)."""
+
+    begun: list[str]
+    session: int
+    at_s: float
+
+
+@dataclass(slots=True)
+class Ledger:
+    """All ledgers of a folder.
+
+    shards : every line about each file, by its name, in the order of writing; ``results.h5`` may have several.
+    begun : by writer.
+    damaged : (file, line number) of lines that cannot be trusted; the last one of a file may be torn by a crash.
+    """
+
+    shards: dict[str, list[ShardLine]] = field(default_factory=dict)
+    begun: dict[str, list[BeginLine]] = field(default_factory=dict)
+    damaged: list[tuple[str, int]] = field(default_factory=list)
+
+
+def seal(value: dict[str, Any]) -> bytes:
+    """One line of JSON that ends with a checksum of itself."""
+    body = json.dumps(value)[:-1].encode()
+    return body + b', "seal": "%08x"}\n' % zlib.crc32(body)
+
+
+def unseal(line: bytes) -> dict[str, Any] | None:
+    """Read a line that `seal` made; None if it is torn or changed."""
+    line = line.rstrip(b"\n")
+    body, end = line[:-SEAL_BYTES], SEAL.fullmatch(line[-SEAL_BYTES:])
+    if end is None or int(end[1], 16) != zlib.crc32(body):
+        return None
+    value: dict[str, Any] = json.loads(line)
+    value.pop("seal")
+    return value
+
+
+class LedgerWriter:
+    """Append to one writer's ledger."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path = folder / f"ledger-{name}.jsonl"
+
+    def record(self, line: ShardLine) -> None:
+        """Write a file's line, and bring it to the disk."""
+        self._append(asdict(line), sync=True)
+
+    def begin(self, ids: Iterable[str], session: int) -> None:
+        """Write which documents are begun; not synced, since nothing is lost with it."""
+        self._append(asdict(BeginLine(list(ids), session, time.time())), sync=False)
+
+    def publish(self, path: Path, done: list[str], failed: list[str]) -> None:
+        """Make a complete file count: sync ``PATH.part``, record it, give it its name.
+
+        A crash at any time leaves the old state, the new one, or a recorded file that only lacks its name.
+        """
+        part = path.with_name(path.name + PART)
+        with ThreadPoolExecutor(1) as other:
+            synced = other.submit(sync, part)  # the disk works meanwhile
+            crc32 = crc32_of(part)
+            synced.result()
+        self.record(ShardLine(path.name, part.stat().st_size, crc32, done, failed, time.time()))
+        os.replace(part, path)
+        sync(path.parent)
+
+    def _append(self, value: dict[str, Any], *, sync: bool) -> None:
+        handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            # A line torn by a crash, or by a full disk, must not swallow the next one.
+            size = os.fstat(handle).st_size
+            torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+            write_all(handle, (b"\n" if torn else b"") + seal(value))
+            if sync:
+                os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems sync no folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def write_all(handle: int, data: bytes) -> None:
+    """Write all of it, in as few calls as the system takes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(handle, view) :]
+
+
+def read_ledger(folder: Path) -> Ledger:
+    """Read all ledgers of a folder."""
+    ledger = Ledger()
+    for path in ledger_files(folder):
+        name = path.name.removeprefix("ledger-").removesuffix(".jsonl")
+        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+            if not line:
+                continue
+            try:
+                value = unseal(line) or {}
+                if "begun" in value:
+                    ledger.begun.setdefault(name, []).append(BeginLine(**value))
+                else:
+                    ledger.shards.setdefault(value["shard"], []).append(ShardLine(**value))
+            except (ValueError, TypeError, KeyError, RecursionError):
+                ledger.damaged.append((path.name, number))
+    return ledger
+
+
+def ledger_files(folder: Path) -> Iterator[Path]:
+    """Ledgers of a folder, in the order of their names."""
+    return (folder / name for name in sorted(os.listdir(folder)) if LEDGER_NAME.fullmatch(name))
+
+
+def crc32_of(path: Path) -> str:
+    """Checksum of a file, in hexadecimal digits."""
+    value, buffer = 0, bytearray(READ_BYTES)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            value = zlib.crc32(view[:count], value)
+    return f"{value:08x}"

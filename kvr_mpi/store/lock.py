@@ -1,0 +1,262 @@
+"""One job at a time in an output folder, also across nodes, and on file systems that know no locks.
+
+Every job that takes the folder makes a file ``.lock-N``, N one higher than any before; the highest counts. Making a
+file that must not exist yet is the one step that is atomic everywhere, so of two contenders one wins. The owner
+rewrites its file with a growing number: whoever wants the folder watches the number, and no clocks are compared.
+The highest file is never removed, only marked as released, so that no number is given twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvr_mpi.errors import OutputError
+
+BEAT_S = 2.0
+# An owner whose number has stood still for so long is taken for dead.
+WATCH_S = 20.0
+LOCK_BYTES = 1024  # always rewritten whole and in place, which needs no space on a full disk
+LOCK_NAME = re.compile(r"\.lock-([0-9]{6,})", re.ASCII)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who holds a folder.
+
+    host : name of the machine.
+    space : what process ids are unique in: one boot of one machine, one container.
+    pid, started : the process, and when it was started in ticks of its machine, since ids are used again.
+    job, restart : the batch system's job, "" without one, and how often it has been restarted.
+    """
+
+    host: str
+    space: str
+    pid: int
+    started: int
+    job: str = ""
+    restart: int = 0
+
+    def __str__(self) -> str:
+        job = f", job {self.job}" if self.job else ""
+        return f"process {self.pid} on {self.host}{job}"
+
+
+def this_process(job: str = "", restart: int = 0) -> Owner:
+    """Describe the calling process."""
+    pid = os.getpid()
+    return Owner(socket.gethostname(), _space(), pid, _started(pid) or 0, job, restart)
+
+
+@dataclass(frozen=True, slots=True)
+class LockState:
+    """What a lock file says; `owner` is None if it cannot be read."""
+
+    number: int
+    owner: Owner | None
+    beats: int = 0
+    released: bool = False
+    since_s: float = 0.0  # Unix time at which it was taken, by the owner's clock
+
+
+def read_lock(folder: Path) -> LockState | None:
+    """Read who has, or last had, the folder; None if nobody ever had."""
+    number = session_of(folder)
+    if number == 0:
+        return None
+    try:
+        stored = json.loads(_path(folder, number).read_bytes())
+        owner = Owner(**stored["owner"])
+        return LockState(number, owner, int(stored["beats"]), bool(stored["released"]), float(stored["since_s"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return LockState(number, None)
+
+
+def session_of(folder: Path) -> int:
+    """Return the number of the job that has, or last had, the folder: 1 for the first; 0 if there was none."""
+    return max(_numbers(folder), default=0)
+
+
+def is_alive(folder: Path, watch_s: float = 2.5 * BEAT_S) -> bool:
+    """Say whether a job is at work in the folder; on another machine it is watched for `watch_s` seconds."""
+    state = read_lock(folder)
+    if state is None or state.released:
+        return False
+    known = _known_alive(state.owner)
+    return known if known is not None else _beats(folder, state, watch_s)
+
+
+class Lock:
+    """The folder, held by this process until `release`.
+
+    Parameters
+    ----------
+    folder : Path
+    owner : Owner
+        This process.
+    say : callable
+        For a line of text while another owner is watched.
+
+    Raises
+    ------
+    OutputError
+        If a job is at work there; the message names it.
+    """
+
+    def __init__(self, folder: Path, owner: Owner, say: Say = lambda line: None) -> None:
+        self._folder, self._owner, self._since = folder, owner, time.time()
+        self._beats, self._is_lost, self._ended = 0, False, threading.Event()
+        state = read_lock(folder)
+        if state is not None and not state.released and not _is_gone(folder, state, owner, say):
+            raise OutputError(_refusal(folder, state))
+        self.number = (state.number if state else 0) + 1
+        self._handle = self._make()
+        for number in _numbers(folder):
+            if number < self.number:
+                _path(folder, number).unlink(missing_ok=True)
+        self._thread = threading.Thread(target=self._live, name="kvr-lock", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise `OutputError` if another job took the folder, which it does if this one stands still for long."""
+        if self._is_lost:
+            raise OutputError(
+                f"another job has taken {str(self._folder)!r} while this one stood still; this one ends, the other "
+                f"goes on: {_describe(read_lock(self._folder))}"
+            )
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._thread.join()
+            with contextlib.suppress(OSError):
+                self._store(released=True)
+            os.close(self._handle)
+
+    def _make(self) -> int:
+        path = _path(self._folder, self.number)
+        try:
+            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            raise OutputError(_refusal(self._folder, read_lock(self._folder))) from None
+        except OSError as error:
+            raise OutputError(
+                f"output.path {str(self._folder)!r} cannot be written: {error.strerror or error}"
+            ) from error
+        try:
+            self._handle = handle
+            self._store()
+        except OSError as error:
+            os.close(handle)
+            path.unlink(missing_ok=True)
+            raise OutputError(
+                f"output.path {str(self._folder)!r} cannot be written: {error.strerror or error}"
+            ) from error
+        if session_of(self._folder) != self.number:  # made long after it was found to be free
+            os.close(handle)
+            path.unlink(missing_ok=True)
+            raise OutputError(_refusal(self._folder, read_lock(self._folder)))
+        return handle
+
+    def _store(self, *, released: bool = False) -> None:
+        stored = {"owner": asdict(self._owner), "beats": self._beats, "released": released, "since_s": self._since}
+        os.pwrite(self._handle, json.dumps(stored).encode().ljust(LOCK_BYTES - 1) + b"\n", 0)
+        os.fsync(self._handle)
+
+    def _live(self) -> None:
+        mine, following = _path(self._folder, self.number), _path(self._folder, self.number + 1)
+        while not self._ended.wait(BEAT_S):
+            self._beats += 1
+            with contextlib.suppress(OSError):  # a disk that is full or away for a while
+                self._store()
+                self._is_lost = following.exists() or not mine.exists()
+
+
+def _is_gone(folder: Path, state: LockState, owner: Owner, say: Say) -> bool:
+    """Whether the owner of a lock is dead: known at once if it ran here or was restarted, else watched."""
+    known = _known_alive(state.owner)
+    if known is not None:
+        return not known
+    holder = state.owner
+    if holder is not None and holder.job and holder.job == owner.job and holder.restart < owner.restart:
+        return True
+    say(
+        f"{str(folder)!r} was in use by {_describe(state)}, which did not say that it ended: watching it for "
+        f"{WATCH_S:.0f} s"
+    )
+    return not _beats(folder, state, WATCH_S)
+
+
+def _known_alive(holder: Owner | None) -> bool | None:
+    """Whether an owner lives, if this machine can tell."""
+    if holder is None or holder.space != _space() or not holder.space:
+        return None
+    return _started(holder.pid) == holder.started
+
+
+def _beats(folder: Path, state: LockState, seconds: float) -> bool:
+    """Watch a lock; whether its file changed meanwhile."""
+    path = _path(folder, state.number)
+
+    def content() -> bytes:
+        try:
+            return path.read_bytes()  # opened anew each time, which makes a network file system look
+        except OSError:
+            return b""
+
+    before, deadline = content(), time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(min(0.25, seconds))
+        if content() != before:
+            return not (latest := read_lock(folder)) or not latest.released
+    return False
+
+
+def _refusal(folder: Path, state: LockState | None) -> str:
+    return (
+        f"output.path {str(folder)!r} is in use by {_describe(state)}; wait for it to end, end it, or choose another "
+        f"folder (--set output.path=...)"
+    )
+
+
+def _describe(state: LockState | None) -> str:
+    return "another job" if state is None or state.owner is None else str(state.owner)
+
+
+def _numbers(folder: Path) -> list[int]:
+    found = (LOCK_NAME.fullmatch(entry.name) for entry in os.scandir(folder))
+    return [int(match[1]) for match in found if match]
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f".lock-{number:06d}"
+
+
+def _space() -> str:
+    """Say what process ids are unique in; "" where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> int | None:
+    """When a process was started, in ticks since boot; None if it does not run."""
+    try:
+        fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,281 @@
+"""Beginning a run, or going on with one: the folder taken, checked against the job, and put in order.
+
+After any crash, and whatever was left behind, the documents that need nothing more are exactly those in files
+that are as recorded; everything else is done again. Files that are not as they should be are set aside, never deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvr_mpi.documents import Corpus
+from kvr_mpi.errors import DataError, OutputError
+from kvr_mpi.store.folder import check_fresh, check_writable, list_documents
+from kvr_mpi.store.ledger import PART, LedgerWriter, ShardLine, crc32_of, ledger_files, seal, sync, unseal, write_all
+from kvr_mpi.store.lock import Lock, Owner, Say
+from kvr_mpi.store.outputs import Header, document_groups, open_file, read_header, read_record
+from kvr_mpi.store.survey import RESULTS, Survey, foreign, is_ours, order, survey
+
+RUN_FILE = "run.json"
+DAMAGED = ".damaged"
+# Checksums are looked at for so much of the newest files when a run goes on; `merge_files` looks at all.
+VERIFY_BYTES = 1 << 30
+NAMED = 5  # examples in a message
+
+
+@dataclass(slots=True)
+class Run:
+    """A folder that this job may write to.
+
+    done : documents that are done.
+    failed : documents whose error records are to stay; empty if they are to be tried again.
+    """
+
+    done: set[str]
+    failed: set[str]
+    lock: Lock
+
+    @property
+    def session(self) -> int:
+        """Number of this job among those that had the folder."""
+        return self.lock.number
+
+    def check(self) -> None:
+        """Raise `OutputError` if another job has taken the folder, this one having stood still for long."""
+        self.lock.check()
+
+    def close(self) -> None:
+        """Let other jobs have the folder."""
+        self.lock.release()
+
+
+def open_run(
+    folder: Path,
+    header: Header,
+    corpus: Corpus,
+    *,
+    overwrite: bool,
+    resume: bool,
+    retry_failed: bool,
+    owner: Owner,
+    say: Say = lambda line: None,
+) -> Run:
+    """Take a run's folder, and find out what is done.
+
+    Parameters
+    ----------
+    folder : Path
+    header : Header
+        Its identity has to be that of the results that are there.
+    corpus : Corpus
+        It has to have the documents of the results that are there.
+    overwrite, resume : bool
+        Delete what is there; go on with it. Neither: refuse if there is anything.
+    retry_failed : bool
+        Do documents with error records again.
+    owner : Owner
+        This process.
+    say : callable
+        For lines about what was found and done.
+
+    Raises
+    ------
+    OutputError
+        If the folder cannot be written, is in use, or holds results of something else; the message says what.
+    DataError
+        If a file with the name of a result is of another program, or of a newer version of this one.
+    """
+    check_writable(folder)
+    if not (overwrite or resume):
+        check_fresh(folder)
+    lock = Lock(folder, owner, say)
+    try:
+        others = foreign(folder)
+        if others:
+            say(f"not this program's, and left alone in {str(folder)!r}: {_some(others)}")
+        if overwrite:
+            _clear(folder)
+        elif not resume:
+            check_fresh(folder)
+        done, failed = _recover(folder, header, say).documents()
+        _check_job(folder, header, corpus, bool(done or failed), say)
+        return Run(done, set() if retry_failed else failed, lock)
+    except OSError as error:
+        lock.release()
+        raise OutputError(f"output.path {str(folder)!r} cannot be used: {error}") from error
+    except BaseException:
+        lock.release()
+        raise
+
+
+def prepare_folder(folder: Path, identity: dict[str, Any], *, overwrite: bool, resume: bool) -> set[str]:
+    """Make a folder ready without taking it; only until the batch uses `open_run`."""
+    check_writable(folder)
+    if overwrite:
+        _clear(folder)
+    elif not resume:
+        check_fresh(folder)
+    return _recover(folder, Header(identity, {}), lambda line: None).documents()[0]
+
+
+def known_corpus(folder: Path) -> Corpus | None:
+    """Return the list of documents a run was begun with, for `scan_corpus`; None if there is none, or it is damaged."""
+    stored = _read_run_file(folder)
+    return None if stored is None else Corpus.from_json(stored["corpus"])
+
+
+def _recover(folder: Path, header: Header, say: Say) -> Survey:
+    """Put right what crashes left, and return what counts."""
+    found = survey(folder)
+    if found.sound:  # one of them says for all that were recorded
+        newest = folder / max(found.sound, key=order)
+        with contextlib.suppress(DataError), open_file(newest) as stored:  # a damaged file is dealt with below
+            _check_identity(newest, read_header(stored).identity, header.identity)
+    for file, number in found.ledger.damaged:
+        say(f"{folder / file}: line {number} is torn or damaged; files it may have told of are read instead")
+    if _name_recorded(found):
+        found = survey(folder)
+    for part in folder.glob(f"*.h5{PART}"):
+        if is_ours(part.name.removesuffix(PART)):
+            part.unlink()  # never complete, so never counted
+    found.verify(VERIFY_BYTES)
+    for name in found.unrecorded:
+        _adopt(found, name, header, say)
+    for name, why in sorted(found.damaged.items()):
+        kept = _set_aside(folder / name)
+        say(f"{folder / name} is damaged: {why}; kept as {kept.name}, its documents are done again")
+    for name, line in found.missing().items():
+        if name not in found.damaged:
+            count = len(line.done) + len(line.failed)
+            say(f"{folder / name} is gone; its {count} document(s) are done again where they are nowhere else")
+    return found
+
+
+def _name_recorded(found: Survey) -> bool:
+    """Give their names to files that were recorded when a crash came; whether there were any."""
+    named = False
+    for name, lines in found.ledger.shards.items():
+        part = found.folder / (name + PART)
+        if is_ours(name) and name not in found.sizes_bytes and part.is_file():
+            size = part.stat().st_size
+            if any(line.size_bytes == size and line.crc32 == crc32_of(part) for line in lines):
+                os.replace(part, found.folder / name)
+                named = True
+    if named:
+        sync(found.folder)
+    return named
+
+
+def _adopt(found: Survey, name: str, header: Header, say: Say) -> None:
+    """Record a file that the ledger does not know, if it can be read to its end."""
+    file = found.folder / name
+    try:
+        with open_file(file) as stored:
+            _check_identity(file, read_header(stored).identity, header.identity)
+            for group, _, _ in document_groups(stored):
+                read_record(group)
+        documents = list_documents(file)
+    except DataError as error:
+        if name == RESULTS or "kvr-mpi" in str(error):  # somebody else's, or of a newer version: not ours to move
+            raise
+        found.damaged[name] = str(error)
+        return
+    done = [name for name, is_done in documents if is_done]
+    failed = [name for name, is_done in documents if not is_done]
+    line = ShardLine(name, file.stat().st_size, crc32_of(file), done, failed, time.time())
+    LedgerWriter(found.folder, "adopted").record(line)
+    found.sound[name] = line
+    say(f"{file} was not in the ledger: read, and its {len(documents)} document(s) recorded")
+
+
+def _set_aside(file: Path) -> Path:
+    """Rename a file so that it is never read again, and return its new name."""
+    number = 1
+    while (kept := file.with_name(f"{file.name}{DAMAGED}-{number}")).exists():
+        number += 1
+    file.rename(kept)
+    return kept
+
+
+def _clear(folder: Path) -> None:
+    """Delete what a run left, and nothing else."""
+    for file in [*ledger_files(folder), folder / RUN_FILE]:
+        file.unlink(missing_ok=True)
+    for file in list(folder.iterdir()):
+        name = file.name.partition(DAMAGED)[0].removesuffix(PART)
+        if is_ours(name) and file.is_file():
+            file.unlink()
+
+
+def _check_job(folder: Path, header: Header, corpus: Corpus, has_results: bool, say: Say) -> None:
+    """Refuse a job with another identity or other documents than the run's; write down what the run is."""
+    stored = _read_run_file(folder)
+    if stored is not None and has_results:
+        _check_identity(folder, stored["identity"], header.identity)
+        _check_corpus(folder, Corpus.from_json(stored["corpus"]), corpus)
+    elif has_results:
+        say(f"{folder / RUN_FILE} is missing or damaged: whether the documents are still the same is not known")
+    value = {"identity": header.identity, "model": header.model, "corpus": corpus.to_json()}
+    if stored != json.loads(json.dumps(value)):
+        part = folder / (RUN_FILE + PART)
+        handle = os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
+        try:
+            write_all(handle, seal(value))
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        os.replace(part, folder / RUN_FILE)
+        sync(folder)
+
+
+def _read_run_file(folder: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        stored = unseal((folder / RUN_FILE).read_bytes())
+        if stored is not None and {"identity", "corpus"} <= stored.keys():
+            return stored
+    return None
+
+
+def _check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    changed = [
+        f"{key} was {stored.get(key)!r}, is {wanted.get(key)!r}"
+        for key in sorted({*stored, *wanted})
+        if stored.get(key) != wanted.get(key)
+    ]
+    if changed:
+        raise OutputError(
+            f"cannot resume {file}: it was made with other settings ({'; '.join(changed)}); set them back, or choose "
+            f"another output.path"
+        )
+
+
+def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
+    """Refuse other documents; those that could not be read before may have been mended."""
+    if before.entries == now.entries:
+        return
+    old = {entry.id: entry for entry in before.entries}
+    new = {entry.id: entry for entry in now.entries}
+    changed = [
+        name for name in old.keys() & new.keys() if old[name].error is None and old[name].sha256 != new[name].sha256
+    ]
+    told = [
+        f"{len(names)} {what} ({_some(sorted(names))})"
+        for what, names in (("changed", changed), ("gone", old.keys() - new.keys()), ("new", new.keys() - old.keys()))
+        if names
+    ]
+    if told:
+        raise OutputError(
+            f"cannot resume {folder}: its documents are not those it was begun with: {', '.join(told)}; put them "
+            f"back, or choose another output.path"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + (" ..." if len(names) > NAMED else "")

@@ -1,0 +1,258 @@
+"""Writing while the ranks compute: finished documents become shards in a thread of their own.
+
+Within `FLUSH_S` of being written a document is durable: its shard is closed, synced, recorded in the ledger and named.
+HDF5 lets other threads run while it writes, as do checksums and syncs, so that computing goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import h5py
+
+from kvr_mpi.errors import OutputError
+from kvr_mpi.store.ledger import PART, LedgerWriter
+from kvr_mpi.store.lock import session_of
+from kvr_mpi.store.outputs import Header, KeysValues, Record, drop_record, start_file, write_record
+
+if TYPE_CHECKING:
+    import torch
+
+# A shard is closed this long after its first document, or at this size.
+FLUSH_S = 10.0
+FLUSH_BYTES = 1 << 30
+# Keys and values that may wait to be written; more make `write` wait.
+IN_FLIGHT_BYTES = 512 << 20
+
+
+class _Mark(Enum):
+    END = "of a document"
+    DROP = "the document: its layers could not all be had"
+    DUE = "the shard is old enough"
+    STOP = "the thread"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    content: KeysValues | None
+    size_bytes: int
+
+
+class _DroppedError(Exception):
+    """A document is to be forgotten."""
+
+
+@dataclass(slots=True)
+class _Shard:
+    """The shard being written."""
+
+    file: h5py.File
+    path: Path  # which it is to have
+    due_s: float  # on the monotonic clock
+    done: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def part(self) -> Path:
+        return self.path.with_name(self.path.name + PART)
+
+
+class ShardWriter:
+    """Write finished documents of one rank.
+
+    Every call raises `OutputError` if something could not be written, now or since the last call; what was durable
+    stays.
+
+    Parameters
+    ----------
+    folder : Path
+    name : str
+        Distinguishes this writer's files from those of other writers of the run.
+    header : Header
+        Goes into every file.
+    """
+
+    def __init__(self, folder: Path, name: str, header: Header) -> None:
+        self._folder, self._name, self._header = folder, name, header
+        self._session = session_of(folder)
+        self._ledger = LedgerWriter(folder, name)
+        self._shard: _Shard | None = None
+        self._count = 0
+        self._tasks: queue.SimpleQueue[Record | _Layer | _Mark | threading.Event] = queue.SimpleQueue()
+        self._room, self._waiting_bytes = threading.Condition(), 0
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name=f"kvr-shards-{name}", daemon=True)
+        self._thread.start()
+
+    def begin(self, ids: Iterable[str]) -> None:
+        """Say which documents are being worked on from now; for ``kvr status``."""
+        self._check()
+        try:
+            self._ledger.begin(ids, self._session)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def write(self, record: Record, layers: Iterable[KeysValues | None] = ()) -> None:
+        """Add a document; it is durable within `FLUSH_S`.
+
+        Parameters
+        ----------
+        record : Record
+        layers : iterable of (keys, values) or None
+            Each layer's (tokens, kv_heads, head_dim), on any device; copied, so they may change afterwards.
+        """
+        self._check()
+        self._tasks.put(record)
+        try:
+            for layer in layers:
+                self._tasks.put(self._copy(layer))
+        except BaseException:
+            self._tasks.put(_Mark.DROP)
+            raise
+        self._tasks.put(_Mark.END)
+
+    def flush(self) -> None:
+        """Wait until all documents are durable."""
+        reached = threading.Event()
+        self._tasks.put(reached)
+        while self._thread.is_alive() and not reached.wait(1):
+            pass
+        self._check()
+
+    def close(self) -> None:
+        """Make all documents durable, and end the thread."""
+        if self._thread.is_alive():
+            self._tasks.put(_Mark.STOP)
+            self._thread.join()
+        self._check()
+
+    def _copy(self, layer: KeysValues | None) -> _Layer:
+        if layer is None:
+            return _Layer(None, 0)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in layer)
+        with self._room:
+            self._room.wait_for(lambda: self._waiting_bytes == 0 or self._waiting_bytes + size <= IN_FLIGHT_BYTES)
+            self._waiting_bytes += size
+        keys, values = (_to_host(tensor) for tensor in layer)
+        return _Layer((keys, values), size)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._failure(self._error) from self._error
+
+    def _failure(self, error: Exception) -> Exception:
+        if not isinstance(error, (OSError, RuntimeError)):
+            return error  # a bug, or a document of the same name
+        try:
+            free = f"{shutil.disk_usage(self._folder).free / 1e6:.1f} MB"
+        except OSError:
+            free = "nothing"
+        reason = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
+        return OutputError(
+            f"output.path {str(self._folder)!r} cannot be written any more ({free} free there): {reason}. What is in "
+            f"its ledger is safe; make room, or mend the disk, and go on with --resume"
+        )
+
+    # From here on in the thread
+
+    def _work(self) -> None:
+        task = None
+        while task is not _Mark.STOP:
+            task = self._next()
+            try:
+                if isinstance(task, Record):
+                    self._add(task)
+                if not isinstance(task, Record) or self._is_due():
+                    self._finish()
+            except Exception as error:
+                self._error = self._error or error
+                self._give_up()
+            if isinstance(task, threading.Event):
+                task.set()
+
+    def _next(self) -> Record | _Layer | _Mark | threading.Event:
+        if self._shard is None:
+            return self._tasks.get()
+        try:
+            return self._tasks.get(timeout=max(0.0, self._shard.due_s - time.monotonic()))
+        except queue.Empty:
+            return _Mark.DUE
+
+    def _layers(self) -> Iterator[KeysValues | None]:
+        """Take a document's layers, up to its end."""
+        while not isinstance(task := self._tasks.get(), _Mark):
+            assert isinstance(task, _Layer)
+            yield task.content
+            with self._room:
+                self._waiting_bytes -= task.size_bytes
+                self._room.notify_all()
+        if task is _Mark.DROP:
+            raise _DroppedError
+
+    def _add(self, record: Record) -> None:
+        layers = self._layers()
+        try:
+            if self._error is None:
+                shard = self._shard = self._shard or self._open()
+                try:
+                    write_record(shard.file, record, layers)
+                except _DroppedError:
+                    drop_record(shard.file, record.id)
+                else:
+                    (shard.done if record.status == "done" else shard.failed).append(record.id)
+        finally:
+            with contextlib.suppress(_DroppedError):
+                for _ in layers:  # what an error left
+                    pass
+
+    def _open(self) -> _Shard:
+        while True:
+            path = self._folder / f"shard-{self._session:04d}-{self._name}-{self._count:05d}.h5"
+            self._count += 1
+            if not path.exists():
+                with contextlib.suppress(FileExistsError):
+                    # No locks: file systems without them would refuse, and nobody else writes to it.
+                    file = h5py.File(path.with_name(path.name + PART), "x", libver="v110", locking=False)
+                    shard = self._shard = _Shard(file, path, time.monotonic() + FLUSH_S)
+                    start_file(file, self._header)
+                    return shard
+
+    def _is_due(self) -> bool:
+        shard = self._shard
+        return shard is not None and (time.monotonic() > shard.due_s or shard.file.id.get_filesize() > FLUSH_BYTES)
+
+    def _finish(self) -> None:
+        if self._shard is None or self._error is not None:
+            return
+        self._shard.file.close()
+        if self._shard.done or self._shard.failed:
+            self._ledger.publish(self._shard.path, self._shard.done, self._shard.failed)
+        else:
+            self._shard.part.unlink()
+        self._shard = None
+
+    def _give_up(self) -> None:
+        """Remove the unfinished shard, so that its space is free again."""
+        shard, self._shard = self._shard, None
+        if shard is not None:
+            with contextlib.suppress(OSError):
+                os.truncate(shard.part, 0)  # HDF5 cannot close a file on a full disk; this makes room
+            with contextlib.suppress(Exception):
+                shard.file.close()
+            with contextlib.suppress(OSError):
+                shard.part.unlink(missing_ok=True)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the host, in one piece."""
+    return tensor.new_empty(tensor.shape, device="cpu").copy_(tensor.detach())
