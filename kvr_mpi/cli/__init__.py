@@ -19,6 +19,7 @@ from kvr_mpi.errors import EXIT_BUG, EXIT_USAGE, KvrError
 COMMANDS = {
     "run": ("kvr_mpi.cli.run", "run", "Prefill, answer and store every document of a job."),
     "plan": ("kvr_mpi.cli.plan", "plan", "Which documents would run on which chains, when, and why."),
+    "sbatch": ("kvr_mpi.cli.sbatch", "sbatch", "Submit a job to SLURM, with nodes and time from the plan."),
     "simulate": ("kvr_mpi.cli.simulate", "simulate", "Forecast the time to the first token; no run, no model needed."),
     "doctor": ("kvr_mpi.cli.doctor", "doctor", "Is this machine ready? Launcher, cores, GPUs, links, files, SLURM."),
     "search": ("kvr_mpi.cli.search", "search", "Measure the best slices here and write them to a lookup table."),
