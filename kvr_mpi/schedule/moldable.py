@@ -1,4 +1,4 @@
-"""Moldable documents on nested blocks of ranks: how long each chain, and where.
+"""Moldable documents on aligned blocks of ranks: how long each chain, and where.
 
 The arithmetic below `schedule`: documents are rows in the order of their ids, chain lengths columns in ascending order,
 times whole microseconds.
@@ -9,8 +9,9 @@ times whole microseconds.
 - Lengths by ascent: from there, and from the cheapest lengths, the document that ends last gets a longer chain, again
   and again (in the manner of Turek, Wolf and Yu, and of Belkhale and Banerjee, ICPP 1990).
 - Places: longest chains first, of one length the longest documents first, each on the block that is free first
-  (LPT; Graham, SIAM J. Appl. Math. 17(2), 1969). Blocks are nested, so all ranks of a block are free at one time and
-  nobody idles before the end: the batch ends within the mean load and one document.
+  (LPT; Graham, SIAM J. Appl. Math. 17(2), 1969). Where lengths divide one another blocks are nested, so all ranks of a
+  block are free at one time and nobody idles before the end: the batch ends within the mean load and one document.
+  With a document or less for a rank, lengths in between waste less than that idling, so both are tried.
 - The lower bound is the smallest d for which the canonical allotment's area fits into d x ranks (Ludwig and Tiwari,
   SODA 1994).
 """
@@ -31,6 +32,10 @@ import numpy.typing as npt
 TRIAL_DOCUMENTS, MIN_TRIALS, MAX_TRIALS = 200_000, 12, 400
 # Orders in which the ranks' prime factors make nested lengths (12 ranks: 1, 2, 4, 12 or 1, 2, 6, 12 or 1, 3, 6, 12).
 MAX_LADDERS = 6
+MIN_LADDER_TRIALS = 3
+# With no more documents than this for each rank, chains may also have lengths that do not divide the ranks: those of
+# these quarters of powers of two, up to the longest that is forecast quickly.
+FEW_PER_RANK, QUARTERS, LONGEST_BETWEEN = 4, (5, 6, 7, 8), 64
 # In the place of a time (two years): this length is not possible. Times many ranks it is still a 64-bit number.
 NEVER = 1 << 46
 
@@ -53,39 +58,57 @@ class Plan:
         return self.makespan, self.area, len(np.unique(self.columns))
 
 
+def chain_lengths(ranks: int, documents: int) -> list[int]:
+    """Lengths a chain may have, ascending: those that divide the ranks, and for few documents others between them."""
+    found = {length for length in range(1, ranks + 1) if ranks % length == 0}
+    if documents <= FEW_PER_RANK * ranks:
+        powers = range(min(ranks, LONGEST_BETWEEN).bit_length())
+        between = {(quarter << power) // 4 for power in powers for quarter in QUARTERS}
+        found |= {length for length in between if length <= min(ranks, LONGEST_BETWEEN)}
+    return sorted(found)
+
+
 def pack(times: Table, columns: Table, lengths: Sequence[int], ranks: int) -> Plan:
-    """Place documents: the longest chains first, then the longest documents, each on the block that is free first."""
+    """Place documents: the longest chains first, then the longest documents, each on the block that is free first.
+
+    Ranks that are left over where a length does not divide their number go on to shorter chains.
+    """
     rows = np.arange(len(columns))
     took = times[rows, columns]
     by_time = np.argsort(-took, kind="stable")  # rows are in the order of ids, which breaks ties
     blocks = np.zeros(len(columns), dtype=np.int64)
-    free, last, width = [0], [-1], ranks
+    free, last = np.zeros(ranks, dtype=np.int64), np.full(ranks, -1)
     for column in sorted(set(columns.tolist()), reverse=True):
-        parts = width // lengths[column]
-        free = [at for at in free for _ in range(parts)]
-        last = [row for row in last for _ in range(parts)]
-        width = lengths[column]
-        heap = [(at, block) for block, at in enumerate(free)]
+        length = lengths[column]
+        count = ranks // length
+        heap = list(zip(free[: count * length].reshape(count, length).max(axis=1).tolist(), range(count), strict=True))
         heapq.heapify(heap)
         mine = by_time[columns[by_time] == column]
-        chosen = []
+        ends: dict[int, tuple[int, int]] = {}
         for row, time in zip(mine.tolist(), took[mine].tolist(), strict=True):
             at, block = heap[0]
             heapq.heapreplace(heap, (at + time, block))
-            chosen.append(block)
-            free[block], last[block] = at + time, row
-        blocks[mine] = chosen
-    makespan = max(free)
+            blocks[row] = block
+            ends[block] = at + time, row
+        for block, (end, row) in ends.items():
+            free[block * length : (block + 1) * length] = end
+            last[block * length : (block + 1) * length] = row
+    makespan = int(free.max())
     area = int((took * np.array(lengths)[columns]).sum())
-    return Plan(columns, blocks, makespan, area, last[free.index(makespan)])
+    return Plan(columns, blocks, makespan, area, int(last[int(free.argmax())]))
 
 
 def fixed_plans(
     documents: Sequence[tuple[str, int]], times: Table, lengths: Sequence[int], ranks: int
 ) -> dict[int, Plan]:
-    """All documents on chains of one length; a prompt shorter than the chain is done by its last rank alone."""
+    """All documents on chains of one length that divides the ranks.
+
+    A prompt shorter than the chain is done by its last rank alone.
+    """
     plans = {}
     for column, length in enumerate(lengths):
+        if ranks % length:
+            continue
         short = np.array([tokens < length for _, tokens in documents], dtype=bool)
         took = np.where(short, times[:, 0], times[:, column])
         if (took < NEVER).all():
@@ -96,11 +119,12 @@ def fixed_plans(
 
 
 def moldable_plans(times: Table, lengths: Sequence[int], ranks: int) -> list[Plan]:
-    """Find good plans of mixed lengths, two for each way to nest the lengths."""
+    """Find good plans of mixed lengths, two for each way to nest the lengths, and two of all lengths."""
     if not len(times):
         return []
-    ladders = _ladders(ranks)
-    trials = min(MAX_TRIALS, max(MIN_TRIALS, TRIAL_DOCUMENTS // len(times))) // len(ladders) + 1
+    ladders = dict.fromkeys([*_ladders(ranks), tuple(lengths)])
+    trials = min(MAX_TRIALS, max(MIN_TRIALS, TRIAL_DOCUMENTS // len(times)))
+    trials = max(MIN_LADDER_TRIALS, trials // len(ladders))
     plans = []
     for ladder in ladders:
         allowed = np.array([length in ladder for length in lengths])

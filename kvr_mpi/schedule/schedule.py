@@ -1,8 +1,8 @@
 """Which documents on which chains, and when: a corpus of moldable tasks on identical ranks.
 
 Stands between the cost model, which says how long a document takes on a chain of a length, and the batch. A document
-is a *moldable* task: the number of its ranks is chosen before it starts. Chains are aligned blocks of nested lengths
-that divide the number of ranks, as in a buddy allocator, so that one communicator for each block serves the whole job.
+is a *moldable* task: the number of its ranks is chosen before it starts. Chains of one length are aligned blocks of
+ranks, those of all lengths are run longest first, so that one communicator for each length serves the whole job.
 
 `moldable` says how lengths and places are chosen, and after whom; the best plan of one fixed length is taken if none of
 mixed lengths is better.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.schedule.moldable import NEVER, Plan, Table, bounds, fixed_plans, moldable_plans
+from kvr_mpi.schedule.moldable import NEVER, Plan, Table, bounds, chain_lengths, fixed_plans, moldable_plans
 
 Seconds = Callable[[int, int], float]
 Fits = Callable[[int, int], bool]
@@ -79,7 +79,7 @@ class Schedule:
 
     @property
     def chain_lengths(self) -> tuple[int, ...]:
-        """Lengths in use, longest first; each divides those before it, and the ranks."""
+        """Lengths in use, longest first."""
         return tuple(sorted({place.ranks for place in self.placements}, reverse=True))
 
 
@@ -107,7 +107,7 @@ def schedule(
     """
     if ranks < 1:
         raise ConfigError(f"{ranks} ranks: expected at least 1")
-    lengths = [length for length in range(1, ranks + 1) if ranks % length == 0]
+    lengths = chain_lengths(ranks, len(documents))
     by_id = sorted(documents)
     times = _times([tokens for _, tokens in by_id], lengths, sampled(seconds) if smooth else seconds, fits)
     possible = [row < NEVER for row in times.min(axis=1, initial=NEVER).tolist()]
@@ -119,10 +119,7 @@ def schedule(
     by_id = [document for document, fine in zip(by_id, possible, strict=True) if fine]
     times = times[possible]
     fixed = fixed_plans(by_id, times, lengths, ranks)
-    plans = [*fixed.values(), *moldable_plans(times, lengths, ranks)]
-    if not plans:
-        raise ConfigError(f"the documents need chain lengths that do not divide one another on {ranks} ranks; use 2^n")
-    plan = min(plans, key=lambda plan: plan.cost)
+    plan = min([*fixed.values(), *moldable_plans(times, lengths, ranks)], key=lambda plan: plan.cost)
     order = {name: number for number, (name, _) in enumerate(documents)}
     assert len(order) == len(documents), "ids are unique"
     area, longest, lower = bounds(times, np.array(lengths), ranks)
