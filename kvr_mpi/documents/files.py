@@ -6,6 +6,7 @@ import glob
 import gzip
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ from kvr_mpi.errors import CorpusError
 TEXT_SUFFIXES = (".txt", ".md")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".parquet")
 MAX_ID_CHARS = 512
+SURROGATE = re.compile("[\ud800-\udfff]")
+BAD_IN_ID = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +63,12 @@ def _match(pattern: str) -> dict[Path, str]:
     """Files behind one folder, glob or file name, with their documents' names."""
     base = Path(pattern).expanduser()
     if base.is_dir():
-        files = sorted(file for file in base.rglob("*") if suffix_of(file) and not _hidden(file, base))
-        if not files:
+        names = _names_in(str(base))
+        if not names:
             raise CorpusError(
                 f"documents.path {pattern!r}: the folder {base.absolute()} holds no {', '.join(SUFFIXES)} file"
             )
-        return {file: file.relative_to(base).as_posix() for file in files}
+        return {base / name: name for name in names}
     matches = [base] if base.exists() else sorted(map(Path, glob.glob(str(base), recursive=True)))
     files = [file for file in matches if not file.is_dir()]
     if not files:
@@ -184,27 +187,23 @@ def _from_row(row: dict[str, Any], place: str, id_field: str, text_field: str) -
 
 def check_document(document: Document) -> Document:
     """Find what is wrong with an id or a text that was read without error."""
-    bad = next((char for char in document.id if ord(char) < 32 or ord(char) == 127 or _is_surrogate(char)), None)
+    bad = BAD_IN_ID.search(document.id)
     if bad is not None or not document.id or len(document.id) > MAX_ID_CHARS:
-        what = f"contains {bad!r}" if bad else f"has {len(document.id)} characters"
+        what = f"contains {bad[0]!r}" if bad else f"has {len(document.id)} characters"
         name = (document.id.encode("unicode_escape").decode()[: MAX_ID_CHARS - 16]) or "(empty id)"
         return Document(
             name,
             error=f"the id {name!r} {what}; expected 1 to {MAX_ID_CHARS} characters, none of them a control character",
         )
     if document.error is None:
-        lone = next((at for at, char in enumerate(document.text) if _is_surrogate(char)), None)
+        lone = SURROGATE.search(document.text)
         if lone is not None:
             return replace(
-                document, text="", error=f"{document.id}: lone surrogate at character {lone}; not Unicode text"
+                document, text="", error=f"{document.id}: lone surrogate at character {lone.start()}; not Unicode text"
             )
         if not document.text.strip():
             return replace(document, text="", error=f"{document.id} is empty: there is no text to work on")
     return document
-
-
-def _is_surrogate(char: str) -> bool:
-    return "\ud800" <= char <= "\udfff"
 
 
 def suffix_of(file: Path) -> str | None:
@@ -213,8 +212,17 @@ def suffix_of(file: Path) -> str | None:
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
-def _hidden(file: Path, base: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(base).parts)
+def _names_in(base: str) -> list[str]:
+    """Names of all corpus files below a folder, relative to it, in the order of their parts; none that is hidden."""
+    found = []
+    for folder, inner, names in os.walk(base):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        above = os.path.relpath(folder, base) + "/" if folder != base else ""
+        # A folder with such a name, too: that it is none that can be read is then said.
+        for name in (*names, *inner):
+            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
+                found.append(above + name)
+    return sorted(found, key=lambda name: name.split("/"))
 
 
 def _kind(value: Any) -> str:

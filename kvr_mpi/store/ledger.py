@@ -169,9 +169,10 @@ def ledger_files(folder: Path) -> Iterator[Path]:
 
 def crc32_of(path: Path) -> str:
     """Checksum of a file, in hexadecimal digits."""
-    value, buffer = 0, bytearray(READ_BYTES)
-    view = memoryview(buffer)
+    value = 0
     with path.open("rb", buffering=0) as stream:
+        buffer = bytearray(min(READ_BYTES, os.fstat(stream.fileno()).st_size + 1))
+        view = memoryview(buffer)
         while count := stream.readinto(buffer):
             value = zlib.crc32(view[:count], value)
     return f"{value:08x}"

@@ -7,7 +7,6 @@ that are as recorded; everything else is done again. Files that are not as they 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import check_fresh, check_writable, list_documents
-from kvr_mpi.store.ledger import PART, LedgerWriter, ShardLine, crc32_of, ledger_files, seal, sync, unseal, write_all
+from kvr_mpi.store.ledger import PART, LedgerWriter, ShardLine, crc32_of, ledger_files, seal, sync, unseal
 from kvr_mpi.store.lock import Lock, Owner, Say
 from kvr_mpi.store.outputs import Header, document_groups, open_file, read_header, read_record
 from kvr_mpi.store.survey import RESULTS, Survey, foreign, is_ours, order, survey
@@ -222,16 +221,12 @@ def _check_job(folder: Path, header: Header, corpus: Corpus, has_results: bool, 
         _check_corpus(folder, Corpus.from_json(stored["corpus"]), corpus)
     elif has_results:
         say(f"{folder / RUN_FILE} is missing or damaged: whether the documents are still the same is not known")
-    value = {"identity": header.identity, "model": header.model, "corpus": corpus.to_json()}
-    if stored != json.loads(json.dumps(value)):
-        part = folder / (RUN_FILE + PART)
-        handle = os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
-        try:
-            write_all(handle, seal(value))
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        os.replace(part, folder / RUN_FILE)
+    line = seal({"identity": header.identity, "model": header.model, "corpus": corpus.to_json()})
+    path, part = folder / RUN_FILE, folder / (RUN_FILE + PART)
+    if stored is None or path.read_bytes() != line:
+        part.write_bytes(line)
+        sync(part)
+        os.replace(part, path)
         sync(folder)
 
 
