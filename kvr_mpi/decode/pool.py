@@ -162,12 +162,14 @@ class Pool:
 
     def _run_alone(self, cache: Any, token: int) -> torch.Tensor:
         """Compute logits (vocab_size,) behind one more token of one document."""
+        ids = torch.tensor([[token]], device=self._loaded.device)
+        if not isinstance(cache, SliceCache):
+            return run_model(self._loaded.model, ids, cache)
         length = cache.get_seq_length()
         try:
-            return run_model(self._loaded.model, torch.tensor([[token]], device=self._loaded.device), cache)
+            return run_model(self._loaded.model, ids, cache)
         except BaseException:
-            if isinstance(cache, SliceCache):
-                step_back(cache, length)
+            step_back(cache, length)
             raise
 
     def _leave(self, document: _Running, error: str | None = None) -> None:

@@ -1,0 +1,162 @@
+"""A packed row gives every document what it would get alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import COMMON, CONFIGS, SINGLE_ONLY, prompt, tiny
+
+from kvr_mpi.model import LoadedModel, probe_shape
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill import packed
+from kvr_mpi.prefill.cache import layer_kv
+from kvr_mpi.prefill.packed import PackedCache, decode_packed, prefill_packed, why_not_packed
+from kvr_mpi.prefill.seam import prepare_model, run_model
+from kvr_mpi.prefill.strategies import Prefill, prefill_kvr
+from kvr_mpi.transport.local import LocalTransport
+
+# Around the windows of 16 tokens; one token alone takes paths of its own.
+LENGTHS = [5, 30, 1, 18, 16]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small only wait for each other's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def ready(name: str) -> LoadedModel:
+    loaded = tiny(name)
+    prepare_model(loaded.model, chain=True)
+    return loaded
+
+
+def alone(loaded: LoadedModel, ids: list[int], reserve: int = 0) -> Prefill:
+    return prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=reserve)
+
+
+def other_prompt(tokens: int) -> list[int]:
+    """Prompts of different lengths that do not begin alike."""
+    return prompt(2 * tokens)[tokens:]
+
+
+def check_equal(loaded: LoadedModel, found: Prefill, truth: Prefill) -> None:
+    assert found.logits is not None and truth.logits is not None
+    torch.testing.assert_close(found.logits, truth.logits, atol=1e-4, rtol=0)
+    for layer in range(len(loaded.shape.layers)):
+        mine, theirs = layer_kv(found.cache, layer), layer_kv(truth.cache, layer)
+        assert mine is not None and theirs is not None
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prompts_together_are_prompts_alone(name: str) -> None:
+    loaded, prompts = ready(name), [other_prompt(tokens) for tokens in LENGTHS]
+    together = prefill_packed(loaded, prompts, reserve_tokens=3)
+    apart = [alone(loaded, ids, reserve=3) for ids in prompts]
+    for found, truth in zip(together, apart, strict=True):
+        assert found.partition == truth.partition
+        check_equal(loaded, found, truth)
+    cache = PackedCache([each.cache for each in together], [1] * len(prompts))
+    for token in (7, 150, 3):  # and behind them one token each, over the windows' edges
+        logits = decode_packed(loaded, cache, [token] * len(prompts))
+        with torch.inference_mode():
+            truths = [run_model(loaded.model, torch.tensor([[token]]), each.cache) for each in apart]
+        torch.testing.assert_close(logits, torch.stack(truths), atol=1e-4, rtol=0)
+    for found, truth in zip(together, apart, strict=True):
+        check_equal(loaded, replace_logits(found), replace_logits(truth))
+
+
+def replace_logits(prefill: Prefill) -> Prefill:
+    """The cache is what is looked at."""
+    return replace(prefill, logits=torch.zeros(1))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from(["llama-gqa", "gpt-oss-sinks", "falcon-mqa"]), st.lists(st.integers(1, 40), min_size=1, max_size=9)
+)
+def test_any_lengths_are_exact(name: str, lengths: list[int]) -> None:
+    loaded = ready(name)
+    together = prefill_packed(loaded, [other_prompt(tokens) for tokens in lengths])
+    for tokens, found in zip(lengths, together, strict=True):
+        check_equal(loaded, found, alone(loaded, other_prompt(tokens)))
+
+
+def test_a_failed_row_leaves_no_trace() -> None:
+    loaded = ready("llama-gqa")
+    prompts = [other_prompt(tokens) for tokens in LENGTHS]
+    caches = [each.cache for each in prefill_packed(loaded, prompts, reserve_tokens=2)]
+    truths = [each.cache for each in prefill_packed(loaded, prompts, reserve_tokens=2)]
+    cache, truth = PackedCache(caches, [1] * 5), PackedCache(truths, [1] * 5)
+    for layer in range(3):
+        broken = loaded.model.model.layers[layer].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            decode_packed(loaded, cache, [1, 2, 3, 4, 5])
+        broken.remove()
+    assert [each.get_seq_length() for each in caches] == LENGTHS
+    for _ in range(2):
+        assert torch.equal(decode_packed(loaded, cache, [9, 8, 7, 6, 5]), decode_packed(loaded, truth, [9, 8, 7, 6, 5]))
+
+
+def fail(*args: Any) -> None:
+    raise torch.OutOfMemoryError("on purpose")
+
+
+def test_a_full_cache_is_refused() -> None:
+    loaded = ready("llama-gqa")
+    caches = [each.cache for each in prefill_packed(loaded, [prompt(5), prompt(3)], reserve_tokens=1)]
+    cache = PackedCache(caches, [1, 1])
+    decode_packed(loaded, cache, [1, 1])
+    with pytest.raises(ValueError, match="a cache of 6 tokens is full"):
+        decode_packed(loaded, cache, [1, 1])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_that_run_packed_are_let(name: str) -> None:
+    assert why_not_packed(ready(name)) is None
+
+
+def test_models_that_would_answer_wrongly_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing crashes, but the second document's tokens stand at wrong positions."""
+    run_packed = packed.run_packed
+
+    def run_wrongly(model: Any, ids: Any, positions: Any, cache: Any, keep: Any) -> torch.Tensor:
+        return run_packed(model, ids, torch.arange(ids.shape[1]).unsqueeze(0), cache, keep)
+
+    monkeypatch.setattr(packed, "run_packed", run_wrongly)
+    for name in ("llama-gqa", "gpt2", "opt", "falcon-mqa"):
+        assert "differ from each alone" in str(why_not_packed(ready(name)))
+
+
+def test_models_that_cannot_are_not() -> None:
+    for name in ("falcon-alibi", "mamba-no-attention"):
+        assert name in SINGLE_ONLY
+        assert "does not run packed" in str(why_not_packed(tiny(name)))
+
+
+def test_a_rotary_embedding_of_the_whole_row_is_seen() -> None:
+    assert "longrope" in str(why_not_packed(long_rope()))
+
+
+def long_rope() -> LoadedModel:
+    """Phi-3 whose rotary embedding changes for all positions once one of them is beyond the 32nd."""
+    factors = [1.0 + at / 2 for at in range(4)]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors[::-1]}
+    config = tf.Phi3Config(
+        **COMMON, num_key_value_heads=2, pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=32
+    )
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    prepare_model(model, chain=True)
+    return replace(tiny("phi3"), model=model, shape=probe_shape(config, torch.float32))
