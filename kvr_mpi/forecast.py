@@ -22,7 +22,7 @@ from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.planner.lookup import choose_slices
 from kvr_mpi.planner.table import FOLDER, Table, load_table, table_files
 from kvr_mpi.prompts import Frame, count_parts, make_frame
-from kvr_mpi.schedule.schedule import Seconds
+from kvr_mpi.schedule.times import Seconds
 
 # Of a profile's memory; the rest goes to libraries and to gaps between tensors.
 MEMORY_SHARE = 0.95

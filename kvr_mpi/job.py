@@ -53,7 +53,6 @@ class DocumentsSection(Section):
     def _one_or_many(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
-
     @field_validator("shard")
     @classmethod
     def _shard_of_shards(cls, value: str | None) -> str | None:
@@ -110,6 +109,9 @@ class ParallelSection(Section):
     strategy: Literal["kvr", "single"] = Field("kvr", description="kvr: chains of ranks; single: a document per rank")
     ranks_per_chain: int | Literal["all", "auto"] = Field(
         "all", description="ranks that share one prompt; auto: planned for each document"
+    )
+    min_efficiency: float = Field(
+        0.5, ge=0, le=1, description="auto: of the ideal speed-up a chain is to reach, unless the batch suffers"
     )
     partition: Literal["equal_time", "even", "ratio", "table"] = Field("equal_time", description="how a prompt is cut")
     ratios: list[Annotated[float, Field(gt=0)]] | None = Field(

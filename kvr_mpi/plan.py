@@ -18,7 +18,8 @@ from kvr_mpi.forecast import Forecast
 from kvr_mpi.job import JobSpec, PromptSection
 from kvr_mpi.prompts import Frame, count_parts, encode_text
 from kvr_mpi.report.progress import clock_time
-from kvr_mpi.schedule.schedule import Placement, Schedule, sampled, schedule
+from kvr_mpi.schedule.schedule import Placement, Schedule, schedule
+from kvr_mpi.schedule.times import sampled
 from kvr_mpi.transport import Transport, gather_json, share_json
 
 
@@ -56,7 +57,7 @@ def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, 
     def seconds(tokens: int, length: int) -> float:
         return forecast.document_s(tokens, length, ttft_s)
 
-    return schedule(documents, ranks, seconds, fits, smooth=False)
+    return schedule(documents, ranks, seconds, fits, min_efficiency=spec.parallel.min_efficiency, smooth=False)
 
 
 def agree(world: Transport, plan: Schedule) -> Schedule:

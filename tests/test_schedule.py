@@ -145,6 +145,45 @@ def test_every_rank_plans_the_same(documents: list[tuple[str, int]], ranks: int,
 
 
 @settings(deadline=None)
+@given(corpora, many_ranks, st.sampled_from([0.25, 0.5, 0.8, 1.0]))
+def test_wasteful_chains_are_avoided_where_that_costs_little(
+    documents: list[tuple[str, int]], ranks: int, limit: float
+) -> None:
+    soonest = schedule(documents, ranks, seconds, anything_fits)
+    plan = schedule(documents, ranks, seconds, anything_fits, min_efficiency=limit)
+    assert soonest.makespan_s <= plan.makespan_s <= 1.02 * soonest.makespan_s + 1e-6
+    assert all(plan.makespan_s <= makespan_s for _, makespan_s in plan.fixed_s)
+    wasteful = [
+        place
+        for place in plan.placements
+        if 1 < place.ranks <= place.tokens
+        and seconds(place.tokens, 1) < limit * (1 - 1e-5) * place.ranks * seconds(place.tokens, place.ranks)
+    ]
+    assert not wasteful or all("% later" in place.reason for place in wasteful), wasteful
+
+
+def test_a_chain_that_is_not_worth_it_is_not_taken() -> None:
+    def steep(tokens: int, ranks: int) -> float:
+        """Nine tenths of a document's work are not shared out."""
+        return tokens * (0.9 + 0.1 / ranks)
+
+    def ranks_of_long(others: list[int], limit: float) -> tuple[int, str]:
+        documents = [("long", 1000), *numbered(others)]
+        plan = schedule(documents, 4, steep, anything_fits, min_efficiency=limit)
+        return next((place.ranks, place.reason) for place in plan.placements if place.id == "long")
+
+    # On one rank it would end 5 % later than on two: that is too much.
+    assert ranks_of_long([250] * 6, 0.0)[0] == 2
+    ranks, reason = ranks_of_long([250] * 6, 0.9)
+    assert ranks == 2 and reason.endswith("53 % efficient, but without such chains the batch would end 5 % later")
+    # Here the others take nearly as long anyway.
+    assert ranks_of_long([985] * 2, 0.0)[0] == 2
+    assert ranks_of_long([985] * 2, 0.9) == (1, "a chain of 2 would be 53 % efficient")
+    needed = schedule(numbered([100_000] * 2), 4, steep, only_short_ones_fit, min_efficiency=1.0).placements
+    assert [(place.ranks, place.reason) for place in needed] == [(2, "does not fit on fewer ranks")] * 2
+
+
+@settings(deadline=None)
 @given(corpora, many_ranks)
 def test_bounds_are_bounds_and_no_fixed_length_is_better(documents: list[tuple[str, int]], ranks: int) -> None:
     plan = schedule(documents, ranks, seconds, anything_fits)
@@ -172,7 +211,7 @@ def test_ten_thousand_documents_are_within_five_per_cent(ranks: int, seed: int) 
         asked.append((tokens, ranks))
         return seconds(tokens, ranks)
 
-    plan = schedule(numbered(lengths), ranks, costly, only_short_ones_fit)
+    plan = schedule(numbered(lengths), ranks, costly, only_short_ones_fit, min_efficiency=0.5)
     assert len(plan.placements) == 10_000
     assert plan.makespan_s <= 1.05 * plan.lower_bound_s
     assert plan.data_parallel_s is None, "the longest documents fit on no single rank"

@@ -14,20 +14,18 @@ order, and ties are broken by id.
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.schedule.moldable import NEVER, Plan, Table, bounds, chain_lengths, fixed_plans, moldable_plans
+from kvr_mpi.schedule.times import Fits, Seconds, sampled, tabulate_times
 
-Seconds = Callable[[int, int], float]
-Fits = Callable[[int, int], bool]
-
-# Costs are asked for at this many lengths an octave; between them a parabola is laid, as attention's work is one.
-SAMPLES_PER_OCTAVE = 4
+# So many times later than possible a batch may end for the sake of efficient chains.
+LATER = 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +81,37 @@ class Schedule:
         return tuple(sorted({place.ranks for place in self.placements}, reverse=True))
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A plan, and what its reasons are told from.
+
+    times : of every document (row) on every chain length (column).
+    shares : of the speed-up its ranks could ideally give to a document over the shortest chain it fits on.
+    limit : share a length should have; 0 where all that were chosen have it anyway.
+    later : how many times later the batch would have ended with that limit; None: it was kept to.
+    """
+
+    plan: Plan
+    times: Table
+    shares: npt.NDArray[np.float64]
+    limit: float = 0.0
+    later: float | None = None
+
+
 def schedule(
-    documents: Sequence[tuple[str, int]], ranks: int, seconds: Seconds, fits: Fits, *, smooth: bool = True
+    documents: Sequence[tuple[str, int]],
+    ranks: int,
+    seconds: Seconds,
+    fits: Fits,
+    *,
+    min_efficiency: float = 0.0,
+    smooth: bool = True,
 ) -> Schedule:
     """Choose chain, place and time of every document so that the last one ends soon.
+
+    No document gets a chain longer than its memory demands with less than `min_efficiency` of the speed-up that so
+    many more ranks could ideally give, unless the batch would end more than 2 % later for it, or later than with chains
+    of one fixed length.
 
     Parameters
     ----------
@@ -97,6 +122,8 @@ def schedule(
         Predicted time of (tokens, ranks), from the first token of the prompt to the last of the answer.
     fits : callable
         Whether (tokens, ranks) has the memory it needs; if so, then any shorter document has it, too.
+    min_efficiency : float
+        Between 0 (whatever ends the batch soonest) and 1.
     smooth : bool
         Whether `seconds` is smooth in tokens, and may be asked at a few lengths only; else at every document's.
 
@@ -109,7 +136,7 @@ def schedule(
         raise ConfigError(f"{ranks} ranks: expected at least 1")
     lengths = chain_lengths(ranks, len(documents))
     by_id = sorted(documents)
-    times = _times([tokens for _, tokens in by_id], lengths, sampled(seconds) if smooth else seconds, fits)
+    times = tabulate_times([tokens for _, tokens in by_id], lengths, sampled(seconds) if smooth else seconds, fits)
     possible = [row < NEVER for row in times.min(axis=1, initial=NEVER).tolist()]
     misfits = tuple(
         (name, tokens, _misfit(tokens, ranks, fits))
@@ -119,15 +146,15 @@ def schedule(
     by_id = [document for document, fine in zip(by_id, possible, strict=True) if fine]
     times = times[possible]
     fixed = fixed_plans(by_id, times, lengths, ranks)
-    plan = min([*fixed.values(), *moldable_plans(times, lengths, ranks)], key=lambda plan: plan.cost)
+    choice = _choose(fixed, times, lengths, ranks, min_efficiency)
     order = {name: number for number, (name, _) in enumerate(documents)}
     assert len(order) == len(documents), "ids are unique"
     area, longest, lower = bounds(times, np.array(lengths), ranks)
     return Schedule(
         ranks=ranks,
-        placements=_lay_out(by_id, order, plan, times, lengths),
+        placements=_lay_out(by_id, order, choice, lengths),
         misfits=misfits,
-        makespan_s=plan.makespan / 1e6,
+        makespan_s=choice.plan.makespan / 1e6,
         lower_bound_s=lower / 1e6,
         area_bound_s=area / 1e6,
         longest_bound_s=longest / 1e6,
@@ -135,52 +162,20 @@ def schedule(
     )
 
 
-def sampled(seconds: Seconds) -> Seconds:
-    """Ask a costly function, smooth in tokens, at a few lengths only, and lay parabolas between them."""
-    known: dict[tuple[int, int], float] = {}
-
-    def at(tokens: int, ranks: int) -> float:
-        if (tokens, ranks) not in known:
-            known[tokens, ranks] = seconds(tokens, ranks)
-        return known[tokens, ranks]
-
-    def between(tokens: int, ranks: int) -> float:
-        step = 1 << max(0, tokens.bit_length() - SAMPLES_PER_OCTAVE.bit_length())
-        below = tokens // step * step
-        if below == tokens or below < ranks:  # there may be another regime below one token a rank
-            return at(tokens, ranks)
-        low, middle, high = at(below, ranks), at(below + step, ranks), at(below + 2 * step, ranks)
-        along = (tokens - below) / step
-        return low + along * (middle - low) + along * (along - 1) / 2 * (high - 2 * middle + low)
-
-    return between
-
-
-def _times(tokens: Sequence[int], lengths: Sequence[int], seconds: Seconds, fits: Fits) -> Table:
-    """Microseconds of every document (row) on every chain length (column), `NEVER` where it is not possible."""
-    distinct = sorted(set(tokens))
-    rows = {count: row for row, count in enumerate(distinct)}
-    table = np.full((len(distinct), len(lengths)), NEVER, dtype=np.int64)
-    for column, length in enumerate(lengths):
-        low, high = 0, len(distinct)  # documents that fit are the shortest ones: find where they end
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if fits(distinct[middle], length) else (low, middle)
-        for row, count in enumerate(distinct[:low]):
-            if count >= length:
-                table[row, column] = _microseconds(seconds(count, length), count, length)
-            elif count == 0 and length == 1:  # a record to write
-                table[row, column] = 1
-    return table[[rows[count] for count in tokens]]
-
-
-def _microseconds(found: float, tokens: int, length: int) -> int:
-    if not (math.isfinite(found) and found >= 0):
-        raise ConfigError(
-            f"predicted time of {tokens} tokens on {length} rank(s) is {found} s; expected a finite number, not "
-            f"negative: look at the rates or the hardware profile it comes from"
-        )
-    return min(max(1, round(found * 1e6)), NEVER - 1)
+def _choose(fixed: dict[int, Plan], times: Table, lengths: Sequence[int], ranks: int, min_efficiency: float) -> _Choice:
+    """Take the plan that ends soonest, or one without wasteful chains that ends hardly later."""
+    soonest = min([*fixed.values(), *moldable_plans(times, lengths, ranks)], key=lambda plan: plan.cost)
+    areas = times * np.array(lengths)
+    shortest = (times < NEVER).argmax(axis=1)
+    rows = np.arange(len(times))
+    shares = areas[rows, shortest][:, None] / areas
+    wasteful = (shares < min_efficiency) & (np.arange(len(lengths)) > shortest[:, None])
+    if not (wasteful & (times < NEVER))[rows, soonest.columns].any():
+        return _Choice(soonest, times, shares)
+    thrifty = min(moldable_plans(np.where(wasteful, NEVER, times), lengths, ranks), key=lambda plan: plan.cost)
+    if thrifty.makespan <= min([LATER * soonest.makespan, *(plan.makespan for plan in fixed.values())]):
+        return _Choice(thrifty, times, shares, min_efficiency)
+    return _Choice(soonest, times, shares, min_efficiency, later=thrifty.makespan / soonest.makespan)
 
 
 def _misfit(tokens: int, ranks: int, fits: Fits) -> str:
@@ -191,13 +186,10 @@ def _misfit(tokens: int, ranks: int, fits: Fits) -> str:
 
 
 def _lay_out(
-    documents: Sequence[tuple[str, int]],
-    order: dict[str, int],
-    plan: Plan,
-    times: Table,
-    lengths: Sequence[int],
+    documents: Sequence[tuple[str, int]], order: dict[str, int], choice: _Choice, lengths: Sequence[int]
 ) -> tuple[Placement, ...]:
     """Say when: longest chains first; on one block documents of one length follow each other as the corpus has them."""
+    plan, times = choice.plan, choice.times
     free: dict[int, int] = {}
     placements = []
     rows = sorted(range(len(documents)), key=lambda row: (-plan.columns[row], order[documents[row][0]]))
@@ -209,24 +201,31 @@ def _lay_out(
         start = max(free.get(rank, 0) for rank in range(first, first + length))
         end = start + int(times[row, column] if times[row, column] < NEVER else times[row, 0])
         free.update(dict.fromkeys(range(first, first + length), end))
-        reason = _reason(times[row], column, lengths, plan.makespan) if tokens else "only an error to record"
+        reason = _reason(choice, row, lengths) if tokens else "only an error to record"
         placements.append(Placement(name, tokens, first, length, start / 1e6, end / 1e6, reason))
     return tuple(placements)
 
 
-def _reason(times: Table, column: int, lengths: Sequence[int], makespan: int) -> str:
+def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
     """Why a document got this chain length."""
+    times, shares, column = choice.times[row], choice.shares[row], int(choice.plan.columns[row])
     possible = np.flatnonzero(times < NEVER)
-    shortest = int(possible[0])
     if column not in possible:
         return "shorter than the chain: its last rank does it"
-    if column == shortest:
-        return "a longer chain would not end the batch sooner" if column == 0 else "does not fit on fewer ranks"
+    if column == possible[0]:
+        if column:
+            return "does not fit on fewer ranks"
+        longer = int(possible[1]) if len(possible) > 1 else 0
+        if longer and shares[longer] < choice.limit and choice.later is None:
+            return f"a chain of {lengths[longer]} would be {100 * shares[longer]:.0f} % efficient"
+        return "a longer chain would not end the batch sooner"
     below = int(possible[possible < column][-1])
     took, before = int(times[column]) / 1e6, int(times[below]) / 1e6
-    share = times[shortest] * lengths[shortest] / (times[column] * lengths[column])
-    late = " (longer than the whole batch)" if times[below] > makespan else ""
-    return f"{took:.1f} s instead of {before:.1f} s on {lengths[below]}{late}; {100 * share:.0f} % efficient"
+    late = " (longer than the whole batch)" if times[below] > choice.plan.makespan else ""
+    reason = f"{took:.1f} s instead of {before:.1f} s on {lengths[below]}{late}; {100 * shares[column]:.0f} % efficient"
+    if choice.later is not None and shares[column] < choice.limit:
+        reason += f", but without such chains the batch would end {100 * (choice.later - 1):.0f} % later"
+    return reason
 
 
 def deal(todo: Sequence[tuple[str, int]], chains: int) -> list[set[str]]:
