@@ -200,7 +200,7 @@ def read_corpus(
 
 
 def _stream(
-    files: list[tuple[Path, str]], id_field: str, text_field: str, limit: int | None
+    files: list[tuple[str, str]], id_field: str, text_field: str, limit: int | None
 ) -> Iterator[tuple[int, int, Document]]:
     """Yield (file, place, document), checked, with ids that are unique."""
     seen: set[str] = set()
@@ -264,12 +264,12 @@ def _field(line: bytes, text_field: str) -> Any:
     return row.get(text_field) if isinstance(row, dict) else None
 
 
-def _look(file: Path, name: str) -> CorpusFile:
+def _look(file: str, name: str) -> CorpusFile:
     try:
         found = os.stat(file)
     except OSError:
-        return CorpusFile(str(file), name, -1, 0)
-    return CorpusFile(str(file), name, found.st_size, found.st_mtime_ns)
+        return CorpusFile(file, name, -1, 0)
+    return CorpusFile(file, name, found.st_size, found.st_mtime_ns)
 
 
 def _state(file: CorpusFile) -> tuple[str, int, int]:

@@ -36,30 +36,31 @@ class Document:
         return len(self.text)
 
 
-def find_files(paths: Iterable[str]) -> list[tuple[Path, str]]:
+def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
     """List the corpus files behind folders, globs and file names.
 
     Returns
     -------
-    list of (Path, str)
-        Each file once, with the name documents in it are called by: relative to the folder that was named.
+    list of (str, str)
+        The path of each file once, and the name documents in it are called by: relative to the folder named.
+        Plain text, since there may be 100,000.
 
     Raises
     ------
     CorpusError
         If a path matches nothing, or a file is of no known format.
     """
-    found: dict[str, tuple[Path, str]] = {}
+    found: dict[str, tuple[str, str]] = {}
     for pattern in paths:
         try:
-            for file, name in _match(pattern).items():
+            for file, name in _match(pattern):
                 found.setdefault(os.path.abspath(file), (file, name))
         except (OSError, RuntimeError) as error:  # a name too long, an unknown ~user
             raise CorpusError(f"documents.path {pattern!r} cannot be looked up: {error}") from error
     return list(found.values())
 
 
-def _match(pattern: str) -> dict[Path, str]:
+def _match(pattern: str) -> list[tuple[str, str]]:
     """Files behind one folder, glob or file name, with their documents' names."""
     base = Path(pattern).expanduser()
     if base.is_dir():
@@ -68,7 +69,8 @@ def _match(pattern: str) -> dict[Path, str]:
             raise CorpusError(
                 f"documents.path {pattern!r}: the folder {base.absolute()} holds no {', '.join(SUFFIXES)} file"
             )
-        return {base / name: name for name in names}
+        above = "" if str(base) == "." else f"{str(base).rstrip('/')}/"
+        return [(above + name, name) for name in names]
     matches = [base] if base.exists() else sorted(map(Path, glob.glob(str(base), recursive=True)))
     files = [file for file in matches if not file.is_dir()]
     if not files:
@@ -77,18 +79,19 @@ def _match(pattern: str) -> dict[Path, str]:
     for file in files:
         if not suffix_of(file):
             raise CorpusError(f"documents.path {pattern!r}: {file} is none of {', '.join(SUFFIXES)}")
-    return {file: file.name for file in files}
+    return [(str(file), file.name) for file in files]
 
 
 def stream_rows(
-    files: Sequence[tuple[Path, str]], id_field: str, text_field: str
+    files: Sequence[tuple[str, str]], id_field: str, text_field: str
 ) -> Iterator[tuple[int, int, Document]]:
     """Yield (number of the file, place in it, document) of all files, as they are; see `check_document`.
 
     A place is where `corpus` finds the row again: in ``.jsonl`` a byte, in ``.jsonl.gz`` and ``.parquet`` a number
     of rows before it, else 0.
     """
-    for number, (file, name) in enumerate(files):
+    for number, (path, name) in enumerate(files):
+        file = Path(path)
         kind = suffix_of(file)
         try:
             if kind in TEXT_SUFFIXES:
