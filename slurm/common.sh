@@ -10,14 +10,14 @@ elif [ -n "${KVR_SITE:-}" ]; then
     echo "KVR_SITE=$KVR_SITE cannot be read; expected a file like $here/site.sh.example" >&2
     exit 78
 fi
-for venv in "${KVR_VENV:-}" "$here/../.venv"; do
-    if [ -n "$venv" ] && [ -r "$venv/bin/activate" ]; then
-        # shellcheck source=/dev/null
-        . "$venv/bin/activate"
-        break
-    fi
-done
 read -ra within <<<"${KVR_CONTAINER:-}" # such as: apptainer exec --nv kvr.sif
+if [ -z "${KVR_VENV:-}" ] && ! command -v kvr >/dev/null; then
+    KVR_VENV=$here/../.venv
+fi
+if [ -n "${KVR_VENV:-}" ] && [ -r "$KVR_VENV/bin/activate" ]; then
+    # shellcheck source=/dev/null
+    . "$KVR_VENV/bin/activate"
+fi
 if ! "${within[@]}" kvr --version; then
     echo "kvr-run does not start on $(hostname): set KVR_VENV, modules or KVR_CONTAINER in $here/site.sh" >&2
     exit 78
@@ -43,8 +43,8 @@ set_environment() {
     fi
     # Every rank sees all GPUs of its node and takes its own by its number there: GPU memory can be handed to a
     # neighbour (CUDA IPC) only by processes that see both GPUs.
-    export SLURM_GPU_BIND=none
-    unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NTASKS_PER_GPU
+    # (Not with --gpu-bind=none: under SLURM 22.05 that leaves them none at all.)
+    unset SLURM_GPU_BIND SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NTASKS_PER_GPU
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TRANSFORMERS_OFFLINE=${TRANSFORMERS_OFFLINE:-1}
     export PYTHONUNBUFFERED=1
     # Many ranks that compile or convert into one network home get in each other's way.

