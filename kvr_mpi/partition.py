@@ -73,6 +73,18 @@ class Partition:
                 f"slice bounds {list(self.bounds)} add up to {self.tokens} tokens; the prompt has {tokens}"
             )
 
+    def check_prefix(self, tokens: int) -> None:
+        """Raise `PartitionError` unless the first slice goes on behind a prefix of `tokens`."""
+        if self.bounds[1] <= tokens:
+            raise PartitionError(
+                f"slice bounds {list(self.bounds)}: the first slice has to end behind the {tokens} tokens that all "
+                f"prompts begin with"
+            )
+
+    def behind(self, tokens: int) -> Partition:
+        """Give the same slices behind a prefix of `tokens`, which the first slice includes."""
+        return Partition((0, *(bound + tokens for bound in self.bounds[1:])))
+
     @classmethod
     def even(cls, tokens: int, size: int) -> Partition:
         """Cut into `size` slices whose lengths differ by at most one token."""

@@ -32,14 +32,16 @@ class LayerBuffers:
     ) -> None:
         self._shapes, self._capacity, self._dtype, self._device = shapes, capacity, dtype, device
         self._free: list[torch.Tensor] = []
-        elements = sum(shape.elements for shape in shapes)
-        self._all = self._make(elements) if keeps else None
+        self._keeps = keeps
+        self._all: torch.Tensor | None = None
         self._taken = 0
 
     def take(self, shape: LayerShape) -> torch.Tensor:
         """Give a layer its buffer; what is in it is not defined."""
         size = self._capacity * shape.elements
-        if self._all is not None:
+        if self._keeps:
+            if self._all is None:
+                self._all = self._make(sum(shape.elements for shape in self._shapes))
             self._taken += size
             flat = self._all[self._taken - size : self._taken]
         else:
@@ -50,6 +52,13 @@ class LayerBuffers:
         """Let a buffer be used again, by a rank that does not keep it."""
         whole = self._capacity * max(shape.elements for shape in self._shapes)
         self._free.append(torch.as_strided(buffer, (whole,), (1,)))
+
+    def scratch(self, rows: int) -> torch.Tensor:
+        """Make room for some rows of any layer, after everything else was let go."""
+        self._all = None
+        self._free.clear()
+        elements = max(shape.elements for shape in self._shapes)
+        return torch.empty(rows * elements, dtype=self._dtype, device=self._device)
 
     def _make(self, elements: int) -> torch.Tensor:
         return torch.empty(self._capacity * elements, dtype=self._dtype, device=self._device)

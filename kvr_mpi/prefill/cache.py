@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.model import LayerShape, ModelShape
 from kvr_mpi.prefill.attention import Part, Scores, attend, attend_window
 from kvr_mpi.prefill.buffers import LayerBuffers
-from kvr_mpi.prefill.exchange import Exchange, Range
-from kvr_mpi.transport import Transport
-from kvr_mpi.transport.courier import Courier, Parcel
+from kvr_mpi.prefill.exchange import Exchange
+from kvr_mpi.prefill.passage import LayerSegments, Passage
+from kvr_mpi.prefill.prefix import SharedPrefix
 
 # Layers whose receives are posted before they compute.
 LAYERS_AHEAD = 2
@@ -48,16 +47,20 @@ class SliceLayer(CacheLayerMixin):
         self.length = cache.start
         self.fresh = 0  # tokens last appended
         self.attended = True
+        self.is_by_heads = False
         self.buffer: torch.Tensor | None = None
-        self._arriving: dict[int, tuple[Parcel, Range]] = {}  # by segment, in the order they were posted
-        self._parcels: list[Parcel] = []
+        self.is_over = False  # let go of, with everything sent
+        self.segments = None if cache.passage is None else LayerSegments(cache.passage, layer_idx)
 
     def post(self) -> None:
         """Make the buffer and post the receives."""
         cache = self.cache
         self.buffer = cache.buffers.take(self.shape)
-        if cache.courier is not None:
-            cache.exchange.post(self)
+        if cache.prefix is not None and cache.prefilling:
+            cache.prefix.copy_into(self.buffer, self.layer_idx)
+        if self.segments is not None:
+            self.segments.buffer = self.buffer
+            cache.exchange.post(self.segments)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -72,16 +75,16 @@ class SliceLayer(CacheLayerMixin):
         ranges = cache.exchange.owned if cache.prefilling else [(self.length, self.length + self.fresh)]
         at = 0
         for first, last in ranges:
-            keys, values = self._heads(self.buffer[first:last])
-            keys.copy_(key_states[0, :, at : at + last - first].transpose(0, 1))
-            values.copy_(value_states[0, :, at : at + last - first].transpose(0, 1))
+            keys, values = self.rows(first, last)
+            keys.copy_(key_states[:, :, at : at + last - first])
+            values.copy_(value_states[:, :, at : at + last - first])
             at += last - first
         self.length = ranges[-1][1]
         self.is_initialized, self.attended = True, False
         cache.current = self
         if cache.prefilling:
-            if cache.courier is not None:
-                cache.exchange.share(self)
+            if self.segments is not None:
+                cache.exchange.share(self.segments)
             cache.advance(self.layer_idx)
         return key_states, value_states
 
@@ -120,7 +123,8 @@ class SliceLayer(CacheLayerMixin):
 
     def _attend_collected(self, query: torch.Tensor, scores: Scores, skipped: int, window: int | None) -> Part:
         """Attend once everything is here: decoded tokens, the only token that is read, or bands of a window."""
-        self.collect()
+        if self.segments is not None:
+            self.segments.collect()
         ranges = self.cache.exchange.owned if self.cache.prefilling else [(self.length - self.fresh, self.length)]
         if skipped or self.fresh == 1:
             ranges = [(self.length - 1, self.length)]
@@ -137,68 +141,51 @@ class SliceLayer(CacheLayerMixin):
         assert part is not None
         return part
 
-    def receive(self, bounds: Range, source: int, segment: int, forward_to: int | None = None) -> None:
-        """Post the receive of a segment; for exchanges."""
-        assert self.buffer is not None and self.cache.courier is not None
-        parcel = self.cache.courier.receive(self.buffer[bounds[0] : bounds[1]], source, self._tag(segment), forward_to)
-        self._arriving[segment] = parcel, bounds
-        self._parcels.append(parcel)
-
-    def announce(self, dest: int, segment: int) -> None:
-        """Say that a segment will be sent, in the order in which `dest` receives from here; for exchanges."""
-        assert self.cache.courier is not None
-        self.cache.courier.announce(dest, self._tag(segment))
-
-    def send(self, bounds: Range, dest: int, segment: int) -> None:
-        """Send a segment; for exchanges."""
-        assert self.buffer is not None and self.cache.courier is not None
-        rows = self.buffer[bounds[0] : bounds[1]]
-        self._parcels.append(self.cache.courier.send(rows, dest, self._tag(segment)))
-
-    def wait_for(self, segment: int) -> None:
-        """Return when a segment is here; the time is counted."""
-        courier = self.cache.courier
-        assert courier is not None
-        began = time.perf_counter()
-        courier.wait(self._arriving.pop(segment)[0])
-        self.cache.wait_s += time.perf_counter() - began
-
-    def collect(self) -> None:
-        """Return when all segments are here."""
-        for segment in list(self._arriving):
-            self.wait_for(segment)
-
-    def arrivals(self) -> Iterator[Range]:
-        """Yield the ranges of the segments to come, each when it is here, in the order their receives were posted.
-
-        A fixed order, whatever comes first: sums in another order differ in their last bits, and the same job is to
-        give the same answers every time.
-        """
-        for segment, (_, bounds) in list(self._arriving.items()):
-            self.wait_for(segment)
-            yield bounds
-
     def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a range of tokens, as views (1, kv_heads, tokens, head_dim)."""
         assert self.buffer is not None
-        keys, values = self._heads(self.buffer[first:last])
-        return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
+        shape, heads = self.shape, self.shape.num_kv_heads
+        if self.is_by_heads:
+            flat, cut = self.buffer.view(-1), self.buffer.shape[0] * shape.key_elements
+            keys = flat[:cut].view(1, heads, -1, shape.key_dim)
+            values = flat[cut:].view(1, heads, -1, shape.value_dim)
+            return keys[:, :, first:last], values[:, :, first:last]
+        rows, cut = self.buffer[first:last], shape.key_elements
+        keys, values = (
+            rows[:, :cut].view(1, -1, heads, shape.key_dim),
+            rows[:, cut:].view(1, -1, heads, shape.value_dim),
+        )
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def lay_by_heads(self) -> None:
+        """Put each head's keys and values together, in place: a CPU attends to them from one token twice as fast.
+
+        Once the prompt is through: segments travel token-major.
+        """
+        if self.is_by_heads:
+            return
+        if self.segments is not None:
+            self.segments.wait_through()
+        old = [tensor.contiguous() for tensor in self.rows(0, self.length)]
+        self.is_by_heads = True
+        for new, tensor in zip(self.rows(0, self.length), old, strict=True):
+            new.copy_(tensor)
 
     def release(self, *, wait: bool) -> bool:
         """Let go of the buffer if all of it is sent, or wait for that; say whether it is gone."""
-        courier = self.cache.courier
-        if courier is not None:
-            if not wait and not all(courier.is_through(parcel) for parcel in self._parcels):
+        if self.segments is not None:
+            if not wait and not self.segments.are_through():
                 return False
-            began = time.perf_counter()
-            for parcel in self._parcels:
-                courier.wait_through(parcel)
-            self.cache.stalled_s += time.perf_counter() - began
-        self._parcels.clear()
-        if self.buffer is not None:
+            self.segments.wait_through()
+        if self.buffer is not None and not self.cache.is_keeper:
             self.cache.buffers.give_back(self.buffer)
-        self.buffer = None
+        self.let_go()
+        self.is_over = True
         return True
+
+    def let_go(self) -> None:
+        """Forget the buffer; what of it is still being sent is held by the courier."""
+        self.buffer = self.segments = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: buffers are made from the model's shape."""
@@ -214,16 +201,6 @@ class SliceLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Most tokens the buffer holds."""
         return self.cache.capacity
-
-    def _heads(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        shape, cut = self.shape, self.shape.key_elements
-        return (
-            rows[:, :cut].view(-1, shape.num_kv_heads, shape.key_dim),
-            rows[:, cut:].view(-1, shape.num_kv_heads, shape.value_dim),
-        )
-
-    def _tag(self, segment: int) -> int:
-        return self.layer_idx * self.cache.segments + segment
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         heads = self.shape.num_kv_heads
@@ -245,10 +222,10 @@ class SliceCache(Cache):
     shape : ModelShape
     exchange : Exchange
         The strategy, on this rank.
-    segments : int
-        Number of segments the prompt is cut into, over all ranks.
-    chain : Transport or None
-        The ranks; None if there is only this one.
+    passage : Passage or None
+        The prompt's way over this rank; None if it is the only one.
+    prefix : SharedPrefix or None
+        Keys and values of the first tokens, which are there already.
     dtype, device
         Of the model's keys and values.
     reserve_tokens : int
@@ -263,23 +240,22 @@ class SliceCache(Cache):
         self,
         shape: ModelShape,
         exchange: Exchange,
-        segments: int,
-        chain: Transport | None,
+        passage: Passage | None,
         *,
         dtype: torch.dtype,
         device: torch.device,
         reserve_tokens: int = 0,
+        prefix: SharedPrefix | None = None,
         stop_after: int | None = None,
         cuts_last_layer: bool = True,
     ) -> None:
-        self.exchange, self.segments, self.dtype, self.device = exchange, segments, dtype, device
-        self.is_keeper = chain is None or chain.rank == exchange.keeper
+        self.exchange, self.passage, self.prefix = exchange, passage, prefix
+        self.dtype, self.device = dtype, device
+        self.is_keeper = passage is None or exchange.rank == exchange.keeper
         self.start = exchange.owned[0][0]
         self.capacity = exchange.capacity + (reserve_tokens if self.is_keeper else 0)
         self.stop_after, self.cuts_last_layer = stop_after, cuts_last_layer
         self.tail = contextlib.ExitStack()  # what is entered behind the last attention, until the model returns
-        self.wait_s = 0.0  # for other ranks' keys and values
-        self.stalled_s = 0.0  # for the link to take what is sent
         self.marks_s: list[float] = []  # a clock that stands still while the rank waits, at every layer's keys
         self.prefilling = True
         self.current: SliceLayer | None = None
@@ -290,9 +266,12 @@ class SliceCache(Cache):
         super().__init__(layers=layers)
         filled = [layer.shape for layer in layers[: None if stop_after is None else stop_after + LAYERS_AHEAD]]
         self.buffers = LayerBuffers(filled, self.capacity, keeps=self.is_keeper, dtype=dtype, device=device)
-        on_gpu = device.type == "cuda"
-        self.courier = None if chain is None else Courier(chain, forwards=exchange.forwards, on_gpu=on_gpu)
-        for layer in layers[:LAYERS_AHEAD]:
+
+    def begin(self) -> None:
+        """Post the first layers' receives, before anything is computed."""
+        if self.passage is not None:
+            self.passage.begin()
+        for layer in self.layers[:LAYERS_AHEAD]:
             layer.post()
 
     @property
@@ -308,18 +287,14 @@ class SliceCache(Cache):
             raise ModelError("a layer attends without having updated the cache; use strategy = 'single' for this model")
         return self.current
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes this rank has sent."""
-        return 0 if self.courier is None else self.courier.sent_bytes
-
     def reads_only_last(self, layer_idx: int) -> bool:
         """Whether only the last token's output of this layer is ever read: the prompt's last layer."""
         return self.prefilling and self.exchange.saves_last_layer and layer_idx == len(self.layers) - 1
 
     def advance(self, layer_idx: int) -> None:
         """Keep `LAYERS_AHEAD` layers posted, free those that are through, leave where nobody reads on."""
-        self.marks_s.append(time.perf_counter() - self.wait_s - self.stalled_s)
+        waits_s = 0.0 if self.passage is None else self.passage.wait_s + self.passage.stalled_s
+        self.marks_s.append(time.perf_counter() - waits_s)
         if layer_idx + LAYERS_AHEAD < len(self.layers):
             self.layers[layer_idx + LAYERS_AHEAD].post()
         if layer_idx and not self.is_keeper:
@@ -333,18 +308,11 @@ class SliceCache(Cache):
             raise SliceDoneError
 
     def finish(self) -> None:
-        """End the prefill: wait for what is still under way; from now on tokens are decoded."""
-        if self.courier is not None:
-            self.courier.close()
+        """End the prefill: what is still being sent goes on by itself; from now on tokens are decoded."""
         if not self.is_keeper:
             for layer in self.layers:
-                layer.release(wait=True)
+                layer.let_go()
         self.prefilling = False
-
-    def abandon(self) -> None:
-        """End without waiting, because the prompt failed."""
-        if self.courier is not None:
-            self.courier.abandon()
 
 
 def layer_kv(cache: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -12,32 +12,38 @@ import torch
 
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.attention import Part, Scores, attend
+from kvr_mpi.prefill.passage import LayerSegments, Range
 
 if TYPE_CHECKING:
     from kvr_mpi.prefill.cache import SliceLayer
 
-Range = tuple[int, int]
-
 
 class Exchange(Protocol):
-    """One strategy on one rank."""
+    """One strategy on one rank.
 
+    Ranks are numbered in the order of the prompt's slices, which need not be that of the chain.
+    """
+
+    rank: int
     owned: list[Range]  # the tokens this rank computes
     keeper: int  # the rank that ends with all keys and values, and the last token
     capacity: int  # tokens a layer's buffer holds
     forwards: bool  # whether this rank passes segments on
     saves_last_layer: bool  # whether what nobody reads of the last layer is left out
 
-    def post(self, layer: SliceLayer) -> None:
+    def post(self, layer: LayerSegments) -> None:
         """Announce the layer's sends and post its receives, before it computes."""
 
-    def share(self, layer: SliceLayer) -> None:
+    def share(self, layer: LayerSegments) -> None:
         """Send this rank's own segment, which is in the buffer now."""
 
     def attend(
         self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
     ) -> Part:
         """Attend from the owned tokens to all tokens up to each."""
+
+    def longest_segment(self) -> int:
+        """Tokens of the longest segment that this rank sends or receives."""
 
 
 class Relay:
@@ -49,21 +55,22 @@ class Relay:
 
     saves_last_layer = True
 
-    def __init__(self, partition: Partition, rank: int) -> None:
+    def __init__(self, partition: Partition, rank: int, prefix_tokens: int = 0) -> None:
         self.partition, self.rank, self.keeper = partition, rank, partition.size - 1
-        self.owned = [(partition.start(rank), partition.stop(rank))]
+        self.prefix_tokens = prefix_tokens  # every rank has them already; the first slice begins behind them
+        self.owned = [self._bounds(rank)]
         self.capacity = partition.stop(rank)
         self.forwards = 0 < rank < self.keeper
 
-    def post(self, layer: SliceLayer) -> None:
+    def post(self, layer: LayerSegments) -> None:
         """Receive every predecessor's segment from the rank before, nearest first."""
         if self.rank < self.keeper:
-            layer.announce(self.rank + 1, self.rank)
+            layer.announce(self.rank + 1, self.rank, self.owned[0])
         for segment in reversed(range(self.rank)):
-            bounds = self.partition.start(segment), self.partition.stop(segment)
-            layer.receive(bounds, self.rank - 1, segment, self.rank + 1 if self.rank < self.keeper else None)
+            to = self.rank + 1 if self.rank < self.keeper else None
+            layer.receive(self._bounds(segment), self.rank - 1, segment, to)
 
-    def share(self, layer: SliceLayer) -> None:
+    def share(self, layer: LayerSegments) -> None:
         """Send the own segment to the rank behind."""
         if self.rank < self.keeper:
             layer.send(self.owned[0], self.rank + 1, self.rank)
@@ -71,11 +78,20 @@ class Relay:
     def attend(
         self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
     ) -> Part:
-        """Own slice first, then the prefix, segment by segment."""
+        """Own slice first, then what all prompts begin with, then what comes, segment by segment."""
         part = attend(query, keys, values, scores, causal=query.shape[2] > 1)
-        for first, last in layer.arrivals():
+        if self.prefix_tokens:
+            part = part.merge(attend(query, *layer.rows(0, self.prefix_tokens), scores))
+        for first, last in layer.segments.arrivals() if layer.segments is not None else ():
             part = part.merge(attend(query, *layer.rows(first, last), scores))
         return part
+
+    def longest_segment(self) -> int:
+        """Of its own and of those before."""
+        return max(last - first for first, last in map(self._bounds, range(self.rank + 1)))
+
+    def _bounds(self, rank: int) -> Range:
+        return max(self.partition.start(rank), self.prefix_tokens), self.partition.stop(rank)
 
 
 class AllGather:
@@ -93,15 +109,15 @@ class AllGather:
         self.dense = dense
         self.saves_last_layer = not dense
 
-    def post(self, layer: SliceLayer) -> None:
+    def post(self, layer: LayerSegments) -> None:
         """Receive every other rank's segment from itself."""
         for dest in self._others():
-            layer.announce(dest, self.rank)
+            layer.announce(dest, self.rank, self.owned[0])
         for segment in range(self.partition.size):
             if segment != self.rank:
                 layer.receive((self.partition.start(segment), self.partition.stop(segment)), segment, segment)
 
-    def share(self, layer: SliceLayer) -> None:
+    def share(self, layer: LayerSegments) -> None:
         """Send the own segment to every other rank, the next one first."""
         for dest in self._others():
             layer.send(self.owned[0], dest, self.rank)
@@ -110,7 +126,8 @@ class AllGather:
         self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
     ) -> Part:
         """Everything has to be here first."""
-        layer.collect()
+        if layer.segments is not None:
+            layer.segments.collect()
         start, stop = self.owned[0]
         if self.dense:
             seen = torch.arange(self.capacity, device=query.device) <= torch.arange(
@@ -122,6 +139,10 @@ class AllGather:
             return Part(out.float(), torch.empty(0))  # nothing is merged, so no log-sum-exp is needed
         part = attend(query, keys, values, scores, causal=query.shape[2] > 1)
         return part.merge(attend(query, *layer.rows(0, start), scores)) if start else part
+
+    def longest_segment(self) -> int:
+        """Of all."""
+        return max(self.partition.lengths)
 
     def _others(self) -> list[int]:
         return [(self.rank + step) % self.partition.size for step in range(1, self.partition.size)]
@@ -144,17 +165,17 @@ class Ring:
         self.capacity = partition.tokens
         self.forwards = self.size > 2
 
-    def post(self, layer: SliceLayer) -> None:
+    def post(self, layer: LayerSegments) -> None:
         """Receive every other rank's two stretches from the rank before, nearest first."""
-        for half in (self.rank, 2 * self.size - 1 - self.rank):
-            layer.announce((self.rank + 1) % self.size, half)
+        for half, bounds in zip((self.rank, 2 * self.size - 1 - self.rank), self.owned, strict=True):
+            layer.announce((self.rank + 1) % self.size, half, bounds)
         for source in self._sources():
             passes_on = (self.rank + 1) % self.size != source
             for half, bounds in zip((source, 2 * self.size - 1 - source), self._halves_of(source), strict=True):
                 to = (self.rank + 1) % self.size if passes_on else None
                 layer.receive(bounds, (self.rank - 1) % self.size, half, to)
 
-    def share(self, layer: SliceLayer) -> None:
+    def share(self, layer: LayerSegments) -> None:
         """Send both own stretches to the rank behind."""
         for half, bounds in zip((self.rank, 2 * self.size - 1 - self.rank), self.owned, strict=True):
             layer.send(bounds, (self.rank + 1) % self.size, half)
@@ -170,8 +191,9 @@ class Ring:
         late = late.merge(attend(query[:, :, cut:], keys[:, :, :cut], values[:, :, :cut], scores))
         whole = early.join(late)
         for source in self._sources():
-            layer.wait_for(source)
-            layer.wait_for(2 * self.size - 1 - source)
+            assert layer.segments is not None
+            layer.segments.wait_for(source)
+            layer.segments.wait_for(2 * self.size - 1 - source)
             first, second = self._halves_of(source)
             if source < self.rank:
                 whole = whole.merge(attend(query, *layer.rows(*first), scores))
@@ -181,6 +203,10 @@ class Ring:
                 late = late.merge(attend(query[:, :, cut:], *layer.rows(*bounds), scores))
             whole = early.join(late)
         return whole
+
+    def longest_segment(self) -> int:
+        """Of all."""
+        return max(last - first for first, last in self.halves)
 
     def _sources(self) -> list[int]:
         return [(self.rank - step) % self.size for step in range(1, self.size)]

@@ -190,7 +190,6 @@ def prefill_packed(loaded: LoadedModel, prompts: Sequence[Sequence[int]], *, res
         SliceCache(
             loaded.shape,
             Relay(partition, 0),
-            1,
             None,
             dtype=loaded.dtype,
             device=loaded.device,

@@ -18,9 +18,13 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.cache import SliceCache, SliceDoneError
 from kvr_mpi.prefill.exchange import AllGather, Exchange, Relay, Ring
+from kvr_mpi.prefill.failure import agree, is_out_of_memory, play_on
+from kvr_mpi.prefill.passage import Passage
+from kvr_mpi.prefill.prefix import SharedPrefix
 from kvr_mpi.prefill.seam import prepare_model, run_model
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.local import run_local
+from kvr_mpi.transport.courier import Courier
+from kvr_mpi.transport.local import LocalTransport, run_local
 
 
 @dataclass(slots=True)
@@ -33,6 +37,8 @@ class Prefill:
     seconds: float
     wait_s: float = 0.0  # of them, waiting for other ranks' keys and values
     sent_bytes: int = 0
+    last: int = 0  # the rank of the chain that had the last slice
+    error: str | None = None  # memory ran out, here or (on the last rank) anywhere in the chain: there is no cache
     marks_s: Sequence[float] = ()  # when each layer's keys were made, by a clock that stands still in waits
     stalled_s: float = 0.0  # and of them, waiting for the link to take what this rank sent
 
@@ -47,6 +53,12 @@ def prefill_single(model: Any, ids: Sequence[int], device: torch.device) -> Pref
     return Prefill(Partition((0, len(ids))), cache, logits, time.perf_counter() - began)
 
 
+def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
+    """Compute what all prompts begin with, once, on every rank that will take part in one."""
+    cache = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport()).cache
+    return SharedPrefix(tuple(ids), [layer.buffer for layer in cache.layers])
+
+
 def prefill_kvr(
     loaded: LoadedModel,
     ids: Sequence[int],
@@ -55,6 +67,10 @@ def prefill_kvr(
     *,
     reserve_tokens: int = 0,
     stop_after: int | None = None,
+    prefix: SharedPrefix | None = None,
+    last: int | None = None,
+    courier: Courier | None = None,
+    spares_chain: bool = False,
 ) -> Prefill:
     """Prefill on a chain of ranks, each computing its slice (KV-Runahead, section 4).
 
@@ -63,13 +79,40 @@ def prefill_kvr(
     ids : sequence of int
         The whole prompt, the same on every rank.
     partition : Partition
-        One slice for each rank of `chain`.
+        One slice for each rank of `chain`, in the order of the prompt; with a prefix the first slice includes it.
     reserve_tokens, stop_after
         See `SliceCache`.
+    prefix : SharedPrefix or None
+        What the prompt begins with, if it has been computed: nobody does so again.
+    last : int or None
+        The rank that has the last slice, and ends with the cache; the one behind it, cyclically, has the first.
+        None: the highest.
+    courier : Courier or None
+        One that goes on from prompt to prompt, with the ranks of `chain`: what this rank still has to send when it
+        has computed goes beside the next prompt. None: everything is sent when this returns.
+    spares_chain : bool
+        If memory runs out on a rank it takes part in the transfers to the end, so that the others come through;
+        `Prefill.error` says so there and on the last rank. Otherwise the error is raised. The same on all ranks.
     """
     partition.check_tokens(len(ids))
-    exchange = Relay(partition, chain.rank)
-    return _prefill(loaded, ids, partition, exchange, chain, reserve_tokens, stop_after)
+    if prefix is not None:
+        prefix.check(ids)
+        partition.check_prefix(prefix.tokens)
+    rotation = 0 if last is None else (last + 1) % chain.size
+    exchange = Relay(partition, (chain.rank - rotation) % chain.size, 0 if prefix is None else prefix.tokens)
+    return _prefill(
+        loaded,
+        ids,
+        partition,
+        exchange,
+        chain,
+        reserve_tokens,
+        stop_after=stop_after,
+        prefix=prefix,
+        rotation=rotation,
+        courier=courier,
+        spares_chain=spares_chain,
+    )
 
 
 def prefill_tsp(
@@ -95,42 +138,76 @@ def _prefill(
     exchange: Exchange,
     chain: Transport,
     reserve_tokens: int,
+    *,
     stop_after: int | None = None,
+    prefix: SharedPrefix | None = None,
+    rotation: int = 0,
+    courier: Courier | None = None,
+    spares_chain: bool = False,
 ) -> Prefill:
     began = time.perf_counter()
+    own = None
+    if courier is None and chain.size > 1:
+        own = courier = Courier(chain, forwards=exchange.forwards, on_gpu=loaded.device.type == "cuda")
+    passage = None
+    if courier is not None and chain.size > 1:
+        passage = Passage(courier, partition.size, len(loaded.shape.layers), rotation)
     cache = SliceCache(
         loaded.shape,
         exchange,
-        partition.size,
-        chain if chain.size > 1 else None,
+        passage,
         dtype=loaded.dtype,
         device=loaded.device,
         reserve_tokens=reserve_tokens,
+        prefix=prefix,
         stop_after=stop_after,
         cuts_last_layer=loaded.cuts_last_layer,
     )
     mine = [token for first, last in exchange.owned for token in ids[first:last]]
-    logits = None
+    logits = failure = None
     try:
+        cache.begin()
         logits = run_model(loaded.model, torch.tensor([mine], device=loaded.device), cache)
     except SliceDoneError:
         pass
-    except BaseException:
-        cache.abandon()
-        raise
+    except BaseException as error:
+        if not spares_chain or not is_out_of_memory(error):
+            if courier is not None:
+                courier.abandon()
+            raise
+        failure = str(error).splitlines()[0]
+    if failure is not None:  # and the error, with all that it held, is forgotten
+        play_on(cache)
+    failed = agree(cache, failure is not None) if spares_chain else []
     _computed(loaded.device)
-    seconds, stalled_s = time.perf_counter() - began, cache.stalled_s
+    seconds = time.perf_counter() - began
     cache.finish()
-    has_logits = cache.is_keeper and stop_after is None
+    if own is not None:
+        own.close()
+    has_logits = cache.is_keeper and stop_after is None and not failed
     return Prefill(
         partition,
-        cache,
+        None if failed else cache,
         logits if has_logits else None,
         seconds,
-        wait_s=cache.wait_s,
-        sent_bytes=cache.sent_bytes,
+        wait_s=passage.wait_s if passage else 0.0,
+        sent_bytes=passage.sent_bytes if passage else 0,
+        last=(rotation - 1) % chain.size,
+        error=_say(failed, failure, passage, partition) if failed else None,
         marks_s=cache.marks_s,
-        stalled_s=stalled_s,
+        stalled_s=passage.stalled_s if passage else 0.0,
+    )
+
+
+def _say(failed: Sequence[int], failure: str | None, passage: Passage | None, partition: Partition) -> str:
+    """Say which ranks of the chain ran out of memory, and what to do about it."""
+    ranks = ", ".join(str(place if passage is None else passage.rank_of(place)) for place in failed)
+    slices = ", ".join(str(partition.lengths[place]) for place in failed)
+    why = f" ({failure})" if failure else ""
+    return (
+        f"a prompt of {partition.tokens} tokens: of the {partition.size} rank(s) of its chain rank {ranks} ran out of "
+        f"memory with a slice of {slices} tokens{why}; use longer chains, or less of it for other prompts "
+        f"(parallel.memory_gib)"
     )
 
 

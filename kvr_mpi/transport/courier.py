@@ -3,6 +3,10 @@
 MPI moves nothing by itself: a transfer posted before a long computation mostly runs after it, unless somebody
 calls MPI in between. A `Courier` calls it from a thread, once a millisecond, and hands a received segment on to
 the next rank without waiting for the computation to reach it (cut-through).
+
+Prompts follow each other over the same ranks without a barrier: what is left of one when this rank has computed its
+part goes on beside the next. At most two prompts are under way on a rank, and their messages have different tags, so
+that none is taken for one of the other's; where there are no tags, messages keep the order of the prompts.
 """
 
 from __future__ import annotations
@@ -27,10 +31,10 @@ PAUSE_S = 5e-5
 class Parcel:
     """One transfer in a courier's care, and the one that passes it on, if it is to be passed on."""
 
-    __slots__ = ("arrived", "dest", "onward", "received", "request", "tag", "tensor")
+    __slots__ = ("arrived", "dest", "onward", "prompt", "received", "request", "tag", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, tag: int, dest: int | None = None) -> None:
-        self.tensor, self.tag, self.dest = tensor, tag, dest
+    def __init__(self, tensor: torch.Tensor, tag: int, prompt: int, dest: int | None = None) -> None:
+        self.tensor, self.tag, self.prompt, self.dest = tensor, tag, prompt, dest
         self.request: Request | None = None  # None: to be sent when its turn comes
         self.received: Request | None = None  # for one that passes on: the request that has filled its tensor
         self.arrived = False
@@ -43,20 +47,21 @@ class Parcel:
 
 
 class Courier:
-    """Carries one prompt's segments over one rank; close it when the prompt is through.
+    """Carries the segments of one prompt after the other over one rank; close it when the last one is through.
 
     Parameters
     ----------
     transport : Transport
         The chain.
-    forwards : bool
-        Whether this rank passes segments on.
+    forwards : bool or None
+        Whether this rank passes segments on; None: of three and more ranks each will, in some prompt.
     on_gpu : bool
         Whether the tensors are on a GPU.
     """
 
-    def __init__(self, transport: Transport, *, forwards: bool, on_gpu: bool = False) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, *, forwards: bool | None = None, on_gpu: bool = False) -> None:
+        self.transport = transport
+        self._prompt = 0  # the number of the one that has begun last
         self._pending: list[Parcel] = []
         # Where messages have no tags: those to come, by destination, in the order the other side receives them.
         self._turns: dict[int, deque[int]] = defaultdict(deque)
@@ -64,31 +69,37 @@ class Courier:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._failure: BaseException | None = None
-        self.sent_bytes = 0
         # On one host the receiver's own wait moves the bytes of host memory; a thread would only take the core's time.
+        forwards = transport.size > 2 if forwards is None else forwards
         needs_thread = forwards or on_gpu or transport.local_size < transport.size
         self._thread = threading.Thread(target=self._run, daemon=True, name="courier") if needs_thread else None
         if self._thread is not None:
             self._thread.start()
 
+    def begin(self) -> int:
+        """Begin a prompt, when the one before the last is through, and say which of two sets of tags is its own."""
+        self._until(lambda: self._is_through_before(self._prompt))
+        self._prompt += 1
+        return self._prompt % 2
+
     def announce(self, dest: int, tag: int) -> None:
         """Say that a message will be sent, in the order in which `dest` receives from here."""
-        if not self._transport.has_tags:
+        if not self.transport.has_tags:
             with self._lock:
                 self._turns[dest].append(tag)
 
     def send(self, tensor: torch.Tensor, dest: int, tag: int) -> Parcel:
         """Begin to send; the tensor must stay as it is until the parcel is done."""
         with self._lock:
-            return self._send(Parcel(tensor, tag), dest)
+            return self._send(Parcel(tensor, tag, self._prompt), dest)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int, forward_to: int | None = None) -> Parcel:
         """Begin to receive in place; what has arrived is sent on to `forward_to` at once, and so announced."""
-        if forward_to is not None:
-            self.announce(forward_to, tag)
         with self._lock:
-            parcel = Parcel(tensor, tag, forward_to)
-            parcel.request = self._transport.irecv(tensor, source, tag)
+            parcel = Parcel(tensor, tag, self._prompt, forward_to)
+            parcel.request = self.transport.irecv(tensor, source, tag)
+            if forward_to is not None and not self.transport.has_tags:
+                self._turns[forward_to].append(tag)
             self._pending.append(parcel)
             return parcel
 
@@ -112,14 +123,16 @@ class Courier:
         """Return when a parcel's buffer is free."""
         self._until(lambda: self.is_through(parcel))
 
+    def settle(self) -> None:
+        """Wait until everything is received and sent on."""
+        import torch
+
+        with torch.inference_mode():  # the buffers that are filled were made in it
+            self._until(lambda: self._is_through_before(self._prompt + 1))
+
     def close(self) -> None:
         """Wait until everything is received and sent on, and end."""
-
-        def idle() -> bool:
-            self._poll()
-            return not self._pending and not self._early
-
-        self._until(idle)
+        self.settle()
         self.abandon()
 
     def abandon(self) -> None:
@@ -127,6 +140,11 @@ class Courier:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
+
+    def _is_through_before(self, prompt: int) -> bool:
+        self._poll()
+        with self._lock:
+            return all(parcel.prompt >= prompt for parcel in (*self._pending, *self._early.values()))
 
     def _until(self, done: Callable[[], bool]) -> None:
         looks = 0
@@ -136,7 +154,7 @@ class Courier:
                 time.sleep(PAUSE_S)
 
     def _send(self, parcel: Parcel, dest: int) -> Parcel:
-        if self._transport.has_tags:
+        if self.transport.has_tags:
             self._hand_over(parcel, dest)
             return parcel
         self._early[dest, parcel.tag] = parcel
@@ -146,9 +164,8 @@ class Courier:
         return parcel
 
     def _hand_over(self, parcel: Parcel, dest: int) -> None:
-        parcel.request = self._transport.isend(parcel.tensor, dest, parcel.tag, parcel.received)
+        parcel.request = self.transport.isend(parcel.tensor, dest, parcel.tag, parcel.received)
         parcel.received = None
-        self.sent_bytes += parcel.tensor.nbytes
         self._pending.append(parcel)
 
     def _poll(self) -> None:
@@ -158,7 +175,7 @@ class Courier:
             for parcel in [parcel for parcel in self._pending if parcel.request is not None and parcel.request.test()]:
                 self._pending.remove(parcel)
                 if parcel.dest is not None:
-                    parcel.onward = Parcel(parcel.tensor, parcel.tag)
+                    parcel.onward = Parcel(parcel.tensor, parcel.tag, parcel.prompt)
                     parcel.onward.received = parcel.request
                     self._send(parcel.onward, parcel.dest)
                 parcel.request, parcel.arrived = None, True

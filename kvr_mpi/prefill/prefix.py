@@ -1,0 +1,50 @@
+"""What all prompts begin with: its keys and values are computed once on every rank, and never travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Keys and values of the tokens that prompts begin with.
+
+    Parameters
+    ----------
+    ids : tuple of int
+    layers : sequence of Tensor
+        For each layer (tokens, elements of K and V of all heads), as buffers hold them.
+    """
+
+    ids: tuple[int, ...]
+    layers: Sequence[torch.Tensor]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it has."""
+        return len(self.ids)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory it takes as long as it is there."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def copy_into(self, buffer: torch.Tensor, layer_idx: int) -> None:
+        """Fill the first rows of a layer's buffer (capacity, elements)."""
+        buffer[: self.tokens].copy_(self.layers[layer_idx])
+
+    def check(self, ids: Sequence[int]) -> None:
+        """Make sure that a prompt begins with it and goes on.
+
+        Raises
+        ------
+        ValueError
+            If it does not: its answer would be that of another prompt.
+        """
+        if len(ids) <= self.tokens or tuple(ids[: self.tokens]) != self.ids:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens does not begin with the shared prefix of {self.tokens} tokens and go on"
+            )

@@ -1,0 +1,148 @@
+"""Prompts behind each other through a chain, some of which fail on purpose: the same on threads and on real ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from models import VOCAB, tiny
+
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.buffers import LayerBuffers
+from kvr_mpi.prefill.seam import prepare_model
+from kvr_mpi.prefill.strategies import compute_prefix, prefill_kvr, prefill_single
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.courier import Courier
+
+LAYERS = 3
+MODELS = ("llama-gqa", "mistral-window", "falcon-mqa", "gpt2", "gpt-oss-sinks")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, how it is cut, and who fails where."""
+
+    model: str
+    ids: tuple[int, ...]
+    partition: Partition
+    last: int
+    prefix_tokens: int
+    fails: dict[int, int]  # the layer before which a rank's memory ends; -1: it has none for its buffers
+
+
+def draw_prompts(count: int, size: int, seed: int, *, failing: float, models: tuple[str, ...] = MODELS) -> list[Prompt]:
+    """Random lengths, slices, orders, prefixes and failures; the same on every rank."""
+    draw = random.Random(seed)
+    prompts = []
+    for _ in range(count):
+        tokens = draw.randrange(20, 90)
+        ids = tuple(range(1, 11)) + tuple(draw.randrange(VOCAB) for _ in range(tokens - 10))
+        prefix_tokens = 10 if draw.random() < 0.5 else 0
+        inner = sorted(draw.sample(range(prefix_tokens + 1, tokens), size - 1))
+        fails = {
+            rank: draw.randrange(-1, LAYERS) for rank in draw.sample(range(size), draw.choice([1, 1, min(2, size)]))
+        }
+        prompts.append(
+            Prompt(
+                draw.choice(models),
+                ids,
+                Partition((0, *inner, tokens)),
+                draw.randrange(size),
+                prefix_tokens,
+                fails if draw.random() < failing else {},
+            )
+        )
+    return prompts
+
+
+def truths(prompts: list[Prompt]) -> list[torch.Tensor]:
+    """Logits of plain transformers; leaves the models ready for chains."""
+    for name in {prompt.model for prompt in prompts}:
+        prepare_model(tiny(name).model, chain=False)
+    found = [prefill_single(tiny(prompt.model).model, prompt.ids, torch.device("cpu")).logits for prompt in prompts]
+    for name in {prompt.model for prompt in prompts}:
+        prepare_model(tiny(name).model, chain=True)
+    return [logits for logits in found if logits is not None]
+
+
+class Failing:
+    """Raises what torch raises when memory runs out, on the ranks and in the layers of a `Prompt`."""
+
+    def __init__(self, who: Any) -> None:
+        self._who = who  # says which rank is running, and with which failures: threads share the models
+
+    @contextmanager
+    def installed(self, models: tuple[str, ...]) -> Iterator[None]:
+        """Watch the layers of models and the making of buffers."""
+        make = LayerBuffers._make
+
+        def making(buffers: LayerBuffers, elements: int) -> torch.Tensor:
+            if self._layer() == -1:
+                raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+            return make(buffers, elements)
+
+        hooks = []
+        for name in models:
+            model = tiny(name).model
+            blocks = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList))
+            for idx, block in enumerate(blocks):
+                hooks.append(block.register_forward_pre_hook(lambda block, args, idx=idx: self._enter(idx)))
+        LayerBuffers._make = making  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            LayerBuffers._make = make  # type: ignore[method-assign]
+            for hook in hooks:
+                hook.remove()
+
+    def _layer(self) -> int | None:
+        rank, fails = self._who()
+        return None if fails is None else fails.get(rank)
+
+    def _enter(self, idx: int) -> None:
+        if self._layer() == idx:
+            raise torch.OutOfMemoryError("CUDA out of memory (on purpose)")
+
+
+def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tensor], told: Any) -> float:
+    """Run all prompts without a barrier, and look at what comes out on this rank.
+
+    Returns
+    -------
+    float
+        The largest error of any logits.
+    """
+    prefixes = {name: compute_prefix(tiny(name), range(1, 11)) for name in {prompt.model for prompt in prompts}}
+    courier = Courier(chain)
+    worst = 0.0
+    for prompt, truth in zip(prompts, logits, strict=True):
+        told(prompt.fails)
+        prefill = prefill_kvr(
+            tiny(prompt.model),
+            prompt.ids,
+            prompt.partition,
+            chain,
+            prefix=prefixes[prompt.model] if prompt.prefix_tokens else None,
+            last=prompt.last,
+            courier=courier,
+            spares_chain=True,
+        )
+        told(None)
+        is_last = chain.rank == prompt.last
+        assert prefill.last == prompt.last
+        assert (prefill.error is not None) == bool(prompt.fails and (is_last or chain.rank in prompt.fails))
+        if prefill.error is not None:
+            assert prefill.cache is None and prefill.logits is None
+            for rank in prompt.fails if is_last else [chain.rank]:
+                assert f"{rank}" in prefill.error and "ran out of memory" in prefill.error
+        elif is_last:
+            assert prefill.logits is not None
+            worst = max(worst, float((prefill.logits - truth).abs().max()))
+        else:
+            assert prefill.logits is None
+    courier.close()
+    return worst
