@@ -25,10 +25,19 @@ fi
 
 is_number() { [[ ${1:-} =~ ^[0-9]+$ ]]; }
 
+# A task of an array is named so; its plain number may be that of the whole array.
+job_name() {
+    if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+        echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+    else
+        echo "$SLURM_JOB_ID"
+    fi
+}
+
 # A fresh process knows its limit from here: some versions of SLURM do not set it, and a requeued job has a new one.
 set_deadline() {
     local end
-    end=$(date -d "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %e 2>/dev/null)" +%s 2>/dev/null)
+    end=$(date -d "$(squeue --noheader --jobs "$(job_name)" --format %e 2>/dev/null)" +%s 2>/dev/null)
     if is_number "$end" && [ "$end" -gt "$(date +%s)" ]; then
         export SLURM_JOB_END_TIME=$end
     elif ! is_number "${SLURM_JOB_END_TIME:-}" || [ "$SLURM_JOB_END_TIME" -le "$(date +%s)" ]; then
@@ -83,15 +92,6 @@ record() {
     echo "$library; $(srun --version); launched by ${KVR_LAUNCHER:-srun --mpi=$mpi_type}"
     if is_number "${SLURM_JOB_END_TIME:-}"; then
         echo "must be done by $(date -d "@$SLURM_JOB_END_TIME" +'%F %T')"
-    fi
-}
-
-# A task of an array is named so; its plain number may be that of the whole array.
-job_name() {
-    if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
-        echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
-    else
-        echo "$SLURM_JOB_ID"
     fi
 }
 
