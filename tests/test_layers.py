@@ -18,6 +18,7 @@ ROOMS = [
     "model",
     "documents",
     "prompts",
+    "tokens",
     "transport",
     "prefill",
     "costs",

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
     from kvr_mpi.model import Outline
     from kvr_mpi.schedule.schedule import Placement, Schedule
+    from kvr_mpi.tokens import Counted
 
-# Longer corpora are not tokenised as a whole: their tokens are estimated from documents spread over them.
-COUNTED_CHARS, SAMPLE_CHARS = 20_000_000, 4_000_000
 # Half and twice the ranks are planned, too, up to this number: forecasts of longer chains take seconds.
 COMPARED_RANKS = 128
 
@@ -29,10 +28,17 @@ COMPARED_RANKS = 128
 @click.option(
     "--hardware", metavar="NAME_OR_FILE", help="How fast a rank is: a profile, a JSON file, or a table's hardware."
 )
+@click.option("--exact", is_flag=True, help="Count the tokens of large corpora, too, rather than estimate them.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every document.")
 @click.option("--limit-rows", default=20, show_default=True, type=click.IntRange(0), help="Rows printed; 0: all.")
 def plan(
-    job: Path, settings: tuple[str, ...], ranks: int | None, hardware: str | None, as_json: bool, limit_rows: int
+    job: Path,
+    settings: tuple[str, ...],
+    ranks: int | None,
+    hardware: str | None,
+    exact: bool,
+    as_json: bool,
+    limit_rows: int,
 ) -> None:
     """Show which documents of JOB would run on which chains of ranks, when, for how long, and why.
 
@@ -43,7 +49,7 @@ def plan(
     """  # noqa: D301
     from kvr_mpi.transport.mpi import launched_size
 
-    made = plan_job(job, settings, ranks or (launched_size(os.environ) or ("", 0))[1], hardware)
+    made = plan_job(job, settings, ranks or (launched_size(os.environ) or ("", 0))[1], hardware, exact=exact)
     found, forecast, outline = made.schedule, made.forecast, made.outline
     if as_json:
         click.echo(json.dumps(_as_json(found, forecast), indent=1))
@@ -77,8 +83,8 @@ class Planned:
         return dict(self.schedule.fixed_s).get(self.schedule.ranks if wanted == "all" else int(wanted))
 
 
-def plan_job(job: Path, settings: tuple[str, ...], ranks: int, hardware: str | None) -> Planned:
-    """Read a job and its corpus, and plan it for so many ranks.
+def plan_job(job: Path, settings: tuple[str, ...], ranks: int, hardware: str | None, *, exact: bool = False) -> Planned:
+    """Read a job and its corpus, and plan it for so many ranks; `exact` as in `count_corpus`.
 
     Raises
     ------
@@ -111,35 +117,22 @@ def plan_job(job: Path, settings: tuple[str, ...], ranks: int, hardware: str | N
     )
     frame = frame_of(spec, outline.tokenizer, outline.shape, spec.prompt.template)
     forecast = forecast_of(spec, outline, frame, ranks, hardware)
-    texts, counted = _count(spec, outline.tokenizer)
-    return Planned(spec, outline, forecast, texts, counted, plan_documents(spec, texts, ranks, forecast))
+    found = _count(spec, outline.tokenizer, exact)
+    return Planned(spec, outline, forecast, found.texts, found.how, plan_documents(spec, found.texts, ranks, forecast))
 
 
-def _count(spec: JobSpec, tokenizer: Any) -> tuple[list[tuple[str, int]], str]:
-    """Tokens of every document's text, and how they were counted."""
+def _count(spec: JobSpec, tokenizer: Any, exact: bool) -> Counted:
+    """Tokens of every document's text."""
     from kvr_mpi.documents import read_corpus
     from kvr_mpi.errors import CorpusError
-    from kvr_mpi.prompts import encode_text
+    from kvr_mpi.tokens import count_corpus
 
-    def documents() -> Any:
-        wanted = spec.documents
-        return read_corpus(wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit)
-
-    chars = {document.id: document.chars if document.error is None else 0 for document in documents()}
-    if not chars:
-        raise CorpusError(f"documents.path {spec.documents.path}: the files hold no document; expected at least one")
-    total = sum(chars.values())
-    every = 1 if total <= COUNTED_CHARS else -(-total // SAMPLE_CHARS)
-    counted = {
-        document.id: len(encode_text(tokenizer, document.text)) if document.error is None else 0
-        for number, document in enumerate(documents())
-        if number % every == 0
-    }
-    if every == 1:
-        return list(counted.items()), f"{sum(counted.values())} tokens of text"
-    ratio = sum(counted.values()) / max(1, sum(chars[name] for name in counted))
-    tokens = [(name, counted.get(name, round(ratio * count))) for name, count in chars.items()]
-    return tokens, f"about {sum(count for _, count in tokens)} tokens of text (estimated from {len(counted)} of them)"
+    wanted = spec.documents
+    documents = read_corpus(wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit)
+    counted = count_corpus(tokenizer, documents, exact=exact)
+    if not counted.texts:
+        raise CorpusError(f"documents.path {wanted.path}: the files hold no document; expected at least one")
+    return counted
 
 
 def _columns(place: Placement, forecast: Forecast) -> dict[str, Any]:
