@@ -144,6 +144,8 @@ def test_a_job_told_to_stop_is_queued_again_and_completes(
 ) -> None:
     """What SLURM does before the time is up (``--signal=B:USR2``), done at once; submitted by ``kvr sbatch``."""
     options = ["--ranks", "2", "--ranks-per-node", "1", "--time", "10", f"--sbatch=--output={tmp_path}/%j.log"]
+    tried = cluster.call(kvr, "sbatch", job, *options, "--test-only")
+    assert "to start at" in tried.stderr and "n[1-2]" in tried.stderr
     said = cluster.call(kvr, "sbatch", job, *options).stdout
     number = said.split()[-1]
     wait_begun(cluster, tmp_path, number)
