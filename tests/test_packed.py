@@ -12,6 +12,7 @@ import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import COMMON, CONFIGS, SINGLE_ONLY, prompt, tiny
+from torch.nn.attention import varlen
 
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.partition import Partition
@@ -19,7 +20,7 @@ from kvr_mpi.prefill import packed
 from kvr_mpi.prefill.cache import layer_kv
 from kvr_mpi.prefill.packed import PackedCache, decode_packed, prefill_packed, why_not_packed
 from kvr_mpi.prefill.seam import prepare_model, run_model
-from kvr_mpi.prefill.strategies import Prefill, prefill_kvr
+from kvr_mpi.prefill.strategies import Prefill, compute_prefix, prefill_kvr
 from kvr_mpi.transport.local import LocalTransport
 
 # Around the windows of 16 tokens; one token alone takes paths of its own.
@@ -91,6 +92,91 @@ def test_any_lengths_are_exact(name: str, lengths: list[int]) -> None:
     together = prefill_packed(loaded, [other_prompt(tokens) for tokens in lengths])
     for tokens, found in zip(lengths, together, strict=True):
         check_equal(loaded, found, alone(loaded, other_prompt(tokens)))
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt-oss-sinks", "gemma2-softcap", "opt", "falcon-mha"])
+def test_what_all_begin_with_need_not_be_computed_again(name: str) -> None:
+    loaded, shared = ready(name), prompt(19)
+    prefix = compute_prefix(loaded, shared)
+    prompts = [shared + other_prompt(tokens) for tokens in LENGTHS]
+    together = prefill_packed(loaded, prompts, reserve_tokens=1, prefix=prefix)
+    for ids, found in zip(prompts, together, strict=True):
+        assert found.partition.bounds == (0, len(ids))
+        check_equal(loaded, found, alone(loaded, ids))
+    with pytest.raises(ValueError, match="does not begin with the shared prefix"):
+        prefill_packed(loaded, [prompts[0], other_prompt(30)], prefix=prefix)
+
+
+def test_a_row_that_does_not_fit_is_halved() -> None:
+    """Three rows hold what fits, and the prompt that does not fit alone says so."""
+    loaded, most = ready("llama-gqa"), 0
+    prompts = [other_prompt(tokens) for tokens in (5, 41, 12, 18, 16)]
+
+    def limited(module: Any, inputs: Any) -> None:
+        nonlocal most
+        if inputs[0].shape[1] > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        most = max(most, inputs[0].shape[1])
+
+    hook = loaded.model.model.layers[1].mlp.register_forward_pre_hook(limited)
+    found = prefill_packed(loaded, prompts)
+    hook.remove()
+    assert most == 34
+    for ids, prefill in zip(prompts, found, strict=True):
+        if len(ids) == 41:
+            assert prefill.cache is None and prefill.logits is None and "out of memory" in str(prefill.error)
+        else:
+            assert prefill.error is None
+            check_equal(loaded, prefill, alone(loaded, ids))
+
+
+def varlen_as_documented(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_edges: torch.Tensor,
+    key_edges: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    return_aux: Any,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What torch's varlen_attn says that it does, in plain words: there is no GPU here to ask."""
+    assert return_aux.lse and enable_gqa and query_edges.dtype == key_edges.dtype == torch.int32
+    assert longest_query == int(query_edges.diff().max()) and longest_key == int(key_edges.diff().max())
+    group = query.shape[1] // keys.shape[1]
+    outs, lses = [], []
+    for at in range(len(query_edges) - 1):
+        mine = query[query_edges[at] : query_edges[at + 1]].transpose(0, 1)
+        rows = slice(int(key_edges[at]), int(key_edges[at + 1]))
+        some_keys, some_values = (each[rows].transpose(0, 1).repeat_interleave(group, 0) for each in (keys, values))
+        score = mine @ some_keys.transpose(1, 2) * scale
+        behind = torch.arange(score.shape[1])[:, None] + score.shape[2] - score.shape[1] - torch.arange(score.shape[2])
+        left, right = window_size
+        hidden = (behind < -right if right >= 0 else behind < -(10**9)) | (
+            behind > left if left >= 0 else behind > 10**9
+        )
+        score = score.masked_fill(hidden, float("-inf"))
+        outs.append((score.softmax(-1) @ some_values).transpose(0, 1))
+        lses.append(score.logsumexp(-1))
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt-oss-sinks", "opt"])
+def test_the_way_of_gpus_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All documents in one call, by what varlen_attn is documented to do."""
+    loaded, prompts = ready(name), [other_prompt(tokens) for tokens in LENGTHS]
+    truths = [alone(loaded, ids) for ids in prompts]
+    calls = []
+    monkeypatch.setattr(packed, "takes_varlen", lambda query, values, scores: scores.softcap is None)
+    monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **kw: calls.append(1) or varlen_as_documented(*args, **kw))
+    found = prefill_packed(loaded, prompts)
+    assert len(calls) == 3
+    for mine, truth in zip(found, truths, strict=True):
+        check_equal(loaded, mine, truth)
 
 
 def test_a_failed_row_leaves_no_trace() -> None:

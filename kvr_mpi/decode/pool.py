@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from kvr_mpi.decode.generate import Answer, Rules, Writing
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.cache import SliceCache
+from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.packed import PackedCache, decode_packed, step_back, why_not_packed
 from kvr_mpi.prefill.seam import run_model
 from kvr_mpi.prefill.strategies import Prefill
@@ -99,6 +100,9 @@ class Pool:
             document.writing.write(int(document.writing.choose(prefill.logits)))
         if document.writing.finish_reason is not None:
             self._leave(document)
+        elif isinstance(prefill.cache, SliceCache) and self._loaded.device.type == "cpu":
+            for layer in prefill.cache.layers:
+                layer.lay_by_heads()
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
@@ -182,8 +186,3 @@ class Pool:
         self._finished.append(Finished(document.key, document.prefill, answer, error))
         self._running += self._aside
         self._aside.clear()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory ran out, on a GPU or where PyTorch asks the host for it."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

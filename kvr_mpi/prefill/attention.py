@@ -70,8 +70,10 @@ def attend(
                 query, keys, values, 0.0, causal, attn_mask=None, scale=scores.scale
             )
             return Part(out.float().reshape(1, heads, queries, -1), lse.float().reshape(1, heads, queries))
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-            return _attend_varlen(query, keys, values, scores, causal)
+        if takes_varlen(query, values, scores):
+            longest = query.shape[2], keys.shape[2]
+            of_queries, of_keys = (torch.tensor([0, each], dtype=torch.int32, device=query.device) for each in longest)
+            return _attend_varlen(query, keys, values, scores, (of_queries, of_keys), longest, -1, causal)
     return _attend_blocks(query, keys, values, scores, offset=0 if causal else None, window=None)
 
 
@@ -80,25 +82,64 @@ def attend_window(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     return _attend_blocks(query, keys, values, scores, offset=keys.shape[2] - query.shape[2], window=window)
 
 
-def _attend_varlen(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, causal: bool) -> Part:
+def attend_documents(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scores: Scores,
+    edges: torch.Tensor,
+    longest: int,
+    window: int | None,
+) -> Part:
+    """Attend causally within each of the documents that lie one behind the other in a row, at once, on a GPU.
+
+    Parameters
+    ----------
+    edges : Tensor
+        Where each begins, and where the last ends (documents + 1,), int32 on the device.
+    longest : int
+        Tokens of the longest.
+    window : int or None
+        See only the last `window` keys, one's own included.
+    """
+    left = -1 if window is None else window - 1
+    return _attend_varlen(query, keys, values, scores, (edges, edges), (longest, longest), left, True)
+
+
+def takes_varlen(query: torch.Tensor, values: torch.Tensor, scores: Scores) -> bool:
+    """Whether the flash attention of GPUs can do this."""
+    is_plain = scores.softcap is None and query.shape[-1] == values.shape[-1]
+    return is_plain and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _attend_varlen(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scores: Scores,
+    edges: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
+    left: int,
+    causal: bool,
+) -> Part:
     """Flash attention on a GPU, which takes token-major tensors and so reads our buffers as they lie."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    queries, length = query.shape[2], keys.shape[2]
     out, lse = varlen_attn(
         query[0].transpose(0, 1),
         keys[0].transpose(0, 1),
         values[0].transpose(0, 1),
-        torch.tensor([0, queries], dtype=torch.int32, device=query.device),
-        torch.tensor([0, length], dtype=torch.int32, device=query.device),
-        queries,
-        length,
+        edges[0],
+        edges[1],
+        longest[0],
+        longest[1],
         return_aux=AuxRequest(lse=True),
         scale=scores.scale,
-        window_size=(-1, 0) if causal else (-1, -1),
+        window_size=(left, 0 if causal else -1),
         enable_gqa=True,
     )
-    return Part(out.transpose(0, 1).unsqueeze(0).float(), lse.view(1, query.shape[1], queries).float())
+    # The log-sum-exp comes as (heads, queries), whatever varlen_attn's own documentation says.
+    return Part(out.transpose(0, 1).unsqueeze(0).float(), lse.view(1, *query.shape[1:3]).float())
 
 
 def _attend_blocks(

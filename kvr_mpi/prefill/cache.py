@@ -166,10 +166,10 @@ class SliceLayer(CacheLayerMixin):
             return
         if self.segments is not None:
             self.segments.wait_through()
-        old = [tensor.contiguous() for tensor in self.rows(0, self.length)]
+        old = [rows.clone(memory_format=torch.contiguous_format) for rows in self.rows(0, self.length)]
         self.is_by_heads = True
-        for new, tensor in zip(self.rows(0, self.length), old, strict=True):
-            new.copy_(tensor)
+        for new, rows in zip(self.rows(0, self.length), old, strict=True):
+            new.copy_(rows)
 
     def release(self, *, wait: bool) -> bool:
         """Let go of the buffer if all of it is sent, or wait for that; say whether it is gone."""

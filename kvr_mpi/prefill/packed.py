@@ -18,9 +18,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.attention import Scores, attend
+from kvr_mpi.prefill.attention import Scores, attend, attend_documents, takes_varlen
 from kvr_mpi.prefill.cache import SliceCache, SliceLayer
 from kvr_mpi.prefill.exchange import Relay
+from kvr_mpi.prefill.failure import is_out_of_memory
+from kvr_mpi.prefill.prefix import SharedPrefix
 from kvr_mpi.prefill.seam import run_model, run_packed
 from kvr_mpi.prefill.strategies import Prefill, prefill_kvr
 from kvr_mpi.transport.local import LocalTransport
@@ -79,6 +81,11 @@ class PackedLayer(CacheLayerMixin):
         cache, self.attended = self.cache, True
         if cache.decodes:
             return self._attend_tokens(query, scores, window, sinks)
+        if takes_varlen(query, values, scores) and all(layer.cache.prefix is None for layer in self.documents):
+            for layer in self.documents:
+                layer.attended = True
+            part = attend_documents(query, keys, values, scores, cache.edges, cache.longest, window)
+            return (part if sinks is None else part.with_sinks(sinks)).out.to(query.dtype)
         outs = [
             layer.attend(
                 query[:, :, first:last], keys[:, :, first:last], values[:, :, first:last], scores, window, sinks
@@ -133,6 +140,8 @@ class PackedCache(Cache):
         self.documents = documents
         stops = list(itertools.accumulate(tokens))
         self.bounds = list(zip([0, *stops], stops, strict=False))
+        self.edges = torch.tensor([0, *stops], dtype=torch.int32, device=documents[0].device)
+        self.longest = max(tokens)
         self.decodes = not any(document.prefilling for document in documents)
         assert not self.decodes or all(count == 1 for count in tokens), "one token of each answer at a time"
         self.lengths = [0] * len(documents)  # of the documents, before this row
@@ -168,9 +177,16 @@ class PackedCache(Cache):
         self.current, layer.attended, layer.is_initialized = layer, False, True
 
 
-@torch.inference_mode()
-def prefill_packed(loaded: LoadedModel, prompts: Sequence[Sequence[int]], *, reserve_tokens: int = 0) -> list[Prefill]:
+def prefill_packed(
+    loaded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    reserve_tokens: int = 0,
+    prefix: SharedPrefix | None = None,
+) -> list[Prefill]:
     """Prefill several short prompts in one forward pass, each exactly as if alone (`prefill_kvr` on one rank).
+
+    If there is no memory for all of them it goes on in halves; one that does not fit alone has its `Prefill.error`.
 
     Parameters
     ----------
@@ -178,38 +194,67 @@ def prefill_packed(loaded: LoadedModel, prompts: Sequence[Sequence[int]], *, res
         At least one, none of them empty.
     reserve_tokens : int
         Room for tokens to be decoded behind each.
+    prefix : SharedPrefix or None
+        What all of them begin with, if it has been computed; the prompts still contain it.
 
     Returns
     -------
     list of Prefill
-        In the prompts' order, each with its own cache. Every one took as long as all of them.
+        In the prompts' order, each with its own cache. Every one took as long as all of its forward pass.
     """
-    began = time.perf_counter()
-    partitions = [Partition((0, len(ids))) for ids in prompts]
-    caches = [
-        SliceCache(
+    if len(prompts) == 1:
+        partition = Partition((0, len(prompts[0])))
+        options: dict[str, Any] = {"reserve_tokens": reserve_tokens, "prefix": prefix, "spares_chain": True}
+        return [prefill_kvr(loaded, prompts[0], partition, LocalTransport(), **options)]
+    try:
+        return _prefill_row(loaded, prompts, reserve_tokens, prefix)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    # Out of the except block: the error held on to what the failed pass had made.
+    if loaded.device.type == "cuda":
+        torch.cuda.empty_cache()
+    half = len(prompts) // 2
+    return [
+        prefill
+        for some in (prompts[:half], prompts[half:])
+        for prefill in prefill_packed(loaded, some, reserve_tokens=reserve_tokens, prefix=prefix)
+    ]
+
+
+@torch.inference_mode()
+def _prefill_row(
+    loaded: LoadedModel, prompts: Sequence[Sequence[int]], reserve_tokens: int, prefix: SharedPrefix | None
+) -> list[Prefill]:
+    began, start = time.perf_counter(), 0 if prefix is None else prefix.tokens
+    partitions, caches = [Partition((0, len(ids))) for ids in prompts], []
+    for ids, partition in zip(prompts, partitions, strict=True):
+        if prefix is not None:
+            prefix.check(ids)
+        cache = SliceCache(
             loaded.shape,
-            Relay(partition, 0),
+            Relay(partition, 0, start),
             None,
             dtype=loaded.dtype,
             device=loaded.device,
             reserve_tokens=reserve_tokens,
+            prefix=prefix,
         )
-        for partition in partitions
-    ]
-    packed = PackedCache(caches, [len(ids) for ids in prompts])
-    ids = torch.tensor([[token for prompt in prompts for token in prompt]], device=loaded.device)
-    positions = torch.cat([torch.arange(len(prompt), device=loaded.device) for prompt in prompts]).unsqueeze(0)
-    last_rows = torch.tensor([last - 1 for _, last in packed.bounds], device=loaded.device)
-    logits = run_packed(loaded.model, ids, positions, packed, last_rows)
-    if loaded.device.type == "cuda":
-        torch.cuda.synchronize(loaded.device)
+        caches.append(cache)
+    device = loaded.device
+    packed = PackedCache(caches, [len(ids) - start for ids in prompts])
+    row = torch.tensor([[token for ids in prompts for token in ids[start:]]], device=device)
+    positions = torch.cat([torch.arange(start, len(ids), device=device) for ids in prompts]).unsqueeze(0)
+    last_rows = torch.tensor([last - 1 for _, last in packed.bounds], device=device)
+    logits = run_packed(loaded.model, row, positions, packed, last_rows)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     seconds = time.perf_counter() - began
     for cache in caches:
         cache.finish()
     return [
-        Prefill(partition, cache, row.clone(), seconds)
-        for partition, cache, row in zip(partitions, caches, logits, strict=True)
+        Prefill(partition, cache, each.clone(), seconds)
+        for partition, cache, each in zip(partitions, caches, logits, strict=True)
     ]
 
 
