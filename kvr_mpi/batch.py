@@ -1,38 +1,43 @@
 """The main job: every document of a corpus, prefilled, answered and stored.
 
 The data's way, as in `run_job`: documents -> prompts -> plan -> chain prefill -> decode -> outputs -> report.
-Every rank reads the same corpus in the same order and knows from it, without a coordinator, which documents
-are its chain's; the last rank of a chain decodes and writes. A job is gone through in rounds: one, if all chains have
-one length; else one for each length, the longest first, so that a rank joins ever shorter chains and never waits for a
-rank that waits for another.
+Every rank knows the same corpus and computes the same shares of it. Each chain takes its documents from the front of
+its own list, and, when that is empty, from the list with most left: counters in one rank's memory say what is taken, so
+nobody coordinates. A job is gone through in rounds: one, if all chains have one length; else one for each length, the
+longest first, so that a rank joins ever shorter chains and never waits for a rank that waits for another.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from kvr_mpi.documents import Document, find_files, read_corpus
+from kvr_mpi.crew import Crew, Tally
+from kvr_mpi.desk import Desk
+from kvr_mpi.documents import Corpus, scan_corpus
 from kvr_mpi.engine import Engine, Machine
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, ConfigError, CorpusError
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, ConfigError, CorpusError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import choose_device, find_model
-from kvr_mpi.plan import agree, count_tokens, describe, plan_documents
-from kvr_mpi.prefill.cache import layer_kv
+from kvr_mpi.plan import agree, count_tokens, describe, duration, plan_documents
 from kvr_mpi.prompts import check_template
 from kvr_mpi.report.log import Log
-from kvr_mpi.report.progress import ProgressReport
+from kvr_mpi.report.progress import Progress, clock_time
 from kvr_mpi.report.table import print_summary
 from kvr_mpi.schedule.schedule import deal
+from kvr_mpi.stop import STOP_SIGNALS, Stop, listening
 from kvr_mpi.store.folder import check_fresh, check_writable, read_run
+from kvr_mpi.store.lock import Owner
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.outputs import Record
-from kvr_mpi.store.run import prepare_folder
+from kvr_mpi.store.run import Run, known_corpus, open_run
 from kvr_mpi.store.shards import ShardWriter
-from kvr_mpi.transport import Transport, on_root, share_json, together
+from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport
-from kvr_mpi.transport.local import LocalTransport
+from kvr_mpi.transport.counters import open_counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +45,13 @@ class RunOptions:
     """How to run, as opposed to what."""
 
     machine: Machine
+    owner: Owner
     overwrite: bool = False
     resume: bool = False
+    retry_failed: bool = False
     bar: bool = False
     deadline_s: float | None = None  # Unix time at which the batch system ends the job
+    stop_signals: Sequence[str] = field(default=STOP_SIGNALS)
 
 
 def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> int:
@@ -52,88 +60,144 @@ def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> i
     Returns
     -------
     int
-        Exit code: 0, or 65 if some documents have error records.
+        Exit code: 0; 65 if some documents have error records; 75 if it was stopped before the end.
     """
     folder = Path(spec.output.path)
+    stop = Stop(_believable(options.deadline_s, log))
+    with listening(stop, options.stop_signals, lambda why: _end_at_once(world, log, why)):
+        return _run(spec, options, world, log, folder, stop)
+
+
+def _believable(deadline_s: float | None, log: Log) -> float | None:
+    """Leave out a deadline that is over: whoever it was meant for, this job is running."""
+    ago_s = 0.0 if deadline_s is None else time.time() - deadline_s
+    if ago_s <= 0:
+        return deadline_s
+    log.root(f"warning: SLURM_JOB_END_TIME says that the job ended {clock_time(ago_s)} ago: ignored")
+    return None
+
+
+def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder: Path, stop: Stop) -> int:
     chain_size = together(world, lambda: choose_chain_size(spec, world.size))
-    corpus = share_json(world, on_root(world, lambda: _scan(spec, folder, options)))
+    corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options).to_json())))
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
-    world, reason = open_transport(world, spec.parallel.transport, device, cache_dir=options.machine.cache_dir)
+    ranks, reason = open_transport(world, spec.parallel.transport, device, cache_dir=options.machine.cache_dir)
     log.root(reason)
-    chain = world.split(world.rank // chain_size)
-    engine = Engine(spec, options.machine, world, chain, log.line)
-    done = set(share_json(world, on_root(world, lambda: _prepare(folder, engine, options))))
-    todo = [(name, chars) for name, chars in corpus if name not in done]
-    log.root(f"documents: {len(corpus)}" + (f", {len(corpus) - len(todo)} of them done already" if done else ""))
-    if engine.costs is not None:
-        rounds = _planned_rounds(engine, [name for name, _ in todo], world, log)
-    else:
-        share = deal(todo, world.size // chain_size)[world.rank // chain_size]
-        rounds = [Round(engine, {name: chars for name, chars in todo if name in share})]
-    _run_rounds(rounds, ShardWriter(folder, f"{world.rank:04d}", engine.header()), options, log)
+    engine = Engine(spec, options.machine, ranks, ranks.split(world.rank // chain_size), log.line)
+    run = on_root(world, lambda: _open(folder, engine, corpus, options, log))
+    done = set(share_json(world, None if run is None else sorted(run.done | run.failed)))
+    todo = [number for number in _share(spec, len(corpus)) if corpus.entries[number].id not in done]
+    log.root(f"documents: {len(corpus)}" + (f", {len(done)} of them done already" if done else ""))
+    shares = share_out(engine, corpus, todo, ranks, log)
+    counters = open_counters(world, Desk.SLOTS + shares.slots)
+    with (
+        closing(ShardWriter(folder, f"{world.rank:04d}", engine.header())) as writer,
+        Progress(
+            log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0
+        ) as progress,
+    ):
+        check = None if run is None else run.check
+        desk = Desk(corpus, counters, writer, progress, stop, keeps_kv=spec.output.kv, check=check)
+        tally = work_through(engine, ranks, shares, desk)
     world.barrier()
-    return int(share_json(world, on_root(world, lambda: _conclude(folder))))
+    left = len(todo) - counters.read()[Desk.DONE]
+    counters.close()
+    tallies = [Tally(**one) for one in share_json(world, gather_json(world, asdict(tally)))]
+    for line in _sum_up(tallies, len(todo) - left, progress.elapsed_s, shares.predicted_s):
+        log.root(line)
+    return int(share_json(world, on_root(world, lambda: _conclude(run, folder, left, stop.reason, log))))
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What this rank does on one chain.
+    """Chains of one length, and which documents they begin with.
 
-    share : the chain's documents, and how much work each is: characters, or predicted milliseconds.
-    refused : of them, those that only get an error record, and why.
+    length : ranks of a chain.
+    lists : documents' numbers, for each chain.
+    works : how much work each document is: characters, or predicted milliseconds.
     """
 
-    engine: Engine
-    share: dict[str, int]
-    refused: dict[str, str] = field(default_factory=dict)
+    length: int
+    lists: list[list[int]]
+    works: dict[int, int]
 
 
-def _planned_rounds(engine: Engine, names: Sequence[str], world: Transport, log: Log) -> list[Round]:
-    """Plan chains of all lengths, and split the ranks into those this rank takes part in."""
-    spec, wanted = engine.spec, set(names)
-    tokens = count_tokens(engine.loaded.tokenizer, _documents(spec, wanted), wanted, world)
-    plan = plan_documents(spec, [(name, tokens[name]) for name in names], world.size, engine.forecast())
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Which documents the chains begin with.
+
+    misfits : documents that fit on no chain, and why.
+    predicted_s : how long the whole takes, if that was planned.
+    """
+
+    rounds: list[Round]
+    misfits: dict[int, str] = field(default_factory=dict)
+    predicted_s: float | None = None
+
+    @property
+    def slots(self) -> int:
+        """Counters it takes."""
+        return sum(len(part.lists) for part in self.rounds)
+
+    @property
+    def work(self) -> int:
+        """Work of all documents."""
+        return sum(sum(part.works.values()) for part in self.rounds)
+
+
+def share_out(engine: Engine, corpus: Corpus, todo: Sequence[int], ranks: Transport, log: Log) -> Shares:
+    """Share documents among chains: as planned, or so that all chains of one length have as much; every rank alike."""
+    if engine.costs is not None:
+        return _planned(engine, corpus, todo, ranks, log)
+    size = engine.chain.size
+    return Shares([_round(corpus, todo, ranks.size // size, size)])
+
+
+def work_through(engine: Engine, ranks: Transport, shares: Shares, desk: Desk) -> Tally:
+    """Do this rank's part of all rounds; every rank calls this."""
+    for number in list(shares.misfits)[ranks.rank :: ranks.size]:
+        desk.refuse(number, shares.misfits[number])
+    # All of them before any work: making chains waits for all ranks.
+    chains = [ranks.split(ranks.rank // part.length) for part in shares.rounds]
+    first_slot, tally = Desk.SLOTS, Tally()
+    for part, chain in zip(shares.rounds, chains, strict=True):
+        block = ranks.rank // part.length
+        if block < len(part.lists):  # else the ranks were not divisible, and this one is left over
+            desk.work_from(part.lists, part.works, block, first_slot)
+            tally.add(Crew(engine.on(chain, block * part.length), desk).run())
+        first_slot += len(part.lists)
+    return tally
+
+
+def _round(corpus: Corpus, todo: Sequence[int], chains: int, length: int) -> Round:
+    """Share documents among chains that are all alike; the longest come first, so that all chains end together."""
+    works = {number: max(1, corpus.entries[number].chars) for number in todo}
+    lists = deal(list(works.items()), chains)
+    # Longest first only to within a factor of two: behind each other in a file, documents are read faster.
+    return Round(
+        length, [sorted(one, key=lambda number: (-works[number].bit_length(), number)) for one in lists], works
+    )
+
+
+def _planned(engine: Engine, corpus: Corpus, todo: Sequence[int], world: Transport, log: Log) -> Shares:
+    """Plan chains of all lengths."""
+    numbers = {corpus.entries[number].id: number for number in todo}
+    mine = (corpus.read(number) for number in todo[world.rank :: world.size])
+    tokens = count_tokens(engine.loaded.tokenizer, mine, world)
+    plan = plan_documents(engine.spec, [(name, tokens[name]) for name in numbers], world.size, engine.forecast())
     plan = agree(world, plan)
     for line in describe(plan):
         log.root(f"plan: {line}")
     rounds = []
     for length in plan.chain_lengths:
-        mine = [place for place in plan.placements if place.ranks == length and place.has(world.rank)]
-        chain = world.split(world.rank // length)
-        share = {place.id: max(1, round(1e3 * (place.end_s - place.start_s))) for place in mine}
-        rounds.append(Round(engine.on(chain, world.rank // length * length), share))
-    refused = {name: why for number, (name, _, why) in enumerate(plan.misfits) if number % world.size == world.rank}
-    alone = engine.on(LocalTransport(), world.rank)
-    return [*rounds, Round(alone, dict.fromkeys(refused, 1), refused)]
-
-
-def _run_rounds(rounds: Sequence[Round], writer: ShardWriter, options: RunOptions, log: Log) -> None:
-    """Answer and store this rank's documents, one after the other."""
-    told = sum(len(part.share) for part in rounds if part.engine.is_last)
-    work = sum(sum(part.share.values()) for part in rounds)
-    bar = options.bar and any(part.engine.is_last for part in rounds)
-    with ProgressReport(log, told, work, deadline_s=options.deadline_s, bar=bar) as progress:
-        for part in rounds:
-            if part.share:
-                _run_round(part, writer, progress)
-        writer.flush()
-
-
-def _run_round(part: Round, writer: ShardWriter, progress: ProgressReport) -> None:
-    engine, spec = part.engine, part.engine.spec
-    for document in _documents(spec, set(part.share)):
-        reason = document.error or part.refused.get(document.id)
-        record, prefill = engine.answer(replace(document, error=reason))
-        if not engine.is_last:
-            progress.passed(part.share[document.id])
-            continue
-        if spec.output.kv and prefill is not None:
-            layers = range(len(engine.loaded.shape.layers))
-            writer.write(record, (layer_kv(prefill.cache, layer) for layer in layers))
-        else:
-            writer.write(record)
-        del prefill  # its cache is not to lie beside the next document's
-        progress.document(record, part.share[document.id])
+        part = Round(length, [[] for _ in range(world.size // length)], {})
+        for place in sorted(plan.placements, key=lambda place: place.start_s):
+            if place.ranks == length:
+                number = numbers[place.id]
+                part.lists[place.first_rank // length].append(number)
+                part.works[number] = max(1, round(1e3 * (place.end_s - place.start_s)))
+        rounds.append(part)
+    return Shares(rounds, {numbers[name]: why for name, _, why in plan.misfits}, plan.makespan_s)
 
 
 def choose_chain_size(spec: JobSpec, ranks: int) -> int:
@@ -161,21 +225,8 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
     return size
 
 
-def _documents(spec: JobSpec, share: set[str] | None = None) -> Iterator[Document]:
-    """Stream the corpus, or a share of it, without reading on behind its last document."""
-    wanted, left = spec.documents, -1 if share is None else len(share)
-    for document in read_corpus(
-        wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit
-    ):
-        if left == 0:
-            return
-        if share is None or document.id in share:
-            left -= 1
-            yield document
-
-
-def _scan(spec: JobSpec, folder: Path, options: RunOptions) -> list[tuple[str, int]]:
-    """List all documents (id, characters), having checked what can be checked before a model is loaded."""
+def _scan(spec: JobSpec, folder: Path, options: RunOptions) -> Corpus:
+    """List all documents, having checked what can be checked before a model is loaded."""
     check_template(spec.prompt.template)
     if spec.prompt.reduce_template is not None:
         check_template(spec.prompt.reduce_template)
@@ -183,22 +234,81 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions) -> list[tuple[str, i
         check_fresh(folder)
     check_writable(folder)
     find_model(spec.model.path)
-    find_files(spec.documents.path)
-    corpus = [(document.id, document.chars) for document in _documents(spec)]
-    if not corpus:
-        raise CorpusError(f"documents.path {spec.documents.path}: the files hold no document; expected at least one")
+    return scan_documents(spec, None if options.overwrite else known_corpus(folder))
+
+
+def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
+    """List a job's documents.
+
+    Parameters
+    ----------
+    known : Corpus, optional
+        An earlier list: files that have not changed since are not read.
+
+    Raises
+    ------
+    CorpusError
+        If there are none.
+    """
+    wanted = spec.documents
+    corpus = scan_corpus(
+        wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit, known=known
+    )
+    if not corpus.entries:
+        raise CorpusError(f"documents.path {wanted.path}: the files hold no document; expected at least one")
     return corpus
 
 
-def _prepare(folder: Path, engine: Engine, options: RunOptions) -> list[str]:
-    """Make the output folder ready, and list what is done already."""
-    identity = engine.header().identity
-    return sorted(prepare_folder(folder, identity, overwrite=options.overwrite, resume=options.resume))
+def _share(spec: JobSpec, documents: int) -> range:
+    """Numbers of the documents this job is to do: all, or every n-th."""
+    shard, _, shards = (spec.documents.shard or "0/1").partition("/")
+    return range(int(shard), documents, int(shards))
 
 
-def _conclude(folder: Path) -> int:
+def _open(folder: Path, engine: Engine, corpus: Corpus, options: RunOptions, log: Log) -> Run:
+    """Make the output folder ours."""
+    return open_run(
+        folder,
+        engine.header(),
+        corpus,
+        overwrite=options.overwrite,
+        resume=options.resume,
+        retry_failed=options.retry_failed,
+        owner=options.owner,
+        say=log.line,
+    )
+
+
+def _end_at_once(world: Transport, log: Log, why: str) -> None:
+    log.line(why)
+    world.abort(EXIT_STOPPED)
+
+
+def _sum_up(tallies: Sequence[Tally], documents: int, seconds: float, predicted_s: float | None) -> Iterator[str]:
+    """Say how fast it went."""
+    total = Tally()
+    for tally in tallies:
+        total.add(tally)
+    if not documents or seconds <= 0:
+        return
+    planned = "" if predicted_s is None else f" (planned: {duration(predicted_s)})"
+    busy = 100 * total.busy_s / total.phase_s if total.phase_s else 0
+    yield (
+        f"{documents} document(s) in {duration(seconds)}{planned}: {3600 * documents / seconds:.0f} an hour, "
+        f"{total.prompt_tokens / seconds:.0f} prompt tokens/s, {total.new_tokens / seconds:.1f} new tokens/s; "
+        f"ranks computed in {busy:.0f} % of their prefill time"
+    )
+
+
+def _conclude(run: Run | None, folder: Path, left: int, reason: str, log: Log) -> int:
     """Merge the results, print the table, and say how it went."""
+    assert run is not None, "on rank 0"
+    if left:
+        run.close()
+        log.line(f"stopped, {left} document(s) left: {reason}; the same command with --resume goes on")
+        return EXIT_STOPPED
     result = merge_run(folder)
+    run.close()
     failed = False
 
     def watched() -> Iterator[Record]:

@@ -1,6 +1,6 @@
-"""One document on one chain of ranks: prompt, slices, prefill, answer.
+"""A model on a chain of ranks: what is loaded, measured and decided before the first document, and one prompt's run.
 
-Stands between the batch, which chooses the documents, and the strategies, which know nothing of documents.
+Stands between the batch, which has the documents, and the strategies, which know nothing of them.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvr_mpi.costs.costmodel import Costs
 from kvr_mpi.costs.memory import GIB, Footprint, check_fits, footprint_of
 from kvr_mpi.costs.solve import Rates, equal_time
-from kvr_mpi.decode.generate import Answer, generate, make_generation_config
-from kvr_mpi.documents import Document
-from kvr_mpi.errors import DocumentError
+from kvr_mpi.decode.generate import make_generation_config
+from kvr_mpi.decode.pool import Pool
 from kvr_mpi.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of, with_memory
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel, load_model
@@ -28,16 +27,19 @@ from kvr_mpi.planner.lookup import choose_slices, describe_range, find_table
 from kvr_mpi.planner.measure import measure_costs
 from kvr_mpi.planner.probe import measure_rates
 from kvr_mpi.planner.table import Table
+from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.prefill.strategies import Prefill, check_chain, prefill_kvr, prefill_single
-from kvr_mpi.prompts import Prompt, encode_text, fit_prompt, split_text
+from kvr_mpi.prompts import Frame, Prompt
+from kvr_mpi.reading import Asking
 from kvr_mpi.report.memory import room_bytes
-from kvr_mpi.store.outputs import Header, Record
+from kvr_mpi.store.outputs import Header
 from kvr_mpi.transport import Transport, gather_json, share_json, together
-from kvr_mpi.transport.local import LocalTransport
 
-# Rounds of answers about answers before a document is given up.
-MAX_REDUCTIONS = 8
+# A slice below this is not worth a rank of its own.
+LEAST_SLICE_TOKENS = 64
+# Tokens of a packed forward.
+PACK_TOKENS = 2048
 # Slices are shown for this length if the model names no context.
 EXAMPLE_TOKENS = 8192
 
@@ -54,19 +56,10 @@ class Machine:
     offline: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """One prompt's result on the last rank of the chain."""
-
-    prompt: Prompt
-    prefill: Prefill
-    answer: Answer
-
-
 class Engine:
     """A model on a chain of ranks, ready to answer documents.
 
-    Every rank of the chain gives the same documents in the same order to `answer`.
+    Every rank of the chain gives the same prompts in the same order to `prefill`.
 
     Parameters
     ----------
@@ -76,6 +69,8 @@ class Engine:
         All ranks of the job, and those that share this chain's prompts; `on` says which other ranks share others.
     say : callable
         For a line of text; called on rank 0 of the job only.
+    loaded : LoadedModel, optional
+        The job's model, if it is loaded already.
 
     Raises
     ------
@@ -83,11 +78,20 @@ class Engine:
         If model, prompt or generation settings do not work together.
     """
 
-    def __init__(self, spec: JobSpec, machine: Machine, world: Transport, chain: Transport, say: Say) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        machine: Machine,
+        world: Transport,
+        chain: Transport,
+        say: Say,
+        *,
+        loaded: LoadedModel | None = None,
+    ) -> None:
         self.spec, self.chain = spec, chain
         self.first_rank = world.rank - chain.rank
         self._say_here, self._say = say, say if world.rank == 0 else (lambda text: None)
-        self.loaded = self._load(machine, world)
+        self.loaded = loaded or self._load(machine, world)
         together(world, self._check)
         self.footprint = self._footprint()
         self.rooms_bytes: list[int] = share_json(world, gather_json(world, self._room(world)))  # of all ranks
@@ -97,9 +101,15 @@ class Engine:
         self._has_extrapolated = False
 
     @property
-    def is_last(self) -> bool:
-        """Whether this rank decodes and writes."""
-        return self.chain.rank == self.chain.size - 1
+    def asking(self) -> Asking:
+        """How documents are asked."""
+        strategy = self.spec.parallel.strategy
+        return Asking(self.loaded.tokenizer, self.spec.prompt, self.frame, self.reduce_frame, strategy)
+
+    @property
+    def new_tokens(self) -> int:
+        """Most tokens of an answer."""
+        return self.spec.generation.max_new_tokens
 
     def on(self, chain: Transport, first_rank: int) -> Engine:
         """Return the same engine on other ranks; `first_rank` is the chain's first in the job."""
@@ -129,121 +139,89 @@ class Engine:
             {"name": loaded.name, "architecture": loaded.shape.architecture, "dtype": identity["dtype"]},
         )
 
-    def answer(self, document: Document) -> tuple[Record, Prefill | None]:
-        """Answer one document.
+    def open_pool(self) -> Pool:
+        """Make what decodes this rank's prompts."""
+        generation = self.spec.generation
+        return Pool(self.loaded, self.generation, stop=generation.stop, max_new_tokens=generation.max_new_tokens)
 
-        Returns
-        -------
-        (Record, Prefill or None)
-            On the last rank the document's record, an error record if something is wrong with the document,
-            and the prefill of its (last) prompt. On the other ranks a record without content.
+    def seed_of(self, document_id: str) -> int:
+        """Give each document its own stream of random numbers, whatever rank it comes to."""
+        text = f"{self.spec.generation.seed} {document_id}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+    def prefill(self, prompt: Prompt, frame: Frame, keeper: int) -> Prefill:
+        """Prefill over the chain, with one of its ranks last.
+
+        Parameters
+        ----------
+        frame : Frame
+            What stands around the prompt's text: its head may be known already.
+        keeper : int
+            The rank that ends with logits and cache.
         """
-        blank = Record(document.id, "error", document_sha256=hashlib.sha256(document.text.encode()).hexdigest())
-        try:
-            if document.error is not None:
-                raise DocumentError(document.error)
-            outcomes = self._ask(document)
-        except DocumentError as error:
-            return replace(blank, error=str(error)), None
-        if not outcomes:  # not the last rank: nothing to record
-            return blank, None
-        final = outcomes[-1]
-        tokens = sum(outcome.prompt.tokens for outcome in outcomes)
-        seconds = sum(outcome.prefill.seconds for outcome in outcomes)
-        record = replace(
-            blank,
-            status="done",
-            answer=final.answer.text,
-            token_ids=final.answer.token_ids,
-            slices=final.prefill.partition.bounds,
-            prompt_sha256=final.prompt.sha256,
-            prompt_tokens=tokens,
-            dropped_tokens=final.prompt.dropped_tokens,
-            new_tokens=sum(len(outcome.answer.token_ids) for outcome in outcomes),
-            finish_reason=final.answer.finish_reason,
-            strategy=self.spec.parallel.strategy,
-            ttft_s=seconds,
-            prefill_tokens_per_s=tokens / seconds,
-            wait_s=sum(outcome.prefill.wait_s for outcome in outcomes),
-            decode_s=sum(outcome.answer.seconds for outcome in outcomes),
-            parts=len(outcomes),
-        )
-        return record, final.prefill
-
-    def _ask(self, document: Document) -> list[_Outcome]:
-        """Run a document's prompt; if it is split, its parts' prompts and then one about their answers."""
-        prompt_spec, tokenizer = self.spec.prompt, self.loaded.tokenizer
-        text_ids = encode_text(tokenizer, document.text)
-        if not text_ids:
-            raise DocumentError(
-                f"{document.id} has no tokens: this model's tokenizer drops all {document.chars} characters"
-            )
-        if prompt_spec.too_long != "split" or len(text_ids) <= self.frame.text_budget:
-            truncate = prompt_spec.keep if prompt_spec.too_long == "truncate" else None
-            return _present([self._run_prompt(fit_prompt(self.frame, text_ids, truncate=truncate), document.id)])
-        outcomes: list[_Outcome | None] = []
-        frame = self.frame
-        for _ in range(MAX_REDUCTIONS):
-            parts = split_text(tokenizer, frame, text_ids)
-            answered = []
-            for part in parts:
-                outcome = self._run_prompt(part, document.id)
-                if outcome is not None and len(parts) > 1:
-                    outcome.prefill.cache = None  # only the last prompt's keys and values are of use to anybody
-                answered.append(outcome)
-            outcomes += answered
-            if len(parts) == 1:
-                return _present(outcomes)
-            # Only the last rank has the answers; the next round's prompts are made of them on all.
-            text = "\n\n".join(outcome.answer.text for outcome in answered if outcome is not None)
-            text = share_json(self.chain, text, root=self.chain.size - 1)
-            shorter, frame = encode_text(tokenizer, text), self.reduce_frame
-            if not text.strip() or len(shorter) >= len(text_ids):
-                break
-            text_ids = shorter
-        raise DocumentError(
-            f"too long, and the {len(parts)} answers about its parts got no shorter than the text; lower "
-            f"generation.max_new_tokens, or set prompt.too_long = 'truncate'"
-        )
-
-    def _run_prompt(self, prompt: Prompt, document_id: str) -> _Outcome | None:
-        """Prefill over the chain, decode on its last rank."""
-        loaded, generation = self.loaded, self.spec.generation
-        self.chain.barrier()  # so that the time to first token counts from one start
+        loaded, reserve = self.loaded, self.new_tokens
         if self.spec.parallel.strategy == "single":
-            prefill = prefill_single(loaded.model, prompt.ids, loaded.device)
-        elif prompt.tokens < self.chain.size:  # too short for every rank to have a token: the last rank does it
-            if not self.is_last:
-                return None
-            prefill = self._prefill(prompt, Partition((0, prompt.tokens)), LocalTransport())
+            return prefill_single(loaded.model, prompt.ids, loaded.device)
+        partition = self._partition(prompt.tokens, keeper)
+        return prefill_kvr(loaded, prompt.ids, partition, self.chain, reserve_tokens=reserve)
+
+    def prefill_packed(self, prompts: Sequence[tuple[Prompt, Frame]]) -> list[Prefill]:
+        """Prefill short prompts in one forward, on this rank alone."""
+        return prefill_packed(self.loaded, [prompt.ids for prompt, _ in prompts], reserve_tokens=self.new_tokens)
+
+    def goes_alone(self, prompt: Prompt) -> bool:
+        """Whether a prompt is too short to be cut: one rank prefills it, packed with others."""
+        if self.spec.parallel.strategy == "single":
+            return False
+        size = self.chain.size
+        return prompt.tokens < LEAST_SLICE_TOKENS * size or (size == 1 and 2 * prompt.tokens <= PACK_TOKENS)
+
+    def kept_bytes(self, prompt: Prompt) -> int:
+        """Bytes of a prompt's cache on the rank that keeps it, with room for the answer."""
+        return (prompt.tokens + self.new_tokens) * self.loaded.shape.kv_bytes_per_token
+
+    def check_fits(self, prompt: Prompt) -> None:
+        """Refuse a prompt that fits on no empty chain; the same on every rank.
+
+        Raises
+        ------
+        DocumentError
+            Saying how many ranks would do.
+        """
+        if self.footprint is None:
+            return
+        rooms = [min(self._rooms_bytes())] * self.chain.size
+        if self.goes_alone(prompt):
+            check_fits(self.footprint, Partition((0, prompt.tokens)), rooms[:1], self.new_tokens)
         else:
-            prefill = self._prefill(prompt, self._partition(prompt.tokens), self.chain)
-        if not self.is_last:
-            return None
-        seed = int.from_bytes(hashlib.sha256(f"{generation.seed} {document_id}".encode()).digest()[:7], "big")
-        answer = generate(
-            loaded.model,
-            loaded.tokenizer,
-            prefill,
-            prompt.ids,
-            self.generation,
-            max_new_tokens=generation.max_new_tokens,
-            stop=generation.stop,
-            seed=seed,
-        )
-        return _Outcome(prompt, prefill, answer)
+            partition = self._partition(prompt.tokens, self.chain.size - 1)
+            check_fits(self.footprint, partition, rooms, self.new_tokens)
 
-    def _prefill(self, prompt: Prompt, partition: Partition, chain: Transport) -> Prefill:
-        reserve = self.spec.generation.max_new_tokens
-        if self.footprint is not None:  # the same on every rank, so all of them leave a document that does not fit
-            check_fits(self.footprint, partition, self.rooms_bytes[self.first_rank :][: partition.size], reserve)
-        return prefill_kvr(self.loaded, prompt.ids, partition, chain, reserve_tokens=reserve)
+    def has_room(self, prompt: Prompt, keeper: int, kept_bytes: Sequence[int]) -> bool:
+        """Whether a prompt fits beside what the ranks of the chain keep already; the same on every rank."""
+        if self.footprint is None:  # plain transformers' memory is not predicted: one at a time
+            return False
+        rooms, size = self._rooms_bytes(), self.chain.size
+        if self.goes_alone(prompt):
+            need = self.kept_bytes(prompt) + self.footprint.activation_bytes(PACK_TOKENS)
+            return need + kept_bytes[keeper] <= rooms[keeper]
+        partition = self._partition(prompt.tokens, keeper)
+        for place in range(size):
+            rank = (keeper + 1 + place) % size
+            need = self.footprint.prefill_bytes(partition, place, reserve_tokens=self.new_tokens)
+            if need + kept_bytes[rank] > rooms[rank]:
+                return False
+        return True
 
-    def _partition(self, tokens: int) -> Partition:
-        parallel = self.spec.parallel
+    def _rooms_bytes(self) -> list[int]:
+        return self.rooms_bytes[self.first_rank :][: self.chain.size]
+
+    def _partition(self, tokens: int, keeper: int) -> Partition:
+        """Cut a prompt for the chain with this rank of it last."""
+        parallel, first = self.spec.parallel, (keeper + 1) % self.chain.size
         if self.rates and parallel.partition == "equal_time":
             mine = self.rates[self.first_rank :][: self.chain.size]
-            return Partition.by_ratio(tokens, equal_time(tokens, mine), QUANTUM_TOKENS)
+            return Partition.by_ratio(tokens, equal_time(tokens, [*mine[first:], *mine[:first]]), QUANTUM_TOKENS)
         if parallel.ratios is not None:
             return Partition.by_ratio(tokens, parallel.ratios, QUANTUM_TOKENS)
         if self.table is not None:
@@ -364,7 +342,3 @@ class Engine:
             f"{Partition.by_ratio(example, lengths, QUANTUM_TOKENS)}"
         )
         return rates
-
-
-def _present(outcomes: Sequence[_Outcome | None]) -> list[_Outcome]:
-    return [outcome for outcome in outcomes if outcome is not None]

@@ -33,13 +33,10 @@ def prompt_tokens(prompt: PromptSection, frame: Frame, text_tokens: int) -> int:
     return frame.max_tokens if prompt.too_long == "truncate" else 0
 
 
-def count_tokens(tokenizer: Any, documents: Iterable[Document], names: set[str], world: Transport) -> dict[str, int]:
-    """Tokens of the named documents' texts, each rank counting its share; every rank is given all."""
-    named = (document for document in documents if document.id in names)
+def count_tokens(tokenizer: Any, share: Iterable[Document], world: Transport) -> dict[str, int]:
+    """Tokens of documents' texts, each rank counting its share; every rank is given all."""
     mine = {
-        document.id: len(encode_text(tokenizer, document.text)) if document.error is None else 0
-        for number, document in enumerate(named)
-        if number % world.size == world.rank
+        document.id: len(encode_text(tokenizer, document.text)) if document.error is None else 0 for document in share
     }
     shares: list[dict[str, int]] = share_json(world, gather_json(world, mine))
     return {name: tokens for share in shares for name, tokens in share.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from models import tiny
 
-from kvr_mpi.bench import STRATEGIES
+from kvr_mpi.bench.prompts import STRATEGIES
 from kvr_mpi.partition import Partition
 from kvr_mpi.planner.search import grid_search, interpolate
 from kvr_mpi.prefill import exchange

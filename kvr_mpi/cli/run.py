@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -30,7 +31,26 @@ if TYPE_CHECKING:
     help="What carries keys and values between ranks; the same as --set parallel.transport=...",
 )
 @click.option("--overwrite", is_flag=True, help="Delete the results that are in the output folder.")
-@click.option("--resume", is_flag=True, help="Go on with the results that are in the output folder.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on with the results that are in the output folder; implied if SLURM has restarted the job.",
+)
+@click.option("--retry-failed", is_flag=True, help="When resuming, do documents with error records again.")
+@click.option(
+    "--time-limit",
+    metavar="TIME",
+    help="Begin no document that would not end in time: seconds, h:mm:ss or d-hh:mm:ss from now.  "
+    "[default: SLURM's end of the job]",
+)
+@click.option(
+    "--stop-signals",
+    default="TERM,USR2",
+    show_default=True,
+    metavar="NAMES",
+    help="Signals after which no document is begun, what is begun is finished, and the exit code is 75; a second one "
+    "ends at once.",
+)
 @click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and stop.")
 @click.option(
     "--progress",
@@ -45,6 +65,9 @@ def run(
     transport: str | None,
     overwrite: bool,
     resume: bool,
+    retry_failed: bool,
+    time_limit: str | None,
+    stop_signals: str,
     show_config: bool,
     progress: str,
 ) -> int:
@@ -54,8 +77,8 @@ def run(
     mpirun -n 8 kvr-run jobs/summarize.toml --set documents.path=corpus/
     srun --mpi=pmi2 kvr-run jobs/summarize.toml --resume
 
-    Exit codes: 0 done; 65 done, but some documents have error records; 69 the ranks cannot talk; 78 the job
-    cannot be run as written; 2 wrong arguments; 1 a bug.
+    Exit codes: 0 done; 65 done, but some documents have error records; 75 stopped before the end: the same command
+    with --resume goes on; 69 the ranks cannot talk; 78 the job cannot be run as written; 2 wrong arguments; 1 a bug.
     """  # noqa: D301
     if overwrite and resume:
         raise click.UsageError("--overwrite deletes what --resume would go on with: choose one")
@@ -64,19 +87,24 @@ def run(
 
     if transport is not None:
         settings = (*settings, f"parallel.transport={transport}")
-
+    wishes = {
+        "overwrite": overwrite,
+        "resume": resume,
+        "retry_failed": retry_failed,
+        "stop_signals": tuple(filter(None, stop_signals.split(","))),
+    }
     world = connect()
-    return guarded(world, lambda: _run(world, job, settings, overwrite, resume, show_config, progress))
+    return guarded(world, lambda: _run(world, job, settings, show_config, progress, time_limit, wishes))
 
 
 def _run(
     world: Transport,
     job: Path,
     settings: tuple[str, ...],
-    overwrite: bool,
-    resume: bool,
     show_config: bool,
     progress: str,
+    time_limit: str | None,
+    wishes: dict[str, Any],
 ) -> int:
     from kvr_mpi.job import JobSpec, load_job, show_job
     from kvr_mpi.transport import on_root, share_json
@@ -99,15 +127,18 @@ def _run(
     from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.report.log import Log
     from kvr_mpi.report.progress import wants_bar
+    from kvr_mpi.stop import parse_time_limit
     from kvr_mpi.transport.mpi import launched_size
 
     quiet_libraries()
     environment = read_environment()
+    if environment.owner.restart and not wishes["resume"]:  # a requeued job runs the same command again
+        wishes |= {"resume": True, "overwrite": False}
     options = RunOptions(
         machine=environment.machine,
-        overwrite=overwrite,
-        resume=resume,
+        owner=environment.owner,
         bar=wants_bar(progress, launched_size(os.environ) is not None),
-        deadline_s=environment.deadline_s,
+        deadline_s=environment.deadline_s if time_limit is None else time.time() + parse_time_limit(time_limit),
+        **wishes,
     )
     return run_job(spec, options, world, Log(world.rank))

@@ -81,7 +81,7 @@ def search(
     size = ranks or world.size
 
     def work() -> int:
-        from kvr_mpi.bench import pinned
+        from kvr_mpi.bench.cores import pinned
         from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
         from kvr_mpi.planner.measure import follow, leading
         from kvr_mpi.planner.table import check_name

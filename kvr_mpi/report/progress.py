@@ -1,4 +1,4 @@
-"""Progress of one chain's documents: a bar on a terminal, whole lines in a log."""
+"""Progress of a job's documents: a bar on a terminal, whole lines in a log."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+import rich.progress
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -20,8 +20,11 @@ from rich.progress import (
 from kvr_mpi.report.log import Log
 from kvr_mpi.store.outputs import Record
 
+# Least time between two lines of one rank that tell of documents.
+LINE_S = 1.0
 
-class ProgressReport:
+
+class Progress:
     """Tell what is done, what is left, and for how long.
 
     The time left is by work, in characters of text or any other unit, so that long documents count for more than
@@ -31,11 +34,13 @@ class ProgressReport:
     ----------
     log : Log
     documents, work : int
-        Documents to be told of, and the work of all this rank takes part in.
+        Documents of the whole job, and their work.
     deadline_s : float or None
         Unix time at which the batch system ends the job.
+    silent : bool
+        Tell nothing.
     bar : bool
-        Draw a bar; else write a line for every document.
+        Draw a bar; else write lines: one for a document, but not more than one in `LINE_S`, except for errors.
     """
 
     def __init__(
@@ -46,15 +51,16 @@ class ProgressReport:
         *,
         deadline_s: float | None = None,
         bar: bool = False,
+        silent: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._log, self._documents, self._work = log, documents, work
         self._deadline_s, self._clock = deadline_s, clock
         self._began = clock()
-        self._done = self._done_work = 0
-        self._bar: Progress | None = None
+        self._told, self._silent = 0.0, silent
+        self._bar: rich.progress.Progress | None = None
         if bar:
-            self._bar = Progress(
+            self._bar = rich.progress.Progress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
@@ -64,7 +70,7 @@ class ProgressReport:
             )
             self._task = self._bar.add_task("documents", total=documents)
 
-    def __enter__(self) -> ProgressReport:
+    def __enter__(self) -> Progress:
         """Show the bar."""
         if self._bar is not None:
             self._bar.start()
@@ -77,34 +83,44 @@ class ProgressReport:
         if self._bar is not None:
             self._bar.stop()
 
-    def passed(self, work: int) -> None:
-        """Count work on a document that another rank tells of."""
-        self._done_work += work
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the first document began."""
+        return self._clock() - self._began
 
-    def document(self, record: Record, work: int) -> None:
-        """Count a document as done, and tell of it."""
-        self._done += 1
-        self._done_work += work
+    def document(self, record: Record, done: int, work: int) -> None:
+        """Tell of a document.
+
+        Parameters
+        ----------
+        done, work : int
+            Documents of the whole job that are done with it, and their work.
+        """
         if self._bar is not None:
-            self._bar.update(self._task, advance=1, description=record.id[:40])
+            self._bar.update(self._task, completed=done, description=record.id[:40])
             if record.status == "error":
                 self._bar.console.print(f"{record.id}: {record.error}", markup=False)
             return
+        if self._silent:
+            return
+        now = self._clock()
         if record.status == "error":
             what = f"error: {record.error}"
+        elif now - self._told < LINE_S and done < self._documents:
+            return
         else:
+            self._told = now
             what = (
                 f"{record.prompt_tokens} tokens, first token {record.ttft_s:.2f} s, "
                 f"{record.new_tokens} written in {record.decode_s:.2f} s"
             )
-        self._log.line(f"{self._done}/{self._documents} {record.id}: {what} | {self._left()}")
+        self._log.line(f"{done}/{self._documents} {record.id}: {what} | {self._left(done, work)}")
 
-    def _left(self) -> str:
-        elapsed = self._clock() - self._began
-        work_left = self._work - self._done_work
-        left = "done" if self._done >= self._documents else "left unknown"
-        if self._done < self._documents and self._done_work:
-            left = f"left {clock_time(elapsed * work_left / self._done_work)}"
+    def _left(self, done: int, work: int) -> str:
+        elapsed = self.elapsed_s
+        left = "done" if done >= self._documents else "left unknown"
+        if done < self._documents and work:
+            left = f"left {clock_time(elapsed * (self._work - work) / work)}"
         text = f"elapsed {clock_time(elapsed)}, {left}"
         if self._deadline_s is not None:
             text += f", wall time left {clock_time(self._deadline_s - self._clock())}"

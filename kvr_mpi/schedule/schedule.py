@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from kvr_mpi.schedule.times import Fits, Seconds, sampled, tabulate_times
 
 # So many times later than possible a batch may end for the sake of efficient chains.
 LATER = 1.02
+Name = TypeVar("Name", str, int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +230,9 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
     return reason
 
 
-def deal(todo: Sequence[tuple[str, int]], chains: int) -> list[set[str]]:
-    """Share documents (id, characters) among chains: the longest first, each to the chain with least to do."""
-    shares: list[set[str]] = [set() for _ in range(chains)]
+def deal(todo: Sequence[tuple[Name, int]], chains: int) -> list[set[Name]]:
+    """Share documents (name, characters) among chains: the longest first, each to the chain with least to do."""
+    shares: list[set[Name]] = [set() for _ in range(chains)]
     loads = [(0, chain) for chain in range(chains)]
     for name, chars in sorted(todo, key=lambda item: (-item[1], item[0])):
         load, chain = heapq.heappop(loads)

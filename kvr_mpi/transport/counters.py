@@ -72,7 +72,8 @@ class MpiCounters:
         here = self._comm.Get_rank() == 0
         self._window = MPI.Win.Allocate(8 * count if here else 0, 8, comm=self._comm)
         if here:
-            np.frombuffer(self._window.tomemory(), np.int64)[:] = 0
+            memory: Any = self._window.tomemory()
+            np.frombuffer(memory, np.int64)[:] = 0
         self._comm.Barrier()
         self._window.Lock_all()
         self._count = count

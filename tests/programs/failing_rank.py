@@ -1,4 +1,4 @@
-"""``kvr-run JOB``, but rank 1 breaks at the second document: it raises, or (with a marker file) is killed."""
+"""``kvr-run JOB``, but rank 1 breaks at the second prompt: it raises, or (with a marker file) is killed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from kvr_mpi.cli import kvr_run
 from kvr_mpi.engine import Engine
 
-answer, calls = Engine.answer, 0
+prefill, calls = Engine.prefill, 0
 
 
-def breaking(engine: Engine, document: Any) -> Any:
+def breaking(engine: Engine, *args: Any) -> Any:
     global calls
     calls += 1
     if calls == 2 and engine.chain.rank == 1:
@@ -24,10 +24,10 @@ def breaking(engine: Engine, document: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         print(f"failing at {time.time()}", flush=True)
         raise RuntimeError("broken on purpose")
-    return answer(engine, document)
+    return prefill(engine, *args)
 
 
 job, *marker = sys.argv[1:]
-Engine.answer = breaking  # type: ignore[method-assign]
+Engine.prefill = breaking  # type: ignore[method-assign]
 sys.argv = ["kvr-run", job]
 kvr_run()

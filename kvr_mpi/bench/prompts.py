@@ -7,16 +7,13 @@ sleep meanwhile.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-import torch
-
+from kvr_mpi.bench.cores import all_cores, pinned, plain
 from kvr_mpi.costs.costmodel import Costs
 from kvr_mpi.costs.memory import Footprint, footprint_of
 from kvr_mpi.errors import ConfigError
@@ -90,33 +87,6 @@ class Row:
             "speedup_over_single": same["single"] / self.ttft_s if "single" in same else None,
             "speedup_over_best_rival": min(rivals) / self.ttft_s if rivals else None,
         }
-
-
-@contextmanager
-def pinned(transport: Transport) -> Iterator[int]:
-    """Pin this rank to its share of the host's cores (one of them, in turn, if there are too few)."""
-    everything = sorted(os.sched_getaffinity(0))
-    ours = _share_of(everything, transport)
-    # Worker threads keep the cores their maker had: make them while that is all of them.
-    torch.set_num_threads(len(everything))
-    torch.ones(256, 256) @ torch.ones(256, 256)
-    os.sched_setaffinity(0, ours)
-    torch.set_num_threads(len(ours))
-    try:
-        yield len(ours)
-    finally:
-        os.sched_setaffinity(0, everything)
-
-
-def _share_of(cores: Sequence[int], transport: Transport) -> list[int]:
-    """Cores of this rank: those the launcher bound it to, or else its part of what all of the host's ranks have."""
-    same_for_all = gather_json(transport, [transport.local_size, list(cores)])
-    shared = share_json(transport, all(item == same_for_all[0] for item in same_for_all))
-    if not shared:
-        return list(cores)
-    each = len(cores) // transport.local_size
-    first = transport.local_rank * each if each else transport.local_rank % len(cores)
-    return list(cores[first : first + max(1, each)])
 
 
 def bench(
@@ -229,14 +199,8 @@ def _single_with_all_cores(loaded: LoadedModel, world: Transport, ids: Sequence[
     """Plain transformers on rank 0, which borrows the cores of the ranks on its host."""
     prefill = None
     if world.rank == 0:
-        pinned_to, threads = os.sched_getaffinity(0), torch.get_num_threads()
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-        prepare_model(loaded.model, chain=False)
-        prefill = prefill_single(loaded.model, ids, loaded.device)
-        prepare_model(loaded.model, chain=True)
-        torch.set_num_threads(threads)
-        os.sched_setaffinity(0, pinned_to)
+        with all_cores(), plain(loaded.model):
+            prefill = prefill_single(loaded.model, ids, loaded.device)
     world.barrier()
     return prefill
 

@@ -1,0 +1,63 @@
+"""Who has which cores while strategies are compared: without that a comparison is not fair."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kvr_mpi.prefill.seam import prepare_model
+from kvr_mpi.transport import Transport, gather_json, share_json
+
+
+@contextmanager
+def pinned(transport: Transport) -> Iterator[int]:
+    """Pin this rank to its share of the host's cores (one of them, in turn, if there are too few)."""
+    everything = sorted(os.sched_getaffinity(0))
+    ours = _share_of(everything, transport)
+    # Worker threads keep the cores their maker had: make them while that is all of them.
+    torch.set_num_threads(len(everything))
+    torch.ones(256, 256) @ torch.ones(256, 256)
+    os.sched_setaffinity(0, ours)
+    torch.set_num_threads(len(ours))
+    try:
+        yield len(ours)
+    finally:
+        os.sched_setaffinity(0, everything)
+
+
+def _share_of(cores: Sequence[int], transport: Transport) -> list[int]:
+    """Cores of this rank: those the launcher bound it to, or else its part of what all of the host's ranks have."""
+    same_for_all = gather_json(transport, [transport.local_size, list(cores)])
+    shared = share_json(transport, all(item == same_for_all[0] for item in same_for_all))
+    if not shared:
+        return list(cores)
+    each = len(cores) // transport.local_size
+    first = transport.local_rank * each if each else transport.local_rank % len(cores)
+    return list(cores[first : first + max(1, each)])
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Lend this rank all cores of its host; the others sleep meanwhile."""
+    pinned_to, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        os.sched_setaffinity(0, pinned_to)
+
+
+@contextmanager
+def plain(model: Any) -> Iterator[None]:
+    """Run a model with transformers' own attention, and with ours again afterwards."""
+    prepare_model(model, chain=False)
+    try:
+        yield
+    finally:
+        prepare_model(model, chain=True)

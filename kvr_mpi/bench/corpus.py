@@ -1,0 +1,262 @@
+"""A whole corpus side by side: documents an hour of our ways to share it, and of transformers' ``generate``.
+
+Every way has all cores of the machine, the same prompts and the same settings, and answers every document. Ours stores
+the answers, too, durably, as a job does; ``generate`` only makes them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from kvr_mpi.batch import choose_chain_size, share_out, work_through
+from kvr_mpi.bench.cores import all_cores, pinned, plain
+from kvr_mpi.crew import Tally
+from kvr_mpi.desk import Desk
+from kvr_mpi.documents import Corpus
+from kvr_mpi.engine import Engine, Machine
+from kvr_mpi.errors import ConfigError, DocumentError
+from kvr_mpi.job import JobSpec
+from kvr_mpi.reading import Reading
+from kvr_mpi.report.log import Log
+from kvr_mpi.report.progress import Progress
+from kvr_mpi.stop import Stop
+from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.transport import Transport, gather_json, on_root, share_json
+from kvr_mpi.transport.counters import open_counters
+
+# Chains as planned, of all ranks, of one rank each; transformers one by one, and in padded batches.
+WAYS: dict[str, str | int | None] = {
+    "auto": "auto",
+    "chains": "all",
+    "data-parallel": 1,
+    "generate": None,
+    "padded": None,
+}
+OURS = tuple(way for way, chain in WAYS.items() if chain is not None)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One way through the corpus."""
+
+    seconds: float
+    documents: int
+    prompt_tokens: int
+    new_tokens: int
+    prefill_s: float  # of all ranks, in the mean
+    decode_s: float
+    busy: tuple[float, ...]  # share of the time each rank computed
+    prefill_busy: float  # share of the prefill phases that ranks computed, in the mean
+
+
+@dataclass(slots=True)
+class Row:
+    """One way to share a corpus."""
+
+    way: str
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Median time of the whole corpus."""
+        return statistics.median(run.seconds for run in self.runs)
+
+    def as_json(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Return what a table or file shows, with the ratio to every other way (above 1: faster)."""
+        run = min(self.runs, key=lambda run: abs(run.seconds - self.seconds))
+        return {
+            "way": self.way,
+            "seconds": self.seconds,
+            "seconds_min": min(run.seconds for run in self.runs),
+            "seconds_max": max(run.seconds for run in self.runs),
+            "documents": run.documents,
+            "documents_per_hour": 3600 * run.documents / self.seconds,
+            "prompt_tokens": run.prompt_tokens,
+            "new_tokens": run.new_tokens,
+            "prefill_tokens_per_s": run.prompt_tokens / run.prefill_s if run.prefill_s else None,
+            "decode_tokens_per_s": run.new_tokens / run.decode_s if run.decode_s else None,
+            "busy_by_rank": list(run.busy),
+            "busy_in_prefill": run.prefill_busy,
+            "repeats": len(self.runs),
+            "speedup": {row.way: row.seconds / self.seconds for row in rows if row.way != self.way},
+        }
+
+
+def bench_corpus(
+    spec: JobSpec,
+    machine: Machine,
+    corpus: Corpus,
+    control: Transport,
+    ranks: Transport,
+    ways: Sequence[str],
+    repeats: int,
+    batch_size: int,
+    log: Log,
+) -> list[Row]:
+    """Answer a job's corpus in every way, interleaved; every rank calls this.
+
+    Parameters
+    ----------
+    control, ranks : Transport
+        All ranks as they met, and what carries tensors between them.
+    ways : sequence of str
+        Of `WAYS`.
+    batch_size : int
+        Prompts of a padded batch.
+
+    Raises
+    ------
+    ConfigError
+        If a way is unknown, or documents would be split: ``generate`` cannot do that.
+    """
+    for way in ways:
+        if way not in WAYS:
+            raise ConfigError(f"--ways {way!r}: expected some of {', '.join(WAYS)}")
+    if spec.prompt.too_long == "split":
+        raise ConfigError("prompt.too_long = 'split': generate cannot do that; compare with 'truncate' or 'error'")
+    with pinned(ranks) as cores:
+        log.root(f"{ranks.size} rank(s), {cores} core(s) each; {len(corpus)} documents; {repeats} repetition(s)")
+        engines: dict[str, Engine] = {}
+        for way in ways:
+            if way in OURS:
+                mine = _spec_for(spec, way)
+                chain = ranks.split(ranks.rank // choose_chain_size(mine, ranks.size))
+                loaded = next(iter(engines.values())).loaded if engines else None
+                engines[way] = Engine(mine, machine, ranks, chain, log.line, loaded=loaded)
+        engine = next(iter(engines.values()), None)
+        assert engine is not None, "the command adds a way of ours"
+        rows = [Row(way) for way in ways]
+        for _ in range(repeats):
+            for row in rows:
+                if row.way in OURS:
+                    run = _ours(engines[row.way], corpus, control, ranks, log)
+                else:
+                    run = _generate(engine, corpus, ranks, batch_size if row.way == "padded" else 1)
+                row.runs.append(run)
+                log.root(f"{row.way}: {run.documents} documents in {run.seconds:.1f} s")
+    return rows
+
+
+def _spec_for(spec: JobSpec, way: str) -> JobSpec:
+    parallel = spec.parallel.model_copy(update={"ranks_per_chain": WAYS[way], "partition": "equal_time", "table": None})
+    return spec.model_copy(update={"parallel": parallel})
+
+
+def _ours(engine: Engine, corpus: Corpus, control: Transport, ranks: Transport, log: Log) -> Run:
+    """Do the corpus as a job does, with its answers stored in a folder that is removed afterwards."""
+    numbers = range(len(corpus))
+    with _folder(engine.spec, control) as folder:
+        control.barrier()
+        began = time.perf_counter()
+        shares = share_out(engine, corpus, numbers, ranks, Log(1))
+        counters = open_counters(control, Desk.SLOTS + shares.slots)
+        quiet = Progress(Log(control.rank), len(corpus), shares.work, silent=True)
+        with closing(ShardWriter(folder, f"{control.rank:04d}", engine.header())) as writer:
+            desk = Desk(corpus, counters, writer, quiet, Stop(), keeps_kv=engine.spec.output.kv)
+            tally = work_through(engine, ranks, shares, desk)
+        control.barrier()
+        seconds = time.perf_counter() - began
+        done = counters.read()[Desk.DONE]
+        counters.close()
+    found = share_json(control, gather_json(control, [asdict(tally), seconds]))
+    tallies = [Tally(**one) for one, _ in found]
+    seconds = max(one for _, one in found)
+    return Run(
+        seconds=seconds,
+        documents=done,
+        prompt_tokens=sum(one.prompt_tokens for one in tallies),
+        new_tokens=sum(one.new_tokens for one in tallies),
+        prefill_s=statistics.mean(one.phase_s for one in tallies),
+        decode_s=statistics.mean(one.decode_s for one in tallies),
+        busy=tuple((one.busy_s + one.decode_s) / seconds for one in tallies),
+        prefill_busy=sum(one.busy_s for one in tallies) / max(1e-9, sum(one.phase_s for one in tallies)),
+    )
+
+
+@contextmanager
+def _folder(spec: JobSpec, control: Transport) -> Iterator[Path]:
+    """Give all ranks a new folder on the file system where the job's results would lie."""
+    place = Path(spec.output.path)
+
+    def make() -> str:
+        place.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix="bench-", dir=place)
+
+    folder = Path(share_json(control, on_root(control, make)))
+    try:
+        yield folder
+    finally:
+        control.barrier()
+        if control.rank == 0:
+            shutil.rmtree(folder)
+
+
+class _FirstToken(StoppingCriteria):  # type: ignore[misc]
+    """Takes note of when generate has its first token."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.at_s = self.at_s or time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def _generate(engine: Engine, corpus: Corpus, ranks: Transport, batch_size: int) -> Run:
+    """Answer the corpus with transformers' generate on rank 0, with all cores of its host."""
+    found = None
+    if ranks.rank == 0:
+        with all_cores(), plain(engine.loaded.model):
+            found = asdict(_generate_here(engine, corpus, batch_size))
+    ranks.barrier()
+    return Run(**share_json(ranks, found))
+
+
+def _generate_here(engine: Engine, corpus: Corpus, batch_size: int) -> Run:
+    model, device = engine.loaded.model, engine.loaded.device
+    began = time.perf_counter()
+    prompts = []
+    for number in range(len(corpus)):
+        try:
+            prompts += [prompt.ids for prompt in Reading(corpus.read(number), engine.asking, 0).prompts]
+        except DocumentError:
+            continue
+    prompts.sort(key=len)  # alike lengths together: the least padding
+    prefill_s, new_tokens = 0.0, 0
+    config = engine.generation
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] or 0)
+    for first in range(0, len(prompts), batch_size):
+        batch = prompts[first : first + batch_size]
+        longest = max(map(len, batch))
+        ids = torch.tensor([[pad] * (longest - len(one)) + list(one) for one in batch], device=device)
+        mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in batch], device=device)
+        start, watch = time.perf_counter(), _FirstToken()
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            generation_config=config,
+            max_new_tokens=engine.new_tokens,
+            pad_token_id=pad,
+            stopping_criteria=StoppingCriteriaList([watch]),
+        )
+        prefill_s += watch.at_s - start
+        for row in out[:, longest:].tolist():
+            stop = next((at for at, token in enumerate(row) if token in ends), len(row))
+            new_tokens += stop
+    seconds = time.perf_counter() - began
+    tokens = sum(map(len, prompts))
+    return Run(seconds, len(prompts), tokens, new_tokens, prefill_s, seconds - prefill_s, (1.0,), 1.0)

@@ -1,0 +1,116 @@
+"""When to begin no more documents: at a signal, or so long before the batch system's deadline that they would not end.
+
+Stands between the batch system and the loop over the documents. A rank that is told to stop tells the others through a
+counter they all look at before they take a document, so one signalled rank is enough.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from kvr_mpi.errors import ConfigError
+
+# What a batch system sends before the end, and what it sends at it (SLURM: --signal=USR2@..., then TERM).
+STOP_SIGNALS = ("TERM", "USR2")
+# Predictions are off by this much, and what is done has to be written.
+MARGIN = 1.25
+WRITE_S = 15.0
+
+
+class Stop:
+    """Whether to go on.
+
+    Parameters
+    ----------
+    deadline_s : float or None
+        Unix time at which the job is ended.
+    clock : callable
+        Unix time.
+    """
+
+    def __init__(self, deadline_s: float | None = None, *, clock: Callable[[], float] = time.time) -> None:
+        self.deadline_s, self._clock = deadline_s, clock
+        self.reason = ""  # why no more documents are begun; empty while they are
+        self.heard = False  # whether a signal asked for it
+
+    def ask(self, reason: str) -> None:
+        """Begin no more documents; the first reason counts."""
+        self.reason = self.reason or reason
+
+    def has_time_for(self, seconds: float) -> bool:
+        """Whether something that will take so long can be begun; asks to stop if not."""
+        if self.reason or self.deadline_s is None:
+            return not self.reason
+        left_s = self.deadline_s - self._clock()
+        if MARGIN * seconds + WRITE_S > left_s:
+            self.ask(f"the time limit is near: {max(0.0, left_s):.0f} s left, the next document takes {seconds:.0f} s")
+        return not self.reason
+
+
+@contextmanager
+def listening(stop: Stop, names: Sequence[str], end: Callable[[str], None]) -> Iterator[None]:
+    """Stop at the first of these signals, and call `end` at the second.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Such as ``("TERM", "USR2")``.
+    end : callable
+        Ends all ranks at once; given a line that says why.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such signal, or it cannot be listened to.
+    """
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if stop.heard:
+            end(f"{name} while stopping: ended at once; what was finished is kept")
+        stop.heard = True
+        stop.ask(f"told to stop by {name}")
+
+    numbers = [_number(name) for name in names]
+    if threading.current_thread() is not threading.main_thread():  # ranks as threads hear nothing
+        yield
+        return
+    before = {}
+    try:
+        for number in numbers:
+            before[number] = signal.signal(number, hear)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _number(name: str) -> signal.Signals:
+    found: signal.Signals | None = getattr(signal.Signals, f"SIG{name.upper().removeprefix('SIG')}", None)
+    if found is None or found in (signal.SIGKILL, signal.SIGSTOP):
+        names = ", ".join(sorted(one.name.removeprefix("SIG") for one in signal.Signals))
+        raise ConfigError(f"signal {name!r}: expected one that can be caught, of {names}")
+    return found
+
+
+def parse_time_limit(text: str) -> float:
+    """Read seconds, ``mm:ss``, ``h:mm:ss`` or ``d-hh:mm:ss`` as seconds.
+
+    Raises
+    ------
+    ConfigError
+        If it is something else.
+    """
+    days, dash, clock = text.strip().rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+        raise ConfigError(f"time limit {text!r}: expected seconds, mm:ss, h:mm:ss or d-hh:mm:ss")
+    seconds = 0
+    for part in parts:
+        seconds = 60 * seconds + int(part)
+    return float(seconds + 86400 * int(days or 0))

@@ -1,0 +1,68 @@
+"""Stopping in time: signals, deadlines, and how limits are written."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.stop import MARGIN, WRITE_S, Stop, listening, parse_time_limit
+
+
+def test_without_a_deadline_there_is_always_time() -> None:
+    stop = Stop()
+    assert stop.has_time_for(1e9)
+    assert not stop.reason
+
+
+def test_what_would_not_end_is_not_begun() -> None:
+    now = 1000.0
+    stop = Stop(now + 100 + WRITE_S, clock=lambda: now)
+    assert stop.has_time_for(99 / MARGIN)
+    assert not stop.has_time_for(101 / MARGIN)
+    assert "time limit" in stop.reason and "115 s left" in stop.reason
+    assert not stop.has_time_for(0), "once stopped, stopped"
+    assert not stop.heard
+
+
+def test_the_first_signal_stops_and_the_second_ends() -> None:
+    stop, ended = Stop(), []
+    before = signal.getsignal(signal.SIGUSR2)
+    with listening(stop, ("USR2", "SIGTERM"), ended.append):
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert stop.heard and stop.reason == "told to stop by SIGUSR2" and not ended
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == ["SIGTERM while stopping: ended at once; what was finished is kept"]
+    assert signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_a_signal_ends_nothing_that_only_a_deadline_stopped() -> None:
+    stop, ended = Stop(clock=lambda: 0.0), []
+    stop.ask("the time limit is near")
+    with listening(stop, ("USR2",), ended.append):
+        os.kill(os.getpid(), signal.SIGUSR2)
+    assert stop.heard and not ended
+
+
+@pytest.mark.parametrize("name", ["KILL", "STOP", "NOTHING", ""])
+def test_signals_that_cannot_be_heard_are_refused(name: str) -> None:
+    with (
+        pytest.raises(ConfigError, match=f"signal '{name}': expected one that can be caught"),
+        listening(Stop(), (name,), print),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("2:30", 150), ("1:00:05", 3605), ("1-01:00:00", 90000), (" 5 ", 5)]
+)
+def test_time_limits(text: str, seconds: float) -> None:
+    assert parse_time_limit(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "x", "1:2:3:4", "-5", "1-", "1.5", "a-1:00"])
+def test_what_is_no_time_limit_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected seconds, mm:ss"):
+        parse_time_limit(text)
