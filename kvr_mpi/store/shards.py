@@ -7,6 +7,7 @@ HDF5 lets other threads run while it writes, as do checksums and syncs, so that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import shutil
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 # A shard is closed this long after its first document, or at this size.
 FLUSH_S = 10.0
 FLUSH_BYTES = 1 << 30
+# Free space below which nothing more is written: HDF5 fails badly on a full disk, so it is not to meet one.
+MARGIN_BYTES = 256 << 10
 # Keys and values that may wait to be written; more make `write` wait.
 IN_FLIGHT_BYTES = 512 << 20
 
@@ -148,7 +151,7 @@ class ShardWriter:
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._failure(self._error) from self._error
+            raise self._failure(self._error)
 
     def _failure(self, error: Exception) -> Exception:
         if not isinstance(error, (OSError, RuntimeError)):
@@ -188,24 +191,30 @@ class ShardWriter:
         except queue.Empty:
             return _Mark.DUE
 
-    def _layers(self) -> Iterator[KeysValues | None]:
+    def _layers(self) -> Iterator[_Layer]:
         """Take a document's layers, up to its end."""
         while not isinstance(task := self._tasks.get(), _Mark):
             assert isinstance(task, _Layer)
-            yield task.content
+            yield task
             with self._room:
                 self._waiting_bytes -= task.size_bytes
                 self._room.notify_all()
         if task is _Mark.DROP:
             raise _DroppedError
 
+    def _contents(self, layers: Iterable[_Layer]) -> Iterator[KeysValues | None]:
+        for layer in layers:
+            self._check_space(layer.size_bytes)
+            yield layer.content
+
     def _add(self, record: Record) -> None:
         layers = self._layers()
         try:
             if self._error is None:
+                self._check_space(4 * len(record.answer) + 8 * len(record.token_ids))
                 shard = self._shard = self._shard or self._open()
                 try:
-                    write_record(shard.file, record, layers)
+                    write_record(shard.file, record, self._contents(layers))
                 except _DroppedError:
                     drop_record(shard.file, record.id)
                 else:
@@ -226,6 +235,10 @@ class ShardWriter:
                     shard = self._shard = _Shard(file, path, time.monotonic() + FLUSH_S)
                     start_file(file, self._header)
                     return shard
+
+    def _check_space(self, size_bytes: int) -> None:
+        if shutil.disk_usage(self._folder).free < size_bytes + MARGIN_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _is_due(self) -> bool:
         shard = self._shard
