@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from kvr_mpi.decode.generate import generate, make_generation_config
+from kvr_mpi.decode.generate import make_generation_config
+from kvr_mpi.decode.pool import Pool
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.job import load_job
 from kvr_mpi.model import LoadedModel
@@ -44,10 +45,10 @@ def test_each_document_has_facts_in_both_halves() -> None:
 
 def test_a_chain_finds_planted_facts(smollm: LoadedModel) -> None:
     """The model is small, so not all of them; but none could be found if the prefix did not arrive."""
-    found = 0
     asked = [fact for fact in FACTS if fact["document"] in ("incident-report.md", "bridge-inspection.md")]
     config = make_generation_config(smollm.model, {"do_sample": False})
     prepare_model(smollm.model, chain=True)
+    pool = Pool(smollm, config, stop=(), max_new_tokens=24)
     for fact in asked:
         template = f"{{text}}\n\nQuestion: {fact['question']}\nAnswer:"
         frame = make_frame(smollm.tokenizer, template, chat_template=False, max_prompt_tokens=2048)
@@ -55,8 +56,10 @@ def test_a_chain_finds_planted_facts(smollm: LoadedModel) -> None:
         # The facts are in the first rank's slice or the second's; the question is always in the last rank's.
         partition = Partition.by_ratio(len(ids), [5, 3, 1])
         last = run_local(3, lambda rank: prefill_kvr(smollm, ids, partition, rank, reserve_tokens=24))[-1]  # noqa: B023
-        answer = generate(smollm.model, smollm.tokenizer, last, ids, config, max_new_tokens=24)
-        found += fact["answer"] in answer.text
+        pool.add(fact["answer"], last, ids, 0)
+    found = 0
+    while pool.running:
+        found += sum(each.answer is not None and each.key in each.answer.text for each in pool.step())
     assert len(asked) == 6 and found >= 4
 
 

@@ -232,7 +232,10 @@ def test_models_that_cannot_are_not() -> None:
 
 
 def test_a_rotary_embedding_of_the_whole_row_is_seen() -> None:
-    assert "longrope" in str(why_not_packed(long_rope()))
+    loaded, prompts = long_rope(), [other_prompt(5), other_prompt(40)]
+    assert "longrope" in str(why_not_packed(loaded))
+    for ids, found in zip(prompts, prefill_packed(loaded, prompts), strict=True):
+        check_equal(loaded, found, alone(loaded, ids))
 
 
 def long_rope() -> LoadedModel:

@@ -304,7 +304,7 @@ def test_smollm_answers_real_texts_together(smollm: LoadedModel) -> None:
         "The harbour master wrote down every ship that came in, and",
         "Water boils at a lower temperature on a mountain because",
         "List three colours:",
-        "In 1889 the tower was opened to the public. Visitors " * 12,
+        "In 1889 the tower was opened to the public. Visitors " * 6,
     ]
     prompts = [smollm.tokenizer(text)["input_ids"] for text in texts]
     config = make_generation_config(smollm.model, {"do_sample": False})
@@ -314,14 +314,14 @@ def test_smollm_answers_real_texts_together(smollm: LoadedModel) -> None:
             torch.tensor([ids]),
             attention_mask=torch.ones(1, len(ids)),
             generation_config=config,
-            max_new_tokens=16,
+            max_new_tokens=8,
             pad_token_id=0,
         )
         for ids in prompts
     ]
     prepare_model(smollm.model, chain=True)
-    pool = Pool(smollm, config, stop=(), max_new_tokens=16)
-    for at, prefill in enumerate(prefill_packed(smollm, prompts, reserve_tokens=16)):
+    pool = Pool(smollm, config, stop=(), max_new_tokens=8)
+    for at, prefill in enumerate(prefill_packed(smollm, prompts, reserve_tokens=8)):
         pool.add(str(at), prefill, prompts[at], 0)
     found = answers(pool)
     assert pool.why_alone is None

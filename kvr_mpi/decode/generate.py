@@ -15,8 +15,6 @@ import torch
 from transformers import GenerationConfig, StopStringCriteria
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.prefill.seam import run_model
-from kvr_mpi.prefill.strategies import Prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,27 +135,3 @@ class Writing:
             finish_reason=self.finish_reason,
             seconds=time.perf_counter() - self._began,
         )
-
-
-@torch.inference_mode()
-def generate(
-    model: Any,
-    tokenizer: Any,
-    prefill: Prefill,
-    prompt_ids: Sequence[int],
-    config: GenerationConfig,
-    *,
-    max_new_tokens: int,
-    stop: Sequence[str] = (),
-    seed: int = 0,
-) -> Answer:
-    """Decode one document alone; `Pool` decodes many."""
-    logits = prefill.logits
-    assert logits is not None, "only the last rank of a chain can decode"
-    rules = Rules(model, tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
-    writing = Writing(rules, prompt_ids, seed, logits.device)
-    while writing.finish_reason is None:
-        writing.write(int(writing.choose(logits)))
-        if writing.finish_reason is None:
-            logits = run_model(model, torch.tensor([writing.token_ids[-1:]], device=logits.device), prefill.cache)
-    return writing.answer()

@@ -116,14 +116,15 @@ class Pool:
 
     def _groups(self) -> list[list[_Running]]:
         """Divide the documents into those that step in one row."""
-        packed = [document for document in self._running if isinstance(document.prefill.cache, SliceCache)]
+        packed: list[_Running] = []
+        alone: list[_Running] = []
+        for document in self._running:
+            (packed if isinstance(document.prefill.cache, SliceCache) else alone).append(document)
         if len(packed) > 1 and not self._is_checked:
             self._is_checked, self.why_alone = True, why_not_packed(self._loaded)
-        if self.why_alone is not None or len(packed) == 1:
-            packed = []
-        alone = [[document] for document in self._running if document not in packed]
-        groups = -(-len(packed) // (self.rows or len(packed))) if packed else 0
-        return [packed[at::groups] for at in range(groups)] + alone
+        rows = 1 if self.why_alone is not None else self.rows or len(packed) or 1
+        groups = -(-len(packed) // rows)
+        return [packed[at::groups] for at in range(groups)] + [[document] for document in alone]
 
     def _step(self, group: list[_Running]) -> None:
         """Write one token of each of a group; if there is no memory for that, in halves, from now on."""

@@ -202,10 +202,9 @@ def prefill_packed(
     list of Prefill
         In the prompts' order, each with its own cache. Every one took as long as all of its forward pass.
     """
-    if len(prompts) == 1:
-        partition = Partition((0, len(prompts[0])))
+    if len(prompts) == 1 or _rope_of_the_row(loaded):
         options: dict[str, Any] = {"reserve_tokens": reserve_tokens, "prefix": prefix, "spares_chain": True}
-        return [prefill_kvr(loaded, prompts[0], partition, LocalTransport(), **options)]
+        return [prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), **options) for ids in prompts]
     try:
         return _prefill_row(loaded, prompts, reserve_tokens, prefix)
     except (RuntimeError, MemoryError) as error:
@@ -297,15 +296,20 @@ def decode_packed(loaded: LoadedModel, cache: PackedCache, tokens: Sequence[int]
         raise
 
 
+def _rope_of_the_row(loaded: LoadedModel) -> str:
+    """Name the kind of rotary embedding that does not let a document be itself in a row; else the empty string."""
+    parameters = getattr(loaded.model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {str(each.get("rope_type")) for each in [parameters, *parameters.values()] if isinstance(each, dict)}
+    return ", ".join(sorted(kinds & ROPE_OF_THE_ROW))
+
+
 def why_not_packed(loaded: LoadedModel) -> str | None:
     """Try two small documents together and alone: say why this model cannot run packed, None if it can.
 
     The model has to be prepared for chains (`prepare_model`).
     """
-    parameters = getattr(loaded.model.config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {str(each.get("rope_type")) for each in [parameters, *parameters.values()] if isinstance(each, dict)}
-    if kinds & ROPE_OF_THE_ROW:
-        kind = ", ".join(sorted(kinds & ROPE_OF_THE_ROW))
+    kind = _rope_of_the_row(loaded)
+    if kind:
         return f"its rotary embedding ({kind}) depends on the longest document of a row"
     prompts = [[(37 * at + 11 * (many + 1)) % loaded.shape.vocab_size for at in range(many)] for many in (7, 4)]
     device = loaded.device
