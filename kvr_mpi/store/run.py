@@ -7,6 +7,7 @@ that are as recorded; everything else is done again. Files that are not as they 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -239,6 +240,7 @@ def _read_run_file(folder: Path) -> dict[str, Any] | None:
 
 
 def _check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    wanted = json.loads(json.dumps(wanted))  # as it was stored: without tuples
     changed = [
         f"{key} was {stored.get(key)!r}, is {wanted.get(key)!r}"
         for key in sorted({*stored, *wanted})

@@ -1,0 +1,147 @@
+"""A corpus listed once: any document can be read again, and no change of it goes unseen."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvr_mpi.documents.corpus as corpus_module
+from kvr_mpi.documents import Corpus, read_corpus, scan_corpus
+from kvr_mpi.errors import CorpusError
+
+ROWS: list[Any] = [
+    {"id": "one", "text": "first"},
+    {"id": "two", "text": "zwei\u2028Zeilen 😀\n"},
+    {"id": "one", "text": "a copy"},
+    {"id": 7, "text": ""},
+    {"text": "no id"},
+    {"id": "none"},
+    {"id": "last", "text": "x" * 5000},
+]
+
+
+def write_corpus(folder: Path, rows: list[Any] = ROWS) -> Path:
+    """One of each format, with everything that can be wrong."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row).encode() for row in rows]
+    lines[2:2] = [b"", b"  ", b"{broken", b"[1]", b'"text"']
+    (folder / "a.jsonl").write_bytes(b"\n".join(lines))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines).replace(b'"id": "', b'"id": "z-') + b"\n"))
+    table = [{"id": str(row.get("id", "")) + "-parquet", "text": row.get("text")} for row in rows]
+    pq.write_table(pa.Table.from_pylist(table * 100), folder / "c.parquet", row_group_size=64)
+    (folder / "d.txt").write_bytes("\ufeffplain".encode())
+    (folder / "e.md").write_bytes(b"\xff\xfe")
+    (folder / "f.parquet").write_bytes(b"no Parquet")
+    (folder / "g.txt").symlink_to("nowhere")
+    return folder
+
+
+@pytest.mark.parametrize("limit", [None, 1, 9])
+def test_any_document_is_what_the_stream_gives(tmp_path: Path, limit: int | None) -> None:
+    paths = [str(write_corpus(tmp_path / "c"))]
+    corpus, wanted = scan_corpus(paths, limit=limit), list(read_corpus(paths, limit=limit))
+    assert len(corpus) == len(wanted) == len(corpus.entries) and (limit is None or len(wanted) == limit)
+    assert [corpus.read(index) for index in range(len(corpus))] == wanted
+    jumps = random.Random(0).choices(range(len(corpus)), k=150)
+    assert [corpus.read(index) for index in jumps] == [wanted[index] for index in jumps]
+    for entry, document in zip(corpus.entries, wanted, strict=True):
+        assert (entry.id, entry.chars, entry.error) == (document.id, document.chars, document.error)
+
+
+def test_json_there_and_back(tmp_path: Path) -> None:
+    corpus = scan_corpus([str(write_corpus(tmp_path / "c"))], id_field="id", limit=800)
+    again = Corpus.from_json(json.loads(json.dumps(corpus.to_json())))
+    assert again == corpus and again.read(5) == corpus.read(5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=12))
+def test_any_text_in_any_format(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    rows = [json.dumps({"id": f"{n}", "text": text}, ensure_ascii=n % 2 == 0) for n, text in enumerate(texts)]
+    (folder / "a.jsonl").write_bytes("\n".join(rows).encode())
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).replace('"id": "', '"id": "z').encode()))
+    corpus, wanted = scan_corpus([str(folder)]), list(read_corpus([str(folder)]))
+    assert [corpus.read(index) for index in reversed(range(len(corpus)))] == wanted[::-1]
+
+
+def test_ascending_reads_go_through_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = scan_corpus([str(write_corpus(tmp_path / "c"))])
+    opened: list[str] = []
+    real = corpus_module._text_reader
+
+    def watched(file: Path, text_field: str) -> Any:
+        opened.append(file.name)
+        return real(file, text_field)
+
+    monkeypatch.setattr(corpus_module, "_text_reader", watched)
+    zipped: list[Any] = []
+    real_open = gzip.open
+    monkeypatch.setattr(gzip, "open", lambda *given: zipped.append(given) or real_open(*given))  # type: ignore[func-returns-value]
+    for index in range(0, len(corpus), 2):
+        corpus.read(index)
+    assert len(opened) == len(set(opened)) and len(zipped) == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.txt"])
+@pytest.mark.parametrize("change", ["text", "shorter", "gone", "garbage"])
+def test_a_text_that_changes_becomes_an_error(tmp_path: Path, name: str, change: str) -> None:
+    folder = write_corpus(tmp_path / "c")
+    corpus, before = scan_corpus([str(folder)]), {doc.id: doc for doc in read_corpus([str(folder)])}
+    file = folder / name
+    if change == "gone":
+        file.unlink()
+    elif change == "garbage":
+        file.write_bytes(random.Random(1).randbytes(file.stat().st_size))
+    elif change == "shorter":
+        file.write_bytes(file.read_bytes()[:3])
+    else:
+        other = write_corpus(tmp_path / "other", [{**row, "text": "changed"} for row in ROWS])
+        file.write_bytes((other / name).read_bytes())
+        if name == "d.txt":
+            file.write_text("changed")
+    for index, entry in enumerate(corpus.entries):
+        document = corpus.read(index)
+        if corpus.files[entry.file].name != name or entry.error is not None:
+            assert document == before[entry.id]
+        else:
+            assert document.id == entry.id and document.text == "" and document.error is not None
+            assert str(file) in document.error and "batch began" in document.error
+
+
+def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(write_corpus(tmp_path / "c"))]
+    known = scan_corpus(paths)
+
+    def refuse(*arguments: Any) -> Any:
+        raise AssertionError("read again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus_module, "stream_rows", refuse)
+        patch.chdir(tmp_path)
+        again = scan_corpus(["c"], known=known)  # by another path
+        assert again.entries is known.entries and again.files[0].path == "c/a.jsonl"
+        assert [again.read(index) for index in range(5)] == [known.read(index) for index in range(5)]
+        for options in ({"id_field": "name"}, {"text_field": "body"}, {"limit": 3}):
+            with pytest.raises(AssertionError):
+                scan_corpus(paths, known=known, **options)  # type: ignore[arg-type]
+    os.utime(tmp_path / "c" / "d.txt", (1, 1))
+    assert scan_corpus(paths, known=known) == Corpus(scan_corpus(paths).files, known.entries)
+    (tmp_path / "c" / "d.txt").write_text("changed")
+    assert scan_corpus(paths, known=known).entries != known.entries
+
+
+def test_no_document_at_all_is_said(tmp_path: Path) -> None:
+    (tmp_path / "void.jsonl").write_text("\n")
+    with pytest.raises(CorpusError, match="hold no document"):
+        scan_corpus([str(tmp_path)])

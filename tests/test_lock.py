@@ -1,0 +1,182 @@
+"""Who holds a folder: one job at a time, and the dead hold nothing, wherever they died."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvr_mpi.store.lock as lock_module
+from kvr_mpi.errors import EXIT_CONFIG, OutputError
+from kvr_mpi.store.lock import Lock, Owner, is_alive, read_lock, session_of, this_process
+
+ELSEWHERE = Owner("node17", "another-boot pid:[1]", 4242, 99, "1234", 0)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(lock_module, "WATCH_S", 0.6)
+
+
+def plant(folder: Path, owner: Owner, number: int = 1, **values: Any) -> Path:
+    """A lock of somebody who is not here."""
+    path = folder / f".lock-{number:06d}"
+    stored = {"owner": asdict(owner), "beats": 7, "released": False, "since_s": 0.0, **values}
+    path.write_text(json.dumps(stored).ljust(1023) + "\n")
+    return path
+
+
+class Beating:
+    """Somebody elsewhere who lives."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._ended = path, threading.Event()
+        self._thread = threading.Thread(target=self._beat)
+
+    def _beat(self) -> None:
+        stored, beats = json.loads(self._path.read_text()), 0
+        while not self._ended.wait(0.05):
+            beats += 1
+            handle = os.open(self._path, os.O_WRONLY)
+            os.pwrite(handle, json.dumps({**stored, "beats": beats}).ljust(1023).encode(), 0)
+            os.close(handle)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def test_a_second_job_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+    first = Lock(tmp_path, this_process("77", 0))
+    with pytest.raises(OutputError, match=rf"in use by process {os.getpid()} on .*job 77.*choose another") as caught:
+        Lock(tmp_path, this_process())
+    assert caught.value.exit_code == EXIT_CONFIG
+    assert is_alive(tmp_path)
+    first.release()
+    assert not is_alive(tmp_path)
+    second = Lock(tmp_path, this_process())
+    assert (first.number, second.number) == (1, 2) and session_of(tmp_path) == 2
+    assert [path.name for path in tmp_path.iterdir()] == [".lock-000002"]
+    second.release()
+    second.release()
+
+
+def test_a_killed_owner_on_this_machine_is_known_at_once(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, pathlib; from kvr_mpi.store.lock import Lock, this_process; "
+        "Lock(pathlib.Path(sys.argv[1]), this_process()); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    state = read_lock(tmp_path)
+    assert state is not None and state.owner is not None and not state.released
+    began, said = time.monotonic(), []
+    Lock(tmp_path, this_process(), said.append).release()
+    assert time.monotonic() - began < 0.4 and said == []
+
+
+def test_another_process_with_the_same_number_is_not_the_owner(tmp_path: Path) -> None:
+    me = this_process()
+    plant(tmp_path, replace(me, started=me.started - 1))
+    assert not is_alive(tmp_path)
+    Lock(tmp_path, me).release()
+
+
+def test_an_owner_elsewhere_that_lives_is_left_alone(tmp_path: Path) -> None:
+    path, said = plant(tmp_path, ELSEWHERE), []
+    with Beating(path):
+        assert is_alive(tmp_path, 0.5)
+        with pytest.raises(OutputError, match="in use by process 4242 on node17, job 1234"):
+            Lock(tmp_path, this_process(), said.append)
+    assert len(said) == 1 and "watching it for" in said[0]
+
+
+def test_an_owner_elsewhere_that_stands_still_is_dead(tmp_path: Path) -> None:
+    plant(tmp_path, ELSEWHERE)
+    began = time.monotonic()
+    lock = Lock(tmp_path, this_process())
+    assert time.monotonic() - began >= 0.6 and lock.number == 2
+    lock.release()
+
+
+@pytest.mark.parametrize(("restart", "at_once"), [(1, True), (0, False)])
+def test_a_restarted_job_takes_over_from_itself(tmp_path: Path, restart: int, at_once: bool) -> None:
+    plant(tmp_path, ELSEWHERE)
+    began = time.monotonic()
+    Lock(tmp_path, this_process("1234", restart)).release()
+    assert (time.monotonic() - began < 0.4) == at_once
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"owner": 5}', b"\xff" * 1024])
+def test_a_damaged_lock_is_watched(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".lock-000003").write_bytes(content)
+    lock = Lock(tmp_path, this_process())
+    assert lock.number == 4
+    lock.release()
+
+
+def test_clocks_do_not_matter(tmp_path: Path) -> None:
+    path = plant(tmp_path, ELSEWHERE)
+    for seconds in (-(10**9), 10**9):
+        os.utime(path, (time.time() + seconds, time.time() + seconds))
+        with Beating(path), pytest.raises(OutputError):
+            Lock(tmp_path, this_process())
+
+
+def contend(folder: Path, start: Any, won: Any, end: Any) -> None:
+    lock_module.WATCH_S, lock_module.BEAT_S = 0.3, 0.05
+    start.wait()
+    try:
+        lock = Lock(folder, this_process())
+    except OutputError:
+        won.put(0)
+        return
+    won.put(lock.number)
+    end.wait()
+    lock.release()
+
+
+@pytest.mark.parametrize("stale", [True, False])
+def test_of_many_contenders_one_wins(tmp_path: Path, stale: bool) -> None:
+    context = multiprocessing.get_context("fork")
+    for round_number in range(3):
+        folder = tmp_path / str(round_number)
+        folder.mkdir()
+        if stale:
+            plant(folder, ELSEWHERE)
+        start, end, won = context.Event(), context.Event(), context.Queue()
+        processes = [context.Process(target=contend, args=(folder, start, won, end)) for _ in range(6)]
+        for process in processes:
+            process.start()
+        start.set()
+        numbers = [won.get(timeout=30) for _ in processes]
+        end.set()
+        for process in processes:
+            process.join()
+        assert sum(number > 0 for number in numbers) == 1
+
+
+def test_one_that_stood_still_too_long_is_told(tmp_path: Path) -> None:
+    lock = Lock(tmp_path, this_process())
+    lock.check()
+    plant(tmp_path, ELSEWHERE, number=2)
+    deadline = time.monotonic() + 10
+    while not lock._is_lost:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    with pytest.raises(OutputError, match="another job has taken .*node17"):
+        lock.check()
+    lock.release()
+    assert session_of(tmp_path) == 2 and read_lock(tmp_path).owner == ELSEWHERE  # type: ignore[union-attr]

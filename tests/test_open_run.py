@@ -1,0 +1,229 @@
+"""Beginning and going on: what is refused, what is left alone, and what a resume knows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from kvr_mpi.documents import scan_corpus
+from kvr_mpi.errors import DataError, OutputError
+from kvr_mpi.store.folder import RESULTS, read_run
+from kvr_mpi.store.ledger import PART
+from kvr_mpi.store.merge import merge_run
+from kvr_mpi.store.outputs import Header
+from kvr_mpi.store.run import RUN_FILE, known_corpus
+from runs import HEADER, IDENTITY, NAMES, corpus_of, record, result_files, resume, take, write
+
+
+def foreign(path: Path) -> bytes:
+    """Make an HDF5 file of someone else."""
+    with h5py.File(path, "w") as file:
+        file["measurements"] = np.arange(10.0)
+    return path.read_bytes()
+
+
+def begin(folder: Path, *records: Any, **options: Any) -> None:
+    """Begin a run, and write some documents."""
+    run = take(folder, resume=False, **options)
+    assert not run.done and not run.failed
+    write(folder, "0000", records)
+    run.close()
+
+
+def test_a_fresh_folder_is_made_and_says_what_it_is_for(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "run"
+    assert known_corpus(tmp_path) is None
+    run = take(folder, resume=False)
+    assert (run.done, run.failed, run.session) == (set(), set(), 1)
+    assert known_corpus(folder) == corpus_of(NAMES)
+    run.close()
+
+
+def test_an_existing_run_is_refused_without_a_flag(tmp_path: Path) -> None:
+    begin(tmp_path, record("a"))
+    with pytest.raises(OutputError, match=r"--resume.*--overwrite") as caught:
+        take(tmp_path, resume=False)
+    assert str(tmp_path) in str(caught.value) and list(read_run(tmp_path)) == [record("a")]
+    take(tmp_path).close()  # and the refused one does not hold it
+
+
+def test_a_run_that_died_before_its_first_shard_may_be_begun_again(tmp_path: Path) -> None:
+    begin(tmp_path)
+    (tmp_path / f"shard-0001-0000-00000.h5{PART}").write_bytes(b"half")
+    take(tmp_path, resume=False, corpus=corpus_of("xyz"), header=Header({"model": "other"}, {})).close()
+    assert result_files(tmp_path) == [] and known_corpus(tmp_path) == corpus_of("xyz")
+
+
+def test_two_jobs_on_one_folder(tmp_path: Path) -> None:
+    run = take(tmp_path)
+    for options in ({}, {"overwrite": True, "resume": False}):
+        with pytest.raises(OutputError, match="in use by process"):
+            take(tmp_path, **options)
+    run.close()
+
+
+def test_failed_documents_stay_unless_they_are_to_be_tried_again(tmp_path: Path) -> None:
+    begin(tmp_path, record("a"), record("b", "error"), record("dir/c"))
+    write(tmp_path, "0001", [record("d", "error"), record("..")])
+    for _ in range(2):
+        assert resume(tmp_path)[:2] == ({"a", "dir/c", ".."}, {"b", "d"})
+        assert resume(tmp_path, retry_failed=True)[:2] == ({"a", "dir/c", ".."}, set())
+        merge_run(tmp_path)
+    write(tmp_path, "0000", [record("b"), record("d", "error", "again")])
+    assert resume(tmp_path)[:2] == ({"a", "b", "dir/c", ".."}, {"d"})
+    found = {each.id: each for each in read_run(tmp_path)}
+    assert found["d"].answer == "again" and found["b"].status == "done"
+
+
+def test_a_document_that_failed_later_stays_done(tmp_path: Path) -> None:
+    begin(tmp_path, record("a"))
+    write(tmp_path, "0001", [record("a", "error")])
+    assert resume(tmp_path)[:2] == ({"a"}, set())
+
+
+def test_overwrite_deletes_our_files_and_no_others(tmp_path: Path) -> None:
+    begin(tmp_path, record("a"))
+    merge_run(tmp_path)
+    write(tmp_path, "0000", [record("b")])
+    (shard,) = tmp_path.glob("shard-*.h5")
+    shard.write_bytes(shard.read_bytes()[:1000])
+    assert any("damaged" in line for line in resume(tmp_path)[2])
+    others = [tmp_path / "notes.txt", tmp_path / "h5", tmp_path / "sub" / "results.h5", tmp_path / "measurements.h5"]
+    (tmp_path / "sub").mkdir()
+    for other in others:
+        other.write_text("mine")
+    run = take(tmp_path, overwrite=True, resume=False)
+    assert run.done == set() and list(tmp_path.glob("*.jsonl")) == [] and list(tmp_path.glob("*damaged*")) == []
+    assert result_files(tmp_path) == ["measurements.h5"]
+    assert all(other.read_text() == "mine" for other in others)
+    run.close()
+
+
+def test_foreign_files_are_named_and_left_alone(tmp_path: Path) -> None:
+    begin(tmp_path, record("a"))
+    content = foreign(tmp_path / "measurements.h5")
+    done, _, said = resume(tmp_path)
+    assert done == {"a"} and any("measurements.h5" in line and "left alone" in line for line in said)
+    assert (tmp_path / "measurements.h5").read_bytes() == content
+
+
+@pytest.mark.parametrize("name", [RESULTS, "shard-0001-0000-00000.h5"])
+def test_a_foreign_file_with_our_name_stops_a_resume_and_is_not_touched(tmp_path: Path, name: str) -> None:
+    content = foreign(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name}.*not of kvr-mpi"):
+        take(tmp_path)
+    assert (tmp_path / name).read_bytes() == content
+
+
+def test_a_newer_schema_is_refused_and_not_touched(tmp_path: Path) -> None:
+    write(tmp_path, "0000", [record("a")])
+    (shard,) = tmp_path.glob("*.h5")
+    with h5py.File(shard, "a") as file:
+        file.attrs["schema_version"] = 2
+    (tmp_path / "ledger-0000.jsonl").unlink()
+    content = shard.read_bytes()
+    with pytest.raises(DataError, match="schema version 2.*upgrade"):
+        take(tmp_path)
+    assert shard.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("model", "ffff", r"model was '0123abcd', is 'ffff'"),
+        ("generation", {"max_new_tokens": 5}, r"generation was .*96.*, is .*5"),
+        ("seed", 7, r"seed was None, is 7"),
+    ],
+)
+@pytest.mark.parametrize("kept", ["everything", "no ledger", "no run.json"])
+def test_another_identity_is_refused_by_name(tmp_path: Path, key: str, value: Any, shown: str, kept: str) -> None:
+    begin(tmp_path, record("a"))
+    (tmp_path / {"no ledger": "ledger-0000.jsonl", "no run.json": RUN_FILE}.get(kept, "-")).unlink(missing_ok=True)
+    with pytest.raises(OutputError, match=shown) as caught:
+        take(tmp_path, header=Header({**IDENTITY, key: value}, HEADER.model))
+    assert not any(f"{name} was" in str(caught.value) for name in {*IDENTITY} - {key})
+    assert list(read_run(tmp_path)) == [record("a")]
+
+
+def test_json_of_the_identity_is_the_same_identity(tmp_path: Path) -> None:
+    # What JSON changes (order of keys, tuples) must not look like another run.
+    header = Header({"b": (1, 2.5, None, True), "a": {"ü": "\n", "z": 1e-17}}, HEADER.model)
+    take(tmp_path, resume=False, header=header).close()
+    for name in "ab":
+        write(tmp_path, f"000{name}", [record(name)], header=header)
+    (tmp_path / "ledger-000a.jsonl").unlink()
+    same = Header({"a": {"z": 1e-17, "ü": "\n"}, "b": [1, 2.5, None, True]}, HEADER.model)
+    for each in (header, same):
+        assert resume(tmp_path, header=each)[0] == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("corpus", "shown"),
+    [
+        (corpus_of([*NAMES, "new1", "new2"]), r"2 new \(new1, new2\)"),
+        (corpus_of(NAMES[1:]), r"1 gone \(a\)"),
+        (corpus_of(NAMES, b="another text", d="too"), r"2 changed \(b, d\)"),
+        (corpus_of([f"n{number}" for number in range(9)]), r"10 gone .* \.\.\.\), 9 new \(n0, n1, n2, n3, n4 \.\.\.\)"),
+    ],
+)
+def test_another_corpus_is_refused_by_name(tmp_path: Path, corpus: Any, shown: str) -> None:
+    begin(tmp_path, record("a"))
+    with pytest.raises(OutputError, match=f"cannot resume.*{shown}"):
+        take(tmp_path, corpus=corpus)
+    assert known_corpus(tmp_path) == corpus_of(NAMES)
+    assert resume(tmp_path, corpus=corpus_of(reversed(NAMES)))[0] == {"a"}  # their order does not matter
+
+
+def test_a_document_that_can_be_read_by_now_is_no_other_corpus(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("text")
+    (texts / "b.txt").write_bytes(b"\xff\xfe not UTF-8")
+    begin(tmp_path / "run", record("a.txt"), record("b.txt", "error"), corpus=scan_corpus([str(texts)]))
+    (texts / "b.txt").write_text("mended")
+    mended = scan_corpus([str(texts)], known=known_corpus(tmp_path / "run"))
+    assert mended.entries[1].error is None
+    assert resume(tmp_path / "run", corpus=mended, retry_failed=True)[:2] == ({"a.txt"}, set())
+    (texts / "a.txt").write_bytes(b"\xff now it is not")
+    with pytest.raises(OutputError, match=r"1 changed \(a.txt\)"):
+        resume(tmp_path / "run", corpus=scan_corpus([str(texts)]))
+
+
+def test_a_damaged_run_file_is_said_and_made_anew(tmp_path: Path) -> None:
+    begin(tmp_path, record("a"))
+    content = bytearray((tmp_path / RUN_FILE).read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / RUN_FILE).write_bytes(content)
+    assert known_corpus(tmp_path) is None
+    done, _, said = resume(tmp_path)
+    assert done == {"a"} and any(RUN_FILE in line and "not known" in line for line in said)
+    assert known_corpus(tmp_path) == corpus_of(NAMES) and resume(tmp_path)[2] == []
+
+
+def test_clocks_that_jump_change_nothing(tmp_path: Path) -> None:
+    begin(tmp_path, record("a"), record("b", "error"))
+    write(tmp_path, "0001", [record("b", "error", "newer"), record("c")])
+    for number, file in enumerate(sorted(tmp_path.iterdir())):
+        os.utime(file, (10**9 * (number % 3), 4 * 10**9 - 10**9 * (number % 3)))
+    assert resume(tmp_path)[:2] == ({"a", "c"}, {"b"})
+    assert {each.id: each.answer for each in read_run(tmp_path)}["b"] == "newer"
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_folder_with_the_name_of_a_result_is_no_crash(tmp_path: Path, overwrite: bool) -> None:
+    inner = tmp_path / RESULTS
+    inner.mkdir()
+    (inner / "precious.txt").write_text("mine")
+    take(tmp_path, overwrite=overwrite, resume=not overwrite).close()
+    assert (inner / "precious.txt").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OutputError, match="cannot be written"):
+        take(tmp_path / "file" / "run")

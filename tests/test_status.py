@@ -1,0 +1,100 @@
+"""``kvr status`` and ``kvr merge``: what they say, and that looking changes nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvr_mpi.cli import group
+from kvr_mpi.errors import DataError, OutputError
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.status import read_status
+from runs import HEADER, NAMES, record, take, write
+
+
+def test_a_run_at_work_is_seen_from_outside(tmp_path: Path) -> None:
+    run = take(tmp_path, resume=False)
+    writers = [ShardWriter(tmp_path, name, HEADER) for name in ("0000", "0001")]
+    writers[0].begin(["a", "b"])
+    writers[1].begin(["c"])
+    writers[0].write(record("a"))
+    writers[0].write(record("d", "error"))
+    writers[0].flush()
+    before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.glob("[!.]*")}
+    found = read_status(tmp_path, time.time() + 36)
+    assert (found.alive, found.total, found.done, found.failed) == (True, len(NAMES), 1, 1)
+    assert found.left == len(NAMES) - 2
+    assert [(each.id, each.rank) for each in found.running] == [("b", "0000"), ("c", "0001")]
+    assert found.rate_per_h == pytest.approx(200, rel=0.1) and found.lately_per_h == pytest.approx(200, rel=0.1)
+    assert found.eta_s == pytest.approx(36 / 2 * (len(NAMES) - 2), rel=0.1)
+    assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.glob("[!.]*")} == before
+    text = CliRunner().invoke(group, ["status", str(tmp_path)]).output
+    assert f"{len(NAMES)}: 1 done, 1 failed, {len(NAMES) - 2} left" in text and "b since" in text and "at work" in text
+    told = json.loads(CliRunner().invoke(group, ["status", str(tmp_path), "--json"]).output)
+    assert told["done"] == 1 and [each["id"] for each in told["running"]] == ["b", "c"]
+    with pytest.raises(OutputError, match="in use by"):
+        CliRunner().invoke(group, ["merge", str(tmp_path)], catch_exceptions=False)
+    for writer in writers:
+        writer.close()
+    run.close()
+    ended = read_status(tmp_path)
+    assert not ended.alive and ended.running == () and ended.eta_s is None and ended.done == 1
+    assert "not at work" in CliRunner().invoke(group, ["status", str(tmp_path)]).output
+
+
+def test_what_an_earlier_job_began_is_not_running(tmp_path: Path) -> None:
+    run = take(tmp_path, resume=False)
+    ShardWriter(tmp_path, "0000", HEADER).begin(["a"])
+    run.close()
+    run = take(tmp_path)
+    assert read_status(tmp_path).running == ()
+    run.close()
+
+
+def test_a_clock_that_jumps_makes_no_nonsense(tmp_path: Path) -> None:
+    run = take(tmp_path, resume=False)
+    write(tmp_path, "0000", [record("a")])
+    for now in (time.time() - 10**6, 0.0):
+        found = read_status(tmp_path, now)
+        assert found.rate_per_h is None and found.eta_s is None and found.done == 1
+    run.close()
+
+
+def test_damage_is_seen_and_left(tmp_path: Path) -> None:
+    take(tmp_path, resume=False).close()
+    for name in "abc":
+        write(tmp_path, "0000", [record(name)])
+    files = sorted(tmp_path.glob("*.h5"))
+    files[0].write_bytes(b"short")
+    files[1].unlink()
+    found = read_status(tmp_path)
+    assert (found.done, found.damaged, found.missing) == (1, (files[0].name,), (files[1].name,))
+    assert files[0].read_bytes() == b"short"
+    assert "needs --resume" in CliRunner().invoke(group, ["status", str(tmp_path)]).output
+
+
+def test_no_run_is_bad_data(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(DataError, match=str(folder)):
+            read_status(folder)
+
+
+def test_merge_makes_one_file(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    take(folder, resume=False).close()
+    for name in "abc":
+        write(folder, "0000", [record(name)])
+    runner = CliRunner()
+    target = tmp_path / "all.h5"
+    assert runner.invoke(group, ["merge", str(folder), "-o", str(target)], catch_exceptions=False).exit_code == 0
+    assert len(list(folder.glob("*.h5"))) == 3
+    with pytest.raises(OutputError, match="--overwrite"):
+        runner.invoke(group, ["merge", str(folder), "-o", str(target)], catch_exceptions=False)
+    assert runner.invoke(group, ["merge", str(folder)], catch_exceptions=False).exit_code == 0
+    assert [file.name for file in folder.glob("*.h5")] == ["results.h5"]
+    assert list(read_run(target)) == list(read_run(folder)) == [record(name) for name in "abc"]
