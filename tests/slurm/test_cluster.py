@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cluster import NODES, Cluster, wait_for
-from conftest import ROOT
+from conftest import DOCUMENTS, ROOT
 
 from kvr_mpi.cli.sbatch import scripts_folder
 
@@ -43,7 +43,7 @@ def log_of(tmp_path: Path, job: str) -> str:
 
 def wait_begun(cluster: Cluster, tmp_path: Path, job: str) -> None:
     """Wait until the first document is done."""
-    wait_for(f"first document of job {job}", lambda: re.search(r"\b[1-9]\d*/60 ", log_of(tmp_path, job)), JOB_S)
+    wait_for(f"first document of job {job}", lambda: re.search(r" \d+/\d+ doc-", log_of(tmp_path, job)), JOB_S)
 
 
 def ranks_of(cluster: Cluster, job: str) -> list[int]:
@@ -152,9 +152,9 @@ def test_a_job_told_to_stop_is_queued_again_and_completes(
     cluster.call("scancel", "--batch", "--signal=USR2", number)
     wait_for("restart", lambda: cluster.show(number)["Restarts"] == "1", 30)
     done = len(records(tmp_path / "out"))
-    assert 0 < done < 60
+    assert 0 < done < DOCUMENTS
     assert cluster.wait_ended(number, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, number)
-    assert len(records(tmp_path / "out")) == 60
+    assert len(records(tmp_path / "out")) == DOCUMENTS
     log = log_of(tmp_path, number)
     assert log.count("restarted 0 time(s)") == log.count("restarted 1 time(s)") == 1
     assert f"{done} of them done already" in log
@@ -186,18 +186,19 @@ def test_cancelled_then_a_rank_killed_then_complete(cluster: Cluster, tmp_path: 
 
     number = submit(cluster, tmp_path, *PAIR, PREFILL, job, "--resume")
     assert cluster.wait_ended(number, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, number)
-    assert len(records(tmp_path / "out")) == 60
+    assert len(records(tmp_path / "out")) == DOCUMENTS
 
 
 @pytest.mark.slow
 def test_the_time_limit(cluster: Cluster, tmp_path: Path, job: Path) -> None:
     """A real one: SLURM signals, the job stops, is queued again, and completes in as many lives as it takes."""
-    text = job.read_text().replace("max_new_tokens = 8", "max_new_tokens = 250")
+    text = job.read_text().replace("max_new_tokens = 16", "max_new_tokens = 250")
     job.write_text(text)
-    number = submit(cluster, tmp_path, *PAIR, "--time=1", "--signal=B:USR2@15", PREFILL, job)
+    options = ("--time=1", "--signal=B:USR2@5", PREFILL, job, "--set", "documents.limit=400")
+    number = submit(cluster, tmp_path, *PAIR, *options)
     assert cluster.wait_ended(number, 600) == ("COMPLETED", 0), log_of(tmp_path, number)
     assert int(cluster.show(number)["Restarts"]) >= 1
-    assert len(records(tmp_path / "out")) == 60
+    assert len(records(tmp_path / "out")) == 400
 
 
 @pytest.mark.slow
@@ -214,7 +215,7 @@ def test_a_lost_node(cluster: Cluster, tmp_path: Path, job: Path) -> None:
         assert (
             lost not in cluster.call("scontrol", "show", "hostnames", cluster.show(number)["NodeList"]).stdout.split()
         )
-        assert len(records(tmp_path / "out")) == 60
+        assert len(records(tmp_path / "out")) == DOCUMENTS
     finally:
         cluster.start_node(lost)
         wait_for("the node's return", lambda: cluster.idle() == len(NODES), 60)
