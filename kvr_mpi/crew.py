@@ -91,7 +91,7 @@ class Crew:
 
     def __init__(self, engine: Engine, desk: Desk) -> None:
         self._engine, self._desk, self._chain = engine, desk, engine.chain
-        self._pool = engine.open_pool()
+        self._pool, self._courier = engine.open_pool(), engine.open_courier()
         self._mine: dict[str, Task] = {}  # in this rank's pool
         self._packs: list[Task] = []  # to be prefilled by this rank alone
         self._told: list[tuple[str, Outcome]] = []  # by this rank, when the wave ends
@@ -100,7 +100,7 @@ class Crew:
         self._parted: dict[str, Task] = {}  # parts of documents that are split, until their outcome is known
         self._kept_bytes = [0] * self._chain.size
         self._kept = [0] * self._chain.size
-        self._numbers = 0
+        self._numbers = self._numbers_begun = 0
         self._tally = Tally()
         # For the time a document will take:
         self._began = self._wave_began = time.monotonic()
@@ -116,6 +116,8 @@ class Crew:
             self._decode(leaving=more)
             running = self._meet()
             self._work += self._wave_work
+        if self._courier is not None:
+            self._courier.close()
         return self._tally
 
     def seconds_for(self, work: int) -> float:
@@ -143,7 +145,7 @@ class Crew:
             else:
                 self._open(int(order))
         for tasks in _packs(self._packs):
-            prefills = self._engine.prefill_packed([(task.prompt, task.reading.frame) for task in tasks])
+            prefills = self._engine.prefill_packed([task.prompt for task in tasks])
             for task, prefill in zip(tasks, prefills, strict=True):
                 self._tally.busy_s += prefill.seconds / len(tasks)
                 self._keep(task, prefill)
@@ -192,16 +194,14 @@ class Crew:
 
     def _begin_next(self) -> bool:
         """Prefill the next prompt, if there is room for it; say whether there was."""
-        task, engine, size = self._waiting[0], self._engine, self._chain.size
-        alone = engine.goes_alone(task.prompt)
-        keeper = min(range(size), key=lambda rank: (self._kept[rank], self._kept_bytes[rank], rank))
-        if not alone:
-            keeper = size - 1
+        task, engine = self._waiting[0], self._engine
+        keeper = self._next_keeper()
         if any(self._kept) and (
             self._kept[keeper] >= MOST_KEPT or not engine.has_room(task.prompt, keeper, self._kept_bytes)
         ):
             return False
         self._waiting.popleft()
+        self._numbers_begun += 1
         if engine.new_tokens:
             self._kept[keeper] += 1
             self._kept_bytes[keeper] += engine.kept_bytes(task.prompt)
@@ -209,15 +209,24 @@ class Crew:
             if self._chain.rank == keeper:
                 self._packs.append(task)
         else:
-            prefill = engine.prefill(task.prompt, task.reading.frame, keeper)
+            prefill = engine.prefill(task.prompt, keeper, self._courier)
             self._tally.busy_s += prefill.seconds - prefill.wait_s - prefill.stalled_s
             if self._chain.rank == keeper:
                 self._keep(task, prefill)
         return True
 
+    def _next_keeper(self) -> int:
+        """Choose the rank that keeps the next prompt: in turn, as long as all keep as much."""
+        ranks = range(self._chain.size)
+        turn = self._numbers_begun % self._chain.size
+        return min(ranks, key=lambda rank: (self._kept[rank], self._kept_bytes[rank], (rank - turn) % len(ranks)))
+
     def _keep(self, task: Task, prefill: Prefill) -> None:
         """Take a prompt that was prefilled into the pool."""
         self._desk.look()
+        if prefill.error is not None:
+            self._fail(task, prefill.error)
+            return
         self._mine[task.key] = task
         self._pool.add(task.key, prefill, task.prompt.ids, self._engine.seed_of(task.reading.document.id))
         if not self._engine.new_tokens:  # nothing to decode: it need not wait for the others

@@ -27,19 +27,23 @@ from kvr_mpi.planner.lookup import choose_slices, describe_range, find_table
 from kvr_mpi.planner.measure import measure_costs
 from kvr_mpi.planner.probe import measure_rates
 from kvr_mpi.planner.table import Table
-from kvr_mpi.prefill.packed import prefill_packed
+from kvr_mpi.prefill.packed import prefill_packed, why_not_packed
+from kvr_mpi.prefill.prefix import SharedPrefix
 from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.strategies import Prefill, check_chain, prefill_kvr, prefill_single
-from kvr_mpi.prompts import Frame, Prompt
+from kvr_mpi.prefill.strategies import Prefill, check_chain, compute_prefix, prefill_kvr, prefill_single
+from kvr_mpi.prompts import Prompt
 from kvr_mpi.reading import Asking
 from kvr_mpi.report.memory import room_bytes
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.transport import Transport, gather_json, share_json, together
+from kvr_mpi.transport.courier import Courier
 
 # A slice below this is not worth a rank of its own.
 LEAST_SLICE_TOKENS = 64
 # Tokens of a packed forward.
 PACK_TOKENS = 2048
+# Instructions shorter than this are computed with every prompt: to copy them would take as long.
+LEAST_PREFIX_TOKENS = 32
 # Slices are shown for this length if the model names no context.
 EXAMPLE_TOKENS = 8192
 
@@ -90,9 +94,13 @@ class Engine:
     ) -> None:
         self.spec, self.chain = spec, chain
         self.first_rank = world.rank - chain.rank
+        self.why_alone: str | None = None  # why prompts do not run packed
         self._say_here, self._say = say, say if world.rank == 0 else (lambda text: None)
         self.loaded = loaded or self._load(machine, world)
         together(world, self._check)
+        if self.why_alone is not None:
+            self._say(f"documents are decoded one by one: {self.why_alone}")
+        self._prefixes = together(world, self._compute_prefixes)
         self.footprint = self._footprint()
         self.rooms_bytes: list[int] = share_json(world, gather_json(world, self._room(world)))  # of all ranks
         self.costs = self._costs(world)
@@ -149,32 +157,54 @@ class Engine:
         text = f"{self.spec.generation.seed} {document_id}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
-    def prefill(self, prompt: Prompt, frame: Frame, keeper: int) -> Prefill:
+    def open_courier(self) -> Courier | None:
+        """Make what carries keys and values from prompt to prompt; None on a rank alone."""
+        on_gpu = self.loaded.device.type == "cuda"
+        return Courier(self.chain, on_gpu=on_gpu) if self.chain.size > 1 else None
+
+    def prefill(self, prompt: Prompt, keeper: int, courier: Courier | None) -> Prefill:
         """Prefill over the chain, with one of its ranks last.
 
         Parameters
         ----------
-        frame : Frame
-            What stands around the prompt's text: its head may be known already.
         keeper : int
             The rank that ends with logits and cache.
+        courier : Courier or None
+            Of `open_courier`.
         """
-        loaded, reserve = self.loaded, self.new_tokens
+        loaded = self.loaded
         if self.spec.parallel.strategy == "single":
             return prefill_single(loaded.model, prompt.ids, loaded.device)
-        partition = self._partition(prompt.tokens, keeper)
-        return prefill_kvr(loaded, prompt.ids, partition, self.chain, reserve_tokens=reserve)
+        return prefill_kvr(
+            loaded,
+            prompt.ids,
+            self._partition(prompt, keeper),
+            self.chain,
+            reserve_tokens=self.new_tokens,
+            prefix=self._prefix_of(prompt),
+            last=keeper,
+            courier=courier,
+            spares_chain=True,
+        )
 
-    def prefill_packed(self, prompts: Sequence[tuple[Prompt, Frame]]) -> list[Prefill]:
+    def prefill_packed(self, prompts: Sequence[Prompt]) -> list[Prefill]:
         """Prefill short prompts in one forward, on this rank alone."""
-        return prefill_packed(self.loaded, [prompt.ids for prompt, _ in prompts], reserve_tokens=self.new_tokens)
+        prefixes = [self._prefix_of(prompt) for prompt in prompts]
+        prefix = prefixes[0] if all(one is prefixes[0] for one in prefixes) else None
+        ids = [prompt.ids for prompt in prompts]
+        rows = [ids] if self.why_alone is None else [[one] for one in ids]
+        return [
+            prefill
+            for row in rows
+            for prefill in prefill_packed(self.loaded, row, reserve_tokens=self.new_tokens, prefix=prefix)
+        ]
 
     def goes_alone(self, prompt: Prompt) -> bool:
         """Whether a prompt is too short to be cut: one rank prefills it, packed with others."""
         if self.spec.parallel.strategy == "single":
             return False
-        size = self.chain.size
-        return prompt.tokens < LEAST_SLICE_TOKENS * size or (size == 1 and 2 * prompt.tokens <= PACK_TOKENS)
+        size, tokens = self.chain.size, prompt.tokens - self._known(prompt)
+        return tokens < LEAST_SLICE_TOKENS * size or (size == 1 and 2 * tokens <= PACK_TOKENS)
 
     def kept_bytes(self, prompt: Prompt) -> int:
         """Bytes of a prompt's cache on the rank that keeps it, with room for the answer."""
@@ -194,7 +224,7 @@ class Engine:
         if self.goes_alone(prompt):
             check_fits(self.footprint, Partition((0, prompt.tokens)), rooms[:1], self.new_tokens)
         else:
-            partition = self._partition(prompt.tokens, self.chain.size - 1)
+            partition = self._partition(prompt, self.chain.size - 1)
             check_fits(self.footprint, partition, rooms, self.new_tokens)
 
     def has_room(self, prompt: Prompt, keeper: int, kept_bytes: Sequence[int]) -> bool:
@@ -205,7 +235,7 @@ class Engine:
         if self.goes_alone(prompt):
             need = self.kept_bytes(prompt) + self.footprint.activation_bytes(PACK_TOKENS)
             return need + kept_bytes[keeper] <= rooms[keeper]
-        partition = self._partition(prompt.tokens, keeper)
+        partition = self._partition(prompt, keeper)
         for place in range(size):
             rank = (keeper + 1 + place) % size
             need = self.footprint.prefill_bytes(partition, place, reserve_tokens=self.new_tokens)
@@ -216,12 +246,26 @@ class Engine:
     def _rooms_bytes(self) -> list[int]:
         return self.rooms_bytes[self.first_rank :][: self.chain.size]
 
-    def _partition(self, tokens: int, keeper: int) -> Partition:
-        """Cut a prompt for the chain with this rank of it last."""
+    def _prefix_of(self, prompt: Prompt) -> SharedPrefix | None:
+        """Find what the prompt begins with, if that is computed already."""
+        return next((one for one in self._prefixes if prompt.ids[: one.tokens] == one.ids), None)
+
+    def _known(self, prompt: Prompt) -> int:
+        prefix = self._prefix_of(prompt)
+        return prefix.tokens if prefix else 0
+
+    def _partition(self, prompt: Prompt, keeper: int) -> Partition:
+        """Cut a prompt for the chain with this rank of it last; nobody computes what is known."""
+        known = self._known(prompt)
+        return self._cut(prompt.tokens - known, keeper, known).behind(known)
+
+    def _cut(self, tokens: int, keeper: int, before: int) -> Partition:
         parallel, first = self.spec.parallel, (keeper + 1) % self.chain.size
         if self.rates and parallel.partition == "equal_time":
             mine = self.rates[self.first_rank :][: self.chain.size]
-            return Partition.by_ratio(tokens, equal_time(tokens, [*mine[first:], *mine[:first]]), QUANTUM_TOKENS)
+            # Every token attends to those before, too: that makes it dearer, and is the same for all.
+            rates = [Rates(rate.token_s + rate.pair_s * before, rate.pair_s) for rate in [*mine[first:], *mine[:first]]]
+            return Partition.by_ratio(tokens, equal_time(tokens, rates), QUANTUM_TOKENS)
         if parallel.ratios is not None:
             return Partition.by_ratio(tokens, parallel.ratios, QUANTUM_TOKENS)
         if self.table is not None:
@@ -275,13 +319,24 @@ class Engine:
         """Make sure that model, strategy, prompt and generation settings go together."""
         spec = self.spec
         if spec.parallel.strategy == "kvr":
-            check_chain(self.loaded)
+            self.loaded = check_chain(self.loaded)
+            self.why_alone = why_not_packed(self.loaded)
         else:
             prepare_model(self.loaded.model, chain=False)
         tokenizer, shape, template = self.loaded.tokenizer, self.loaded.shape, spec.prompt.template
         self.frame = frame_of(spec, tokenizer, shape, template)
         self.reduce_frame = frame_of(spec, tokenizer, shape, spec.prompt.reduce_template or template)
         self.generation = make_generation_config(self.loaded.model, spec.generation.transformers_settings())
+
+    def _compute_prefixes(self) -> list[SharedPrefix]:
+        """Compute once what all prompts begin with, for each frame: its instructions before the text."""
+        if self.spec.parallel.strategy == "single":
+            return []
+        frames = [self.frame] + [self.reduce_frame] * (self.spec.prompt.too_long == "split")
+        heads = sorted(
+            {frame.head for frame in frames if len(frame.head) >= LEAST_PREFIX_TOKENS}, key=len, reverse=True
+        )
+        return [compute_prefix(self.loaded, head) for head in heads]
 
     def _footprint(self) -> Footprint | None:
         """Prepare to predict a prompt's memory; plain transformers' is not predicted."""

@@ -94,11 +94,6 @@ class Reading:
             self.prompts = [fit_prompt(asking.frame, ids, truncate=truncate)]
 
     @property
-    def frame(self) -> Frame:
-        """What stands around the text of the prompts of the moment."""
-        return self.asking.reduce_frame if self._stage > 1 else self.asking.frame
-
-    @property
     def is_final(self) -> bool:
         """Whether the answer to the prompt of the moment is the document's."""
         return len(self.prompts) == 1

@@ -71,6 +71,27 @@ def test_tiny_documents_are_packed_and_long_ones_go_over_the_chain(
         assert "90 document(s) in" in run.stderr and "an hour" in run.stderr
 
 
+def test_what_all_prompts_begin_with_is_computed_once(job: Any, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+    path = job([0, 3, 9, 1, 12, 7])
+    template = (
+        "prompt.template=" + "Read what follows with care, and say in one sentence what it is about. " * 3 + "{text}"
+    )
+    one = mpirun(1, [kvr_run, path, *with_settings(template, "parallel.strategy=single")])
+    assert one.returncode == 0, one.stderr
+    expected = answers(tmp_path / "job")
+    for ranks, partition in ((1, "even"), (2, "equal_time"), (3, "ratio")):
+        settings = [
+            template,
+            f"parallel.partition={partition}",
+            *["parallel.ratios=[3, 2, 1]"] * (partition == "ratio"),
+        ]
+        run = mpirun(ranks, [kvr_run, path, "--overwrite", *with_settings(*settings)])
+        assert run.returncode == 0, run.stderr
+        assert answers(tmp_path / "job") == expected
+        slices = [record.slices for record in read_run(tmp_path / "job")]
+        assert all(bounds[0] == 0 for bounds in slices) and max(len(bounds) for bounds in slices) == ranks + 1
+
+
 def test_memory_that_is_full_begins_a_new_wave(job: Any, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
     path = job([10] * 7)  # 200 tokens each; 0.2 MB of keys and values
     free = mpirun(2, [kvr_run, path, *with_settings(f"output.path={tmp_path / 'free'}")])
