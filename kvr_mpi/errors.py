@@ -3,6 +3,7 @@
     KvrError                 1   our bug, or anything without a better home
     ├── DocumentError       65   one document cannot be done; the batch goes on
     ├── DataError           65   a file we were asked to read is damaged or foreign
+    │   └── ForeignError         ... another program's, or a newer version's, and nothing is wrong with it
     ├── TransportError      69   no usable way for the ranks to talk
     └── ConfigError         78   the job, as written, cannot be run
         ├── CorpusError          ... because of its documents
@@ -38,6 +39,10 @@ class DataError(KvrError):
     """A file is damaged, foreign, or not to be trusted."""
 
     exit_code = EXIT_BAD_DATA
+
+
+class ForeignError(DataError):
+    """A file is of another program, or of a newer version of this one."""
 
 
 class TransportError(KvrError):

@@ -32,7 +32,7 @@ import h5py
 import numpy as np
 
 from kvr_mpi import __version__
-from kvr_mpi.errors import DataError
+from kvr_mpi.errors import DataError, ForeignError
 from kvr_mpi.store.hdf5 import dataset_in, fixed_text, group_in, open_hdf5, read_attribute, write_attribute
 from kvr_mpi.store.kv import write_array
 
@@ -167,10 +167,12 @@ def open_file(path: Path) -> Iterator[h5py.File]:
     """
     with open_hdf5(path) as file:
         if "schema" not in file.attrs or read_attribute(file, "schema", str) != SCHEMA:
-            raise DataError(f"{path} is an HDF5 file, but not of kvr-mpi (expected the attribute schema = {SCHEMA!r})")
+            raise ForeignError(
+                f"{path} is an HDF5 file, but not of kvr-mpi (expected the attribute schema = {SCHEMA!r})"
+            )
         version = read_attribute(file, "schema_version", int)
         if version > SCHEMA_VERSION:
-            raise DataError(
+            raise ForeignError(
                 f"{path} has schema version {version}; this kvr-mpi reads up to {SCHEMA_VERSION}: upgrade it"
             )
         yield file

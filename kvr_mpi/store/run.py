@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.documents import Corpus
-from kvr_mpi.errors import DataError, OutputError
+from kvr_mpi.errors import DataError, ForeignError, OutputError
 from kvr_mpi.store.folder import check_fresh, check_writable, list_documents
 from kvr_mpi.store.ledger import PART, LedgerWriter, ShardLine, crc32_of, ledger_files, seal, sync, unseal
 from kvr_mpi.store.lock import Lock, Owner, Say
@@ -115,16 +115,6 @@ def open_run(
         raise
 
 
-def prepare_folder(folder: Path, identity: dict[str, Any], *, overwrite: bool, resume: bool) -> set[str]:
-    """Make a folder ready without taking it; only until the batch uses `open_run`."""
-    check_writable(folder)
-    if overwrite:
-        _clear(folder)
-    elif not resume:
-        check_fresh(folder)
-    return _recover(folder, Header(identity, {}), lambda line: None).documents()[0]
-
-
 def known_corpus(folder: Path) -> Corpus | None:
     """Return the list of documents a run was begun with, for `scan_corpus`; None if there is none, or it is damaged."""
     stored = _read_run_file(folder)
@@ -182,8 +172,10 @@ def _adopt(found: Survey, name: str, header: Header, say: Say) -> None:
             for group, _, _ in document_groups(stored):
                 read_record(group)
         documents = list_documents(file)
+    except ForeignError:
+        raise
     except DataError as error:
-        if name == RESULTS or "kvr-mpi" in str(error):  # somebody else's, or of a newer version: not ours to move
+        if name == RESULTS:  # no crash makes such a file without a line in the ledger: it may be anybody's
             raise
         found.damaged[name] = str(error)
         return
