@@ -21,6 +21,7 @@ from kvr_mpi.decode.pool import Finished
 from kvr_mpi.documents import Document
 from kvr_mpi.engine import PACK_TOKENS, Engine
 from kvr_mpi.errors import DocumentError
+from kvr_mpi.forecast import MOST_TOGETHER
 from kvr_mpi.prefill.strategies import Prefill
 from kvr_mpi.prompts import Prompt
 from kvr_mpi.reading import Outcome, Reading, error_record
@@ -29,8 +30,6 @@ from kvr_mpi.transport import gather_json, share_json
 
 # A wave's prefill ends after this time even if there is memory left, so that answers come to be written.
 WAVE_S = 300.0
-# Most prompts a rank decodes at once: beyond it weights are read seldom enough.
-MOST_KEPT = 64
 
 
 class Desk(Protocol):
@@ -197,7 +196,7 @@ class Crew:
         task, engine = self._waiting[0], self._engine
         keeper = self._next_keeper()
         if any(self._kept) and (
-            self._kept[keeper] >= MOST_KEPT or not engine.has_room(task.prompt, keeper, self._kept_bytes)
+            self._kept[keeper] >= MOST_TOGETHER or not engine.has_room(task.prompt, keeper, self._kept_bytes)
         ):
             return False
         self._waiting.popleft()

@@ -1,7 +1,7 @@
 """What one document of a job takes on a chain of any length: slices, time, memory, and how that is known.
 
 Stands between the job and the plan. The prefill is the cost model's; decoding is a step for every new token, which
-only the chain's last rank makes.
+the chain's last rank makes for all documents it keeps.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from kvr_mpi.schedule.times import Seconds
 
 # Of a profile's memory; the rest goes to libraries and to gaps between tensors.
 MEMORY_SHARE = 0.95
+# Most documents a rank decodes together: beyond that, weights are read seldom enough.
+MOST_TOGETHER = 64
 
 
 def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str) -> Frame:
@@ -66,6 +68,8 @@ class Forecast:
     frame : of the text; a document with more tokens than a prompt may have is answered in parts.
     new_tokens : of an answer, at most.
     step_s, step_token_s : decoding a token, and for each token before it.
+    row_s : decoding a token more in the same step, for another document.
+    load : documents for each rank; with many, they are decoded together, and by all ranks of a chain.
     peak_bytes : most memory (tokens, ranks) takes on any rank; None if unknown.
     memory_bytes : what each rank has; None if unknown.
     cut : how (tokens, ranks) is cut where the job says so: by a lookup table.
@@ -78,6 +82,8 @@ class Forecast:
     new_tokens: int
     step_s: float
     step_token_s: float
+    row_s: float = 0.0
+    load: float = 0.0
     plain: bool = False
     peak_bytes: Callable[[int, int], float] | None = None
     memory_bytes: float | None = None
@@ -119,8 +125,14 @@ class Forecast:
         prompts, ttft_s = self.parts(tokens), ttft_s or self.ttft_s
         prefill_s = ttft_s(prompts[0], ranks) * max(1, len(prompts) - 1)
         prefill_s += ttft_s(prompts[-1], ranks) if len(prompts) > 1 else 0.0
-        steps = max(0, self.new_tokens - 1)
-        return prefill_s + steps * sum(self.step_s + self.step_token_s * prompt for prompt in prompts)
+        steps, together = max(0, self.new_tokens - 1), 1.0 if self.plain else min(max(1.0, self.load), MOST_TOGETHER)
+        step_s = (self.step_s + (together - 1) * self.row_s) / together
+        decode_s = steps * sum(step_s + self.step_token_s * prompt for prompt in prompts)
+        return prefill_s + decode_s / max(1.0, ranks * min(1.0, self.load))
+
+    def for_corpus(self, documents: int, ranks: int) -> Forecast:
+        """Forecast documents among so many others."""
+        return replace(self, load=documents / ranks)
 
     def memory(self, tokens: int, ranks: int) -> float | None:
         """Most bytes any rank of the chain holds, at most for the longest prompt there may be; None if unknown."""
@@ -143,6 +155,7 @@ def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) ->
         new_tokens=spec.generation.max_new_tokens,
         step_s=costs.layers * costs.launch_floor_s + costs.head_s,
         step_token_s=costs.layers * costs.pair_s,
+        row_s=costs.layers * (costs.qkv_token_s + costs.rest_token_s),
     )
 
 

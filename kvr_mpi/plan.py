@@ -45,6 +45,7 @@ def count_tokens(tokenizer: Any, share: Iterable[Document], world: Transport) ->
 def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, forecast: Forecast) -> Schedule:
     """Schedule documents (id, tokens of text) on ranks."""
     documents = [(name, prompt_tokens(spec.prompt, forecast.frame, tokens)) for name, tokens in texts]
+    forecast = forecast.for_corpus(len(documents), ranks)
 
     def fits(tokens: int, length: int) -> bool:
         return (length == 1 or spec.parallel.strategy == "kvr") and forecast.fits(tokens, length)
