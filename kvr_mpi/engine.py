@@ -16,6 +16,7 @@ from typing import Any
 from kvr_mpi.costs.costmodel import Costs
 from kvr_mpi.costs.memory import GIB, Footprint, check_fits, footprint_of
 from kvr_mpi.costs.solve import Rates, equal_time
+from kvr_mpi.cuts import Cuts
 from kvr_mpi.decode.generate import make_generation_config
 from kvr_mpi.decode.pool import Pool
 from kvr_mpi.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of, with_memory
@@ -23,7 +24,7 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.planner.identity import key_of
-from kvr_mpi.planner.lookup import choose_slices, describe_range, find_table
+from kvr_mpi.planner.lookup import describe_range, find_table
 from kvr_mpi.planner.measure import measure_costs
 from kvr_mpi.planner.probe import measure_rates
 from kvr_mpi.planner.table import Table
@@ -106,7 +107,7 @@ class Engine:
         self.costs = self._costs(world)
         self.rates = self._rates(world)
         self.table = self._table(world)
-        self._has_extrapolated = False
+        self._cuts = self._cuts_of(chain)
 
     @property
     def asking(self) -> Asking:
@@ -123,6 +124,7 @@ class Engine:
         """Return the same engine on other ranks; `first_rank` is the chain's first in the job."""
         other = copy.copy(self)
         other.chain, other.first_rank = chain, first_rank
+        other._cuts = other._cuts_of(chain)
         return other
 
     def forecast(self) -> Forecast:
@@ -238,7 +240,9 @@ class Engine:
         partition = self._partition(prompt, keeper)
         for place in range(size):
             rank = (keeper + 1 + place) % size
-            need = self.footprint.prefill_bytes(partition, place, reserve_tokens=self.new_tokens)
+            need = self.footprint.prefill_bytes(
+                partition, place, reserve_tokens=self.new_tokens, prefix_tokens=self._known(prompt)
+            )
             if need + kept_bytes[rank] > rooms[rank]:
                 return False
         return True
@@ -257,32 +261,10 @@ class Engine:
     def _partition(self, prompt: Prompt, keeper: int) -> Partition:
         """Cut a prompt for the chain with this rank of it last; nobody computes what is known."""
         known = self._known(prompt)
-        return self._cut(prompt.tokens - known, keeper, known).behind(known)
+        return self._cuts.cut(prompt.tokens - known, keeper, known).behind(known)
 
-    def _cut(self, tokens: int, keeper: int, before: int) -> Partition:
-        parallel, first = self.spec.parallel, (keeper + 1) % self.chain.size
-        if self.rates and parallel.partition == "equal_time":
-            mine = self.rates[self.first_rank :][: self.chain.size]
-            # Every token attends to those before, too: that makes it dearer, and is the same for all.
-            rates = [Rates(rate.token_s + rate.pair_s * before, rate.pair_s) for rate in [*mine[first:], *mine[:first]]]
-            return Partition.by_ratio(tokens, equal_time(tokens, rates), QUANTUM_TOKENS)
-        if parallel.ratios is not None:
-            return Partition.by_ratio(tokens, parallel.ratios, QUANTUM_TOKENS)
-        if self.table is not None:
-            return self._look_up(self.table, tokens)
-        return Partition.even(tokens, self.chain.size)
-
-    def _look_up(self, table: Table, tokens: int) -> Partition:
-        """Cut by the table; beyond its entries by its rates, which is said once."""
-        choice = choose_slices(table, tokens, self.chain.size)
-        if choice.how == "extrapolated" and not self._has_extrapolated and self.chain.rank == 0:
-            self._say_here(
-                f"warning: the table was searched for {describe_range(table)}; a prompt of {tokens} tokens on "
-                f"{self.chain.size} ranks is beyond that: such prompts are cut by the table's fitted rates"
-            )
-        self._has_extrapolated |= choice.how == "extrapolated"
-        # One rank's word: beyond the entries a last bit may differ between processors.
-        return Partition(tuple(share_json(self.chain, choice.partition.bounds)))
+    def _cuts_of(self, chain: Transport) -> Cuts:
+        return Cuts(self.spec.parallel, chain, self.rates[self.first_rank :][: chain.size], self.table, self._say_here)
 
     def _load(self, machine: Machine, world: Transport) -> LoadedModel:
         """Load the model on every rank; where it has to be converted, one rank of each host does so first."""
@@ -342,7 +324,7 @@ class Engine:
         """Prepare to predict a prompt's memory; plain transformers' is not predicted."""
         if self.spec.parallel.strategy == "single":
             return None
-        return footprint_of(self.loaded.model.config, self.loaded.dtype)
+        return footprint_of(self.loaded.model.config, self.loaded.dtype, on_gpu=self.loaded.device.type == "cuda")
 
     def _room(self, world: Transport) -> int:
         """Bytes this rank may take for prompts: most of what it has left."""

@@ -199,7 +199,7 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
     )
     if forecast.plain:  # plain transformers' memory is not predicted
         return forecast
-    footprint = footprint_of(outline.config, outline.dtype)
+    footprint = footprint_of(outline.config, outline.dtype, on_gpu=True)  # profiles are of GPUs
     return with_memory(forecast, footprint, MEMORY_SHARE * profile.memory_bytes, held_bytes=work.weight_bytes)
 
 

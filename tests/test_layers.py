@@ -33,6 +33,7 @@ ROOMS = [
     "forecast",
     "plan",
     "reading",
+    "cuts",
     "engine",
     "crew",
     "desk",

@@ -22,8 +22,7 @@ from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.planner.measure import follow, leading, measure_costs
 from kvr_mpi.planner.refit import refit
 from kvr_mpi.planner.search import interpolate
-from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.strategies import Prefill, prefill_kvr, prefill_ring, prefill_single, prefill_tsp
+from kvr_mpi.prefill.strategies import Prefill, check_chain, prefill_kvr, prefill_ring, prefill_single, prefill_tsp
 from kvr_mpi.report.memory import held_bytes, peak_bytes, reset_peak
 from kvr_mpi.transport import Transport, gather_json, share_json
 
@@ -125,8 +124,8 @@ def bench(
                 f"{loaded.shape.max_tokens} (the model's context)"
             )
     given = {tokens: _given(tokens, lengths, world.size) for tokens, lengths in (slices or {}).items()}
-    footprint = footprint_of(loaded.model.config, loaded.dtype)
-    prepare_model(loaded.model, chain=True)
+    footprint = footprint_of(loaded.model.config, loaded.dtype, on_gpu=loaded.device.type == "cuda")
+    loaded = check_chain(loaded)
     with pinned(world) as cores:
         say(
             f"{world.size} rank(s), {cores} core(s) each; {repeats} repetition(s) interleaved; lengths {list(contexts)}"

@@ -86,7 +86,7 @@ def search(
         from kvr_mpi.planner.measure import follow, leading
         from kvr_mpi.planner.table import check_name
         from kvr_mpi.planner.tabulate import Wish, check_contexts, tabulate
-        from kvr_mpi.prefill.seam import prepare_model
+        from kvr_mpi.prefill.strategies import check_chain
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import on_root, together
 
@@ -100,7 +100,7 @@ def search(
         loaded = load_everywhere(world, model, dtype, device)
         lengths = together(world, lambda: check_contexts(asked, size, loaded.shape.max_tokens))
         chain = open_links(world, loaded, transport, log)
-        prepare_model(loaded.model, chain=True)
+        loaded = check_chain(loaded)
         with pinned(chain):
             key, provenance = _who(loaded, chain, hardware, profile, size)
             target = on_root(world, lambda: _target(output, key, replace))

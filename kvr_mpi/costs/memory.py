@@ -29,8 +29,8 @@ from kvr_mpi.transport.pretended import PretendedChain
 LAYERS = 2
 GIB = 1 << 30
 # What the C library's heap takes for activations, over what is alive of them: it keeps what was freed, in pieces that
-# fit the next ones badly. Seen with SmolLM2: 2.1 to 2.8 for slices of 256 to 5152 tokens, and 1.2 where every tensor is
-# given back to the system at once, which costs a fifth of the time. A GPU's allocator was not measured.
+# fit the next ones badly. Seen with SmolLM2: 2.1 to 2.8 for most slices of 256 to 5152 tokens, and 1.2 where every
+# tensor is given back to the system at once, which costs a fifth of the time. A GPU's allocator was not measured.
 HEAP_SHARE = 2.2
 
 
@@ -111,8 +111,10 @@ class Footprint:
         return self._known[tokens]
 
 
-def footprint_of(config: Any, dtype: torch.dtype) -> Footprint:
+def footprint_of(config: Any, dtype: torch.dtype, *, on_gpu: bool = False) -> Footprint:
     """Prepare to count what a model of this configuration takes; no weights are needed.
+
+    On a GPU nothing is added for what its allocator keeps.
 
     Raises
     ------
@@ -138,7 +140,7 @@ def footprint_of(config: Any, dtype: torch.dtype) -> Footprint:
         activations(1)
     except (RuntimeError, NotImplementedError):  # an operation that meta does not know: only buffers are counted
         return Footprint(shape, lambda tokens: 0)
-    return Footprint(shape, activations)
+    return Footprint(shape, activations, 1.0 if on_gpu else HEAP_SHARE)
 
 
 def check_fits(footprint: Footprint, partition: Partition, rooms: Sequence[int], reserve_tokens: int) -> None:
