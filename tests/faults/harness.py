@@ -28,7 +28,7 @@ from mpi_environment import MPI_ENVIRONMENT
 LAUNCHER = Path(sys.executable).parent / "mpirun"
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
 DOCUMENTS = 12
-LIMIT_S = 240.0
+LIMIT_S = 120.0
 SMALL_DISK = "size=900k"
 ENDED_WELL = (0, 65)
 DAMAGES = ("none", "none", "cut", "flip", "remove", "junk", "clock")
@@ -84,15 +84,26 @@ def launch(job: Path, output: Path, ranks: int) -> subprocess.Popen[str]:
     )
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+def end(process: subprocess.Popen[str], case: Case) -> tuple[int, str]:
     """Wait for a job, and make sure that nothing of it is left."""
     try:
         _, told = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        for pid in [*ranks_of(process.pid), process.pid]:
+        left = [(pid, _doing(pid)) for pid in ranks_of(process.pid)]
+        for pid in [*(pid for pid, _ in left), process.pid]:
             os.kill(pid, signal.SIGKILL)
-        raise AssertionError("the job hangs") from None
+        _, told = process.communicate()
+        raise AssertionError(_tell(case, f"the job hangs; ranks that were left: {left}\n{told}")) from None
     return process.returncode, told
+
+
+def _doing(pid: int) -> str:
+    """State of a process, and what it waits for in the kernel."""
+    try:
+        state = Path(f"/proc/{pid}/status").read_text().split("State:")[1].split()[0]
+        return f"{state} {Path(f'/proc/{pid}/wchan').read_text()}"
+    except OSError:
+        return "gone"
 
 
 def ranks_of(pid: int) -> list[int]:
@@ -122,7 +133,8 @@ def children(pid: int) -> list[int]:
 
 def kill_sometime(process: subprocess.Popen[str], output: Path, chance: random.Random, case: Case) -> None:
     """Kill one rank, all of them, or the launcher, as a seed says."""
-    kind, whom = (
+    kind = chance.choice(["start", "work", "write", "write", "merge"])
+    whom = chance.choice(["rank", "rank", "all", "launcher"])
         chance.choice(["start", "work", "write", "write", "merge"]),
         chance.choice(["rank", "rank", "all", "launcher"]),
     )
@@ -193,15 +205,16 @@ def run_case(seed: int, job: Path, reference: Path, scratch: Path) -> Case:
             process = launch(job, output, ranks)
             if make_room is None:
                 kill_sometime(process, output, chance, case)
-            code, told = end(process)
+            code, told = end(process, case)
             case.story.append(f"ended with {code}")
             if make_room is not None:
                 assert code == 78 and "No space left" in told and "--resume" in told, _tell(case, told)
                 make_room()
+                make_room = None
             damage(output, chance, case)
         for _ in range(3):  # damage found while merging ends a job, too: the next one mends it
             ranks = chance.choice([1, 2, 3])
-            code, told = end(launch(job, output, ranks))
+            code, told = end(launch(job, output, ranks), case)
             case.story.append(f"resumed on {ranks}, ended with {code}")
             if code in ENDED_WELL and (output / "results.h5").exists():
                 break
@@ -258,7 +271,7 @@ def compare(output: Path, reference: Path) -> None:
 
 def make_reference(job: Path, folder: Path) -> None:
     """Run the job in peace."""
-    code, told = end(launch(job, folder, 2))
+    code, told = end(launch(job, folder, 2), Case(0))
     assert code == 65 and (folder / "results.h5").exists(), told
 
 
