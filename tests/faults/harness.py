@@ -135,9 +135,6 @@ def kill_sometime(process: subprocess.Popen[str], output: Path, chance: random.R
     """Kill one rank, all of them, or the launcher, as a seed says."""
     kind = chance.choice(["start", "work", "write", "write", "merge"])
     whom = chance.choice(["rank", "rank", "all", "launcher"])
-        chance.choice(["start", "work", "write", "write", "merge"]),
-        chance.choice(["rank", "rank", "all", "launcher"]),
-    )
     shards = chance.randrange(0, 4) if kind in ("work", "write") else 0
     wait_s = chance.uniform(0, 4) if kind == "start" else chance.uniform(0, 0.01)
     before = len(list(output.glob("shard-*.h5")))
