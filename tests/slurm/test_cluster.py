@@ -192,13 +192,12 @@ def test_cancelled_then_a_rank_killed_then_complete(cluster: Cluster, tmp_path: 
 @pytest.mark.slow
 def test_the_time_limit(cluster: Cluster, tmp_path: Path, job: Path) -> None:
     """A real one: SLURM signals, the job stops, is queued again, and completes in as many lives as it takes."""
-    text = job.read_text().replace("max_new_tokens = 16", "max_new_tokens = 250")
+    text = job.read_text().replace("max_new_tokens = 16", "max_new_tokens = 400")
     job.write_text(text)
-    options = ("--time=1", "--signal=B:USR2@5", PREFILL, job, "--set", "documents.limit=400")
-    number = submit(cluster, tmp_path, *PAIR, *options)
+    number = submit(cluster, tmp_path, *PAIR, "--time=1", "--signal=B:USR2@20", PREFILL, job)
     assert cluster.wait_ended(number, 600) == ("COMPLETED", 0), log_of(tmp_path, number)
     assert int(cluster.show(number)["Restarts"]) >= 1
-    assert len(records(tmp_path / "out")) == 400
+    assert len(records(tmp_path / "out")) == DOCUMENTS
 
 
 @pytest.mark.slow
