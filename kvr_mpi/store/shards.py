@@ -93,6 +93,7 @@ class ShardWriter:
         self._count = 0
         self._tasks: queue.SimpleQueue[Record | _Layer | _Mark | threading.Event] = queue.SimpleQueue()
         self._room, self._waiting_bytes = threading.Condition(), 0
+        self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=f"kvr-shards-{name}", daemon=True)
         self._thread.start()
@@ -146,8 +147,31 @@ class ShardWriter:
         with self._room:
             self._room.wait_for(lambda: self._waiting_bytes == 0 or self._waiting_bytes + size <= IN_FLIGHT_BYTES)
             self._waiting_bytes += size
-        keys, values = (_to_host(tensor) for tensor in layer)
+        keys, values = (self._to_host(tensor) for tensor in layer)
         return _Layer((keys, values), size)
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to the host, in one piece, and into memory that was written out before if there is any.
+
+        Memory that is new to the process costs several times as much as the copying.
+        """
+        with self._room:
+            spare = self._spare.get((tensor.shape, tensor.dtype))
+            copy = spare.pop() if spare else None
+        if copy is None:
+            copy = tensor.new_empty(tensor.shape, device="cpu")
+        return copy.copy_(tensor.detach())
+
+    def _release(self, layer: _Layer) -> None:
+        """Let the caller go on, and keep the memory if the next layer is likely to be of the same shape."""
+        with self._room:
+            self._waiting_bytes -= layer.size_bytes
+            for tensor in layer.content or ():
+                key = (tensor.shape, tensor.dtype)
+                if key not in self._spare and len(self._spare) > 1:  # keys and values: another document's are of no use
+                    self._spare.clear()
+                self._spare.setdefault(key, []).append(tensor)
+            self._room.notify_all()
 
     def _check(self) -> None:
         if self._error is not None:
@@ -196,9 +220,7 @@ class ShardWriter:
         while not isinstance(task := self._tasks.get(), _Mark):
             assert isinstance(task, _Layer)
             yield task
-            with self._room:
-                self._waiting_bytes -= task.size_bytes
-                self._room.notify_all()
+            self._release(task)
         if task is _Mark.DROP:
             raise _DroppedError
 
@@ -247,6 +269,8 @@ class ShardWriter:
     def _finish(self) -> None:
         if self._shard is None or self._error is not None:
             return
+        with self._room:
+            self._spare.clear()
         self._shard.file.close()
         if self._shard.done or self._shard.failed:
             self._ledger.publish(self._shard.path, self._shard.done, self._shard.failed)
@@ -264,8 +288,3 @@ class ShardWriter:
                 shard.file.close()
             with contextlib.suppress(OSError):
                 shard.part.unlink(missing_ok=True)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the host, in one piece."""
-    return tensor.new_empty(tensor.shape, device="cpu").copy_(tensor.detach())
