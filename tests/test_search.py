@@ -137,7 +137,7 @@ def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
     """A job over three documents whose slices come from a table yet to be made."""
     (tmp_path / "corpus").mkdir()
     for number in range(3):
-        (tmp_path / "corpus" / f"doc-{number}.txt").write_text(f"Document {number}. " + TEXT * (3 + 4 * number))
+        (tmp_path / "corpus" / f"doc-{number}.txt").write_text(f"Document {number}. " + TEXT * (5 + 4 * number))
     path = tmp_path / "job.toml"
     path.write_text(
         f"""
@@ -177,6 +177,7 @@ def test_a_job_is_cut_by_its_table(
     records = {record.id: record for record in read_run(tmp_path / "out")}
     inside = [record for record in records.values() if record.prompt_tokens <= 160]
     assert len(records) == 3 and 0 < len(inside) < 3
+    assert min(record.prompt_tokens for record in inside) >= 128, "long enough to be cut at all"
     for record in inside:
         assert record.slices == Partition.by_ratio(record.prompt_tokens, [1, 3], 16).bounds
     assert run.stderr.count("by the table's fitted rates") == 1, "the longer prompts are warned about once"
