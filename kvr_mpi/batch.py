@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from kvr_mpi.crew import Crew, Tally
+from kvr_mpi.crew import Crew, Kept, Tally
 from kvr_mpi.desk import Desk
 from kvr_mpi.documents import Corpus, scan_corpus
 from kvr_mpi.engine import Engine, Machine
@@ -159,13 +159,14 @@ def work_through(engine: Engine, ranks: Transport, shares: Shares, desk: Desk) -
         desk.refuse(number, shares.misfits[number])
     # All of them before any work: making chains waits for all ranks.
     chains = [ranks.split(ranks.rank // part.length) for part in shares.rounds]
-    first_slot, tally = Desk.SLOTS, Tally()
+    first_slot, tally, kept = Desk.SLOTS, Tally(), Kept(engine.open_pool())
     for part, chain in zip(shares.rounds, chains, strict=True):
         block = ranks.rank // part.length
         if block < len(part.lists):  # else the ranks were not divisible, and this one is left over
             desk.work_from(part.lists, part.works, block, first_slot)
-            tally.add(Crew(engine.on(chain, block * part.length), desk).run())
+            tally.add(Crew(engine.on(chain, block * part.length), desk, kept).run())
         first_slot += len(part.lists)
+    tally.add(kept.drain(desk))
     return tally
 
 

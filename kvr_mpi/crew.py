@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
-from kvr_mpi.decode.pool import Finished
+from kvr_mpi.decode.pool import Finished, Pool
 from kvr_mpi.documents import Document
 from kvr_mpi.engine import PACK_TOKENS, Engine
 from kvr_mpi.errors import DocumentError
@@ -62,6 +62,48 @@ class Task:
         return self.reading.prompts[self.part]
 
 
+class Kept:
+    """The prompts a rank keeps and decodes, whatever chains it was in when they were prefilled.
+
+    Parameters
+    ----------
+    pool : Pool
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.tasks: dict[str, Task] = {}
+
+    def add(self, task: Task, prefill: Prefill, seed: int) -> None:
+        """Take in a prompt behind its prefill."""
+        self.tasks[task.key] = task
+        self.pool.add(task.key, prefill, task.prompt.ids, seed)
+
+    def step(self) -> list[tuple[Task, Finished]]:
+        """Write one token of every answer, and return those that are finished."""
+        return [(self.tasks.pop(finished.key), finished) for finished in self.pool.step()]
+
+    def drain(self, desk: Desk) -> Tally:
+        """Finish all answers, when there is nothing else to do."""
+        began, tally = time.monotonic(), Tally()
+        while self.pool.running:
+            for task, finished in self.step():
+                tally.count(task, finished)
+                hand_in(desk, task, finished)
+            desk.look()
+        tally.decode_s = time.monotonic() - began
+        return tally
+
+
+def hand_in(desk: Desk, task: Task, finished: Finished) -> None:
+    """Store the answer to a document's final prompt, or why there is none."""
+    reading = task.reading
+    if finished.answer is None:
+        desk.hand_in(error_record(reading.document, finished.error or "unknown"), reading.work)
+    else:
+        desk.hand_in(reading.record(finished.prefill, finished.answer), reading.work, finished.prefill)
+
+
 @dataclass(slots=True)
 class Tally:
     """What a rank did, and how long it took."""
@@ -71,6 +113,12 @@ class Tally:
     decode_s: float = 0.0
     prompt_tokens: int = 0  # of prompts this rank kept
     new_tokens: int = 0
+
+    def count(self, task: Task, finished: Finished) -> None:
+        """Count an answer."""
+        if finished.answer is not None:
+            self.prompt_tokens += task.prompt.tokens
+            self.new_tokens += len(finished.answer.token_ids)
 
     def add(self, other: Tally) -> None:
         """Add what was done elsewhere."""
@@ -86,12 +134,13 @@ class Crew:
     engine : Engine
         On this chain.
     desk : Desk
+    kept : Kept
+        What this rank decodes; with what earlier crews left in it.
     """
 
-    def __init__(self, engine: Engine, desk: Desk) -> None:
-        self._engine, self._desk, self._chain = engine, desk, engine.chain
-        self._pool, self._courier = engine.open_pool(), engine.open_courier()
-        self._mine: dict[str, Task] = {}  # in this rank's pool
+    def __init__(self, engine: Engine, desk: Desk, kept: Kept) -> None:
+        self._engine, self._desk, self._chain, self._mine = engine, desk, engine.chain, kept
+        self._courier = engine.open_courier()
         self._packs: list[Task] = []  # to be prefilled by this rank alone
         self._told: list[tuple[str, Outcome]] = []  # by this rank, when the wave ends
         # The same on every rank:
@@ -106,14 +155,15 @@ class Crew:
         self._work = self._wave_work = 0
 
     def run(self) -> Tally:
-        """Work until no document is left, or none is to be begun."""
-        running = 1
+        """Work until no document is left to prefill, or none is to be begun; what is kept then is decoded later."""
         more = True
-        while more or running or self._waiting:
+        self._meet()
+        while more or self._waiting or self._parted:
             self._wave_began, self._wave_work = time.monotonic(), 0
             more = self._prefill_wave(more)
-            self._decode(leaving=more)
-            running = self._meet()
+            if more or self._waiting or self._parted:
+                self._decode(leaving=more)
+                self._meet()
             self._work += self._wave_work
         if self._courier is not None:
             self._courier.close()
@@ -181,7 +231,7 @@ class Crew:
     def _wait(self, reading: Reading) -> None:
         for part in range(len(reading.prompts)):
             self._numbers += 1
-            task = Task(f"{self._numbers}", reading, part)
+            task = Task(f"{self._chain.size}.{self._numbers}", reading, part)
             self._waiting.append(task)
             if not reading.is_final:
                 self._parted[task.key] = task
@@ -226,36 +276,28 @@ class Crew:
         if prefill.error is not None:
             self._fail(task, prefill.error)
             return
-        self._mine[task.key] = task
-        self._pool.add(task.key, prefill, task.prompt.ids, self._engine.seed_of(task.reading.document.id))
+        self._mine.add(task, prefill, self._engine.seed_of(task.reading.document.id))
         if not self._engine.new_tokens:  # nothing to decode: it need not wait for the others
             self._step()
 
     def _decode(self, *, leaving: bool) -> None:
         """Decode what this rank holds; leave when little is left and other documents wait."""
-        began, held = time.monotonic(), self._pool.running
+        began, held = time.monotonic(), self._mine.pool.running
         few = max(0, held - 1) if self._chain.size == 1 else held // 4
-        while self._pool.running > (few if leaving or self._waiting else 0):
+        while self._mine.pool.running > (few if leaving or self._waiting else 0):
             self._step()
             self._desk.look()
         self._tally.decode_s += time.monotonic() - began
 
     def _step(self) -> None:
-        for finished in self._pool.step():
-            self._finish(finished)
-
-    def _finish(self, finished: Finished) -> None:
-        task = self._mine.pop(finished.key)
-        reading = task.reading
-        if finished.answer is not None:
-            self._tally.prompt_tokens += task.prompt.tokens
-            self._tally.new_tokens += len(finished.answer.token_ids)
-        if finished.answer is None:
-            self._fail(task, finished.error or "unknown")
-        elif reading.is_final:
-            self._desk.hand_in(reading.record(finished.prefill, finished.answer), reading.work, finished.prefill)
-        else:
-            self._told.append((task.key, reading.outcome(task.part, finished.prefill, finished.answer)))
+        for task, finished in self._mine.step():
+            self._tally.count(task, finished)
+            if task.reading.is_final:
+                hand_in(self._desk, task, finished)
+            elif finished.answer is None:
+                self._told.append((task.key, Outcome(error=finished.error or "unknown")))
+            else:
+                self._told.append((task.key, task.reading.outcome(task.part, finished.prefill, finished.answer)))
 
     def _fail(self, task: Task, reason: str) -> None:
         """Take note of a prompt that failed on this rank."""
@@ -264,11 +306,11 @@ class Crew:
         else:
             self._told.append((task.key, Outcome(error=reason)))
 
-    def _meet(self) -> int:
-        """Tell each other what is kept and was answered; return how many prompts are still being decoded."""
+    def _meet(self) -> None:
+        """Tell each other what is kept and was answered."""
         mine: dict[str, Any] = {
-            "kept": len(self._mine),
-            "bytes": sum(self._engine.kept_bytes(task.prompt) for task in self._mine.values()),
+            "kept": len(self._mine.tasks),
+            "bytes": sum(self._engine.kept_bytes(task.prompt) for task in self._mine.tasks.values()),
             "told": [(key, asdict(outcome)) for key, outcome in self._told],
         }
         self._told = []
@@ -281,7 +323,6 @@ class Crew:
         for rank in ranks:
             for key, outcome in rank["told"]:
                 self._hear(key, Outcome(**outcome))
-        return sum(self._kept)
 
     def _hear(self, key: str, outcome: Outcome) -> None:
         """Take what became of a part of a document."""
