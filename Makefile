@@ -19,13 +19,14 @@ extras  := gguf,parquet,plots,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 stamp   := $(VENV)/.installed-$(MPI)
 in_venv := . $(VENV)/bin/activate &&
 
-.PHONY: help install demo test test-all test-slurm bench-network bench-handoff bench-planner check clean
+.PHONY: help install demo test test-all test-slurm test-faults bench-network bench-handoff bench-planner check clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
 	@echo "make test      lint, types and tests (installs first)"
 	@echo "make test-all  the slow tests too"
 	@echo "make test-slurm  the job scripts on a SLURM cluster of four nodes, started here; needs root, apt if SLURM is missing"
+	@echo "make test-faults  a hundred jobs killed, starved and damaged at random, resumed, and compared; half an hour"
 	@echo "make bench-network  KV-Runahead against its rivals on slow links between network namespaces; needs root, iproute2"
 	@echo "               and patience (ARGS=--help: less of it)"
 	@echo "make bench-handoff  bandwidth of handing keys and values on, against a plain ping"
@@ -60,6 +61,9 @@ test-all: check
 test-slurm: $(stamp)
 	tests/slurm/install
 	$(in_venv) KVR_TEST_SLURM=1 python -m pytest tests/slurm
+
+test-faults: $(stamp)
+	$(in_venv) python -m pytest tests/faults
 
 bench-network: $(stamp)
 	$(in_venv) python tests/network/bench_network.py $(ARGS)

@@ -47,6 +47,10 @@ class Desk(Protocol):
     def look(self) -> None:
         """Tell the others if this rank was told to stop."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no time left even for what is begun."""
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -86,7 +90,7 @@ class Kept:
     def drain(self, desk: Desk) -> Tally:
         """Finish all answers, when there is nothing else to do."""
         began, tally = time.monotonic(), Tally()
-        while self.pool.running:
+        while self.pool.running and not desk.is_over:
             for task, finished in self.step():
                 tally.count(task, finished)
                 hand_in(desk, task, finished)
@@ -158,7 +162,7 @@ class Crew:
         """Work until no document is left to prefill, or none is to be begun; what is kept then is decoded later."""
         more = True
         self._meet()
-        while more or self._waiting or self._parted:
+        while (more or self._waiting or self._parted) and not self._chain_is_over():
             self._wave_began, self._wave_work = time.monotonic(), 0
             more = self._prefill_wave(more)
             if more or self._waiting or self._parted:
@@ -168,6 +172,11 @@ class Crew:
         if self._courier is not None:
             self._courier.close()
         return self._tally
+
+    def _chain_is_over(self) -> bool:
+        """Say whether the chain has no time left; its first rank looks at the clock for all."""
+        is_over = self._desk.is_over
+        return is_over if self._chain.size == 1 else bool(share_json(self._chain, is_over))
 
     def seconds_for(self, work: int) -> float:
         """Estimate how long it takes from now until a document of so much work is answered, with all in hand."""
@@ -284,7 +293,7 @@ class Crew:
         """Decode what this rank holds; leave when little is left and other documents wait."""
         began, held = time.monotonic(), self._mine.pool.running
         few = max(0, held - 1) if self._chain.size == 1 else held // 4
-        while self._mine.pool.running > (few if leaving or self._waiting else 0):
+        while self._mine.pool.running > (few if leaving or self._waiting else 0) and not self._desk.is_over:
             self._step()
             self._desk.look()
         self._tally.decode_s += time.monotonic() - began

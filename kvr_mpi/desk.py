@@ -137,6 +137,11 @@ class Desk:
         done = self._counters.add(self.DONE) + 1
         self._progress.document(record, done, self._counters.add(self.WORK, work) + work)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no time left even for what is begun."""
+        return self._stop.is_over
+
     def look(self) -> None:
         """Tell the others if this rank was told to stop."""
         if self._check is not None:

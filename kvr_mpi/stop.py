@@ -20,6 +20,8 @@ STOP_SIGNALS = ("TERM", "USR2")
 # Predictions are off by this much, and what is done has to be written.
 MARGIN = 1.25
 WRITE_S = 15.0
+# So long before the deadline what has not ended is given up: it would be lost in any case.
+LAST_S = 8.0
 
 
 class Stop:
@@ -41,6 +43,11 @@ class Stop:
     def ask(self, reason: str) -> None:
         """Begin no more documents; the first reason counts."""
         self.reason = self.reason or reason
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no time left even for what is begun."""
+        return self.deadline_s is not None and self.deadline_s - self._clock() < LAST_S
 
     def has_time_for(self, seconds: float) -> bool:
         """Whether something that will take so long can be begun; asks to stop if not."""

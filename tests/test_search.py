@@ -188,7 +188,7 @@ def test_a_job_is_cut_by_its_table(
     assert forced.returncode == 0, forced.stderr
     assert "used all the same" in forced.stderr and forced.stderr.count("by the table's fitted rates") == 1
     for record in read_run(tmp_path / "out"):
-        assert len(record.slices) == 4
+        assert len(record.slices) == (4 if record.prompt_tokens >= 3 * 64 else 2), "short ones are not cut"
         assert record.token_ids == records[record.id].token_ids, "another split, the same answer"
 
 

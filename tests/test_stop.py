@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.stop import MARGIN, WRITE_S, Stop, listening, parse_time_limit
+from kvr_mpi.stop import LAST_S, MARGIN, WRITE_S, Stop, listening, parse_time_limit
 
 
 def test_without_a_deadline_there_is_always_time() -> None:
@@ -25,6 +25,13 @@ def test_what_would_not_end_is_not_begun() -> None:
     assert "time limit" in stop.reason and "115 s left" in stop.reason
     assert not stop.has_time_for(0), "once stopped, stopped"
     assert not stop.heard
+
+
+def test_at_the_very_end_what_is_begun_is_given_up() -> None:
+    now = 1000.0
+    assert not Stop(clock=lambda: now).is_over
+    assert not Stop(now + LAST_S + 1, clock=lambda: now).is_over
+    assert Stop(now + LAST_S - 1, clock=lambda: now).is_over
 
 
 def test_the_first_signal_stops_and_the_second_ends() -> None:

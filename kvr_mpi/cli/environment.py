@@ -31,10 +31,10 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     machine = Machine(
         cache_dir=Path(environ.get("KVR_CACHE") or Path(caches) / "kvr-mpi"),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        threads=int(threads) if threads.isdigit() and int(threads) > 0 else None,
+        threads=int(threads) if threads.isdecimal() and int(threads) > 0 else None,
         offline="SLURM_JOB_ID" in environ or environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "TRUE"),
     )
     job, cluster = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_CLUSTER_NAME", "")
     restarts = environ.get("SLURM_RESTART_COUNT", "")
-    owner = this_process(f"{job}@{cluster}" if job and cluster else job, int(restarts) if restarts.isdigit() else 0)
-    return Environment(machine, float(deadline) if deadline.isdigit() else None, owner)
+    owner = this_process(f"{job}@{cluster}" if job and cluster else job, int(restarts) if restarts.isdecimal() else 0)
+    return Environment(machine, float(deadline) if deadline.isdecimal() else None, owner)
