@@ -46,8 +46,11 @@ class Stop:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no time left even for what is begun."""
-        return self.deadline_s is not None and self.deadline_s - self._clock() < LAST_S
+        """Whether there is no time left even for what is begun; asks to stop if so."""
+        left_s = LAST_S if self.deadline_s is None else self.deadline_s - self._clock()
+        if left_s < LAST_S:
+            self.ask(f"the time limit is near: {max(0.0, left_s):.0f} s left")
+        return left_s < LAST_S
 
     def has_time_for(self, seconds: float) -> bool:
         """Whether something that will take so long can be begun; asks to stop if not."""

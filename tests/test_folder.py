@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_runs import HEADER, record, result_files, resume, write
 
 import kvr_mpi.store.merge as merge_module
 from kvr_mpi.errors import EXIT_CONFIG, ConfigError, DataError, OutputError
@@ -18,7 +19,6 @@ from kvr_mpi.store.folder import RESULTS, find_record, read_run, run_files
 from kvr_mpi.store.ledger import PART
 from kvr_mpi.store.merge import merge_files, merge_run
 from kvr_mpi.store.outputs import Record, open_file, read_header
-from runs import HEADER, record, result_files, resume, write
 
 
 def raw(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_runs import HEADER, record, result_files, resume, write
 
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.ledger import PART, LedgerWriter, read_ledger, seal, unseal
 from kvr_mpi.store.shards import ShardWriter
-from runs import HEADER, record, result_files, resume, write
 
 Damage = Callable[[bytes, int], bytes]
 VALUES = st.dictionaries(

@@ -9,6 +9,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from made_runs import HEADER, IDENTITY, NAMES, corpus_of, record, result_files, resume, take, write
 
 from kvr_mpi.documents import scan_corpus
 from kvr_mpi.errors import DataError, OutputError
@@ -17,7 +18,6 @@ from kvr_mpi.store.ledger import PART
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.store.run import RUN_FILE, known_corpus
-from runs import HEADER, IDENTITY, NAMES, corpus_of, record, result_files, resume, take, write
 
 
 def foreign(path: Path) -> bytes:

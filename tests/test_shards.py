@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import pytest
 import torch
+from made_runs import HEADER, record, result_files, resume, write
 
 import kvr_mpi.store.shards as shards_module
 from kvr_mpi.errors import DataError, OutputError
@@ -18,7 +19,6 @@ from kvr_mpi.store.folder import read_run, run_files
 from kvr_mpi.store.kv import read_array
 from kvr_mpi.store.ledger import PART, crc32_of, read_ledger
 from kvr_mpi.store.shards import ShardWriter
-from runs import HEADER, record, result_files, resume, write
 
 
 def wait_for(condition: Any, seconds: float = 20.0) -> None:

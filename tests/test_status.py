@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from made_runs import HEADER, NAMES, record, take, write
 
 from kvr_mpi.cli import group
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.status import read_status
-from runs import HEADER, NAMES, record, take, write
 
 
 def test_a_run_at_work_is_seen_from_outside(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_runs import resume
 
 from kvr_mpi.cli import kvr as kvr_main
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, DataError, ForeignError
@@ -37,7 +38,6 @@ from kvr_mpi.store.outputs import (
     read_software,
 )
 from kvr_mpi.store.shards import ShardWriter
-from runs import resume
 
 IDENTITY: dict[str, Any] = {"model": "0123abcd", "kv": True}
 HEADER = Header(IDENTITY, {"name": "tiny", "architecture": "LlamaForCausalLM", "dtype": "float32"})
