@@ -19,7 +19,7 @@ extras  := gguf,parquet,plots,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 stamp   := $(VENV)/.installed-$(MPI)
 in_venv := . $(VENV)/bin/activate &&
 
-.PHONY: help install demo test test-all test-slurm test-faults bench-network bench-handoff bench-planner check clean
+.PHONY: help install demo test test-all test-slurm test-faults bench-network bench-handoff bench-planner bench-decode bench-store check clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
@@ -30,6 +30,8 @@ help:
 	@echo "make bench-network  KV-Runahead against its rivals on slow links between network namespaces; needs root, iproute2"
 	@echo "               and patience (ARGS=--help: less of it)"
 	@echo "make bench-handoff  bandwidth of handing keys and values on, against a plain ping"
+	@echo "make bench-decode  eight documents decoded together on one core, against one by one"
+	@echo "make bench-store  writing shards against np.tofile and fsync, and what a document's durability costs"
 	@echo "make bench-planner  search slices, sweep around them, forecast lengths between: an hour on a quiet machine"
 	@echo "make clean     remove the environment and all results"
 
@@ -70,6 +72,12 @@ bench-network: $(stamp)
 
 bench-handoff: $(stamp)
 	$(in_venv) mpirun -n 2 python tests/programs/bench_handoff.py $(ARGS)
+
+bench-decode: $(stamp)
+	$(in_venv) taskset -c 0 python tests/programs/bench_decode.py $(ARGS)
+
+bench-store: $(stamp)
+	$(in_venv) python tests/programs/bench_store.py . $(ARGS)
 
 bench-planner: $(stamp)
 	$(in_venv) mpirun -n $(RANKS) kvr search --contexts 1k,2k,4k,8k --check 5 --replace --output runs/planner $(ARGS)

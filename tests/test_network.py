@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from network.hosts import Host, hosts, run_mpi, shape, why_not
 
+from kvr_mpi.store.folder import read_run
+
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).resolve().parent
@@ -130,6 +132,36 @@ def test_links_are_slow_in_both_directions(tmp_path: Path) -> None:
         assert all(0.8 < seconds < 4 for seconds in link_seconds(group, 2, tmp_path))  # one second
         shape(group[0], None)
         assert max(link_seconds(group, 2, tmp_path)) < 0.8
+
+
+def test_counters_answer_between_hosts_while_their_owner_computes() -> None:
+    with hosts(2) as group:
+        run = run_mpi(group, [sys.executable, HERE / "programs" / "mpi_counters.py"], timeout_s=60)
+    assert run.returncode == 0, run.stdout
+    found = json.loads(run.stdout)
+    assert sorted(number for drawn, _, _ in found for number in drawn) == list(range(200))
+    assert all(drawn for drawn, _, _ in found)
+
+
+def test_a_job_runs_on_two_hosts(tiny_model_dir: Path, tmp_path: Path, kvr_run: Path) -> None:
+    rows = (json.dumps({"id": f"d{n}", "text": "The ferry left at seven. " * (2 + 7 * (n % 6))}) for n in range(24))
+    (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
+    (tmp_path / "job.toml").write_text(
+        f"""
+        model.path = "{tiny_model_dir}"
+        model.dtype = "float32"
+        documents.path = "{tmp_path / "corpus.jsonl"}"
+        generation.max_new_tokens = 6
+        output.path = "{tmp_path / "out"}"
+        """
+    )
+    found = {}
+    for way in ("parallel.ranks_per_chain=all", "parallel.ranks_per_chain=1", "parallel.strategy=single"):
+        with hosts(2) as group:
+            run = run_mpi(group, [kvr_run, tmp_path / "job.toml", "--overwrite", "--set", way], timeout_s=120)
+        assert run.returncode == 0, run.stdout
+        found[way] = {record.id: record.token_ids for record in read_run(tmp_path / "out")}
+    assert all(answers == found["parallel.strategy=single"] and len(answers) == 24 for answers in found.values())
 
 
 def test_what_does_not_end_is_ended() -> None:
