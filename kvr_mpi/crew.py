@@ -44,6 +44,9 @@ class Desk(Protocol):
     def hand_in(self, record: Record, work: int, prefill: Prefill | None = None) -> None:
         """Store a result, and with it what the prompt's cache holds if that is wanted."""
 
+    def prefilled(self, document_id: str, prefill: Prefill) -> None:
+        """Tell of a prompt whose answer is yet to come."""
+
     def look(self) -> None:
         """Tell the others if this rank was told to stop."""
 
@@ -285,6 +288,8 @@ class Crew:
         if prefill.error is not None:
             self._fail(task, prefill.error)
             return
+        if self._engine.new_tokens:
+            self._desk.prefilled(task.reading.document.id, prefill)
         self._mine.add(task, prefill, self._engine.seed_of(task.reading.document.id))
         if not self._engine.new_tokens:  # nothing to decode: it need not wait for the others
             self._step()

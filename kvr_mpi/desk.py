@@ -137,6 +137,10 @@ class Desk:
         done = self._counters.add(self.DONE) + 1
         self._progress.document(record, done, self._counters.add(self.WORK, work) + work)
 
+    def prefilled(self, document_id: str, prefill: Prefill) -> None:
+        """Tell of a prompt whose answer is yet to come."""
+        self._progress.prefilled(document_id, prefill.partition.tokens, prefill.seconds)
+
     @property
     def is_over(self) -> bool:
         """Whether there is no time left even for what is begun."""

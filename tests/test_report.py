@@ -240,6 +240,20 @@ def test_lines_come_once_a_second_but_errors_and_the_end_always() -> None:
     assert 10 <= len(told) <= 14
 
 
+def test_prompts_that_wait_for_their_answers_are_told_of() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Progress(Log(stream=stream), 3, 3, deadline_s=clock.now + 600, clock=clock) as progress:
+        for number in range(8):
+            clock.now += 0.5
+            progress.prefilled(f"d{number}", 900, 1.5)
+    lines = stream.getvalue().splitlines()
+    assert 3 <= len(lines) <= 5
+    assert all(
+        re.search(r"prefilled d\d: 900 tokens in 1\.50 s \| elapsed 0:00:0\d, wall time left 0:09:5", line)
+        for line in lines
+    )
+
+
 def test_a_silent_report_tells_nothing() -> None:
     stream = io.StringIO()
     with Progress(Log(stream=stream), 1, 1, silent=True) as progress:

@@ -116,12 +116,21 @@ class Progress:
             )
         self._log.line(f"{done}/{self._documents} {record.id}: {what} | {self._left(done, work)}")
 
+    def prefilled(self, name: str, tokens: int, seconds: float) -> None:
+        """Tell of a prompt that waits for its answer: many are answered together, so it may be long until then."""
+        now = self._clock()
+        if self._bar is None and not self._silent and now - self._told >= LINE_S:
+            self._told = now
+            self._log.line(f"prefilled {name}: {tokens} tokens in {seconds:.2f} s | {self._times()}")
+
     def _left(self, done: int, work: int) -> str:
-        elapsed = self.elapsed_s
         left = "done" if done >= self._documents else "left unknown"
         if done < self._documents and work:
-            left = f"left {clock_time(elapsed * (self._work - work) / work)}"
-        text = f"elapsed {clock_time(elapsed)}, {left}"
+            left = f"left {clock_time(self.elapsed_s * (self._work - work) / work)}"
+        return self._times(f", {left}")
+
+    def _times(self, left: str = "") -> str:
+        text = f"elapsed {clock_time(self.elapsed_s)}{left}"
         if self._deadline_s is not None:
             text += f", wall time left {clock_time(self._deadline_s - self._clock())}"
         return text
