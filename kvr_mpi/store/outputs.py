@@ -69,7 +69,7 @@ class Record:
     ttft_s: float = 0.0  # from the chain's start on this prompt to its first token
     prefill_tokens_per_s: float = 0.0
     wait_s: float = 0.0  # of ttft_s, the last rank's wait for keys and values
-    decode_s: float = 0.0
+    decode_s: float = 0.0  # from its first token to its last, the wait for the rest of its wave included
     parts: int = 1  # prompts it took: more than one if the text was split
     finished_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
 
