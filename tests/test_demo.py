@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from constants import ROOT
 
 from kvr_mpi.decode.generate import make_generation_config
 from kvr_mpi.decode.pool import Pool

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SMOLLM
+from constants import SMOLLM
 from models import CONFIGS, tiny
 
 from kvr_mpi.costs.memory import GIB, check_fits, footprint_of, ranks_that_fit

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-from mpi_environment import MPI_ENVIRONMENT
+from constants import MPI_ENVIRONMENT
 
 LAUNCHER = Path(sys.executable).parent / "mpirun"
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "

