@@ -29,6 +29,8 @@ CHUNK_BYTES = 256 << 20
 # A rank at a barrier looks this often without pause, then this seldom.
 SPINS = 200
 PAUSE_S = 2e-4
+# A launcher that ends the ranks drops what it has not passed on yet of what they wrote: why they end, for example.
+LAST_WORDS_S = 0.5
 
 # What tells how many ranks a launcher meant to start: (who, variable), most specific first.
 LAUNCHER_SIZES = (
@@ -251,6 +253,7 @@ class MpiTransport:
         """End all ranks of the job."""
         from mpi4py import MPI
 
+        time.sleep(LAST_WORDS_S)
         MPI.COMM_WORLD.Abort(exit_code)
 
 
