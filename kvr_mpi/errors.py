@@ -19,7 +19,7 @@ EXIT_BUG = 1
 EXIT_USAGE = 2
 EXIT_BAD_DATA = 65
 EXIT_NO_TRANSPORT = 69
-EXIT_STOPPED = 75
+EXIT_STOPPED = 75  # no error: told to stop, or out of time; the job can be resumed
 EXIT_CONFIG = 78
 
 
