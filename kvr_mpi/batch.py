@@ -9,7 +9,6 @@ longest first, so that a rank joins ever shorter chains and never waits for a ra
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -25,7 +24,7 @@ from kvr_mpi.model import choose_device, find_model
 from kvr_mpi.plan import agree, count_tokens, describe, duration, plan_documents
 from kvr_mpi.prompts import check_template
 from kvr_mpi.report.log import Log
-from kvr_mpi.report.progress import Progress, clock_time
+from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary
 from kvr_mpi.schedule.schedule import deal
 from kvr_mpi.stop import STOP_SIGNALS, Stop, listening
@@ -63,18 +62,9 @@ def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> i
         Exit code: 0; 65 if some documents have error records; 75 if it was stopped before the end.
     """
     folder = Path(spec.output.path)
-    stop = Stop(_believable(options.deadline_s, log))
+    stop = Stop(options.deadline_s)
     with listening(stop, options.stop_signals, lambda why: _end_at_once(world, log, why)):
         return _run(spec, options, world, log, folder, stop)
-
-
-def _believable(deadline_s: float | None, log: Log) -> float | None:
-    """Leave out a deadline that is over: whoever it was meant for, this job is running."""
-    ago_s = 0.0 if deadline_s is None else time.time() - deadline_s
-    if ago_s <= 0:
-        return deadline_s
-    log.root(f"warning: SLURM_JOB_END_TIME says that the job ended {clock_time(ago_s)} ago: ignored")
-    return None
 
 
 def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder: Path, stop: Stop) -> int:

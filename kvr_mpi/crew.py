@@ -306,10 +306,10 @@ class Crew:
     def _step(self) -> None:
         for task, finished in self._mine.step():
             self._tally.count(task, finished)
-            if task.reading.is_final:
+            if finished.answer is None:
+                self._fail(task, finished.error or "unknown")
+            elif task.reading.is_final:
                 hand_in(self._desk, task, finished)
-            elif finished.answer is None:
-                self._told.append((task.key, Outcome(error=finished.error or "unknown")))
             else:
                 self._told.append((task.key, task.reading.outcome(task.part, finished.prefill, finished.answer)))
 

@@ -118,7 +118,7 @@ def parse_time_limit(text: str) -> float:
     """
     days, dash, clock = text.strip().rpartition("-")
     parts = clock.split(":")
-    if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+    if not all(part.isdecimal() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
         raise ConfigError(f"time limit {text!r}: expected seconds, mm:ss, h:mm:ss or d-hh:mm:ss")
     seconds = 0
     for part in parts:

@@ -73,6 +73,8 @@ def test_a_whole_corpus_in_every_way(tmp_path: Path, tiny_model_dir: Path, mpiru
     assert "documents/h" in run.stdout and not list((tmp_path / "out").iterdir()), "nothing is left behind"
     split = mpirun(1, [*command, "--set", "prompt.too_long=split"])
     assert split.returncode == 78 and "generate cannot do that" in split.stderr
+    alone = mpirun(1, [*command, "--ways", "generate"])
+    assert alone.returncode == 78 and "at least one of auto, chains, data-parallel" in alone.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -44,8 +44,6 @@ WAYS: dict[str, str | int | None] = {
     "padded": None,
 }
 OURS = tuple(way for way, chain in WAYS.items() if chain is not None)
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +123,8 @@ def bench_corpus(
     for way in ways:
         if way not in WAYS:
             raise ConfigError(f"--ways {way!r}: expected some of {', '.join(WAYS)}")
+    if not set(OURS) & set(ways):
+        raise ConfigError(f"--ways {','.join(ways)}: expected at least one of {', '.join(OURS)} to compare with")
     if spec.prompt.too_long == "split":
         raise ConfigError("prompt.too_long = 'split': generate cannot do that; compare with 'truncate' or 'error'")
     with pinned(ranks) as cores:
@@ -136,8 +136,7 @@ def bench_corpus(
                 chain = ranks.split(ranks.rank // choose_chain_size(mine, ranks.size))
                 loaded = next(iter(engines.values())).loaded if engines else None
                 engines[way] = Engine(mine, machine, ranks, chain, log.line, loaded=loaded)
-        engine = next(iter(engines.values()), None)
-        assert engine is not None, "the command adds a way of ours"
+        engine = next(iter(engines.values()))
         rows = [Row(way) for way in ways]
         shortest = min(range(len(corpus)), key=lambda number: corpus.entries[number].chars)
         _ours(engine, corpus, [shortest], control, ranks)  # warms up

@@ -126,7 +126,7 @@ def _run(
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.report.log import Log
-    from kvr_mpi.report.progress import wants_bar
+    from kvr_mpi.report.progress import clock_time, wants_bar
     from kvr_mpi.stop import parse_time_limit
     from kvr_mpi.transport.mpi import launched_size
 
@@ -134,11 +134,18 @@ def _run(
     environment = read_environment()
     if environment.owner.restart and not wishes["resume"]:  # a requeued job runs the same command again
         wishes |= {"resume": True, "overwrite": False}
+    log, deadline_s = Log(world.rank), environment.deadline_s
+    if time_limit is not None:
+        deadline_s = time.time() + parse_time_limit(time_limit)
+    elif deadline_s is not None and deadline_s <= time.time():  # whoever it was meant for, this job is running
+        ago = clock_time(time.time() - deadline_s)
+        log.root(f"warning: SLURM_JOB_END_TIME says that the job ended {ago} ago: ignored")
+        deadline_s = None
     options = RunOptions(
         machine=environment.machine,
         owner=environment.owner,
         bar=wants_bar(progress, launched_size(os.environ) is not None),
-        deadline_s=environment.deadline_s if time_limit is None else time.time() + parse_time_limit(time_limit),
+        deadline_s=deadline_s,
         **wishes,
     )
-    return run_job(spec, options, world, Log(world.rank))
+    return run_job(spec, options, world, log)
