@@ -117,10 +117,11 @@ def test_shards_of_a_corpus_are_all_of_it(job: Any, tmp_path: Path, mpirun: Any,
 
 def test_no_document_is_begun_that_would_not_end(job: Any, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
     path = job([1] * 4)
-    run = mpirun(2, [kvr_run, path, "--time-limit", "0"])  # over before it begins, and meant so
-    assert run.returncode == 75, run.stderr
-    assert "the time limit is near" in run.stderr and "4 document(s) left" in run.stderr
-    assert not (tmp_path / "job" / "results.h5").exists()
+    for limit in ("0", "10"):  # over before it begins, and meant so; and less than is kept for writing
+        run = mpirun(2, [kvr_run, path, "--time-limit", limit])
+        assert run.returncode == 75, run.stderr
+        assert "the time limit is near" in run.stderr and "4 document(s) left" in run.stderr
+        assert not (tmp_path / "job" / "results.h5").exists()
     env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}
     again = mpirun(2, [kvr_run, path, "--overwrite"], env=env)  # as SLURM repeats the command
     assert again.returncode == 0, again.stderr
