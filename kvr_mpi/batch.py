@@ -17,11 +17,12 @@ from pathlib import Path
 from kvr_mpi.crew import Crew, Kept, Tally
 from kvr_mpi.desk import Desk
 from kvr_mpi.documents import Corpus, scan_corpus
-from kvr_mpi.engine import Engine, Machine
+from kvr_mpi.engine import Engine
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, ConfigError, CorpusError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import choose_device, find_model
 from kvr_mpi.plan import agree, count_tokens, describe, duration, plan_documents
+from kvr_mpi.prepare import Machine, Prepared, Say, prepare
 from kvr_mpi.prompts import check_template
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
@@ -73,22 +74,23 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
     ranks, reason = open_transport(world, spec.parallel.transport, device, cache_dir=options.machine.cache_dir)
     log.root(reason)
-    engine = Engine(spec, options.machine, ranks, ranks.split(world.rank // chain_size), log.line)
-    run = on_root(world, lambda: _open(folder, engine, corpus, options, log))
+    chain = ranks.split(ranks.rank // chain_size)
+    prepared = prepare(spec, options.machine, ranks, chain, log.line)
+    run = on_root(world, lambda: _open(folder, prepared, corpus, options, log))
     done = set(share_json(world, None if run is None else sorted(run.done | run.failed)))
-    todo = [number for number in _share(spec, len(corpus)) if corpus.entries[number].id not in done]
+    todo = [number for number in range(len(corpus))[spec.documents.share] if corpus.entries[number].id not in done]
     log.root(f"documents: {len(corpus)}" + (f", {len(done)} of them done already" if done else ""))
-    shares = share_out(engine, corpus, todo, ranks, log)
+    shares = share_out(prepared, corpus, todo, ranks, log)
     counters = open_counters(world, Desk.SLOTS + shares.slots)
     with (
-        closing(ShardWriter(folder, f"{world.rank:04d}", engine.header())) as writer,
+        closing(ShardWriter(folder, f"{world.rank:04d}", prepared.header())) as writer,
         Progress(
             log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0
         ) as progress,
     ):
         check = None if run is None else run.check
         desk = Desk(corpus, counters, writer, progress, stop, keeps_kv=spec.output.kv, check=check)
-        tally = work_through(engine, ranks, shares, desk)
+        tally = work_through(prepared, ranks, shares, desk, log.line)
     world.barrier()
     left = len(todo) - counters.read()[Desk.DONE]
     counters.close()
@@ -135,26 +137,27 @@ class Shares:
         return sum(sum(part.works.values()) for part in self.rounds)
 
 
-def share_out(engine: Engine, corpus: Corpus, todo: Sequence[int], ranks: Transport, log: Log) -> Shares:
+def share_out(prepared: Prepared, corpus: Corpus, todo: Sequence[int], ranks: Transport, log: Log) -> Shares:
     """Share documents among chains: as planned, or so that all chains of one length have as much; every rank alike."""
-    if engine.costs is not None:
-        return _planned(engine, corpus, todo, ranks, log)
-    size = engine.chain.size
+    if prepared.costs is not None:
+        return _planned(prepared, corpus, todo, ranks, log)
+    size = choose_chain_size(prepared.spec, ranks.size)
     return Shares([_round(corpus, todo, ranks.size // size, size)])
 
 
-def work_through(engine: Engine, ranks: Transport, shares: Shares, desk: Desk) -> Tally:
+def work_through(prepared: Prepared, ranks: Transport, shares: Shares, desk: Desk, say: Say) -> Tally:
     """Do this rank's part of all rounds; every rank calls this."""
     for number in list(shares.misfits)[ranks.rank :: ranks.size]:
         desk.refuse(number, shares.misfits[number])
     # All of them before any work: making chains waits for all ranks.
     chains = [ranks.split(ranks.rank // part.length) for part in shares.rounds]
-    first_slot, tally, kept = Desk.SLOTS, Tally(), Kept(engine.open_pool())
+    first_slot, tally, kept = Desk.SLOTS, Tally(), Kept(prepared.open_pool())
     for part, chain in zip(shares.rounds, chains, strict=True):
         block = ranks.rank // part.length
         if block < len(part.lists):  # else the ranks were not divisible, and this one is left over
             desk.work_from(part.lists, part.works, block, first_slot)
-            tally.add(Crew(engine.on(chain, block * part.length), desk, kept).run())
+            engine = Engine(prepared, chain, block * part.length, say)
+            tally.add(Crew(engine, desk, kept).run())
         first_slot += len(part.lists)
     tally.add(kept.drain(desk))
     return tally
@@ -170,13 +173,13 @@ def _round(corpus: Corpus, todo: Sequence[int], chains: int, length: int) -> Rou
     )
 
 
-def _planned(engine: Engine, corpus: Corpus, todo: Sequence[int], world: Transport, log: Log) -> Shares:
+def _planned(prepared: Prepared, corpus: Corpus, todo: Sequence[int], world: Transport, log: Log) -> Shares:
     """Plan chains of all lengths."""
     numbers = {corpus.entries[number].id: number for number in todo}
     mine = (corpus.read(number) for number in todo[world.rank :: world.size])
-    tokens = count_tokens(engine.loaded.tokenizer, mine, world)
-    plan = plan_documents(engine.spec, [(name, tokens[name]) for name in numbers], world.size, engine.forecast())
-    plan = agree(world, plan)
+    tokens = count_tokens(prepared.loaded.tokenizer, mine, world)
+    texts = [(name, tokens[name]) for name in numbers]
+    plan = agree(world, plan_documents(prepared.spec, texts, world.size, prepared.forecast()))
     for line in describe(plan):
         log.root(f"plan: {line}")
     rounds = []
@@ -250,18 +253,13 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
     return corpus
 
 
-def _share(spec: JobSpec, documents: int) -> range:
-    """Numbers of the documents this job is to do: all, or every n-th."""
-    shard, _, shards = (spec.documents.shard or "0/1").partition("/")
-    return range(int(shard), documents, int(shards))
-
-
-def _open(folder: Path, engine: Engine, corpus: Corpus, options: RunOptions, log: Log) -> Run:
+def _open(folder: Path, prepared: Prepared, corpus: Corpus, options: RunOptions, log: Log) -> Run:
     """Make the output folder ours."""
     return open_run(
         folder,
-        engine.header(),
+        prepared.header(),
         corpus,
+        share=prepared.spec.documents.share,
         overwrite=options.overwrite,
         resume=options.resume,
         retry_failed=options.retry_failed,

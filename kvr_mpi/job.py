@@ -62,6 +62,12 @@ class DocumentsSection(Section):
                 raise ValueError("expected 'i/n' with 0 <= i < n, such as '0/8'")
         return value
 
+    @property
+    def share(self) -> slice:
+        """Which of the corpus's documents are this job's."""
+        number, _, count = (self.shard or "0/1").partition("/")
+        return slice(int(number), None, int(count))
+
 
 class PromptSection(Section):
     """What is asked about each document."""

@@ -34,6 +34,7 @@ ROOMS = [
     "plan",
     "reading",
     "cuts",
+    "prepare",
     "engine",
     "crew",
     "desk",

@@ -18,7 +18,6 @@ from kvr_mpi.batch import RunOptions, run_job
 from kvr_mpi.cli.plan import plan as plan_command
 from kvr_mpi.costs.costmodel import Costs, single_seconds
 from kvr_mpi.documents import Document
-from kvr_mpi.engine import Machine
 from kvr_mpi.errors import EXIT_USAGE, ConfigError, KvrError
 from kvr_mpi.forecast import Forecast
 from kvr_mpi.job import JobSpec, load_job
@@ -26,6 +25,7 @@ from kvr_mpi.model import load_outline
 from kvr_mpi.plan import agree, count_tokens, describe, duration, plan_documents, prompt_tokens
 from kvr_mpi.planner.lookup import choose_slices
 from kvr_mpi.planner.table import ModelIdentity, save_table
+from kvr_mpi.prepare import Machine
 from kvr_mpi.prompts import Frame, encode_text, split_text
 from kvr_mpi.report.log import Log
 from kvr_mpi.schedule.schedule import schedule
@@ -167,7 +167,7 @@ def test_documents_without_room_are_refused_and_the_rest_is_done(
 ) -> None:
     spec = spec_of(job, "documents.limit=10")
     options = RunOptions(Machine(cache_dir, cores=2, offline=True), this_process())
-    monkeypatch.setattr("kvr_mpi.engine.room_bytes", lambda device, sharers: 1_000_000)
+    monkeypatch.setattr("kvr_mpi.prepare.room_bytes", lambda device, sharers: 1_000_000)
     codes = run_local(2, lambda rank: run_job(spec, options, rank, Log(rank.rank, rank.size, io.StringIO())))
     assert codes == [65, 65]
     records = {record.id: record for record in read_run(tmp_path / "out")}
@@ -201,6 +201,8 @@ def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) 
     assert long["tokens"] > 6000 and long["slices"][-1] == long["tokens"] and long["memory_bytes"] > 0
     assert 0 < long["ttft_s"] < long["end_s"] and bad["tokens"] == 0 and bad["slices"] == []
     assert "error" in bad["reason"]
+    share = CliRunner().invoke(plan_command, [*command, "--json", "--set", "documents.shard=1/4"])
+    assert {document["id"] for document in json.loads(share.stdout)["documents"]} == set(sorted(documents)[1::4])
 
 
 def test_a_slow_machine_makes_a_chain(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +280,11 @@ def test_a_lookup_table_of_this_model_says_what_things_cost(
         (["--ranks", "4", "--hardware", "abacus"], 78, ["'abacus'", "h200"]),
         (["--ranks", "0"], 2, ["--ranks"]),
         (["--ranks", "2", "--set", "documents.path=nowhere", "--hardware", "h200"], 78, ["nowhere"]),
+        (
+            ["--ranks", "2", "--set", "documents.shard=20/30", "--hardware", "h200"],
+            78,
+            ["no document of the share 20/30"],
+        ),
         (["--ranks", "2", "--set", "prompt.template=x"], 78, ["prompt.template", "{text}"]),
         (["--ranks", "2", "--set", "parallel.ranks_per_chain=some"], 78, ["'auto'", "'some'"]),
         (["--ranks", "2", "--set", "parallel.ranks_per_chain=0"], 78, ["'all', 'auto' or at least 1"]),

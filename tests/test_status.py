@@ -47,6 +47,19 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path) -> None:
     assert "not at work" in CliRunner().invoke(group, ["status", str(tmp_path)]).output
 
 
+def test_a_share_of_a_corpus_is_the_whole_of_its_job(tmp_path: Path) -> None:
+    run = take(tmp_path, resume=False, share=slice(1, None, 3))
+    mine = NAMES[1::3]
+    write(tmp_path, "0000", [record(mine[0])])
+    found = read_status(tmp_path)
+    assert (found.total, found.done, found.left) == (len(mine), 1, len(mine) - 1)
+    run.close()
+    run = take(tmp_path)  # the folder's next job does all
+    found = read_status(tmp_path)
+    assert (found.total, found.done, found.left) == (len(NAMES), 1, len(NAMES) - 1)
+    run.close()
+
+
 def test_what_an_earlier_job_began_is_not_running(tmp_path: Path) -> None:
     run = take(tmp_path, resume=False)
     ShardWriter(tmp_path, "0000", HEADER).begin(["a"])

@@ -24,9 +24,9 @@ from kvr_mpi.bench.cores import all_cores, pinned, plain
 from kvr_mpi.crew import Tally
 from kvr_mpi.desk import Desk
 from kvr_mpi.documents import Corpus
-from kvr_mpi.engine import Engine, Machine
 from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec
+from kvr_mpi.prepare import Machine, Prepared, prepare
 from kvr_mpi.reading import Reading
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
@@ -129,23 +129,23 @@ def bench_corpus(
         raise ConfigError("prompt.too_long = 'split': generate cannot do that; compare with 'truncate' or 'error'")
     with pinned(ranks) as cores:
         log.root(f"{ranks.size} rank(s), {cores} core(s) each; {len(corpus)} documents; {repeats} repetition(s)")
-        engines: dict[str, Engine] = {}
+        ready: dict[str, Prepared] = {}
         for way in ways:
             if way in OURS:
                 mine = _spec_for(spec, way)
                 chain = ranks.split(ranks.rank // choose_chain_size(mine, ranks.size))
-                loaded = next(iter(engines.values())).loaded if engines else None
-                engines[way] = Engine(mine, machine, ranks, chain, log.line, loaded=loaded)
-        engine = next(iter(engines.values()))
+                loaded = next(iter(ready.values())).loaded if ready else None
+                ready[way] = prepare(mine, machine, ranks, chain, log.line, loaded=loaded)
+        first = next(iter(ready.values()))
         rows = [Row(way) for way in ways]
         shortest = min(range(len(corpus)), key=lambda number: corpus.entries[number].chars)
-        _ours(engine, corpus, [shortest], control, ranks)  # warms up
+        _ours(first, corpus, [shortest], control, ranks)  # warms up
         for _ in range(repeats):
             for row in rows:
                 if row.way in OURS:
-                    run = _ours(engines[row.way], corpus, range(len(corpus)), control, ranks)
+                    run = _ours(ready[row.way], corpus, range(len(corpus)), control, ranks)
                 else:
-                    run = _generate(engine, corpus, ranks, batch_size if row.way == "padded" else 1)
+                    run = _generate(first, corpus, ranks, batch_size if row.way == "padded" else 1)
                 row.runs.append(run)
                 log.root(f"{row.way}: {run.documents} documents in {run.seconds:.1f} s")
     return rows
@@ -156,17 +156,17 @@ def _spec_for(spec: JobSpec, way: str) -> JobSpec:
     return spec.model_copy(update={"parallel": parallel})
 
 
-def _ours(engine: Engine, corpus: Corpus, numbers: Sequence[int], control: Transport, ranks: Transport) -> Run:
+def _ours(prepared: Prepared, corpus: Corpus, numbers: Sequence[int], control: Transport, ranks: Transport) -> Run:
     """Do documents as a job does, with their answers stored in a folder that is removed afterwards."""
-    with _folder(engine.spec, control) as folder:
+    with _folder(prepared.spec, control) as folder:
         control.barrier()
         began = time.perf_counter()
-        shares = share_out(engine, corpus, numbers, ranks, Log(1))
+        shares = share_out(prepared, corpus, numbers, ranks, Log(1))
         counters = open_counters(control, Desk.SLOTS + shares.slots)
         quiet = Progress(Log(control.rank), len(numbers), shares.work, silent=True)
-        with closing(ShardWriter(folder, f"{control.rank:04d}", engine.header())) as writer:
-            desk = Desk(corpus, counters, writer, quiet, Stop(), keeps_kv=engine.spec.output.kv)
-            tally = work_through(engine, ranks, shares, desk)
+        with closing(ShardWriter(folder, f"{control.rank:04d}", prepared.header())) as writer:
+            desk = Desk(corpus, counters, writer, quiet, Stop(), keeps_kv=prepared.spec.output.kv)
+            tally = work_through(prepared, ranks, shares, desk, Log(1).line)
         control.barrier()
         seconds = time.perf_counter() - began
         done = counters.read()[Desk.DONE]
@@ -215,28 +215,28 @@ class _FirstToken(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def _generate(engine: Engine, corpus: Corpus, ranks: Transport, batch_size: int) -> Run:
+def _generate(prepared: Prepared, corpus: Corpus, ranks: Transport, batch_size: int) -> Run:
     """Answer the corpus with transformers' generate on rank 0, with all cores of its host."""
     found = None
     if ranks.rank == 0:
-        with all_cores(), plain(engine.loaded.model):
-            found = asdict(_generate_here(engine, corpus, batch_size))
+        with all_cores(), plain(prepared.loaded.model):
+            found = asdict(_generate_here(prepared, corpus, batch_size))
     ranks.barrier()
     return Run(**share_json(ranks, found))
 
 
-def _generate_here(engine: Engine, corpus: Corpus, batch_size: int) -> Run:
-    model, device = engine.loaded.model, engine.loaded.device
+def _generate_here(prepared: Prepared, corpus: Corpus, batch_size: int) -> Run:
+    model, device = prepared.loaded.model, prepared.loaded.device
     began = time.perf_counter()
     prompts = []
     for number in range(len(corpus)):
         try:
-            prompts += [prompt.ids for prompt in Reading(corpus.read(number), engine.asking, 0).prompts]
+            prompts += [prompt.ids for prompt in Reading(corpus.read(number), prepared.asking, 0).prompts]
         except DocumentError:
             continue
     prompts.sort(key=len)  # alike lengths together: the least padding
     prefill_s, new_tokens = 0.0, 0
-    config = engine.generation
+    config = prepared.generation
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] or 0)
     for first in range(0, len(prompts), batch_size):
@@ -249,7 +249,7 @@ def _generate_here(engine: Engine, corpus: Corpus, batch_size: int) -> Run:
             ids,
             attention_mask=mask,
             generation_config=config,
-            max_new_tokens=engine.new_tokens,
+            max_new_tokens=prepared.spec.generation.max_new_tokens,
             pad_token_id=pad,
             stopping_criteria=StoppingCriteriaList([watch]),
         )

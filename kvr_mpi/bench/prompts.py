@@ -40,7 +40,7 @@ class Run:
     wait_s: float  # the keeper's wait for keys and values
     link_bytes: int  # the most any rank sent
     cpu_s: float  # processor time of all ranks together, from start to end; waiting sleeps and takes none
-    peak_bytes: tuple[int, ...]  # the most memory each rank held, weights included
+    peak_bytes: tuple[int, ...]  # the most memory each rank has held, weights included
     predicted_bytes: tuple[int, ...]  # what the plan said before; 0 where nothing is predicted
 
 
@@ -52,6 +52,7 @@ class Row:
     context_tokens: int
     size: int
     slices: str = ""
+    cold: Run | None = None  # the first, which warms up and tells the memory
     runs: list[Run] = field(default_factory=list)
 
     @property
@@ -59,15 +60,12 @@ class Row:
         """Median time to first token."""
         return statistics.median(run.ttft_s for run in self.runs)
 
-    def _heaviest(self) -> list[Run]:
-        """For each rank the run in which it held most."""
-        return [max(self.runs, key=lambda run: run.peak_bytes[rank]) for rank in range(self.size)]
-
     def as_json(self, rows: Sequence[Row]) -> dict[str, object]:
         """Return what a table or file shows, with ratios to the others of the same length (above 1: faster)."""
         same = {row.strategy: row.ttft_s for row in rows if row.context_tokens == self.context_tokens}
         rivals = [seconds for name, seconds in same.items() if name not in OURS]
         times = [run.ttft_s for run in self.runs]
+        assert self.cold is not None
         return {
             "strategy": self.strategy,
             "context_tokens": self.context_tokens,
@@ -78,9 +76,9 @@ class Row:
             "wait_s": statistics.median(run.wait_s for run in self.runs),
             "link_bytes": max(run.link_bytes for run in self.runs),
             "cpu_s": statistics.median(run.cpu_s for run in self.runs),
-            "peak_bytes": max(max(run.peak_bytes) for run in self.runs),
-            "peak_bytes_by_rank": [run.peak_bytes[rank] for rank, run in enumerate(self._heaviest())],
-            "predicted_bytes_by_rank": [run.predicted_bytes[rank] for rank, run in enumerate(self._heaviest())],
+            "peak_bytes": max(self.cold.peak_bytes),
+            "peak_bytes_by_rank": list(self.cold.peak_bytes),
+            "predicted_bytes_by_rank": list(self.cold.predicted_bytes),
             "repeats": len(times),
             "slices": self.slices,
             "speedup_over_single": same["single"] / self.ttft_s if "single" in same else None,
@@ -134,13 +132,14 @@ def bench(
         rows = []
         for tokens in contexts:
             here = [Row(name, tokens, world.size) for name in strategies]
-            for repeat in range(repeats + 1):  # the first round warms up
+            for row in here:
+                partition = partitions.get((row.strategy, tokens))
+                row.slices = str(partition or "")
+                row.cold = measure(loaded, world, row.strategy, tokens, partition, footprint, cold=True)
+            for _ in range(repeats):
                 for row in here:
                     partition = partitions.get((row.strategy, tokens))
-                    row.slices = str(partition or "")
-                    run = measure(loaded, world, row.strategy, tokens, partition, footprint)
-                    if repeat:
-                        row.runs.append(run)
+                    row.runs.append(measure(loaded, world, row.strategy, tokens, partition, footprint))
             rows += here
             say(f"{tokens} tokens: " + ", ".join(f"{row.strategy} {row.ttft_s:.2f} s" for row in here))
     return rows
@@ -162,11 +161,20 @@ def measure(
     tokens: int,
     partition: Partition | None,
     footprint: Footprint,
+    *,
+    cold: bool = False,
 ) -> Run:
-    """Prefill one prompt of arbitrary tokens on all ranks."""
+    """Prefill one prompt of arbitrary tokens on all ranks.
+
+    Parameters
+    ----------
+    cold : bool
+        Begin without what earlier prompts have left in memory, so that the peak is this one's.
+    """
     ids = [(7919 * position + 13) % loaded.shape.vocab_size for position in range(tokens)]
     world.barrier()
-    reset_peak(loaded.device)
+    if cold:
+        reset_peak(loaded.device)
     predicted = 0
     if partition is not None:
         predicted = held_bytes(loaded.device) + footprint.prefill_bytes(partition, world.rank)

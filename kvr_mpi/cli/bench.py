@@ -131,6 +131,8 @@ def _bench_batch(
     batch_size: int,
     json_file: Path | None,
 ) -> int:
+    from dataclasses import replace
+
     from kvr_mpi.batch import scan_documents
     from kvr_mpi.bench.corpus import bench_corpus
     from kvr_mpi.cli.environment import read_environment
@@ -148,6 +150,7 @@ def _bench_batch(
         share_json(world, on_root(world, lambda: load_job(path, settings)[0].model_dump_json()))
     )
     corpus = Corpus.from_json(share_json(world, on_root(world, lambda: scan_documents(spec).to_json())))
+    corpus = replace(corpus, entries=corpus.entries[spec.documents.share])
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
     links, reason = open_transport(world, cast(Name, transport), device, cache_dir=machine.cache_dir)
     log.root(reason)

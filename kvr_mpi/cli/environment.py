@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvr_mpi.engine import Machine
+from kvr_mpi.prepare import Machine
 from kvr_mpi.store.lock import Owner, this_process
 
 

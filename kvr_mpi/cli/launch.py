@@ -63,26 +63,27 @@ def quiet_libraries() -> None:
 
 
 def load_everywhere(world: Transport, path: str, dtype: str, device: str) -> LoadedModel:
-    """Load a model on every rank, for commands without a job; where it is converted, one rank a host does so first."""
+    """Load a model on every rank, for commands without a job."""
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.model import load_model
-    from kvr_mpi.transport import together
+    from kvr_mpi.report.memory import keep_heap
+    from kvr_mpi.transport import host_by_host
 
     quiet_libraries()
     machine = read_environment().machine
-
-    def load() -> LoadedModel:
-        return load_model(
+    loaded = host_by_host(
+        world,
+        lambda: load_model(
             path,
             dtype=dtype,
             device=device,
             offline=machine.offline,
             cache_dir=machine.cache_dir,
             device_index=world.local_rank,
-        )
-
-    first = together(world, lambda: load() if world.local_rank == 0 else None)
-    return together(world, lambda: first or load())
+        ),
+    )
+    keep_heap()
+    return loaded
 
 
 def open_links(world: Transport, loaded: LoadedModel, wanted: str, log: Log) -> Transport:

@@ -122,16 +122,20 @@ def plan_job(job: Path, settings: tuple[str, ...], ranks: int, hardware: str | N
 
 
 def _count(spec: JobSpec, tokenizer: Any, exact: bool) -> Counted:
-    """Tokens of every document's text."""
+    """Tokens of the text of every document that is this job's."""
+    from itertools import islice
+
     from kvr_mpi.documents import read_corpus
     from kvr_mpi.errors import CorpusError
     from kvr_mpi.tokens import count_corpus
 
     wanted = spec.documents
     documents = read_corpus(wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit)
-    counted = count_corpus(tokenizer, documents, exact=exact)
+    share = wanted.share
+    counted = count_corpus(tokenizer, islice(documents, share.start, None, share.step), exact=exact)
     if not counted.texts:
-        raise CorpusError(f"documents.path {wanted.path}: the files hold no document; expected at least one")
+        of = "" if wanted.shard is None else f" of the share {wanted.shard}"
+        raise CorpusError(f"documents.path {wanted.path}: the files hold no document{of}; expected at least one")
     return counted
 
 

@@ -2,11 +2,13 @@
 
 The rank that keeps everything gets one piece of memory for all layers, at once: made layer by layer, buffers that stay
 would lie between activations that go, and the holes they leave are lost to the next layer. The other ranks use the few
-buffers that are in flight again and again.
+buffers that are in flight again and again. On a CPU they are pages of their own, outside of the C library's heap, which
+is left to activations (see `report.memory.keep_heap`), and go back to the system when they are let go.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -61,4 +63,22 @@ class LayerBuffers:
         return torch.empty(rows * elements, dtype=self._dtype, device=self._device)
 
     def _make(self, elements: int) -> torch.Tensor:
-        return torch.empty(self._capacity * elements, dtype=self._dtype, device=self._device)
+        count = self._capacity * elements
+        if self._device.type != "cpu":
+            return torch.empty(count, dtype=self._dtype, device=self._device)
+        return _pages(count, self._dtype)
+
+
+def _pages(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Make a tensor (count,) of fresh pages.
+
+    Raises
+    ------
+    MemoryError
+        If there are none left.
+    """
+    try:
+        memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no {count * dtype.itemsize} bytes for keys and values: {error}") from error
+    return torch.frombuffer(memory, dtype=dtype)

@@ -119,7 +119,8 @@ class SliceLayer(CacheLayerMixin):
             part = self._attend_collected(query, scores, skipped, window if bites else None)
         if sinks is not None:
             part = part.with_sinks(sinks)
-        return torch.nn.functional.pad(part.out.to(query.dtype), (0, 0, skipped, 0))
+        out = part.out.to(query.dtype)
+        return torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
 
     def _attend_collected(self, query: torch.Tensor, scores: Scores, skipped: int, window: int | None) -> Part:
         """Attend once everything is here: decoded tokens, the only token that is read, or bands of a window."""

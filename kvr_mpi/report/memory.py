@@ -12,6 +12,22 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 MEMINFO = Path("/proc/meminfo")
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 NO_LIMIT = 1 << 60  # version 1 says "no limit" with a huge number
+# Of glibc's mallopt.
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+
+
+def keep_heap() -> None:
+    """Keep what tensors leave for the next ones, instead of giving it back to the system and asking for it again.
+
+    Activations come and go with every layer, and the system clears each page that it hands out: that took 4 to 7 % of
+    a prefill's time. Only glibc is told, whose own limit for what comes from the system (32 MB) is below the
+    activations of a slice of 6000 tokens.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt") and hasattr(library, "gnu_get_libc_version"):
+        library.malloc_trim(0)  # what loading has left goes
+        library.mallopt(M_MMAP_MAX, 0)
+        library.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def reset_peak(device: torch.device) -> None:

@@ -28,6 +28,7 @@ DAMAGED = ".damaged"
 # Checksums are looked at for so much of the newest files when a run goes on; `merge_files` looks at all.
 VERIFY_BYTES = 1 << 30
 NAMED = 5  # examples in a message
+ALL = slice(0, None, 1)
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ def open_run(
     header: Header,
     corpus: Corpus,
     *,
+    share: slice = ALL,
     overwrite: bool,
     resume: bool,
     retry_failed: bool,
@@ -76,6 +78,8 @@ def open_run(
         Its identity has to be that of the results that are there.
     corpus : Corpus
         It has to have the documents of the results that are there.
+    share : slice
+        Which of them this job is to do, as ``slice(first, None, step)``; for whoever asks how far it is.
     overwrite, resume : bool
         Delete what is there; go on with it. Neither: refuse if there is anything.
     retry_failed : bool
@@ -105,7 +109,7 @@ def open_run(
         elif not resume:
             check_fresh(folder)
         done, failed = _recover(folder, header, say).documents()
-        _check_job(folder, header, corpus, bool(done or failed), say)
+        _check_job(folder, header, corpus, share, bool(done or failed), say)
         return Run(done, set() if retry_failed else failed, lock)
     except OSError as error:
         lock.release()
@@ -119,6 +123,15 @@ def known_corpus(folder: Path) -> Corpus | None:
     """Return the list of documents a run was begun with, for `scan_corpus`; None if there is none, or it is damaged."""
     stored = _read_run_file(folder)
     return None if stored is None else Corpus.from_json(stored["corpus"])
+
+
+def wanted_documents(folder: Path) -> list[str] | None:
+    """Return the ids of the documents that the run's latest job is to do; None if that is not known."""
+    stored = _read_run_file(folder)
+    if stored is None:
+        return None
+    first, step = stored.get("share", (0, 1))
+    return list(stored["corpus"]["ids"][first::step])
 
 
 def _recover(folder: Path, header: Header, say: Say) -> Survey:
@@ -206,7 +219,7 @@ def _clear(folder: Path) -> None:
             file.unlink()
 
 
-def _check_job(folder: Path, header: Header, corpus: Corpus, has_results: bool, say: Say) -> None:
+def _check_job(folder: Path, header: Header, corpus: Corpus, share: slice, has_results: bool, say: Say) -> None:
     """Refuse a job with another identity or other documents than the run's; write down what the run is."""
     stored = _read_run_file(folder)
     if stored is not None and has_results:
@@ -214,7 +227,8 @@ def _check_job(folder: Path, header: Header, corpus: Corpus, has_results: bool, 
         _check_corpus(folder, Corpus.from_json(stored["corpus"]), corpus)
     elif has_results:
         say(f"{folder / RUN_FILE} is missing or damaged: whether the documents are still the same is not known")
-    line = seal({"identity": header.identity, "model": header.model, "corpus": corpus.to_json()})
+    wanted = {"share": [share.start, share.step], "corpus": corpus.to_json()}
+    line = seal({"identity": header.identity, "model": header.model, **wanted})
     path, part = folder / RUN_FILE, folder / (RUN_FILE + PART)
     if stored is None or path.read_bytes() != line:
         part.write_bytes(line)

@@ -10,7 +10,7 @@ from typing import Any
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.ledger import BeginLine, Ledger
 from kvr_mpi.store.lock import BEAT_S, is_alive, read_lock
-from kvr_mpi.store.run import known_corpus
+from kvr_mpi.store.run import wanted_documents
 from kvr_mpi.store.survey import Survey, survey
 
 # What "lately" means for the rate.
@@ -30,7 +30,7 @@ class Running:
 class Status:
     """Where a run stands.
 
-    total : documents of the corpus; None if the folder does not say.
+    total : documents of the corpus, or of the share that the latest job is to do; None if the folder does not say.
     left : documents neither done nor failed, those running included.
     owner : who has, or last had, the folder.
     rate_per_h, lately_per_h : documents an hour made durable, since this job began and in the last `LATELY_S`.
@@ -70,8 +70,8 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
     """
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; expected the output folder of a run")
-    found, lock, corpus = survey(folder), read_lock(folder), known_corpus(folder)
-    if not found.sizes_bytes and lock is None and corpus is None and not found.ledger.shards:
+    found, lock, wanted = survey(folder), read_lock(folder), wanted_documents(folder)
+    if not found.sizes_bytes and lock is None and wanted is None and not found.ledger.shards:
         raise DataError(f"{folder}: no run there; expected the output folder of one")
     now = time.time() if now_s is None else now_s
     alive = is_alive(folder, 2.5 * BEAT_S)
@@ -81,7 +81,7 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
     since = lock.since_s if lock else 0.0
     overall = _rate(found, since, now if alive else _newest(found))
     lately = _rate(found, max(since, now - LATELY_S), now) if alive else None
-    left = len(corpus) - len(done) - len(failed) if corpus else None
+    left = None if wanted is None else len(set(wanted) - done - failed)
     rate = lately or overall
     eta = 3600 * left / rate if alive and left is not None and rate else None
     return Status(
@@ -89,7 +89,7 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
         alive=alive,
         owner=str(lock.owner) if lock and lock.owner else "",
         session=session,
-        total=len(corpus) if corpus else None,
+        total=None if wanted is None else len(wanted),
         done=len(done),
         failed=len(failed),
         left=left,

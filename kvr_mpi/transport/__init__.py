@@ -8,9 +8,19 @@ from kvr_mpi.transport.base import (
     Request,
     Transport,
     gather_json,
+    host_by_host,
     on_root,
     share_json,
     together,
 )
 
-__all__ = ["FailedTogetherError", "Request", "Transport", "gather_json", "on_root", "share_json", "together"]
+__all__ = [
+    "FailedTogetherError",
+    "Request",
+    "Transport",
+    "gather_json",
+    "host_by_host",
+    "on_root",
+    "share_json",
+    "together",
+]

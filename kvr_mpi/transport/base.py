@@ -149,6 +149,18 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
     return result
 
 
+def host_by_host(transport: Transport, work: Callable[[], T]) -> T:
+    """Do something on every rank, on the first of each host before the others, which find what it left in a cache.
+
+    Raises
+    ------
+    FailedTogetherError
+        As `together`.
+    """
+    first = together(transport, lambda: work() if transport.local_rank == 0 else None)
+    return together(transport, lambda: work() if first is None else first)
+
+
 def on_root(transport: Transport, work: Callable[[], T]) -> T | None:
     """Do something on rank 0 only, and fail on all ranks if it fails.
 

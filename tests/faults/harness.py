@@ -90,6 +90,9 @@ def end(process: subprocess.Popen[str], case: Case) -> tuple[int, str]:
         _, told = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         left = [(pid, _doing(pid)) for pid in ranks_of(process.pid)]
+        for pid, _ in left:
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(2)
         for pid in [*(pid for pid, _ in left), process.pid]:
             os.kill(pid, signal.SIGKILL)
         _, told = process.communicate()
