@@ -57,26 +57,27 @@ def with_settings(*settings: str) -> list[str]:
 
 
 def test_tiny_documents_are_packed_and_long_ones_go_over_the_chain(
-    job: Any, tmp_path: Path, mpirun: Any, kvr_run: Path
+    job: Any, tmp_path: Path, mpirun: Any, kvr_run: Path, run_here: Any
 ) -> None:
     path = job([0, 1, 12, 0, 2, 14, 1, 0, 0, 9] * 9)
-    one = mpirun(1, [kvr_run, path, *with_settings("parallel.strategy=single", f"output.path={tmp_path / 'one'}")])
+    one = run_here(1, [path, *with_settings("parallel.strategy=single", f"output.path={tmp_path / 'one'}")])
     assert one.returncode == 0, one.stderr
     expected = answers(tmp_path / "one")
     assert len(expected) == 90
     for chain, ranks in (("all", 2), ("1", 3), ("2", 4)):
-        run = mpirun(ranks, [kvr_run, path, "--overwrite", *with_settings(f"parallel.ranks_per_chain={chain}")])
+        command = [path, "--overwrite", *with_settings(f"parallel.ranks_per_chain={chain}")]
+        run = mpirun(ranks, [kvr_run, *command]) if ranks == 4 else run_here(ranks, command)
         assert run.returncode == 0, run.stderr
         assert answers(tmp_path / "job") == expected
         assert "90 document(s) in" in run.stderr and "an hour" in run.stderr
 
 
-def test_what_all_prompts_begin_with_is_computed_once(job: Any, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+def test_what_all_prompts_begin_with_is_computed_once(job: Any, tmp_path: Path, run_here: Any) -> None:
     path = job([0, 3, 9, 1, 12, 7])
     template = (
         "prompt.template=" + "Read what follows with care, and say in one sentence what it is about. " * 3 + "{text}"
     )
-    one = mpirun(1, [kvr_run, path, *with_settings(template, "parallel.strategy=single")])
+    one = run_here(1, [path, *with_settings(template, "parallel.strategy=single")])
     assert one.returncode == 0, one.stderr
     expected = answers(tmp_path / "job")
     for ranks, partition in ((1, "even"), (2, "equal_time"), (3, "ratio")):
@@ -85,29 +86,29 @@ def test_what_all_prompts_begin_with_is_computed_once(job: Any, tmp_path: Path, 
             f"parallel.partition={partition}",
             *["parallel.ratios=[3, 2, 1]"] * (partition == "ratio"),
         ]
-        run = mpirun(ranks, [kvr_run, path, "--overwrite", *with_settings(*settings)])
+        run = run_here(ranks, [path, "--overwrite", *with_settings(*settings)])
         assert run.returncode == 0, run.stderr
         assert answers(tmp_path / "job") == expected
         slices = [record.slices for record in read_run(tmp_path / "job")]
         assert all(bounds[0] == 0 for bounds in slices) and max(len(bounds) for bounds in slices) == ranks + 1
 
 
-def test_memory_that_is_full_begins_a_new_wave(job: Any, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+def test_memory_that_is_full_begins_a_new_wave(job: Any, tmp_path: Path, run_here: Any) -> None:
     path = job([10] * 7)  # 200 tokens each; 0.2 MB of keys and values
-    free = mpirun(2, [kvr_run, path, *with_settings(f"output.path={tmp_path / 'free'}")])
+    free = run_here(2, [path, *with_settings(f"output.path={tmp_path / 'free'}")])
     assert free.returncode == 0, free.stderr
-    tight = mpirun(2, [kvr_run, path, *with_settings("parallel.memory_gib=0.0009")])
+    tight = run_here(2, [path, *with_settings("parallel.memory_gib=0.0009")])
     assert tight.returncode == 0, tight.stderr
     assert answers(tmp_path / "job") == answers(tmp_path / "free")
 
 
-def test_shards_of_a_corpus_are_all_of_it(job: Any, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+def test_shards_of_a_corpus_are_all_of_it(job: Any, tmp_path: Path, run_here: Any) -> None:
     path = job([1] * 7)
     found: dict[str, tuple[int, ...]] = {}
     for shard in range(3):
         folder = tmp_path / f"shard-{shard}"
         settings = with_settings(f"documents.shard={shard}/3", f"output.path={folder}")
-        run = mpirun(1, [kvr_run, path, *settings])
+        run = run_here(1, [path, *settings])
         assert run.returncode == 0, run.stderr
         mine = answers(folder)
         assert len(mine) == len(range(shard, 7, 3)) and not found.keys() & mine.keys()

@@ -123,7 +123,9 @@ def answers(folder: Path) -> dict[str, tuple[int, ...]]:
     return {record.id: record.token_ids for record in read_run(folder) if record.status == "done"}
 
 
-def test_a_planned_job_gives_the_same_answers(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+def test_a_planned_job_gives_the_same_answers(
+    job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path, run_here: Any
+) -> None:
     planned = mpirun(4, [kvr_run, job])
     assert planned.returncode == 65, planned.stderr
     records = {record.id: record for record in read_run(tmp_path / "out")}
@@ -139,16 +141,16 @@ def test_a_planned_job_gives_the_same_answers(job: Path, tmp_path: Path, mpirun:
         ("single", 2, ["parallel.strategy=single"]),
         ("fixed", 2, ["parallel.ranks_per_chain=all", "parallel.partition=even"]),
     ):
-        run = mpirun(count, [kvr_run, job, *options(*settings, f"output.path={tmp_path / name}")])
+        run = run_here(count, [job, *options(*settings, f"output.path={tmp_path / name}")])
         assert run.returncode == 65, run.stderr
         assert answers(tmp_path / name) == answers(tmp_path / "out")
     assert len(answers(tmp_path / "out")) == 12
 
 
 def test_a_planned_job_goes_on_with_another_number_of_ranks(
-    job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path
+    job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path, run_here: Any
 ) -> None:
-    first = mpirun(3, [kvr_run, job, *options("documents.shard=0/3", "output.kv=true", "parallel.partition=even")])
+    first = run_here(3, [job, *options("documents.shard=0/3", "output.kv=true", "parallel.partition=even")])
     assert first.returncode == 65, first.stderr  # one of the five is empty
     before = answers(tmp_path / "out")
     assert len(before) == 4
@@ -157,7 +159,7 @@ def test_a_planned_job_goes_on_with_another_number_of_ranks(
     assert "5 of them done already" in second.stderr
     after = answers(tmp_path / "out")
     assert len(after) == 12 and all(after[name] == tokens for name, tokens in before.items())
-    again = mpirun(1, [kvr_run, job, "--resume", *options("output.kv=true")])
+    again = run_here(1, [job, "--resume", *options("output.kv=true")])
     assert again.returncode == 65, again.stderr
     assert answers(tmp_path / "out") == after
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, prompt, tiny
 from test_packed import alone, long_rope, one_thread, other_prompt
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.generate import Answer, make_generation_config
@@ -168,6 +170,25 @@ def test_nothing_to_write_and_ends_at_once() -> None:
     assert ends.key == "ends" and ends.answer is not None
     assert (ends.answer.token_ids, ends.answer.finish_reason) == ((), "stop")
     assert pool.running == 1 and pool.step() == []
+
+
+def test_what_a_document_held_is_given_back_when_it_leaves() -> None:
+    """At once, and not when Python next looks for circles: it is most of a rank's memory."""
+    loaded = ready("llama-gqa")
+    pool = make_pool(loaded)
+    gc.collect()
+    gc.disable()
+    try:
+        held = []
+        for count in (5, 9):
+            prefill = alone(loaded, prompt(count), NEW_TOKENS)
+            held.append(StorageWeakRef(prefill.cache.layers[0].buffer.untyped_storage()))
+            pool.add(str(count), prefill, prompt(count), 0)
+            del prefill
+        assert len(answers(pool)) == 2
+        assert [storage.expired() for storage in held] == [True, True]
+    finally:
+        gc.enable()
 
 
 def test_stop_strings(tokenizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from kvr_mpi.prefill.strategies import Prefill, prefill_ring, prefill_tsp
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 RIVALS: dict[str, Callable[..., Prefill]] = {
-    "tsp-dense": lambda *args, **options: prefill_tsp(*args, dense=True, **options),
-    "tsp-causal": lambda *args, **options: prefill_tsp(*args, dense=False, **options),
+    "tsp-dense": partial(prefill_tsp, dense=True),
+    "tsp-causal": partial(prefill_tsp, dense=False),
     "ring": prefill_ring,
+    "tsp-causal with our cut": partial(prefill_tsp, dense=False, saves_last_layer=True),
+    "ring with our cut": partial(prefill_ring, saves_last_layer=True),
 }
 
 

@@ -113,21 +113,23 @@ def test_log_lines_are_whole_and_say_who_and_how_long(job: Path, mpirun: Any, kv
     assert last.split("|")[1].count("done") == 1
 
 
-def test_existing_results_are_refused_resumed_or_deleted(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+def test_existing_results_are_refused_resumed_or_deleted(
+    job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path, run_here: Any
+) -> None:
     first = mpirun(2, [kvr_run, job, "--set", "documents.shard=0/2"])
     assert first.returncode == 0, first.stderr
     before = {record.id: record for record in read_run(tmp_path / "out")}
 
-    refused = mpirun(2, [kvr_run, job])
+    refused = run_here(2, [job])
     assert refused.returncode == 78
     assert "--resume" in refused.stderr and "--overwrite" in refused.stderr
     assert {record.id: record for record in read_run(tmp_path / "out")} == before
 
-    changed = mpirun(2, [kvr_run, job, "--resume", "--set", "generation.max_new_tokens=9"])
+    changed = run_here(2, [job, "--resume", "--set", "generation.max_new_tokens=9"])
     assert changed.returncode == 78
     assert "max_new_tokens" in changed.stderr and "cannot resume" in changed.stderr
 
-    fewer = mpirun(2, [kvr_run, job, "--resume", "--set", "documents.limit=3"])
+    fewer = run_here(2, [job, "--resume", "--set", "documents.limit=3"])
     assert fewer.returncode == 78
     assert "documents are not those" in fewer.stderr and "doc-4.txt" in fewer.stderr
 
@@ -138,7 +140,7 @@ def test_existing_results_are_refused_resumed_or_deleted(job: Path, tmp_path: Pa
     assert len(after) == 5
     assert all(after[name] == record for name, record in before.items())
 
-    again = mpirun(2, [kvr_run, job, "--overwrite", "--set", "documents.limit=1"])
+    again = run_here(2, [job, "--overwrite", "--set", "documents.limit=1"])
     assert again.returncode == 0, again.stderr
     assert len(answers(tmp_path / "out")) == 1
 
@@ -158,11 +160,11 @@ def test_kv_is_kept_when_asked_for(job: Path, tmp_path: Path, mpirun: Any, kvr_r
     assert "bfloat16" in shown.stdout
 
 
-def test_too_long_is_truncated_or_split(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+def test_too_long_is_truncated_or_split(job: Path, tmp_path: Path, run_here: Any) -> None:
     (tmp_path / "corpus" / "long.txt").write_text(TEXT * 60)
     for choice, parts in (("truncate", 1), ("split", 4)):
         folder = tmp_path / choice
-        run = mpirun(2, [kvr_run, job, "--set", f"prompt.too_long={choice}", "--set", f"output.path={folder}"])
+        run = run_here(2, [job, "--set", f"prompt.too_long={choice}", "--set", f"output.path={folder}"])
         assert run.returncode == 0, run.stderr
         record = next(record for record in read_run(folder) if record.id == "long.txt")
         assert record.status == "done" and record.new_tokens == 8 * record.parts
@@ -170,24 +172,24 @@ def test_too_long_is_truncated_or_split(job: Path, tmp_path: Path, mpirun: Any, 
         assert (record.dropped_tokens > 0) == (choice == "truncate")
 
 
-def test_sampling_depends_on_the_seed_only(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+def test_sampling_depends_on_the_seed_only(job: Path, tmp_path: Path, run_here: Any) -> None:
     found = []
     for number, (ranks, seed) in enumerate(((1, 5), (3, 5), (2, 6))):
         settings = ["generation.do_sample=true", f"generation.seed={seed}", f"output.path={tmp_path / str(number)}"]
-        run = mpirun(ranks, [kvr_run, job, *(part for setting in settings for part in ("--set", setting))])
+        run = run_here(ranks, [job, *(part for setting in settings for part in ("--set", setting))])
         assert run.returncode == 0, run.stderr
         found.append(answers(tmp_path / str(number)))
     assert found[0] == found[1] != found[2]
 
 
-def test_prompts_shorter_than_the_chain(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+def test_prompts_shorter_than_the_chain(job: Path, tmp_path: Path, run_here: Any) -> None:
     """Two tokens over four ranks: the last rank does them alone."""
     settings = ["prompt.template={text}", "prompt.chat_template=false", f"output.path={tmp_path / 'short'}"]
     corpus = tmp_path / "short-corpus"
     corpus.mkdir()
     (corpus / "two.txt").write_text("ab cd")
     settings.append(f"documents.path={corpus}")
-    run = mpirun(4, [kvr_run, job, *(part for setting in settings for part in ("--set", setting))])
+    run = run_here(4, [job, *(part for setting in settings for part in ("--set", setting))])
     assert run.returncode == 0, run.stderr
     (record,) = read_run(tmp_path / "short")
     assert record.prompt_tokens < 4 and record.slices == (0, record.prompt_tokens) and record.new_tokens == 8
@@ -217,7 +219,6 @@ WRONG = [
     (["--set", "parallel.partition=ratio", "--set", "parallel.ratios=[1.0]"], 78, ["1 weights for a chain of 2"]),
     (["--set", "output.path={tmp}/job.toml/out"], 78, ["output.path", "cannot be written"]),
     (["--set", "nonsense"], 78, ["expected section.key=value"]),
-    (["--overwrite", "--resume"], 2, ["choose one"]),
 ]
 
 
@@ -225,15 +226,40 @@ WRONG = [
     ("options", "code", "words"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
 def test_what_users_get_wrong(
+    options: list[str], code: int, words: list[str], job: Path, tmp_path: Path, tiny_model_dir: Path, run_here: Any
+) -> None:
+    make_broken_things(tmp_path, tiny_model_dir)
+    run = run_here(2, [job, *(option.format(tmp=tmp_path) for option in options)])
+    assert run.returncode == code, run.stderr
+    assert "Traceback" not in run.stderr
+    for word in words:
+        assert word.format() in run.stderr
+    assert run.stderr.count("error: ") == 1, "one rank speaks for all"
+    assert not list(tmp_path.glob("out/*.h5*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"), [WRONG[0], WRONG[6], (["--overwrite", "--resume"], 2, ["choose one"])]
+)
+def test_what_users_get_wrong_under_mpirun(
     options: list[str],
     code: int,
     words: list[str],
     job: Path,
-    tmp_path: Path,
-    tiny_model_dir: Path,
     mpirun: Any,
     kvr_run: Path,
+    tmp_path: Path,
 ) -> None:
+    run = mpirun(2, [kvr_run, job, *options])
+    assert run.returncode == code, run.stderr
+    assert all(word in run.stderr for word in words) and "Traceback" not in run.stderr
+    if code == 78:
+        assert run.stderr.count("error: ") == 1, "one rank speaks for all"
+    assert not list(tmp_path.glob("out/*.h5*"))
+
+
+def make_broken_things(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Corpora without documents and models that cannot be loaded."""
     (tmp_path / "void").mkdir()
     (tmp_path / "void.jsonl").write_text("\n")
     for name in ("no-weights", "unknown-architecture", "damaged-weights"):
@@ -243,14 +269,6 @@ def test_what_users_get_wrong(
             config["model_type"] = "no-such-type"
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "damaged-weights" / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}")
-    run = mpirun(2, [kvr_run, job, *(option.format(tmp=tmp_path) for option in options)])
-    assert run.returncode == code, run.stderr
-    assert "Traceback" not in run.stderr
-    for word in words:
-        assert word.format() in run.stderr
-    if code == 78:
-        assert run.stderr.count("error: ") == 1, "one rank speaks for all"
-    assert not list(tmp_path.glob("out/*.h5*"))
 
 
 def test_missing_and_broken_job_files(tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:

@@ -159,7 +159,7 @@ def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
 
 
 def test_a_job_is_cut_by_its_table(
-    job: Path, tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path, kvr_run: Path
+    job: Path, tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path, kvr_run: Path, run_here: Any
 ) -> None:
     found = mpirun(
         2,
@@ -182,9 +182,9 @@ def test_a_job_is_cut_by_its_table(
         assert record.slices == Partition.by_ratio(record.prompt_tokens, [1, 3], 16).bounds
     assert run.stderr.count("by the table's fitted rates") == 1, "the longer prompts are warned about once"
 
-    refused = mpirun(3, [kvr_run, job, "--overwrite"])
+    refused = run_here(3, [job, "--overwrite"])
     assert refused.returncode == 78 and "ranks is 2, here it is 3" in refused.stderr
-    forced = mpirun(3, [kvr_run, job, "--overwrite", "--set", "parallel.table_force=true"])
+    forced = run_here(3, [job, "--overwrite", "--set", "parallel.table_force=true"])
     assert forced.returncode == 0, forced.stderr
     assert "used all the same" in forced.stderr and forced.stderr.count("by the table's fitted rates") == 1
     for record in read_run(tmp_path / "out"):
@@ -197,11 +197,11 @@ def test_a_job_is_cut_by_its_table(
     [("{}", 65, "damaged or foreign"), (a_table().model_dump_json(), 78, "model is 'models/Tiny")],
 )
 def test_a_table_that_does_not_fit_is_refused_before_the_batch(
-    content: str, code: int, word: str, job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path
+    content: str, code: int, word: str, job: Path, tmp_path: Path, run_here: Any
 ) -> None:
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "table.json").write_text(content)
-    run = mpirun(2, [kvr_run, job])
+    run = run_here(2, [job])
     assert run.returncode == code, run.stderr
     assert word in run.stderr and "Traceback" not in run.stderr
     assert not list(tmp_path.glob("out/*.h5"))

@@ -94,6 +94,8 @@ def bench(
     repeats: int,
     say: Say,
     slices: Mapping[int, Sequence[int]] | None = None,
+    *,
+    lends_cut: bool = False,
 ) -> list[Row]:
     """Run every strategy at every length, interleaved; every rank calls this.
 
@@ -101,6 +103,8 @@ def bench(
     ----------
     slices : dict of int to sequence of int, optional
         Slice lengths for kvr-s at some prompt lengths, instead of a search.
+    lends_cut : bool
+        Let tsp-causal and ring, too, leave out what nobody reads of the last layer; as published they compute it.
 
     Returns
     -------
@@ -132,14 +136,16 @@ def bench(
         rows = []
         for tokens in contexts:
             here = [Row(name, tokens, world.size) for name in strategies]
+            prompts = {
+                name: Prompt(loaded, world, name, tokens, partitions.get((name, tokens)), footprint, lends_cut)
+                for name in strategies
+            }
             for row in here:
-                partition = partitions.get((row.strategy, tokens))
-                row.slices = str(partition or "")
-                row.cold = measure(loaded, world, row.strategy, tokens, partition, footprint, cold=True)
+                row.slices = str(prompts[row.strategy].partition or "")
+                row.cold = prompts[row.strategy].measure(cold=True)
             for _ in range(repeats):
                 for row in here:
-                    partition = partitions.get((row.strategy, tokens))
-                    row.runs.append(measure(loaded, world, row.strategy, tokens, partition, footprint))
+                    row.runs.append(prompts[row.strategy].measure())
             rows += here
             say(f"{tokens} tokens: " + ", ".join(f"{row.strategy} {row.ttft_s:.2f} s" for row in here))
     return rows
@@ -154,52 +160,59 @@ def _given(tokens: int, lengths: Sequence[int], size: int) -> Partition:
     return Partition((0, *accumulate(lengths)))
 
 
-def measure(
-    loaded: LoadedModel,
-    world: Transport,
-    strategy: str,
-    tokens: int,
-    partition: Partition | None,
-    footprint: Footprint,
-    *,
-    cold: bool = False,
-) -> Run:
-    """Prefill one prompt of arbitrary tokens on all ranks.
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of arbitrary tokens, to be prefilled under one strategy on all ranks."""
 
-    Parameters
-    ----------
-    cold : bool
-        Begin without what earlier prompts have left in memory, so that the peak is this one's.
-    """
-    ids = [(7919 * position + 13) % loaded.shape.vocab_size for position in range(tokens)]
-    world.barrier()
-    if cold:
-        reset_peak(loaded.device)
-    predicted = 0
-    if partition is not None:
-        predicted = held_bytes(loaded.device) + footprint.prefill_bytes(partition, world.rank)
-    began_cpu_s = time.process_time()
-    if strategy == "single":
-        prefill = _single_with_all_cores(loaded, world, ids)
-    elif partition is not None:
-        prefill = prefill_kvr(loaded, ids, partition, world)
-    elif strategy == "ring":
-        prefill = prefill_ring(loaded, ids, world)
-    else:
-        prefill = prefill_tsp(loaded, ids, world, dense=strategy == "tsp-dense")
-    cpu_s = time.process_time() - began_cpu_s if prefill is not None else 0.0
-    first_token = prefill if prefill is not None and prefill.logits is not None else None
-    found = [
-        first_token.seconds if first_token else 0.0,
-        first_token.wait_s if first_token else 0.0,
-        prefill.sent_bytes if prefill is not None else 0,
-        cpu_s,
-        peak_bytes(loaded.device),
-        predicted,
-    ]
-    del prefill, first_token
-    seconds, waits, sent, cpu, peaks, plans = zip(*share_json(world, gather_json(world, found)), strict=True)
-    return Run(max(seconds), max(waits), max(sent), sum(cpu), peaks, plans)
+    loaded: LoadedModel
+    world: Transport
+    strategy: str
+    tokens: int
+    partition: Partition | None  # of ours
+    footprint: Footprint
+    lends_cut: bool
+
+    def measure(self, *, cold: bool = False) -> Run:
+        """Prefill it; every rank calls this.
+
+        Parameters
+        ----------
+        cold : bool
+            Begin without what earlier prompts have left in memory, so that the peak is this one's.
+        """
+        loaded, world = self.loaded, self.world
+        world.barrier()
+        if cold:
+            reset_peak(loaded.device)
+        predicted = 0
+        if self.partition is not None:
+            predicted = held_bytes(loaded.device) + self.footprint.prefill_bytes(self.partition, world.rank)
+        began_cpu_s = time.process_time()
+        prefill = self._prefill()
+        cpu_s = time.process_time() - began_cpu_s if prefill is not None else 0.0
+        first_token = prefill if prefill is not None and prefill.logits is not None else None
+        found = [
+            first_token.seconds if first_token else 0.0,
+            first_token.wait_s if first_token else 0.0,
+            prefill.sent_bytes if prefill is not None else 0,
+            cpu_s,
+            peak_bytes(loaded.device),
+            predicted,
+        ]
+        del prefill, first_token
+        seconds, waits, sent, cpu, peaks, plans = zip(*share_json(world, gather_json(world, found)), strict=True)
+        return Run(max(seconds), max(waits), max(sent), sum(cpu), peaks, plans)
+
+    def _prefill(self) -> Prefill | None:
+        loaded, world, cut = self.loaded, self.world, self.lends_cut
+        ids = [(7919 * position + 13) % loaded.shape.vocab_size for position in range(self.tokens)]
+        if self.strategy == "single":
+            return _single_with_all_cores(loaded, world, ids)
+        if self.partition is not None:
+            return prefill_kvr(loaded, ids, self.partition, world)
+        if self.strategy == "ring":
+            return prefill_ring(loaded, ids, world, saves_last_layer=cut)
+        return prefill_tsp(loaded, ids, world, dense=self.strategy == "tsp-dense", saves_last_layer=cut)
 
 
 def _single_with_all_cores(loaded: LoadedModel, world: Transport, ids: Sequence[int]) -> Prefill | None:

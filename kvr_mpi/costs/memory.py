@@ -29,9 +29,9 @@ from kvr_mpi.transport.pretended import PretendedChain
 LAYERS = 2
 GIB = 1 << 30
 # What the C library's heap takes for activations, over what is alive of them: it keeps what was freed, in pieces that
-# fit the next ones badly. Seen with SmolLM2: 2.1 to 2.8 for most slices of 256 to 5152 tokens, and 1.2 where every
-# tensor is given back to the system at once, which costs a fifth of the time. A GPU's allocator was not measured.
-HEAP_SHARE = 2.2
+# fit the next ones badly. Seen with SmolLM2: 1.9 to 3.0, mostly 2.3, for slices of 256 to 3700 tokens. A GPU's
+# allocator was not measured.
+HEAP_SHARE = 2.3
 
 
 class _Ledger(TorchDispatchMode):

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any
+import weakref
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -43,7 +44,9 @@ class SliceLayer(CacheLayerMixin):
 
     def __init__(self, cache: SliceCache, layer_idx: int, shape: LayerShape) -> None:
         super().__init__()
-        self.cache, self.layer_idx, self.shape = cache, layer_idx, shape
+        # Two that hold each other would hold their memory until Python looks for such circles.
+        self.cache = cast(SliceCache, weakref.proxy(cache))
+        self.layer_idx, self.shape = layer_idx, shape
         self.length = cache.start
         self.fresh = 0  # tokens last appended
         self.attended = True

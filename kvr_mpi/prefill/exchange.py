@@ -98,16 +98,17 @@ class AllGather:
     """TSP: even slices, and every rank is sent all keys and values before it attends (section 3, Fig. 4).
 
     ``dense`` as in the paper: every rank computes its slice against the whole prompt and masks what lies behind.
-    Otherwise causal: what lies behind a slice is not computed.
+    Otherwise causal: what lies behind a slice is not computed. What nobody reads of the last layer is left out if
+    that is lent to it.
     """
 
-    def __init__(self, partition: Partition, rank: int, *, dense: bool) -> None:
+    def __init__(self, partition: Partition, rank: int, *, dense: bool, saves_last_layer: bool = False) -> None:
         self.partition, self.rank, self.keeper = partition, rank, partition.size - 1
         self.owned = [(partition.start(rank), partition.stop(rank))]
         self.capacity = partition.tokens
         self.forwards = False
         self.dense = dense
-        self.saves_last_layer = not dense
+        self.saves_last_layer = saves_last_layer and not dense
 
     def post(self, layer: LayerSegments) -> None:
         """Receive every other rank's segment from itself."""
@@ -152,13 +153,14 @@ class Ring:
     """Zigzag ring attention: rank r owns the r-th stretch from the front and from the back, segments go round.
 
     Every rank computes the same in every step, without tuning; every segment crosses every link but one.
-    Segments are passed on as they arrive, and attended to in the order of their coming.
+    Segments are passed on as they arrive, and attended to in the order of their coming. What nobody reads of the last
+    layer is left out if that is lent to it.
     """
 
     keeper = 0  # owns the last stretch
-    saves_last_layer = True
 
-    def __init__(self, partition: Partition, rank: int) -> None:
+    def __init__(self, partition: Partition, rank: int, *, saves_last_layer: bool = False) -> None:
+        self.saves_last_layer = saves_last_layer
         self.size, self.rank = partition.size // 2, rank
         self.halves = [(partition.start(i), partition.stop(i)) for i in range(partition.size)]
         self.owned = self._halves_of(rank)

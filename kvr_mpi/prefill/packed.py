@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -38,7 +39,8 @@ class PackedLayer(CacheLayerMixin):
 
     def __init__(self, cache: PackedCache, layer_idx: int, documents: Sequence[SliceLayer]) -> None:
         super().__init__()
-        self.cache, self.layer_idx, self.documents = cache, layer_idx, documents
+        self.cache = cast("PackedCache", weakref.proxy(cache))  # see `SliceLayer`
+        self.layer_idx, self.documents = layer_idx, documents
         self.attended = True
         # Views of whole buffers, (kv_heads, capacity, head_dim): narrowing these is all there is to do for a token.
         self._whole = [layer.rows(0, layer.cache.capacity) for layer in documents] if cache.decodes else []

@@ -116,18 +116,32 @@ def prefill_kvr(
 
 
 def prefill_tsp(
-    loaded: LoadedModel, ids: Sequence[int], chain: Transport, *, dense: bool, reserve_tokens: int = 0
+    loaded: LoadedModel,
+    ids: Sequence[int],
+    chain: Transport,
+    *,
+    dense: bool,
+    saves_last_layer: bool = False,
+    reserve_tokens: int = 0,
 ) -> Prefill:
     """Prefill with even slices and an all-gather in every layer (the paper's baseline, section 3, Fig. 3 a)."""
     partition = Partition.even(len(ids), chain.size)
-    exchange = AllGather(partition, chain.rank, dense=dense)
+    exchange = AllGather(partition, chain.rank, dense=dense, saves_last_layer=saves_last_layer)
     return _prefill(loaded, ids, partition, exchange, chain, reserve_tokens)
 
 
-def prefill_ring(loaded: LoadedModel, ids: Sequence[int], chain: Transport, *, reserve_tokens: int = 0) -> Prefill:
+def prefill_ring(
+    loaded: LoadedModel,
+    ids: Sequence[int],
+    chain: Transport,
+    *,
+    saves_last_layer: bool = False,
+    reserve_tokens: int = 0,
+) -> Prefill:
     """Prefill with zigzag ring attention; rank 0 ends with the last token."""
     partition = Partition.even(len(ids), 2 * chain.size)
-    return _prefill(loaded, ids, partition, Ring(partition, chain.rank), chain, reserve_tokens)
+    exchange = Ring(partition, chain.rank, saves_last_layer=saves_last_layer)
+    return _prefill(loaded, ids, partition, exchange, chain, reserve_tokens)
 
 
 @torch.inference_mode()

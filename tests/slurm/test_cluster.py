@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 from cluster import NODES, Cluster, wait_for
-from constants import ROOT, SLURM_DOCUMENTS
+from constants import ROOT, SLURM_DOCUMENTS, SLURM_LONG_DOCUMENTS
 
 from kvr_mpi.cli.sbatch import scripts_folder
+
+pytestmark = pytest.mark.usefixtures("long_job")
 
 SCRIPTS = scripts_folder()
 PREFILL = SCRIPTS / "kvr_prefill.sh"
@@ -59,6 +62,10 @@ def ranks_of(cluster: Cluster, job: str) -> list[int]:
         ):
             found[int(of["SLURM_PROCID"])] = pid
     return [found[rank] for rank in sorted(found)]
+
+
+def any_process(cluster: Cluster, job: str) -> bool:
+    return any(f"SLURM_JOB_ID={job}" in environ for _, environ in cluster.processes())
 
 
 @pytest.mark.parametrize("mpi", ["pmi2", "pmix"])
@@ -174,8 +181,7 @@ def test_cancelled_then_a_rank_killed_then_complete(cluster: Cluster, tmp_path: 
     wait_begun(cluster, tmp_path, number)
     cluster.call("scancel", number)
     assert cluster.wait_ended(number, 20)[0] == "CANCELLED"
-    wait_for("an idle cluster", lambda: cluster.idle() == len(NODES), 20)
-    assert not list(cluster.processes())
+    wait_for("the end of its ranks", lambda: not any_process(cluster, number), 20)
     assert cluster.state(number) == "CANCELLED"  # and not queued again
 
     number = submit(cluster, tmp_path, *PAIR, PREFILL, job, "--resume")
@@ -189,18 +195,28 @@ def test_cancelled_then_a_rank_killed_then_complete(cluster: Cluster, tmp_path: 
     assert len(records(tmp_path / "out")) == SLURM_DOCUMENTS
 
 
-@pytest.mark.slow
-def test_the_time_limit(cluster: Cluster, tmp_path: Path, job: Path) -> None:
-    """A real one: SLURM signals, the job stops, is queued again, and completes in as many lives as it takes."""
-    text = job.read_text().replace("max_new_tokens = 16", "max_new_tokens = 400")
-    job.write_text(text)
-    number = submit(cluster, tmp_path, *PAIR, "--time=1", "--signal=B:USR2@20", PREFILL, job)
-    assert cluster.wait_ended(number, 600) == ("COMPLETED", 0), log_of(tmp_path, number)
+def test_tables_and_benches(cluster: Cluster, tmp_path: Path, tiny_model_dir: Path) -> None:
+    model = ("--model", tiny_model_dir, "--contexts", "128")
+    search = submit(cluster, tmp_path, SCRIPTS / "kvr_search.sh", *model, "--output", tmp_path / "tables")
+    rows = tmp_path / "rows.json"
+    ways = ("--strategies", "ring,kvr-e", "--repeats", "1", "--json", rows)
+    bench = submit(cluster, tmp_path, SCRIPTS / "kvr_bench.sh", *model, *ways)
+    for number in (search, bench):
+        assert cluster.wait_ended(number, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, number)
+    (table,) = (tmp_path / "tables").glob("*_p2.json")
+    assert json.loads(table.read_text())["entries"][0]["context_tokens"] == 128
+    assert [row["strategy"] for row in json.loads(rows.read_text())] == ["ring", "kvr-e"]
+    assert "launcher" in log_of(tmp_path, bench), "it looks first whether the machine is ready"
+
+
+def test_the_time_limit(cluster: Cluster, long_job: tuple[str, Path]) -> None:
+    """A real one: the job stops in time, is queued again, and completes in as many lives as it takes."""
+    number, folder = long_job
+    assert cluster.wait_ended(number, 600) == ("COMPLETED", 0), log_of(folder, number)
     assert int(cluster.show(number)["Restarts"]) >= 1
-    assert len(records(tmp_path / "out")) == SLURM_DOCUMENTS
+    assert len(records(folder / "out")) == SLURM_LONG_DOCUMENTS
 
 
-@pytest.mark.slow
 def test_a_lost_node(cluster: Cluster, tmp_path: Path, job: Path) -> None:
     """SLURM notices after a while, and starts the job again on the nodes that are left."""
     number = submit(cluster, tmp_path, *PAIR, PREFILL, job)
