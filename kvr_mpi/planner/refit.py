@@ -103,8 +103,7 @@ def refit(
             f"longest wait {100 * waited:.1f} %"
         )
         split, predicted_s = best_split(result.costs, tokens, ranks, quantum=quantum)
-        near = any(_distance(split, known) <= quantum for known in result.forecasts_s)
-        if near and len(result.observations) >= ENOUGH_RUNS:
+        if split in result.forecasts_s and len(result.observations) >= ENOUGH_RUNS:
             say(f"  the fitted rates ask for {split}, predicted {predicted_s:.3f} s: there we have been")
             break
     result.best = _choose(result)
@@ -273,10 +272,6 @@ def _choose(result: Refit) -> Partition:
         return predicted + weight * miss
 
     return min(result.forecasts_s, key=expected_of)
-
-
-def _distance(one: Partition, other: Partition) -> int:
-    return max(abs(a - b) for a, b in zip(one.bounds, other.bounds, strict=True))
 
 
 def _list(seconds: Sequence[float]) -> str:
