@@ -99,7 +99,7 @@ def long_job(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, tiny_mo
     program.chmod(0o755)
     site = folder / "site.sh"
     site.write_text(f'export PATH="{program.parent}:$PATH"\n')
-    options = ("--nodelist=n3,n4", "--ntasks-per-node=1", "--time=1", "--signal=B:USR2@10")
+    options = ("--nodes=2", "--nodelist=n3,n4", "--ntasks-per-node=1", "--time=1", "--signal=B:USR2@10")
     job = write_job(folder, tiny_model_dir, SLURM_LONG_DOCUMENTS)
     script = scripts_folder() / "kvr_prefill.sh"
     output = f"--output={folder}/%j.log"
