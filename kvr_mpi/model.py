@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PACKAGE = "package:"
+# While it builds a model, transformers patches itself and sets torch's default dtype, for the whole process: two
+# threads would put back each other's changes, and leave some for good (weights that are no longer tied, say).
 _BUILDING = threading.Lock()
 
 
@@ -164,7 +166,7 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache_dir))
     try:
         # The conversion draws a bar of its own, which has no place in a batch log.
-        with _explained(str(gguf)), contextlib.redirect_stderr(io.StringIO()):
+        with _explained(str(gguf)), _BUILDING, contextlib.redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
                 source.location, gguf_file=source.gguf_file, dtype=torch.float32, local_files_only=True
             )
@@ -221,7 +223,7 @@ def load_model(
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     target = choose_device(device, device_index)
-    with _explained(path):
+    with _explained(path), _BUILDING:
         config = AutoConfig.from_pretrained(source.location, **options)
         if not source.is_hub and not any(Path(source.location).glob("*.safetensors")):
             raise ModelError(
@@ -288,7 +290,6 @@ def meta_model(config: Any, dtype: torch.dtype) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    # transformers sets torch's default dtype meanwhile, for the whole process: two threads would restore each other's.
     with _BUILDING, torch.device("meta"), torch.inference_mode():
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
 
