@@ -147,7 +147,7 @@ def prepare(
         say(_describe(spec, loaded, world, chain))
     loaded, frame, reduce_frame, generation = together(world, partial(_check, spec, loaded))
     plain = spec.parallel.strategy == "single"
-    why_alone = None if plain else why_not_packed(loaded)
+    why_alone = None if plain else together(world, partial(why_not_packed, loaded))
     if why_alone is not None:
         say(f"documents are decoded one by one: {why_alone}")
     frames = () if plain else (frame, reduce_frame) if spec.prompt.too_long == "split" else (frame,)
