@@ -75,6 +75,8 @@ def test_a_whole_corpus_in_every_way(tmp_path: Path, tiny_model_dir: Path, mpiru
     assert split.returncode == 78 and "generate cannot do that" in split.stderr
     alone = mpirun(1, [*command, "--ways", "generate"])
     assert alone.returncode == 78 and "at least one of auto, chains, data-parallel" in alone.stderr
+    empty = mpirun(1, [*command, "--set", "documents.shard=7/9"])
+    assert empty.returncode == 78 and "documents.shard = '7/9'" in empty.stderr
 
 
 @pytest.mark.parametrize(

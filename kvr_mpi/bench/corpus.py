@@ -118,13 +118,15 @@ def bench_corpus(
     Raises
     ------
     ConfigError
-        If a way is unknown, or documents would be split: ``generate`` cannot do that.
+        If a way is unknown, there is no document, or documents would be split: ``generate`` cannot do that.
     """
     for way in ways:
         if way not in WAYS:
             raise ConfigError(f"--ways {way!r}: expected some of {', '.join(WAYS)}")
     if not set(OURS) & set(ways):
         raise ConfigError(f"--ways {','.join(ways)}: expected at least one of {', '.join(OURS)} to compare with")
+    if not corpus.entries:
+        raise ConfigError(f"documents.shard = {spec.documents.shard!r}: no document is in it; expected at least one")
     if spec.prompt.too_long == "split":
         raise ConfigError("prompt.too_long = 'split': generate cannot do that; compare with 'truncate' or 'error'")
     with pinned(ranks) as cores:

@@ -136,16 +136,16 @@ def bench(
         rows = []
         for tokens in contexts:
             here = [Row(name, tokens, world.size) for name in strategies]
-            prompts = {
-                name: Prompt(loaded, world, name, tokens, partitions.get((name, tokens)), footprint, lends_cut)
+            trials = {
+                name: Trial(loaded, world, name, tokens, partitions.get((name, tokens)), footprint, lends_cut)
                 for name in strategies
             }
             for row in here:
-                row.slices = str(prompts[row.strategy].partition or "")
-                row.cold = prompts[row.strategy].measure(cold=True)
+                row.slices = str(trials[row.strategy].partition or "")
+                row.cold = trials[row.strategy].measure(cold=True)
             for _ in range(repeats):
                 for row in here:
-                    row.runs.append(prompts[row.strategy].measure())
+                    row.runs.append(trials[row.strategy].measure())
             rows += here
             say(f"{tokens} tokens: " + ", ".join(f"{row.strategy} {row.ttft_s:.2f} s" for row in here))
     return rows
@@ -161,7 +161,7 @@ def _given(tokens: int, lengths: Sequence[int], size: int) -> Partition:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class Trial:
     """One prompt of arbitrary tokens, to be prefilled under one strategy on all ranks."""
 
     loaded: LoadedModel
