@@ -34,6 +34,7 @@ from kvr_mpi.prefill.packed import why_not_packed
 from kvr_mpi.prefill.prefix import SharedPrefix
 from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.prefill.strategies import check_chain, compute_prefix
+from kvr_mpi.prefill.weights import pack_weights, packed_bytes
 from kvr_mpi.prompts import Frame
 from kvr_mpi.reading import Asking
 from kvr_mpi.report.memory import keep_heap, room_bytes
@@ -178,6 +179,23 @@ def prepare(
     )
 
 
+def load_on_all(world: Transport, path: str, *, packs: bool = True, **arguments: Any) -> LoadedModel:
+    """Load a model on every rank, as fast as it runs there; every rank calls this.
+
+    Parameters
+    ----------
+    packs : bool
+        Lay its weights out anew for chains, where that pays.
+    **arguments
+        Of `load_model`.
+    """
+    loaded = host_by_host(world, lambda: load_model(path, **arguments))
+    keep_heap()
+    if packs:
+        pack_weights(loaded.model, room_bytes(loaded.device, world.local_size))
+    return loaded
+
+
 def _say_nothing(text: str) -> None:
     """Stand in for rank 0's voice on other ranks."""
 
@@ -191,9 +209,7 @@ def _load(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> Loaded
     arguments |= {"offline": machine.offline if source.offline is None else source.offline}
     arguments |= {"cache_dir": machine.cache_dir, "device_index": world.local_rank}
     say(f"loading {source.path}")
-    loaded = host_by_host(world, lambda: load_model(source.path, **arguments))
-    keep_heap()
-    return loaded
+    return load_on_all(world, source.path, packs=spec.parallel.strategy == "kvr", **arguments)
 
 
 def _describe(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport) -> str:
@@ -201,9 +217,11 @@ def _describe(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Trans
     chains = f"{world.size // chain.size} chain(s) of {chain.size} rank(s)"
     if spec.parallel.planned:
         chains = f"{world.size} rank(s) in chains as planned"
+    copied = packed_bytes(loaded.model)
+    weights = f", weights laid out for it ({copied / 1e9:.2f} GB more)" if copied else ""
     return (
         f"{loaded.shape.architecture}, {len(loaded.shape.layers)} layers, "
-        f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}; {chains}, "
+        f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}{weights}; {chains}, "
         f"{torch.get_num_threads()} thread(s) per rank; "
         f"{loaded.shape.kv_bytes_per_token / 1024:.0f} KiB of keys and values per token"
     )

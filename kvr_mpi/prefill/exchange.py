@@ -186,12 +186,10 @@ class Ring:
         self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
     ) -> Part:
         """Own stretches first, then each source's as it comes: from both, or to both, whichever is before the other."""
-        near, far = self.owned
+        near = self.owned[0]
         cut = near[1] - near[0]
-        early = attend(query[:, :, :cut], keys[:, :, :cut], values[:, :, :cut], scores, causal=True)
-        late = attend(query[:, :, cut:], keys[:, :, cut:], values[:, :, cut:], scores, causal=True)
-        late = late.merge(attend(query[:, :, cut:], keys[:, :, :cut], values[:, :, :cut], scores))
-        whole = early.join(late)
+        # The far stretch sees all of the near one: together they are causal.
+        whole = attend(query, keys, values, scores, causal=True)
         for source in self._sources():
             assert layer.segments is not None
             layer.segments.wait_for(source)
@@ -200,10 +198,8 @@ class Ring:
             if source < self.rank:
                 whole = whole.merge(attend(query, *layer.rows(*first), scores))
                 continue
-            early, late = whole.cut(cut)
             for bounds in [(first[0], second[1])] if first[1] == second[0] else [first, second]:
-                late = late.merge(attend(query[:, :, cut:], *layer.rows(*bounds), scores))
-            whole = early.join(late)
+                whole.merge_behind(cut, attend(query[:, :, cut:], *layer.rows(*bounds), scores))
         return whole
 
     def longest_segment(self) -> int:

@@ -19,6 +19,7 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.prefill.attention import Scores
 from kvr_mpi.prefill.cache import SliceCache, SliceLayer
 from kvr_mpi.prefill.lastrow import LastRow
+from kvr_mpi.prefill.weights import use_packed
 
 if TYPE_CHECKING:
     from kvr_mpi.prefill.packed import PackedCache, PackedLayer
@@ -107,13 +108,14 @@ def _leave_to_last(layer: SliceLayer | PackedLayer) -> None:
 
 
 def prepare_model(model: Any, *, chain: bool) -> None:
-    """Choose the model's attention: ours for a chain, transformers' own otherwise.
+    """Choose the model's attention and weights: ours for a chain, transformers' own otherwise.
 
     Raises
     ------
     ModelError
         If the architecture offers no seam for a chain.
     """
+    use_packed(model, chain)
     if not chain:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
         return

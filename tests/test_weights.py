@@ -1,0 +1,136 @@
+"""Weights laid out for the processor: the same products, faster, and never where they would do harm."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from models import CONFIGS, prompt, tiny
+from test_chain import chain, greedy, single
+
+from kvr_mpi.errors import ModelError
+from kvr_mpi.prefill import weights
+from kvr_mpi.prefill.lastrow import LastRow
+from kvr_mpi.prefill.seam import prepare_model
+from kvr_mpi.prefill.strategies import check_chain
+from kvr_mpi.prefill.weights import PackedProduct, pack_weights, packed_bytes, unpacked, use_packed
+
+ROOM = 1 << 34
+
+pytestmark = pytest.mark.skipif(weights.MULTIPLY is None, reason="this torch has no oneDNN")
+
+
+@pytest.fixture
+def packed() -> Any:
+    """Give a model of which nobody else has seen the weights laid out."""
+    made = []
+
+    def make(name: str) -> Any:
+        loaded = tiny(name)
+        pack_weights(loaded.model, ROOM)
+        made.append(loaded.model)
+        return loaded
+
+    yield make
+    for model in made:
+        weights.forget_packed(model)
+
+
+def forwards(model: torch.nn.Module) -> int:
+    return sum(isinstance(vars(module).get("forward"), PackedProduct) for module in model.modules())
+
+
+def linears(model: torch.nn.Module) -> int:
+    return sum(type(module) is torch.nn.Linear for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 48), (1, 2, 48), (1, 77, 48), (3, 48), (2, 5, 7, 48)])
+def test_the_product_is_the_same(shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(48, 80, bias=bias, dtype=dtype)
+    rows = torch.randn(shape, dtype=dtype)
+    with torch.inference_mode():
+        found, expected = PackedProduct(layer)(rows), layer(rows)
+    assert found.shape == expected.shape and found.dtype == dtype
+    torch.testing.assert_close(found, expected, atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=1e-2)
+
+
+def test_rows_that_do_not_lie_one_behind_the_other() -> None:
+    layer, rows = torch.nn.Linear(48, 80), torch.randn(48, 33).t()[::2]
+    with torch.inference_mode():
+        torch.testing.assert_close(PackedProduct(layer)(rows), layer(rows), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("bounds", [(0, 60), (0, 44, 60)])
+def test_a_chain_with_packed_weights_equals_plain_transformers(packed: Any, name: str, bounds: tuple[int, ...]) -> None:
+    loaded, ids = packed(name), prompt(60)
+    truth = single(loaded, ids)
+    assert forwards(loaded.model) == 0 and truth.logits is not None
+    logits, answer = truth.logits, greedy(loaded.model, truth, 8)
+    found = chain(loaded, ids, bounds, reserve=8)
+    assert forwards(loaded.model) == linears(loaded.model) > 0
+    torch.testing.assert_close(found.logits, logits, atol=1e-4, rtol=0)
+    assert greedy(loaded.model, found, 8) == answer
+
+
+def test_they_are_used_while_ours_runs_and_only_then(packed: Any) -> None:
+    model = packed("llama-gqa").model
+    layers = linears(model)
+    prepare_model(model, chain=True)
+    assert forwards(model) == layers
+    with unpacked(model):
+        assert forwards(model) == 0
+        assert forwards(copy.deepcopy(model)) == 0
+    assert forwards(model) == layers
+    prepare_model(model, chain=False)
+    with unpacked(model):
+        pass
+    assert forwards(model) == 0
+
+
+def test_the_last_layer_is_cut_all_the_same() -> None:
+    layer, rows = torch.nn.Linear(48, 80), torch.randn(1, 33, 48)
+    product = PackedProduct(layer)
+    with torch.inference_mode(), LastRow(33):
+        assert product(rows).shape == (1, 1, 80)
+
+
+def test_memory_is_left_for_prompts() -> None:
+    model = tiny("llama-gqa").model
+    need = sum(module.weight.nbytes for module in model.modules() if type(module) is torch.nn.Linear)
+    pack_weights(model, 4 * need - 1)
+    assert packed_bytes(model) == 0
+    pack_weights(model, 4 * need)
+    assert packed_bytes(model) == need
+    weights.forget_packed(model)
+    assert packed_bytes(model) == 0
+
+
+def test_other_types_and_machines_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=torch.float16))
+    pack_weights(half, ROOM)
+    assert packed_bytes(half) == 0
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    pack_weights(plain, ROOM)
+    assert packed_bytes(plain) == 0 and not use_packed(plain, True)
+
+
+def test_a_product_that_is_wrong_here_is_not_used(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = packed("llama-gqa")
+    right = PackedProduct.__call__
+    monkeypatch.setattr(PackedProduct, "__call__", lambda self, rows: 1.1 * right(self, rows))
+    check_chain(loaded)
+    assert forwards(loaded.model) == 0 and packed_bytes(loaded.model) == 0
+
+
+def test_a_chain_that_is_wrong_without_them_is_still_refused(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = packed("llama-gqa")
+    monkeypatch.setattr("kvr_mpi.prefill.attention.Part.merge", lambda self, other: self)
+    with pytest.raises(ModelError, match="differs from plain transformers"):
+        check_chain(loaded)
