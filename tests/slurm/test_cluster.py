@@ -49,6 +49,14 @@ def wait_begun(cluster: Cluster, tmp_path: Path, job: str) -> None:
     wait_for(f"first document of job {job}", lambda: re.search(r" \d+/\d+ doc-", log_of(tmp_path, job)), JOB_S)
 
 
+def wait_restarted(cluster: Cluster, tmp_path: Path, job: str, timeout_s: float) -> None:
+    """Wait until a job is queued again; if it never is, say how far it came."""
+    try:
+        wait_for("restart", lambda: cluster.show(job)["Restarts"] == "1", timeout_s)
+    except TimeoutError:
+        pytest.fail(f"{cluster.state(job)} and never queued again:\n{log_of(tmp_path, job)}")
+
+
 def ranks_of(cluster: Cluster, job: str) -> list[int]:
     """Process ids of a job's ranks, in their order."""
     found = {}
@@ -157,7 +165,7 @@ def test_a_job_told_to_stop_is_queued_again_and_completes(
     number = said.split()[-1]
     wait_begun(cluster, tmp_path, number)
     cluster.call("scancel", "--batch", "--signal=USR2", number)
-    wait_for("restart", lambda: cluster.show(number)["Restarts"] == "1", 30)
+    wait_restarted(cluster, tmp_path, number, 30)
     done = len(records(tmp_path / "out"))
     assert 0 < done < SLURM_DOCUMENTS
     assert cluster.wait_ended(number, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, number)
@@ -225,7 +233,7 @@ def test_a_lost_node(cluster: Cluster, tmp_path: Path, job: Path) -> None:
     lost = cluster.call("scontrol", "show", "hostnames", nodes).stdout.split()[-1]
     try:
         cluster.kill_node(lost)
-        wait_for("restart", lambda: cluster.show(number)["Restarts"] == "1", 120)
+        wait_restarted(cluster, tmp_path, number, 120)
         assert cluster.wait_ended(number, 2 * JOB_S) == ("COMPLETED", 0), log_of(tmp_path, number)
         assert (
             lost not in cluster.call("scontrol", "show", "hostnames", cluster.show(number)["NodeList"]).stdout.split()
