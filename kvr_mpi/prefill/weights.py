@@ -22,6 +22,7 @@ import torch
 COPY_SHARE = 0.25
 # Not every build of torch has them.
 _LAY = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+_HAS_BF16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
 MULTIPLY: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 
 
@@ -76,7 +77,7 @@ def _gains(weight: torch.Tensor) -> bool:
     if not is_x86 or _LAY is None or MULTIPLY is None:
         return False
     if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return _HAS_BF16 is not None and bool(_HAS_BF16())
     return weight.dtype == torch.float32
 
 
