@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from network.hosts import Host, hosts, run_mpi, shape, why_not
+from network.hosts import Host, Shaper, hosts, run_mpi, shape, why_not
 
 from kvr_mpi.store.folder import read_run
 
@@ -132,6 +133,27 @@ def test_links_are_slow_in_both_directions(tmp_path: Path) -> None:
         assert all(0.8 < seconds < 4 for seconds in link_seconds(group, 2, tmp_path))  # one second
         shape(group[0], None)
         assert max(link_seconds(group, 2, tmp_path)) < 0.8
+
+
+def test_links_change_their_speed_again_and_again(tmp_path: Path) -> None:
+    with hosts(2) as group:
+        shaper = Shaper(group)
+        for rate in (16_000_000, 1_000_000_000, 16_000_000):
+            shaper.shape(group[1], rate)
+        assert all(0.8 < seconds < 4 for seconds in link_seconds(group, 2, tmp_path))
+        shaper.shape(group[1], 1_000_000_000)  # what ran on the hosts is gone
+        shaper.close()
+        assert max(link_seconds(group, 2, tmp_path)) < 0.8
+
+
+def test_a_change_that_is_refused_is_said() -> None:
+    with hosts(1) as (host,):
+        shaper = Shaper([host])
+        with pytest.raises(RuntimeError, match=f"tc in {host.network}"):
+            for _ in range(100):
+                shaper.shape(host, -1)
+                time.sleep(0.01)
+        shaper.close()
 
 
 def test_counters_answer_between_hosts_while_their_owner_computes() -> None:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hosts import Host, hosts, run_mpi, shape, why_not
+from hosts import Host, Shaper, hosts, run_mpi, shape, why_not
 from rich.console import Console
 from rich.table import Table
 
@@ -97,6 +97,7 @@ class Noise:
 
     def __init__(self, group: Sequence[Host], rate: int, slow: int, seed: int) -> None:
         self._group, self._rate, self._slow = group, rate, slow
+        self._shaper = Shaper(group)
         self._random = random.Random(seed)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="noise", daemon=True)
@@ -113,15 +114,16 @@ class Noise:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
+        self._shaper.close()
 
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
                 host = self._random.choice(self._group)
-                shape(host, self._slow)
+                self._shaper.shape(host, self._slow)
                 self.drawn += 1
                 self._stop.wait(NOISE_S)
-                shape(host, self._rate)
+                self._shaper.shape(host, self._rate)
         except Exception as error:
             self.failure = error  # raised where the case ends
 

