@@ -10,12 +10,16 @@ import torch
 from models import CONFIGS, prompt, tiny
 from test_chain import chain, greedy, single
 
+from kvr_mpi.bench.prompts import Trial
+from kvr_mpi.costs.memory import footprint_of
 from kvr_mpi.errors import ModelError
+from kvr_mpi.partition import Partition
 from kvr_mpi.prefill import weights
 from kvr_mpi.prefill.lastrow import LastRow
 from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.prefill.strategies import check_chain
 from kvr_mpi.prefill.weights import PackedProduct, pack_weights, packed_bytes, unpacked, use_packed
+from kvr_mpi.transport.local import LocalTransport
 
 ROOM = 1 << 34
 
@@ -91,6 +95,23 @@ def test_they_are_used_while_ours_runs_and_only_then(packed: Any) -> None:
     with unpacked(model):
         pass
     assert forwards(model) == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lends", "expected"),
+    [("ring", False, False), ("tsp-dense", False, False), ("ring", True, True), ("kvr-e", False, True)],
+)
+def test_rivals_have_them_if_they_are_lent(
+    packed: Any, monkeypatch: pytest.MonkeyPatch, strategy: str, lends: bool, expected: bool
+) -> None:
+    loaded, calls, right = packed("llama-gqa"), [], PackedProduct.__call__
+    monkeypatch.setattr(PackedProduct, "__call__", lambda self, rows: calls.append(1) or right(self, rows))
+    prepare_model(loaded.model, chain=True)
+    partition = Partition((0, 64)) if strategy == "kvr-e" else None
+    footprint = footprint_of(loaded.model.config, loaded.dtype)
+    run = Trial(loaded, LocalTransport(), strategy, 64, partition, footprint, lends).measure()
+    assert run.ttft_s > 0 and bool(calls) == expected
+    assert forwards(loaded.model) == linears(loaded.model)
 
 
 def test_the_last_layer_is_cut_all_the_same() -> None:
