@@ -19,12 +19,7 @@ from torch.overrides import TorchFunctionMode
 from kvr_mpi.prefill.weights import MULTIPLY
 
 # What computes each row of its first argument from that row alone, if the second is a matrix of weights.
-PRODUCTS = {
-    torch.nn.functional.linear,
-    torch.matmul,
-    torch.Tensor.matmul,
-    MULTIPLY,
-}
+PRODUCTS = {torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, MULTIPLY}
 NORMS = {torch.nn.functional.layer_norm, torch.nn.functional.rms_norm}
 SUMS = {torch.add, torch.Tensor.add, torch.Tensor.add_}
 SHAPES = {torch.Tensor.view, torch.Tensor.reshape}
