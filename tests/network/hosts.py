@@ -157,6 +157,8 @@ class Shaper:
                 tool.stdin.write(f"qdisc replace dev {device} root {' '.join(_limit(bits_per_s))}\n")
                 tool.stdin.flush()
             except BrokenPipeError:
+                if tool.wait() < 0:  # killed just now
+                    continue
                 raise RuntimeError(f"tc in {namespace}: {tool.stderr.read().strip()}") from None
 
     def close(self) -> None:
