@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvr_mpi.model import LoadedModel
+from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.cache import layer_kv
 from kvr_mpi.prefill.seam import prepare_model, run_model
-from kvr_mpi.prefill.strategies import Prefill, prefill_kvr, prefill_ring, prefill_single, prefill_tsp
+from kvr_mpi.prefill.strategies import Prefill, prefill_single
 from kvr_mpi.prefill.weights import unpacked
+from kvr_mpi.registry import STRATEGIES, Strategy
 from kvr_mpi.transport import Transport, share_json
 
 NEW_TOKENS = 32
@@ -30,7 +31,7 @@ NOISE = 1e-4
 SHORT_TYPE_FACTOR = 1.5
 LOGITS_TAG, TOKENS_TAG, KEYS_TAG, VALUES_TAG = range(4)
 
-Strategy = Callable[[Sequence[int]], Prefill]
+Run = Callable[[Sequence[int]], Prefill]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """Logits, greedy tokens, and each layer's keys and values (tokens, kv_heads, head_dim)."""
+    """Logits, greedy tokens, and what each layer with keys and values holds of the last tokens it sees.
+
+    Keys and values are (tokens, kv_heads, head_dim).
+    """
 
     logits: torch.Tensor
     tokens: torch.Tensor
@@ -73,13 +77,13 @@ def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: 
     draw = random.Random(seed)
     exact = loaded if loaded.dtype == torch.float32 else _in_float32(loaded)
     for tokens in lengths:
-        ids = [draw.randrange(loaded.shape.vocab_size) for _ in range(tokens)]
+        ids = loaded.shape.sample_ids(tokens, draw.randrange(1, 1 << 20), draw.randrange(1 << 20))
         truth = plain = None
         if world.rank == 0:
             truth = _plain(exact, ids)
             plain = truth if exact is loaded else _plain(loaded, ids)
         world.barrier()
-        prepare_model(loaded.model, chain=True)
+        prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
         for name, keeper, strategy in _strategies(loaded, world, tokens, draw):
             prefill = strategy(ids)
             result = _result(loaded, prefill) if world.rank == keeper else None
@@ -93,31 +97,39 @@ def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: 
 
 def _strategies(
     loaded: LoadedModel, world: Transport, tokens: int, draw: random.Random
-) -> Iterator[tuple[str, int, Strategy]]:
-    """Name, keeper, and how to run it; partitions that are even, uneven, and with slices of one token."""
-    size = world.size
-    partitions = {"kvr even": Partition.even(tokens, size)}
+) -> Iterator[tuple[str, int, Run]]:
+    """Name, keeper, and how to run it: those of jobs as in jobs, the others as published."""
+    for one in STRATEGIES.values():
+        if one.is_plain or one.misfit(loaded) is not None:
+            continue
+        cuts = _cuts(tokens, world.size, draw) if one.has_cuts else {"": one.cut_evenly(tokens, world.size)}
+        for how, partition in cuts.items():
+
+            def run(ids: Sequence[int], one: Strategy = one, cut: Partition = partition) -> Prefill:
+                return one.prefill(loaded, ids, cut, world, lends=one.in_jobs, reserve_tokens=NEW_TOKENS)
+
+            name = f"{one.name} {how} {partition}" if how else one.name
+            yield name, one.exchanges(partition)[0].keeper, run
+
+
+def misfits(loaded: LoadedModel) -> list[str]:
+    """Say which strategies this model cannot run, and why."""
+    reasons = ((one.name, one.misfit(loaded)) for one in STRATEGIES.values())
+    return [f"{name} is left out: {why}" for name, why in reasons if why is not None]
+
+
+def _cuts(tokens: int, size: int, draw: random.Random) -> dict[str, Partition]:
+    """Partitions that are even, uneven, and with slices of one token."""
+    partitions = {"even": Partition.even(tokens, size)}
     if size > 1:
         inner = sorted(draw.sample(range(1, tokens), size - 1))
         edges = [1] if size == 2 else [1, *range(tokens - size + 2, tokens)]
         partitions |= {
-            "kvr random": Partition((0, *inner, tokens)),
-            "kvr first slice long": Partition((0, *range(tokens - size + 1, tokens), tokens)),
-            "kvr slices of one token": Partition((0, *edges, tokens)),
+            "random": Partition((0, *inner, tokens)),
+            "first slice long": Partition((0, *range(tokens - size + 1, tokens), tokens)),
+            "slices of one token": Partition((0, *edges, tokens)),
         }
-    for name, partition in partitions.items():
-        yield (
-            f"{name} {partition}",
-            size - 1,
-            lambda ids, cut=partition: prefill_kvr(loaded, ids, cut, world, reserve_tokens=NEW_TOKENS),  # type: ignore[misc]
-        )
-    for dense in (True, False):
-        yield (
-            "tsp-dense" if dense else "tsp-causal",
-            size - 1,
-            lambda ids, dense=dense: prefill_tsp(loaded, ids, world, dense=dense, reserve_tokens=NEW_TOKENS),  # type: ignore[misc]
-        )
-    yield "ring", 0, lambda ids: prefill_ring(loaded, ids, world, reserve_tokens=NEW_TOKENS)
+    return partitions
 
 
 def _plain(loaded: LoadedModel, ids: Sequence[int]) -> _Result:
@@ -130,15 +142,21 @@ def _result(loaded: LoadedModel, prefill: Prefill) -> _Result:
     """Copy the keys and values, then decode greedily behind them."""
     assert prefill.logits is not None
     kv = []
-    for layer in range(len(loaded.shape.layers)):
-        pair = layer_kv(prefill.cache, layer)
-        assert pair is not None
-        kv.append((pair[0].cpu().clone(), pair[1].cpu().clone()))
+    for layer_idx, layer in enumerate(loaded.shape.layers):
+        pair = layer_kv(prefill.cache, layer_idx) if layer.elements else None
+        if pair is not None:
+            kept = _kept(layer, prefill.partition.tokens)
+            kv.append((pair[0][-kept:].cpu().clone(), pair[1][-kept:].cpu().clone()))
     logits, written = prefill.logits, []
     for _ in range(NEW_TOKENS):
         written.append(int(logits.argmax()))
         logits = run_model(loaded.model, torch.tensor([[written[-1]]], device=loaded.device), prefill.cache)
     return _Result(prefill.logits.cpu(), torch.tensor(written), kv)
+
+
+def _kept(layer: LayerShape, tokens: int) -> int:
+    """Tokens of which plain transformers still has a layer's keys and values: all, or those before a window's last."""
+    return tokens if layer.visibility.size is None else min(tokens, layer.visibility.size - 1)
 
 
 def _to_root(result: _Result | None, loaded: LoadedModel, world: Transport, keeper: int, tokens: int) -> _Result | None:
@@ -155,8 +173,9 @@ def _to_root(result: _Result | None, loaded: LoadedModel, world: Transport, keep
     logits, written = torch.empty(loaded.shape.vocab_size), torch.empty(NEW_TOKENS, dtype=torch.int64)
     kv = []
     for layer in loaded.shape.layers:
-        assert layer is not None
-        shape = tokens, layer.num_kv_heads
+        if not layer.elements:
+            continue
+        shape = _kept(layer, tokens), layer.num_kv_heads
         kv.append(
             (
                 torch.empty(*shape, layer.key_dim, dtype=loaded.dtype),

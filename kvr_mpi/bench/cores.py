@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.transport import Transport, gather_json, share_json
 
@@ -54,10 +54,10 @@ def all_cores() -> Iterator[None]:
 
 
 @contextmanager
-def plain(model: Any) -> Iterator[None]:
+def plain(loaded: LoadedModel) -> Iterator[None]:
     """Run a model with transformers' own attention, and with ours again afterwards."""
-    prepare_model(model, chain=False)
+    prepare_model(loaded.model, chain=False)
     try:
         yield
     finally:
-        prepare_model(model, chain=True)
+        prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from kvr_mpi.batch import choose_chain_size, share_out, work_through
+from kvr_mpi.batch import share_out, work_through
 from kvr_mpi.bench.cores import all_cores, pinned, plain
+from kvr_mpi.check import choose_chain_size
 from kvr_mpi.crew import Tally
 from kvr_mpi.desk import Desk
 from kvr_mpi.documents import Corpus
@@ -221,7 +222,7 @@ def _generate(prepared: Prepared, corpus: Corpus, ranks: Transport, batch_size: 
     """Answer the corpus with transformers' generate on rank 0, with all cores of its host."""
     found = None
     if ranks.rank == 0:
-        with all_cores(), plain(prepared.loaded.model):
+        with all_cores(), plain(prepared.loaded):
             found = asdict(_generate_here(prepared, corpus, batch_size))
     ranks.barrier()
     return Run(**share_json(ranks, found))

@@ -23,13 +23,18 @@ from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.planner.measure import follow, leading, measure_costs
 from kvr_mpi.planner.refit import refit
 from kvr_mpi.planner.search import interpolate
-from kvr_mpi.prefill.strategies import Prefill, check_chain, prefill_kvr, prefill_ring, prefill_single, prefill_tsp
+from kvr_mpi.prefill.check import check_chain
+from kvr_mpi.prefill.strategies import Prefill, prefill_single
 from kvr_mpi.prefill.weights import unpacked
+from kvr_mpi.registry import STRATEGIES as REGISTRY
+from kvr_mpi.registry import Strategy
 from kvr_mpi.report.memory import held_bytes, peak_bytes, reset_peak
 from kvr_mpi.transport import Transport, gather_json, share_json
 
-STRATEGIES = ("single", "tsp-dense", "tsp-causal", "ring", "kvr-e", "kvr-s", "kvr-p")
-OURS = ("kvr-e", "kvr-s", "kvr-p")
+# A strategy with cuts of its own runs with even, searched and interpolated slices.
+CUTS = ("-e", "-s", "-p")
+STRATEGIES = tuple(one.name + cut for one in REGISTRY.values() for cut in (CUTS if one.has_cuts else ("",)))
+OURS = tuple(name for name in STRATEGIES if name not in REGISTRY)
 
 Say = Callable[[str], None]
 
@@ -118,6 +123,8 @@ def bench(
     ------
     ConfigError
         If a strategy is unknown or a length does not fit the model or the ranks.
+    ModelError
+        If a strategy cannot run this model.
     """
     for name in strategies:
         if name not in STRATEGIES:
@@ -129,8 +136,13 @@ def bench(
                 f"{loaded.shape.max_tokens} (the model's context)"
             )
     given = {tokens: _given(tokens, lengths, world.size) for tokens, lengths in (slices or {}).items()}
-    footprint = footprint_of(loaded.model.config, loaded.dtype, on_gpu=loaded.device.type == "cuda")
-    loaded = check_chain(loaded)
+    loaded = check_chain(loaded, say=say)
+    footprint = footprint_of(
+        loaded.model.config, loaded.dtype, on_gpu=loaded.device.type == "cuda", in_parts=loaded.attends_in_parts
+    )
+    for name in strategies:
+        if name not in OURS:
+            REGISTRY[name].check(loaded)
     with pinned(world) as cores:
         say(
             f"{world.size} rank(s), {cores} core(s) each; {repeats} repetition(s) interleaved; lengths {list(contexts)}"
@@ -175,6 +187,16 @@ class Trial:
     footprint: Footprint
     lends: bool
 
+    @property
+    def registered(self) -> Strategy:
+        """The strategy, however it is cut."""
+        return REGISTRY[self.strategy if self.strategy in REGISTRY else self.strategy[:-2]]
+
+    @property
+    def cut(self) -> Partition:
+        """Its slices."""
+        return self.partition or self.registered.cut_evenly(self.tokens, self.world.size)
+
     def measure(self, *, cold: bool = False) -> Run:
         """Prefill it; every rank calls this.
 
@@ -188,8 +210,9 @@ class Trial:
         if cold:
             reset_peak(loaded.device)
         predicted = 0
-        if self.partition is not None:
-            predicted = held_bytes(loaded.device) + self.footprint.prefill_bytes(self.partition, world.rank)
+        if self.registered.in_jobs and not self.registered.is_plain:
+            exchange = self.registered.exchanges(self.cut)[world.rank]
+            predicted = held_bytes(loaded.device) + self.footprint.exchange_bytes(exchange)
         began_cpu_s = time.process_time()
         prefill = self._prefill()
         cpu_s = time.process_time() - began_cpu_s if prefill is not None else 0.0
@@ -208,22 +231,18 @@ class Trial:
 
     def _prefill(self) -> Prefill | None:
         loaded, world, lends = self.loaded, self.world, self.lends
-        ids = [(7919 * position + 13) % loaded.shape.vocab_size for position in range(self.tokens)]
-        if self.strategy == "single":
+        ids = loaded.shape.sample_ids(self.tokens, 7919, 13)
+        if self.registered.is_plain:
             return _single_with_all_cores(loaded, world, ids)
-        if self.partition is not None:
-            return prefill_kvr(loaded, ids, self.partition, world)
-        with nullcontext() if lends else unpacked(loaded.model):
-            if self.strategy == "ring":
-                return prefill_ring(loaded, ids, world, saves_last_layer=lends)
-            return prefill_tsp(loaded, ids, world, dense=self.strategy == "tsp-dense", saves_last_layer=lends)
+        with nullcontext() if lends or self.strategy in OURS else unpacked(loaded.model):
+            return self.registered.prefill(loaded, ids, self.cut, world, lends=lends)
 
 
 def _single_with_all_cores(loaded: LoadedModel, world: Transport, ids: Sequence[int]) -> Prefill | None:
     """Plain transformers on rank 0, which borrows the cores of the ranks on its host."""
     prefill = None
     if world.rank == 0:
-        with all_cores(), plain(loaded.model):
+        with all_cores(), plain(loaded):
             prefill = prefill_single(loaded.model, ids, loaded.device)
     world.barrier()
     return prefill

@@ -13,8 +13,8 @@ import click
 if TYPE_CHECKING:
     from kvr_mpi.costs.costmodel import Costs, RelayKind
     from kvr_mpi.costs.hardware import Hardware
-    from kvr_mpi.costs.simulate import Row
     from kvr_mpi.costs.workload import Workload
+    from kvr_mpi.simulate import Row
 
 # An option that prints, or writes where a file is named.
 PRINT = "-"
@@ -75,8 +75,8 @@ def simulate(
         _score(score, load_hardware(hardware or "a100-80gb"), json_file, csv_file)
         return
     from kvr_mpi.costs.costmodel import costs_of
-    from kvr_mpi.costs.simulate import find_workload
-    from kvr_mpi.costs.simulate import simulate as forecast
+    from kvr_mpi.simulate import find_workload
+    from kvr_mpi.simulate import simulate as forecast
 
     profile = load_hardware(hardware or "h100-80gb")
     if link_gigabytes_per_s is not None and not 0 < link_gigabytes_per_s < float("inf"):
@@ -147,14 +147,15 @@ def _write(json_file: str | None, csv_file: str | None, found: Any, columns: lis
 
 def _columns(row: Row) -> dict[str, object]:
     """Flatten a row."""
-    from kvr_mpi.costs.simulate import STRATEGIES
+    from kvr_mpi.simulate import NAMES
 
-    times = {f"{name.replace('-', '_')}_s": row.ttft_s.get(name) for name in STRATEGIES}
+    times = {f"{name.replace('-', '_')}_s": row.ttft_s.get(name) for name in NAMES}
     return {
         "context_tokens": row.context_tokens,
         "ranks": row.ranks,
         **times,
         "winner": row.winner,
+        "auto": row.auto,
         "efficiency": row.efficiency,
         "bound_s": row.bound_s,
         "star_s": row.star_s,
@@ -163,15 +164,18 @@ def _columns(row: Row) -> dict[str, object]:
 
 
 def _print_rows(rows: list[Row], work: Workload, profile: Hardware, costs: Costs, relay: RelayKind) -> None:
-    from kvr_mpi.costs.simulate import STRATEGIES
+    from kvr_mpi.simulate import NAMES
 
     click.echo(f"{work.name} on {profile.name} ({profile.source})")
     click.echo(f"links of {costs.link_bytes_per_s / 1e9:g} GB/s, {profile.attention} attention, chain by {relay}")
-    click.echo("seconds to the first token; efficiency: of kvr-s, 1 if p ranks are p times as fast as one\n")
-    click.echo("   tokens  ranks " + "".join(f"{name:>11}" for name in STRATEGIES) + "  efficiency  winner")
+    click.echo("seconds to the first token; efficiency: of kvr-s, 1 if p ranks are p times as fast as one;")
+    click.echo('auto: what a job with parallel.strategy = "auto" takes\n')
+    click.echo("   tokens  ranks " + "".join(f"{name:>11}" for name in NAMES) + "  efficiency  auto  winner")
     for row in rows:
-        times = "".join(f"{row.ttft_s[name]:11.4g}" if name in row.ttft_s else f"{'-':>11}" for name in STRATEGIES)
-        click.echo(f"{row.context_tokens:>9}  {row.ranks:>5} {times}  {row.efficiency:>10.2f}  {row.winner}")
+        times = "".join(f"{row.ttft_s[name]:11.4g}" if name in row.ttft_s else f"{'-':>11}" for name in NAMES)
+        click.echo(
+            f"{row.context_tokens:>9}  {row.ranks:>5} {times}  {row.efficiency:>10.2f}  {row.auto:<4}  {row.winner}"
+        )
 
 
 def _score(file: Path | None, hardware: Hardware, json_file: str | None, csv_file: str | None) -> None:

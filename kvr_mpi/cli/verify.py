@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import IO
+
 import click
 
 from kvr_mpi.cli.bench import DEFAULT_MODEL
@@ -21,15 +24,39 @@ EXIT_DIFFERS = 1
     "--longest", type=click.IntRange(1), help="The longest length, always checked; default: the model's context."
 )
 @transport_option
-@click.option("--seed", default=0, show_default=True, help="For the prompts and the random partitions.")
-def verify(model: str, dtype: str, device: str, lengths: str, longest: int | None, transport: str, seed: int) -> int:
+@click.option("--seed", default=0, show_default=True, help="For the prompts, the random partitions, and --sample.")
+@click.option("--architectures", is_flag=True, help="Instead of a model: all that transformers knows, tiny and random.")
+@click.option("--only", default="", metavar="NAME,...", help="With --architectures: these model types and variants.")
+@click.option("--sample", type=click.IntRange(1), help="With --architectures: so many, at random.")
+@click.option(
+    "--table", type=click.Path(dir_okay=False, path_type=Path), help="With --architectures: write a table (Markdown)."
+)
+@click.option("--json", "lines", type=click.File("w"), help="With --architectures: write a line of JSON for each.")
+def verify(
+    model: str,
+    dtype: str,
+    device: str,
+    lengths: str,
+    longest: int | None,
+    transport: str,
+    seed: int,
+    architectures: bool,
+    only: str,
+    sample: int | None,
+    table: Path | None,
+    lines: IO[str] | None,
+) -> int:
     """Check logits, keys, values and greedy tokens of every strategy against plain transformers.
 
     \b
     mpirun -n 4 kvr verify --model /models/mine --dtype bfloat16 --longest 16k
+    kvr verify --architectures --only "llama,phi3 longrope above"
 
     Exit code 0 only if all hold.
     """  # noqa: D301
+    if architectures:
+        names = [name.strip() for name in only.split(",") if name.strip()]
+        return _verify_architectures(names, sample, seed, table, lines)
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
 
@@ -38,10 +65,10 @@ def verify(model: str, dtype: str, device: str, lengths: str, longest: int | Non
     def work() -> int:
         from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
         from kvr_mpi.errors import ConfigError
-        from kvr_mpi.prefill.strategies import check_chain
+        from kvr_mpi.prefill.check import check_chain
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import together
-        from kvr_mpi.verify import NEW_TOKENS
+        from kvr_mpi.verify import NEW_TOKENS, misfits
         from kvr_mpi.verify import verify as verify_all
 
         log = Log(world.rank)
@@ -61,6 +88,8 @@ def verify(model: str, dtype: str, device: str, lengths: str, longest: int | Non
 
         chosen = together(world, choose)
         checked = together(world, lambda: check_chain(loaded))
+        for line in misfits(checked):
+            log.root(line)
         failed = count = 0
         for finding in verify_all(checked, links, chosen, seed):
             count, failed = count + 1, failed + (not finding.holds)
@@ -73,3 +102,35 @@ def verify(model: str, dtype: str, device: str, lengths: str, longest: int | Non
         return EXIT_DIFFERS if failed else 0
 
     return guarded(world, work)
+
+
+def _verify_architectures(
+    only: list[str], sample: int | None, seed: int, table: Path | None, lines: IO[str] | None
+) -> int:
+    """Judge entries of the catalogue, by processes without MPI."""
+    import datetime
+    import os
+    from importlib.metadata import version
+
+    from kvr_mpi.bench.architectures import BAD, CLASSES, catalogue, choose
+    from kvr_mpi.bench.catalogue_table import render
+    from kvr_mpi.bench.survey import survey
+
+    entries = catalogue()
+    names = choose(entries, only, sample, seed)
+    if table is not None:  # before minutes have gone by
+        table.parent.mkdir(parents=True, exist_ok=True)
+        table.touch()
+    verdicts = []
+    for verdict in survey(entries, names, processes=min(os.cpu_count() or 1, 8, len(names))):
+        verdicts.append(verdict)
+        click.echo(f"{verdict.kind}: {verdict.name}{': ' + ' '.join(verdict.reason.split()) if verdict.reason else ''}")
+        if lines is not None:
+            lines.write(verdict.as_json() + "\n")
+            lines.flush()
+    counts = {kind: sum(verdict.kind == kind for verdict in verdicts) for kind in CLASSES}
+    click.echo(f"of {len(verdicts)}: {', '.join(f'{count} {kind}' for kind, count in counts.items() if count)}")
+    if table is not None:
+        versions = ", ".join(f"{name} {version(name)}" for name in ("kvr-mpi", "transformers", "torch"))
+        table.write_text(render(entries, verdicts, versions, datetime.date.today()))
+    return EXIT_DIFFERS if any(verdict.kind in BAD for verdict in verdicts) else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -54,6 +54,7 @@ class Costs:
     gather_copy_token_s : an all-gather's copy_token_s.
     gather_link_share : of the link's bandwidth an all-gather gets.
     speeds : of each rank, 1 the nominal; None if all are alike.
+    has_states : a rank begins a layer when the rank before it has ended it (recurrent layers).
     """
 
     layers: int
@@ -72,6 +73,7 @@ class Costs:
     gather_copy_token_s: float = 0.0
     gather_link_share: float = 1.0
     speeds: tuple[float, ...] | None = None
+    has_states: bool = False
 
     def __post_init__(self) -> None:
         """Refuse costs no machine has."""
@@ -83,6 +85,10 @@ class Costs:
             raise PartitionError("costs: expected at least one layer, a link that carries bytes, and tokens that cost")
         if self.speeds is not None and not all(speed > 0 and math.isfinite(speed) for speed in self.speeds):
             raise PartitionError(f"costs.speeds = {self.speeds}: expected positive numbers")
+
+    def behind(self, tokens: int) -> Costs:
+        """Of tokens behind so many others that are known already: each attends to those, too."""
+        return replace(self, rest_token_s=self.rest_token_s + tokens * self.pair_s) if tokens else self
 
 
 def costs_of(work: Workload, hardware: Hardware, *, link_bytes_per_s: float | None = None) -> Costs:
@@ -115,6 +121,7 @@ def costs_of(work: Workload, hardware: Hardware, *, link_bytes_per_s: float | No
         gather_floor_per_rank_s=hardware.gather_floor_per_rank_s,
         gather_copy_token_s=hardware.gather_kv_copies * 2 * work.kv_bytes / hardware.memory_bytes_per_s,
         gather_link_share=hardware.gather_link_share,
+        has_states=work.has_states,
     )
 
 
@@ -172,8 +179,14 @@ def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) 
     return costs.layers * max(layer_s, floor_s) + head_s
 
 
-def ring_seconds(costs: Costs, tokens: float, ranks: int) -> float:
-    """Time to the first token of zigzag ring attention, transfers hidden behind the step before."""
+def ring_seconds(costs: Costs, tokens: float, ranks: int, *, saves_last_layer: bool = False) -> float:
+    """Time to the first token of zigzag ring attention, transfers hidden behind the step before.
+
+    Parameters
+    ----------
+    saves_last_layer : bool
+        Of the last layer's attention only what the last token needs is computed, as in a chain.
+    """
     if ranks == 1:
         return single_seconds(costs, tokens)
     own = tokens / ranks
@@ -183,9 +196,11 @@ def ring_seconds(costs: Costs, tokens: float, ranks: int) -> float:
     step_s = own**2 * (1.0 if costs.eager else 0.5) * costs.pair_s / speed
     hop_s = own * costs.kv_bytes / costs.link_bytes_per_s + costs.link_latency_s
     attention_s = step_s + (ranks - 1) * max(step_s, hop_s)
-    layer_s = costs.layer_s + (own * (costs.qkv_token_s + costs.rest_token_s) + copies_s) / speed + attention_s
+    tokens_s = costs.layer_s + (own * (costs.qkv_token_s + costs.rest_token_s) + copies_s) / speed
     head_s = costs.head_s * (own if costs.eager else 1.0)
-    return costs.layers * max(layer_s, costs.launch_floor_s) + head_s
+    last_s = tokens_s + (attention_s if costs.eager or not saves_last_layer else (ranks - 1) * hop_s)
+    layer_s = max(tokens_s + attention_s, costs.launch_floor_s)
+    return (costs.layers - 1) * layer_s + max(last_s, costs.launch_floor_s) + head_s
 
 
 def _dense(costs: Costs) -> float:

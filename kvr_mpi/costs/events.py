@@ -57,6 +57,8 @@ def cut_through(costs: Costs, splits: Array) -> Array:
         if rank:
             # ... nor end before each segment has come, and it and those behind it have been attended to.
             waits = np.maximum(waits, link.served(rank, prefix_s) + rest_s - spent)
+            if costs.has_states:  # ... nor begin before the rank before it has ended it
+                waits = np.maximum(waits, ends + costs.link_latency_s - spent_before)
         ends = np.maximum.accumulate(waits, axis=1) + spent
         if rank < ranks - 1:
             starts = np.maximum(np.concatenate([np.zeros((count, 1)), ends[:, :-1]], axis=1), floors)

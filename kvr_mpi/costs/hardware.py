@@ -14,8 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvr_mpi.errors import ConfigError, DataError
 
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+MAX_FILE_BYTES = 1 << 20
+
+# So wide that no machine is outside, so narrow that no forecast overflows.
+Positive = Annotated[float, Field(ge=1, le=1e24)]
+NotNegative = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class ModelRates(BaseModel):
@@ -42,7 +45,7 @@ class Hardware(BaseModel):
     score_s: NotNegative = Field(0.0, description="eager: memory traffic of one score element of one head")
     kv_copies: NotNegative = Field(0.0, description="how often a layer copies all keys and values it was sent")
     gather_kv_copies: NotNegative = Field(0.0, description="the same after an all-gather")
-    gather_link_share: Annotated[float, Field(gt=0, le=1)] = Field(
+    gather_link_share: Annotated[float, Field(ge=1e-6, le=1)] = Field(
         1.0, description="of the link's bandwidth an all-gather gets"
     )
     launch_floor_s: NotNegative = Field(0.0, description="a layer's kernels cannot be launched faster than this")
@@ -88,23 +91,34 @@ def load_hardware(name_or_path: str) -> Hardware:
     if name_or_path.lower() in shipped:
         text = (resources.files("kvr_mpi.costs") / "data" / f"{name_or_path.lower()}.json").read_text()
     else:
-        try:
-            text = Path(name_or_path).read_text(encoding="utf-8")
-        except (FileNotFoundError, IsADirectoryError) as error:
-            raise ConfigError(
-                f"hardware {name_or_path!r}: no such profile or file; shipped profiles: {', '.join(shipped)}; "
-                f"or name a JSON file with the same keys"
-            ) from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"hardware file {name_or_path!r} cannot be read: {error}") from error
+        text = _read_text(Path(name_or_path), shipped)
     try:
         return Hardware.model_validate_json(text)
     except ValidationError as error:
         found = "; ".join(
             f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}"
-            + ("" if item["type"] in ("missing", "json_invalid") else f" (found {item['input']!r})")
-            for item in error.errors()
+            + ("" if item["type"] in ("missing", "json_invalid") else f" (found {repr(item['input'])[:100]})")
+            for item in error.errors()[:5]
         )
         raise DataError(
             f"hardware file {name_or_path!r} is no profile: {found}; valid keys: {', '.join(Hardware.model_fields)}"
         ) from error
+
+
+def _read_text(path: Path, shipped: list[str]) -> str:
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            raise ConfigError(
+                f"hardware {str(path)!r}: no such profile or file; shipped profiles: {', '.join(shipped)}; "
+                f"or name a JSON file with the same keys"
+            )
+        with path.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise DataError(
+                f"hardware file {str(path)!r} is larger than {MAX_FILE_BYTES >> 20} MiB: this is no profile; "
+                f"shipped profiles: {', '.join(shipped)}"
+            )
+        return data.decode()
+    except (OSError, ValueError) as error:
+        raise DataError(f"hardware file {str(path)!r} cannot be read: {error}") from error

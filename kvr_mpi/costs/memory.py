@@ -17,10 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvr_mpi.errors import DocumentError
-from kvr_mpi.model import LoadedModel, ModelShape, meta_model, probe_shape
+from kvr_mpi.errors import DocumentError, ModelError
+from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.cache import LAYERS_AHEAD, LAYERS_HELD
+from kvr_mpi.prefill.exchange import Exchange, MakeExchange, Relay
 from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.prefill.strategies import prefill_kvr
 from kvr_mpi.transport.pretended import PretendedChain
@@ -86,17 +87,23 @@ class Footprint:
     _known: dict[int, int] = field(default_factory=dict)
 
     def prefill_bytes(self, partition: Partition, rank: int, *, reserve_tokens: int = 0, prefix_tokens: int = 0) -> int:
-        """Most bytes a rank takes for a prompt, beyond what it holds already.
+        """Most bytes a rank of a chain takes for a prompt, beyond what it holds already.
 
         The prompt's first `prefix_tokens` need not be computed. `rank` is the place of its slice in the prompt.
-        An upper bound: a rank that is not the last is taken to hold as many layers as it may before it waits.
         """
-        is_last = rank == partition.size - 1
-        layers = sorted((layer.elements if layer else 0 for layer in self.shape.layers), reverse=True)
-        if not is_last:
+        return self.exchange_bytes(Relay(partition, rank, prefix_tokens), reserve_tokens=reserve_tokens)
+
+    def exchange_bytes(self, exchange: Exchange, *, reserve_tokens: int = 0) -> int:
+        """Most bytes a rank takes for a prompt under any strategy, beyond what it holds already.
+
+        An upper bound: a rank that does not keep all is taken to hold as many layers as it may before it waits.
+        """
+        is_keeper = exchange.rank == exchange.keeper
+        layers = sorted((layer.elements for layer in self.shape.layers), reverse=True)
+        if not is_keeper:
             layers = layers[: LAYERS_HELD + 1 + LAYERS_AHEAD]
-        tokens = partition.stop(rank) + (reserve_tokens if is_last else 0)
-        computed = partition.lengths[rank] - (prefix_tokens if rank == 0 else 0)
+        tokens = exchange.capacity + (reserve_tokens if is_keeper else 0)
+        computed = sum(stop - start for start, stop in exchange.owned)
         return tokens * sum(layers) * self.shape.dtype_bytes + self.activation_bytes(computed)
 
     def activation_bytes(self, tokens: int) -> int:
@@ -111,10 +118,15 @@ class Footprint:
         return self._known[tokens]
 
 
-def footprint_of(config: Any, dtype: torch.dtype, *, on_gpu: bool = False) -> Footprint:
+def footprint_of(config: Any, dtype: torch.dtype, *, on_gpu: bool = False, in_parts: bool = True) -> Footprint:
     """Prepare to count what a model of this configuration takes; no weights are needed.
 
-    On a GPU nothing is added for what its allocator keeps.
+    Parameters
+    ----------
+    on_gpu : bool
+        Nothing is added for what the allocator keeps.
+    in_parts : bool
+        Attention is taken over, if the configuration lets it; otherwise the model's own makes its masks.
 
     Raises
     ------
@@ -126,13 +138,19 @@ def footprint_of(config: Any, dtype: torch.dtype, *, on_gpu: bool = False) -> Fo
     has_experts = any("expert" in key for key in config.get_text_config().to_dict())
     counted = torch.bfloat16 if has_experts else dtype
     model = meta_model(config, counted)
-    prepare_model(model, chain=True)
-    loaded = LoadedModel(model, None, shape, "", "", counted, torch.device("meta"))
+    in_parts = in_parts and shape.why_whole is None
+    try:
+        prepare_model(model, chain=True, in_parts=in_parts)
+    except ModelError:
+        in_parts = False
+        prepare_model(model, chain=True, in_parts=False)
+    meta = torch.device("meta")
+    loaded = LoadedModel(model, None, shape, "", "", counted, meta, attends_in_parts=in_parts)
     layers = min(LAYERS, len(shape.layers))
 
     def activations(tokens: int) -> int:
         partition = Partition((0, tokens, 2 * tokens))
-        with _Ledger([*model.parameters(), *model.buffers()]) as ledger:
+        with on_meta(), _Ledger([*model.parameters(), *model.buffers()]) as ledger:
             prefill_kvr(loaded, [0] * partition.tokens, partition, PretendedChain(), stop_after=layers)
         return int(ledger.peak_bytes) * shape.dtype_bytes // counted.itemsize
 
@@ -143,42 +161,63 @@ def footprint_of(config: Any, dtype: torch.dtype, *, on_gpu: bool = False) -> Fo
     return Footprint(shape, activations, 1.0 if on_gpu else HEAP_SHARE)
 
 
-def check_fits(footprint: Footprint, partition: Partition, rooms: Sequence[int], reserve_tokens: int) -> None:
+def check_fits(
+    footprint: Footprint,
+    partition: Partition,
+    rooms: Sequence[int],
+    reserve_tokens: int,
+    make: MakeExchange = Relay,
+) -> None:
     """Refuse a prompt that would not fit, before anything is computed; the same on every rank.
 
     Parameters
     ----------
     rooms : sequence of int
-        Bytes each rank of the chain has left for prompts.
+        Bytes each rank of the chain has left for prompts, in the order of their slices.
+    make : callable
+        The strategy's exchange.
 
     Raises
     ------
     DocumentError
         Saying how many ranks would do, if any number would.
     """
-    needs = [footprint.prefill_bytes(partition, rank, reserve_tokens=reserve_tokens) for rank in range(partition.size)]
+    size = len(rooms)
+    needs = [footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens) for rank in range(size)]
     short = [rank for rank, (need, room) in enumerate(zip(needs, rooms, strict=True)) if need > room]
     if not short:
         return
     rank, tokens = short[-1], partition.tokens
-    enough = ranks_that_fit(footprint, tokens, min(rooms), reserve_tokens)
+    enough = ranks_that_fit(
+        footprint, tokens, min(rooms), reserve_tokens, make=make, slices_per_rank=partition.size // size
+    )
     advice = f"{enough} ranks would do" if enough else "no number of ranks would do, since the last one keeps them all"
     raise DocumentError(
-        f"a prompt of {tokens} tokens does not fit: rank {rank} of {partition.size} needs {needs[rank] / GIB:.2f} GiB "
+        f"a prompt of {tokens} tokens does not fit: rank {rank} of {size} needs {needs[rank] / GIB:.2f} GiB "
         f"beside the weights and has {rooms[rank] / GIB:.2f} GiB; its keys and values alone take "
         f"{tokens * footprint.shape.kv_bytes_per_token / GIB:.2f} GiB; {advice}"
     )
 
 
-def ranks_that_fit(footprint: Footprint, tokens: int, room: int, reserve_tokens: int, most: int = 4096) -> int | None:
+def ranks_that_fit(
+    footprint: Footprint,
+    tokens: int,
+    room: int,
+    reserve_tokens: int,
+    most: int = 4096,
+    *,
+    make: MakeExchange = Relay,
+    slices_per_rank: int = 1,
+) -> int | None:
     """Find the least number of ranks over which an even split fits into `room` bytes on each; None if none does."""
     size = 1
-    while size <= min(tokens, most):
-        partition = Partition.even(tokens, size)
+    while size <= min(tokens // slices_per_rank, most):
+        partition = Partition.even(tokens, slices_per_rank * size)
         ends = {0, size - 1}  # the ranks between hold less than the last, and no more than the one before it
         if size > 1:
             ends.add(size - 2)
-        if all(footprint.prefill_bytes(partition, rank, reserve_tokens=reserve_tokens) <= room for rank in ends):
+        needs = (footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens) for rank in ends)
+        if all(need <= room for need in needs):
             return size
         size = size + 1 if size < 16 else size + size // 8
     return None

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.model import meta_model, probe_shape
+from kvr_mpi.model import meta_model, on_meta, probe_shape
 
 # Functions that multiply matrices, and which of their tensors is the left factor.
-MULTIPLICATIONS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1}
+MULTIPLICATIONS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1, "baddbmm": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Workload:
     head_flop : of the LM head for one token.
     weight_bytes : all weights.
     max_tokens : longest context, None where there is no limit.
+    has_states : some layers are recurrent: a rank begins a layer when the one before it has ended it.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Workload:
     head_flop: float
     weight_bytes: float
     max_tokens: int | None = None
+    has_states: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +145,11 @@ def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
 
     shape = probe_shape(config, torch.bfloat16)
     model = meta_model(config, torch.bfloat16)
-    with torch.device("meta"), torch.inference_mode():
+    with on_meta():
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
         before_flop, attention_flop, after_flop, heads = _count(model)
-    layers = sum(layer is not None for layer in shape.layers)
-    if not layers or not heads:
+    layers = len(shape.layers)
+    if not heads and not shape.has_states:
         raise ConfigError(f"{shape.architecture}: it has no attention we know, so its work cannot be counted")
     head_flop = 2.0 * model.get_output_embeddings().weight.numel()
     return Workload(
@@ -156,11 +158,12 @@ def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
         qkv_flop=before_flop,
         rest_flop=(before_flop + after_flop - head_flop) / layers - before_flop,
         pair_flop=attention_flop / layers,
-        heads=heads,
+        heads=max(heads, 1),
         kv_bytes=shape.kv_bytes_per_token / shape.dtype_bytes * dtype_bytes / layers,
         head_flop=head_flop,
         weight_bytes=float(sum(weight.numel() for weight in model.parameters()) * dtype_bytes),
         max_tokens=shape.max_tokens,
+        has_states=shape.has_states,
     )
 
 
@@ -177,7 +180,8 @@ def _count(model: Any) -> tuple[float, float, float, int]:
             nonlocal before, attention, after, heads
             result = func(*args, **(kwargs or {}))
             called = getattr(func, "__name__", "").strip("_")
-            shapes = [value.shape for value in args if isinstance(value, torch.Tensor)]
+            given = (*args, *(kwargs or {}).values())
+            shapes = [value.shape for value in given if isinstance(value, torch.Tensor)]
             if called == "scaled_dot_product_attention":
                 heads = shapes[0][1]
                 attention += 2.0 * heads * (shapes[0][3] + shapes[2][3])  # one query, one key
@@ -186,6 +190,8 @@ def _count(model: Any) -> tuple[float, float, float, int]:
                 flop = 2.0 * result.numel() * contracted
                 if called == "matmul" and len(shapes[1]) == 4:  # queries by keys, or scores by values
                     heads, attention = shapes[0][1], attention + flop
+                elif called == "baddbmm":  # queries by keys, added to a bias; scores by values follow
+                    heads, attention = shapes[1][0], attention + 2 * flop
                 elif heads:
                     after += flop
                 else:

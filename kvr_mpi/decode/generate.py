@@ -102,6 +102,11 @@ class Writing:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None if rules.max_new_tokens else "length"
 
+    @property
+    def ids(self) -> torch.Tensor:
+        """Prompt and answer so far (tokens,)."""
+        return self._ids[0, : self._prompt_tokens + len(self.token_ids)]
+
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose the next token by logits (vocab_size,); it stays on the device, so that many are fetched at once."""
         if self._processors:

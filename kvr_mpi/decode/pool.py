@@ -16,11 +16,16 @@ from transformers import GenerationConfig
 
 from kvr_mpi.decode.generate import Answer, Rules, Writing
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.rope import begins_anew_at
+from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.cache import SliceCache
+from kvr_mpi.prefill.check import why_not_packed
 from kvr_mpi.prefill.failure import is_out_of_memory
-from kvr_mpi.prefill.packed import PackedCache, decode_packed, step_back, why_not_packed
+from kvr_mpi.prefill.packed import decode_packed
+from kvr_mpi.prefill.row import PackedCache
 from kvr_mpi.prefill.seam import run_model
-from kvr_mpi.prefill.strategies import Prefill
+from kvr_mpi.prefill.strategies import Prefill, prefill_kvr, prefill_single
+from kvr_mpi.transport.local import LocalTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,7 @@ class Pool:
         self._finished: list[Finished] = []
         self._packs: dict[tuple[_Running, ...], PackedCache] = {}
         self._is_checked = False
+        self._anew_at = begins_anew_at(loaded.model)
         self.why_alone: str | None = None
         self.rows: int | None = None
 
@@ -157,6 +163,10 @@ class Pool:
 
     def _run(self, group: list[_Running]) -> torch.Tensor:
         """Compute logits (documents, vocab_size) behind the last token of each."""
+        anew = [document for document in group if self._begins_anew(document)]
+        if anew:
+            logits = [self._run_anew(each) if each in anew else self._run([each])[0] for each in group]
+            return torch.stack(logits)
         last = [document.writing.token_ids[-1] for document in group]
         if len(group) == 1:
             return self._run_alone(group[0].prefill.cache, last[0]).unsqueeze(0)
@@ -165,16 +175,35 @@ class Pool:
             self._packs[members] = PackedCache([each.prefill.cache for each in group], [1] * len(group))
         return decode_packed(self._loaded, self._packs[members], last)
 
+    def _begins_anew(self, document: _Running) -> bool:
+        """Whether transformers' ``generate`` would now compute the whole cache anew (`begins_anew_at`)."""
+        ids = document.writing.ids
+        return self._anew_at is not None and len(ids) == self._anew_at and len(document.writing.token_ids) > 0
+
+    def _run_anew(self, document: _Running) -> torch.Tensor:
+        """Compute prompt and answer anew on this rank; logits (vocab_size,) behind them."""
+        ids, loaded = document.writing.ids.tolist(), self._loaded
+        if isinstance(document.prefill.cache, SliceCache):
+            room = self._rules.max_new_tokens - len(document.writing.token_ids)
+            anew = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=room)
+        else:
+            anew = prefill_single(loaded.model, ids, loaded.device)
+        document.prefill.cache = anew.cache
+        self._packs.clear()
+        assert anew.logits is not None
+        return anew.logits
+
     def _run_alone(self, cache: Any, token: int) -> torch.Tensor:
         """Compute logits (vocab_size,) behind one more token of one document."""
         ids = torch.tensor([[token]], device=self._loaded.device)
         if not isinstance(cache, SliceCache):
             return run_model(self._loaded.model, ids, cache)
-        length = cache.get_seq_length()
+        length = cache.length
+        cache.note_states()
         try:
             return run_model(self._loaded.model, ids, cache)
         except BaseException:
-            step_back(cache, length)
+            cache.step_back(length)
             raise
 
     def _leave(self, document: _Running, error: str | None = None) -> None:

@@ -58,7 +58,7 @@ Run = Callable[[Partition], Observation]
 
 def observe(loaded: LoadedModel, chain: Transport, partition: Partition) -> Observation:
     """Prefill one prompt of arbitrary tokens; every rank of the chain calls this, with the same partition."""
-    ids = [(7919 * position + 13) % loaded.shape.vocab_size for position in range(partition.tokens)]
+    ids = loaded.shape.sample_ids(partition.tokens, 7919, 13)
     chain.barrier()
     prefill = prefill_kvr(loaded, ids, partition, chain)
     waited_s = prefill.wait_s + prefill.stalled_s

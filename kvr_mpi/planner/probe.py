@@ -7,8 +7,11 @@ caches and memory as they will when they work.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import eq
+
 from kvr_mpi.costs.solve import Rates
-from kvr_mpi.model import LoadedModel
+from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.strategies import prefill_kvr
 from kvr_mpi.transport import Transport, gather_json, share_json
@@ -30,7 +33,7 @@ def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
     list of Rates
         One for each rank, the same list on every rank.
     """
-    layers = min(LAYERS, len(loaded.shape.layers) - 1)
+    layers = _layers_timed(loaded.shape.layers)
     longest = min(SLICE_TOKENS + PREFIX_TOKENS, loaded.shape.max_tokens or SLICE_TOKENS + PREFIX_TOKENS)
     tokens = max(1, min(SLICE_TOKENS, longest // 2))
     prefix = max(1, longest - tokens)
@@ -47,11 +50,18 @@ def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
     return everyone
 
 
+def _layers_timed(layers: Sequence[LayerShape]) -> int:
+    """Say how many layers are timed: few, but whole periods where layers of several kinds take turns."""
+    most = len(layers) - 1
+    period = next((one for one in range(1, most + 1) if all(map(eq, layers, layers[one:]))), most)
+    return min(most, period * -(-LAYERS // period)) if period else 0
+
+
 def _layer_seconds(
     loaded: LoadedModel, transport: Transport, partition: Partition, chain: Transport, layers: int
 ) -> float:
     """Time of one whole layer: from the first layer's keys to those of the layer `layers` behind it."""
-    ids = [position % loaded.shape.vocab_size for position in range(partition.tokens)]
+    ids = loaded.shape.sample_ids(partition.tokens, 1, 0)
 
     def fastest(stop_after: int | None) -> float:
         times = []

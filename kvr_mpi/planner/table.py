@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,6 +20,7 @@ from typing import IO, Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvr_mpi.costs.costmodel import Costs
+from kvr_mpi.disk import create
 from kvr_mpi.errors import ConfigError, DataError, OutputError
 from kvr_mpi.partition import Partition
 
@@ -76,6 +77,7 @@ class Rates(Part):
     copy_token_s: RateS
     head_s: RateS
     speeds: tuple[Annotated[float, Field(gt=0, lt=1e6)], ...] | None = Field(description="of each rank; 1 = nominal")
+    has_states: bool = Field(False, description="some layers are recurrent")
 
     def costs(self) -> Costs:
         """Return them for the cost model."""
@@ -223,12 +225,11 @@ def save_table(table: Table, path: Path) -> None:
     OutputError
         If it cannot be written.
     """
-    with _partial_file(path) as stream:
+    with _partial_file(path) as (part, stream):
         stream.write(table.model_dump_json(indent=1) + "\n")
         stream.flush()
         os.fsync(stream.fileno())
-        os.chmod(stream.name, 0o644)
-        os.replace(stream.name, path)
+        os.replace(part, path)
 
 
 def check_place(path: Path) -> None:
@@ -238,22 +239,23 @@ def check_place(path: Path) -> None:
     ------
     OutputError
     """
-    with _partial_file(path) as stream:
-        os.unlink(stream.name)
+    with _partial_file(path) as (part, _):
+        part.unlink()
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder")
 
 
 @contextmanager
-def _partial_file(path: Path) -> Iterator[IO[str]]:
+def _partial_file(path: Path) -> Iterator[tuple[Path, IO[str]]]:
     """Open a file beside `path`, which is gone in the end unless it was given that name."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", prefix=".", suffix=path.name, dir=path.parent, delete=False) as stream:
+        part = path.with_name(f".{secrets.token_hex(8)}-{path.name}")
+        with os.fdopen(create(part), "w") as stream:
             try:
-                yield stream
+                yield part, stream
             finally:
-                Path(stream.name).unlink(missing_ok=True)
+                part.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"table {str(path)!r} cannot be written: {error}; choose another --output") from error
 

@@ -84,6 +84,23 @@ def attend_window(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     return _attend_blocks(query, keys, values, scores, offset=keys.shape[2] - query.shape[2], window=window)
 
 
+def attend_masked(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, offset: int) -> Part:
+    """Attend to all keys, and mask those behind each query; the first query stands at key `offset`.
+
+    The whole rectangle is computed, as the paper's TSP does it: for a baseline, not for use.
+    """
+    if scores.softcap is None and keys.shape[-1] == values.shape[-1] and query.device.type in ("cpu", "meta"):
+        behind = torch.arange(keys.shape[2], device=query.device) > torch.arange(
+            offset, offset + query.shape[2], device=query.device
+        ).unsqueeze(1)
+        mask = torch.zeros(behind.shape, dtype=query.dtype, device=query.device).masked_fill_(behind, float("-inf"))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, 0.0, False, attn_mask=mask, scale=scores.scale
+        )
+        return Part(out.float(), lse.float())
+    return _attend_blocks(query, keys, values, scores, offset=offset, window=None, dense=True)
+
+
 def attend_documents(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -152,6 +169,7 @@ def _attend_blocks(
     *,
     offset: int | None,
     window: int | None,
+    dense: bool = False,
 ) -> Part:
     """Attend on any device, in blocks of queries so that the scores stay small.
 
@@ -161,6 +179,8 @@ def _attend_blocks(
         Query i stands at key ``offset + i`` and sees nothing behind it; None: every query sees every key.
     window : int or None
         With an offset: see only the last `window` keys.
+    dense : bool
+        Compute the scores of keys that no query of a block sees, too.
     """
     _, heads, queries, _ = query.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
@@ -171,7 +191,7 @@ def _attend_blocks(
     for first in range(0, queries, step):
         last = min(first + step, queries)
         low = 0 if window is None or offset is None else max(0, offset + first - window + 1)
-        high = length if offset is None else offset + last
+        high = length if offset is None or dense else offset + last
         folded = query[0, :, first:last].reshape(kv_heads, -1, query.shape[-1])  # the group joins the queries
         score = torch.matmul(folded.float(), keys[0, :, low:high].float().transpose(-1, -2)) * scores.scale
         if scores.softcap is not None:

@@ -55,12 +55,12 @@ class LayerBuffers:
         whole = self._capacity * max(shape.elements for shape in self._shapes)
         self._free.append(torch.as_strided(buffer, (whole,), (1,)))
 
-    def scratch(self, rows: int) -> torch.Tensor:
-        """Make room for some rows of any layer, after everything else was let go."""
+    def scratch(self, rows: int, count: int) -> list[torch.Tensor]:
+        """Make room for so many times some rows of any layer, after everything else was let go."""
         self._all = None
         self._free.clear()
         elements = max(shape.elements for shape in self._shapes)
-        return torch.empty(rows * elements, dtype=self._dtype, device=self._device)
+        return list(torch.empty(count, rows * elements, dtype=self._dtype, device=self._device))
 
     def _make(self, elements: int) -> torch.Tensor:
         count = self._capacity * elements

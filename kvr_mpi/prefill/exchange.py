@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.attention import Part, Scores, attend
+from kvr_mpi.prefill.attention import Part, Scores, attend, attend_masked
 from kvr_mpi.prefill.passage import LayerSegments, Range
 
 if TYPE_CHECKING:
-    from kvr_mpi.prefill.cache import SliceLayer
+    from kvr_mpi.prefill.layer import SliceLayer
 
 
 class Exchange(Protocol):
@@ -25,11 +26,13 @@ class Exchange(Protocol):
     """
 
     rank: int
+    partition: Partition  # of the prompt
     owned: list[Range]  # the tokens this rank computes
     keeper: int  # the rank that ends with all keys and values, and the last token
     capacity: int  # tokens a layer's buffer holds
     forwards: bool  # whether this rank passes segments on
     saves_last_layer: bool  # whether what nobody reads of the last layer is left out
+    slots: int  # segments a rank without buffers has to have room for, so that no rank waits for ever (``failure``)
 
     def post(self, layer: LayerSegments) -> None:
         """Announce the layer's sends and post its receives, before it computes."""
@@ -45,35 +48,78 @@ class Exchange(Protocol):
     def longest_segment(self) -> int:
         """Tokens of the longest segment that this rank sends or receives."""
 
+    def first_held(self, visibility: Visibility) -> int:
+        """Position of the first token from which on this rank has all keys and values of such a layer."""
+
+
+class MakeExchange(Protocol):
+    """How a strategy is made for the rank at one place of a prompt's slices."""
+
+    def __call__(self, partition: Partition, rank: int, prefix_tokens: int = 0, *, sends_all: bool = False) -> Exchange:
+        """Make it.
+
+        Parameters
+        ----------
+        prefix_tokens : int
+            The first tokens, which every rank has already; they are within the first slice.
+        sends_all : bool
+            Send all tokens of layers with a window or chunks, too.
+        """
+
 
 class Relay:
     """KV-Runahead: segments go down the chain, each passed on as it arrives (section 4.1; cut-through is ours).
 
     A rank attends to its own slice while the prefix is on its way, and then to each segment of the prefix, the
-    nearest first: it has the shortest way.
+    nearest first: it has the shortest way. Of a layer with a window or chunks only those tokens travel that the rank
+    behind, or one behind that, still sees.
+
+    Parameters
+    ----------
+    prefix_tokens : int
+        The first tokens, which every rank has already; the first slice begins behind them.
+    sends_all : bool
+        Send all tokens of all layers: they are kept, or the model's own mask is to hide them.
     """
 
     saves_last_layer = True
+    slots = 1
 
-    def __init__(self, partition: Partition, rank: int, prefix_tokens: int = 0) -> None:
+    def __init__(self, partition: Partition, rank: int, prefix_tokens: int = 0, *, sends_all: bool = False) -> None:
         self.partition, self.rank, self.keeper = partition, rank, partition.size - 1
-        self.prefix_tokens = prefix_tokens  # every rank has them already; the first slice begins behind them
+        self.prefix_tokens, self.sends_all = prefix_tokens, sends_all
         self.owned = [self._bounds(rank)]
         self.capacity = partition.stop(rank)
         self.forwards = 0 < rank < self.keeper
 
     def post(self, layer: LayerSegments) -> None:
         """Receive every predecessor's segment from the rank before, nearest first."""
-        if self.rank < self.keeper:
-            layer.announce(self.rank + 1, self.rank, self.owned[0])
+        if own := self._seen_behind(self.rank, self.rank, layer.visibility):
+            layer.announce(self.rank + 1, self.rank, own)
         for segment in reversed(range(self.rank)):
-            to = self.rank + 1 if self.rank < self.keeper else None
-            layer.receive(self._bounds(segment), self.rank - 1, segment, to)
+            onward = self._seen_behind(segment, self.rank, layer.visibility)
+            if bounds := self._seen_behind(segment, self.rank - 1, layer.visibility):
+                to, first = (self.rank + 1, onward[0]) if onward else (None, None)
+                layer.receive(bounds, self.rank - 1, segment, to, first)
 
     def share(self, layer: LayerSegments) -> None:
         """Send the own segment to the rank behind."""
-        if self.rank < self.keeper:
-            layer.send(self.owned[0], self.rank + 1, self.rank)
+        if own := self._seen_behind(self.rank, self.rank, layer.visibility):
+            layer.send(own, self.rank + 1, self.rank)
+
+    def first_held(self, visibility: Visibility) -> int:
+        """Position of the first token from which on this rank has all keys and values of such a layer."""
+        first = 0 if self.sends_all or not self.rank else visibility.first_key(self.owned[0][0])
+        return 0 if first <= self.prefix_tokens else first
+
+    def _seen_behind(self, segment: int, rank: int, visibility: Visibility) -> Range | None:
+        """Which tokens of a segment `rank` hands to the next rank; None if that one, and those after it, see none."""
+        if rank >= self.keeper:
+            return None
+        first, last = self._bounds(segment)
+        if not self.sends_all:
+            first = max(first, visibility.first_key(self._bounds(rank + 1)[0]))
+        return (first, last) if first < last else None
 
     def attend(
         self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
@@ -102,11 +148,22 @@ class AllGather:
     that is lent to it.
     """
 
-    def __init__(self, partition: Partition, rank: int, *, dense: bool, saves_last_layer: bool = False) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        rank: int,
+        prefix_tokens: int = 0,
+        *,
+        sends_all: bool = True,
+        dense: bool,
+        saves_last_layer: bool = False,
+    ) -> None:
         self.partition, self.rank, self.keeper = partition, rank, partition.size - 1
-        self.owned = [(partition.start(rank), partition.stop(rank))]
+        self.prefix_tokens = prefix_tokens
+        self.owned = [self._bounds(rank)]
         self.capacity = partition.tokens
         self.forwards = False
+        self.slots = 2 * (partition.size - 1)
         self.dense = dense
         self.saves_last_layer = saves_last_layer and not dense
 
@@ -116,7 +173,7 @@ class AllGather:
             layer.announce(dest, self.rank, self.owned[0])
         for segment in range(self.partition.size):
             if segment != self.rank:
-                layer.receive((self.partition.start(segment), self.partition.stop(segment)), segment, segment)
+                layer.receive(self._bounds(segment), segment, segment)
 
     def share(self, layer: LayerSegments) -> None:
         """Send the own segment to every other rank, the next one first."""
@@ -129,15 +186,9 @@ class AllGather:
         """Everything has to be here first."""
         if layer.segments is not None:
             layer.segments.collect()
-        start, stop = self.owned[0]
+        start = self.owned[0][0]
         if self.dense:
-            seen = torch.arange(self.capacity, device=query.device) <= torch.arange(
-                start, stop, device=query.device
-            ).unsqueeze(1)
-            out = torch.nn.functional.scaled_dot_product_attention(
-                query, *layer.rows(0, self.capacity), attn_mask=seen, scale=scores.scale, enable_gqa=True
-            )
-            return Part(out.float(), torch.empty(0))  # nothing is merged, so no log-sum-exp is needed
+            return attend_masked(query, *layer.rows(0, self.capacity), scores, start)
         part = attend(query, keys, values, scores, causal=query.shape[2] > 1)
         return part.merge(attend(query, *layer.rows(0, start), scores)) if start else part
 
@@ -145,8 +196,15 @@ class AllGather:
         """Of all."""
         return max(self.partition.lengths)
 
+    def first_held(self, visibility: Visibility) -> int:
+        """All are sent, whatever is seen."""
+        return 0
+
     def _others(self) -> list[int]:
         return [(self.rank + step) % self.partition.size for step in range(1, self.partition.size)]
+
+    def _bounds(self, rank: int) -> Range:
+        return max(self.partition.start(rank), self.prefix_tokens), self.partition.stop(rank)
 
 
 class Ring:
@@ -158,11 +216,20 @@ class Ring:
     """
 
     keeper = 0  # owns the last stretch
+    slots = 4  # both stretches of two ranks: what comes in can wait for nothing but what came in before
 
-    def __init__(self, partition: Partition, rank: int, *, saves_last_layer: bool = False) -> None:
-        self.saves_last_layer = saves_last_layer
-        self.size, self.rank = partition.size // 2, rank
-        self.halves = [(partition.start(i), partition.stop(i)) for i in range(partition.size)]
+    def __init__(
+        self,
+        partition: Partition,
+        rank: int,
+        prefix_tokens: int = 0,
+        *,
+        sends_all: bool = True,
+        saves_last_layer: bool = False,
+    ) -> None:
+        self.saves_last_layer, self.prefix_tokens = saves_last_layer, prefix_tokens
+        self.partition, self.size, self.rank = partition, partition.size // 2, rank
+        self.halves = [(max(partition.start(i), prefix_tokens), partition.stop(i)) for i in range(partition.size)]
         self.owned = self._halves_of(rank)
         self.capacity = partition.tokens
         self.forwards = self.size > 2
@@ -190,6 +257,8 @@ class Ring:
         cut = near[1] - near[0]
         # The far stretch sees all of the near one: together they are causal.
         whole = attend(query, keys, values, scores, causal=True)
+        if self.prefix_tokens:
+            whole = whole.merge(attend(query, *layer.rows(0, self.prefix_tokens), scores))
         for source in self._sources():
             assert layer.segments is not None
             layer.segments.wait_for(source)
@@ -205,6 +274,10 @@ class Ring:
     def longest_segment(self) -> int:
         """Of all."""
         return max(last - first for first, last in self.halves)
+
+    def first_held(self, visibility: Visibility) -> int:
+        """All are sent, whatever is seen."""
+        return 0
 
     def _sources(self) -> list[int]:
         return [(self.rank - step) % self.size for step in range(1, self.size)]

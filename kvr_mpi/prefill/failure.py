@@ -26,49 +26,56 @@ def play_on(cache: SliceCache) -> None:
 
     Call it when the error is forgotten: its traceback holds what the model had made.
     """
-    scratch = None
+    slots: list[torch.Tensor] = []
     for layer in cache.layers:
         if layer.is_over or layer.segments is None:
             continue
+        if not layer.shape.elements:
+            layer.play_on()
+            layer.release(wait=True)
+            continue
         if layer.buffer is None:
-            if scratch is None:  # the layers that have buffers come first, and have given them back by now
-                scratch = cache.buffers.scratch(cache.exchange.longest_segment())
-            layer.segments.do_without(scratch, layer.shape.elements)
+            if not slots:  # the layers that have buffers come first, and have given them back by now
+                slots = cache.buffers.scratch(cache.exchange.longest_segment(), cache.exchange.slots)
+            layer.segments.do_without(slots, layer.shape.elements)
         cache.exchange.post(layer.segments)
         cache.exchange.share(layer.segments)
+        if layer.shape.states:
+            layer.play_on()
         layer.release(wait=True)
 
 
 def agree(cache: SliceCache, has_failed: bool) -> list[int]:
-    """Tell the ranks behind whether this one has failed; every rank of a chain calls it when its part is computed.
+    """Tell the rank that keeps the prompt whether this one has failed; every rank calls it when its part is computed.
+
+    Words go the way of the segments, from each place of the slices to the next, and end at the keeper.
 
     Returns
     -------
     list of int
-        On the last rank the places in the chain, first slice first, whose ranks have failed; on the others only
-        whether they have themselves.
+        On the keeper the places whose ranks have failed, first slice first; on the others only whether they have
+        themselves.
     """
     passage, place = cache.passage, cache.exchange.rank
-    mine = [place] if has_failed else []
     if passage is None:
-        return mine
-    courier, last = passage.courier, passage.segments - 1
+        return [place] if has_failed else []
+    courier, size, keeper = passage.courier, passage.courier.transport.size, cache.exchange.keeper
+    step = (place - keeper - 1) % size  # of the way: the keeper is at the last one, whoever is behind it at the first
 
-    def tag(segment: int) -> int:
-        return passage.tag(passage.layers, segment)
+    def tag(step: int) -> int:
+        return passage.tag(passage.layers, step)
 
-    if place < last:
-        courier.announce(passage.rank_of(place + 1), tag(place))
+    behind = None if place == keeper else passage.rank_of(place + 1)
+    if behind is not None:
+        courier.announce(behind, tag(step))
     words, parcels = [], []
-    for segment in reversed(range(place)):
+    for source in reversed(range(step)):
         word = torch.zeros(1, dtype=torch.int64, device=cache.device)
-        onward = passage.rank_of(place + 1) if place < last else None
-        parcels.append(courier.receive(word, passage.rank_of(place - 1), tag(segment), onward))
-        words.append((segment, word))
-    if place < last:
-        word = torch.full((1,), int(has_failed), dtype=torch.int64, device=cache.device)
-        courier.send(word, passage.rank_of(place + 1), tag(place))
-        return mine
+        parcels.append(courier.receive(word, passage.rank_of(place - 1), tag(source), behind))
+        words.append(((keeper + 1 + source) % size, word))
+    if behind is not None:
+        courier.send(torch.full((1,), int(has_failed), dtype=torch.int64, device=cache.device), behind, tag(step))
+        return [place] if has_failed else []
     for parcel in parcels:
         courier.wait(parcel)
-    return sorted(mine + [segment for segment, word in words if int(word)])
+    return sorted([place] * has_failed + [source for source, word in words if int(word)])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,12 +15,15 @@ class SharedPrefix:
     Parameters
     ----------
     ids : tuple of int
-    layers : sequence of Tensor
-        For each layer (tokens, elements of K and V of all heads), as buffers hold them.
+    layers : sequence of Tensor or None
+        For each layer (tokens, elements of K and V of all heads), as buffers hold them; None where there are none.
+    states : dict of int to Tensor
+        By layer, those of layers that keep states (bytes,), as messages hold them.
     """
 
     ids: tuple[int, ...]
-    layers: Sequence[torch.Tensor]
+    layers: Sequence[torch.Tensor | None]
+    states: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -30,11 +33,13 @@ class SharedPrefix:
     @property
     def held_bytes(self) -> int:
         """Memory it takes as long as it is there."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(held.nbytes for held in (*self.layers, *self.states.values()) if held is not None)
 
     def copy_into(self, buffer: torch.Tensor, layer_idx: int) -> None:
         """Fill the first rows of a layer's buffer (capacity, elements)."""
-        buffer[: self.tokens].copy_(self.layers[layer_idx])
+        rows = self.layers[layer_idx]
+        if rows is not None:
+            buffer[: self.tokens].copy_(rows)
 
     def check(self, ids: Sequence[int]) -> None:
         """Make sure that a prompt begins with it and goes on.

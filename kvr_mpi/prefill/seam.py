@@ -1,31 +1,33 @@
 """How a model's attention comes to our cache, without touching the model.
 
-Two ways, both through public doors: architectures that take any attention function are given ours, and it finds
+Two fast ways, both through public doors: architectures that take any attention function are given ours, and it finds
 the cache among the keyword arguments they pass on; those that call ``scaled_dot_product_attention`` themselves
-(Falcon, StableLM, ...) are run under a torch function mode that answers that one call.
+(Falcon, StableLM, ...) are run under a torch function mode that answers that one call. Where neither will do, the
+model's own attention runs over what the cache returns (``whole``).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvr_mpi.errors import ModelError
+from kvr_mpi.model.masks import MaskRequest, Visibility, request_mask
+from kvr_mpi.model.rope import embed_whole_lengths, whole_lengths
+from kvr_mpi.model.shape import cache_argument
 from kvr_mpi.prefill.attention import Scores
-from kvr_mpi.prefill.cache import SliceCache, SliceLayer
+from kvr_mpi.prefill.cache import SliceCache
 from kvr_mpi.prefill.lastrow import LastRow
+from kvr_mpi.prefill.layer import SliceLayer
+from kvr_mpi.prefill.row import PackedCache, PackedLayer
 from kvr_mpi.prefill.weights import use_packed
 
-if TYPE_CHECKING:
-    from kvr_mpi.prefill.packed import PackedCache, PackedLayer
-
 ATTENTION = "kvr"
-CHAIN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class _SdpaSeam(TorchFunctionMode):
@@ -47,10 +49,10 @@ class _SdpaSeam(TorchFunctionMode):
         call = _SDPA_ARGUMENTS.bind(*args, **(kwargs or {})).arguments
         mask, query, scale = call.get("attn_mask"), call["query"], call.get("scale")
         if mask is not None and mask.numel() != 1:
-            raise ModelError("the model adds its own mask or bias to attention; use strategy = 'single' for it")
+            raise ModelError("it adds its own mask or bias to attention")
         scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale)
         layer = self.cache.attending
-        out = layer.attend(query, call["key"], call["value"], scores, None, None)
+        out = layer.attend(query, call["key"], call["value"], scores, None)
         _leave_to_last(layer)
         return out
 
@@ -82,20 +84,38 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers' attention functions do, through the cache that came in the model's arguments."""
     if kv_chain is None:
-        raise ModelError(
-            "the model does not pass keyword arguments on to its attention; use strategy = 'single' for it"
-        )
+        raise ModelError("it does not pass keyword arguments on to its attention")
     layer = kv_chain.attending
     if getattr(module, "layer_idx", layer.layer_idx) != layer.layer_idx:
-        raise ModelError("the model shares keys between layers; use strategy = 'single' for it")
+        raise ModelError("it shares keys between layers")
+    if position_bias is not None:
+        raise ModelError("it adds a bias to attention")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ModelError("its attention is not causal")
+    if kv_chain.prefilling and not query.is_meta:  # there masks have no values
+        _check_mask(attention_mask, layer.shape.visibility, sliding_window)
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
-    out = layer.attend(query, key, value, scores, sliding_window, s_aux)
+    out = layer.attend(query, key, value, scores, s_aux)
     _leave_to_last(layer)
     return out.transpose(1, 2), None
+
+
+def _check_mask(mask: Any, announced: Visibility, told_window: int | None) -> None:
+    """Make sure that what the model asks of its mask is what this layer does, and what its attention is told."""
+    if not isinstance(mask, MaskRequest):
+        raise ModelError("its attention is given no mask of transformers'")
+    asked = mask.visibility()
+    if asked != announced:
+        raise ModelError(f"a layer's mask lets it see {asked}, and {announced} were found before")
+    # A window as long as the context lets every token see all.
+    if told_window is not None and told_window != asked.window and (asked.size or told_window < mask.longest):
+        raise ModelError(f"its attention is told a window of {told_window} tokens, and its mask lets it see {asked}")
 
 
 def _leave_to_last(layer: SliceLayer | PackedLayer) -> None:
@@ -107,26 +127,39 @@ def _leave_to_last(layer: SliceLayer | PackedLayer) -> None:
         cache.tail.enter_context(LastRow(layer.fresh))
 
 
-def prepare_model(model: Any, *, chain: bool) -> None:
+def prepare_model(model: Any, *, chain: bool, in_parts: bool = True) -> None:
     """Choose the model's attention and weights: ours for a chain, transformers' own otherwise.
+
+    Parameters
+    ----------
+    in_parts : bool
+        Of a chain: take attention over. Otherwise the model's own runs over the whole prefix.
 
     Raises
     ------
     ModelError
-        If the architecture offers no seam for a chain.
+        If attention cannot be taken over.
     """
     use_packed(model, chain)
-    if not chain:
+    embed_whole_lengths(model)
+    if not (chain and in_parts):
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
         return
-    layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    strange = layer_types - CHAIN_LAYERS
-    if strange or not (model._supports_attention_backend or model._supports_sdpa):
-        why = f"has {', '.join(sorted(strange))} layers" if strange else "only has attention of its own"
-        raise ModelError(f"{type(model).__name__} {why}, which a chain cannot cut; use strategy = 'single' for it")
+    if not model._supports_attention_backend:
+        _check_own_calls(model)
     AttentionInterface.register(ATTENTION, _attention)
-    AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(ATTENTION, request_mask)
     model.set_attn_implementation(ATTENTION if model._supports_attention_backend else "sdpa")
+
+
+def _check_own_calls(model: Any) -> None:
+    """Refuse to answer a model's own attention calls where masks could hide in them."""
+    if not model._supports_sdpa:
+        raise ModelError("it only has attention of its own")
+    config = model.config.get_text_config()
+    for name in ("sliding_window", "attention_chunk_size", "attention_window_size"):
+        if getattr(config, name, None) is not None:
+            raise ModelError(f"it calls attention itself, with masks of its own ({name})")
 
 
 def run_model(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
@@ -137,23 +170,41 @@ def run_model(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     torch.Tensor
         Logits of the last token (vocab_size,), float32.
     """
-    options: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
+    options: dict[str, Any] = {"input_ids": ids, cache_argument(model): cache, "use_cache": True}
     if isinstance(cache, SliceCache) and cache.prefilling and len(cache.exchange.owned) > 1:
         positions = [torch.arange(first, last, device=ids.device) for first, last in cache.exchange.owned]
-        options["position_ids"] = torch.cat(positions).unsqueeze(0)
+        options["position_ids"] = torch.cat(positions).unsqueeze(0) + cache.first_position
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1
-    if not isinstance(cache, SliceCache):
+    with whole_lengths([(ids.shape[1], _length_behind(ids.shape[1], cache))]):
+        logits = _run(model, options, cache)
+    last: torch.Tensor = logits[0, -1].float()
+    return last
+
+
+def _run(model: Any, options: dict[str, Any], cache: Any) -> torch.Tensor:
+    """Run the model with its attention as `prepare_model` has chosen it; logits (1, tokens, vocab_size)."""
+    if not isinstance(cache, (SliceCache, PackedCache)) or not cache.in_parts:
         logits = model(**options).logits
     elif model.config._attn_implementation == ATTENTION:
         with cache.tail:
             logits = model(**options, kv_chain=cache).logits
     else:  # a mask of one element: the model makes none of its own, and the seam ignores it
-        mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=ids.device)
+        mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=options["input_ids"].device)
         with cache.tail, _SdpaSeam(cache):
             logits = model(**options, attention_mask=mask).logits
-    last: torch.Tensor = logits[0, -1].float()
-    return last
+    found: torch.Tensor = logits
+    return found
+
+
+def _length_behind(tokens: int, cache: Any) -> int:
+    """Length of a prompt with these tokens, and with those of it that ranks behind this one have."""
+    if isinstance(cache, SliceCache) and cache.prefilling:
+        return cache.prompt_tokens
+    try:
+        return tokens + int(cache.get_seq_length())
+    except ValueError:  # a cache of states only: nothing in such a model depends on its length
+        return tokens
 
 
 def run_packed(
@@ -176,11 +227,7 @@ def run_packed(
     options: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "past_key_values": cache, "use_cache": True}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = keep
-    if model.config._attn_implementation == ATTENTION:
-        logits = model(**options, kv_chain=cache).logits[0]
-    else:  # see `run_model`
-        mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=ids.device)
-        with _SdpaSeam(cache):
-            logits = model(**options, attention_mask=mask).logits[0]
+    with whole_lengths(cache.whole_lengths()):
+        logits = _run(model, options, cache)[0]
     rows: torch.Tensor = (logits if "logits_to_keep" in options else logits[keep]).float()
     return rows

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.base import Transport, gather_json, share_json, together
 from kvr_mpi.transport.mpi import MpiTransport
@@ -29,6 +30,7 @@ NAMES: tuple[Name, ...] = ("auto", "mpi", "staged", "nccl", "gloo", "local")
 
 WARM_UP_BYTES = 1 << 20
 PROOF_FILE = "cuda-aware-mpi.json"
+PROOF_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,15 +197,14 @@ def record_proof(cache_dir: Path, device: torch.device) -> None:
     """Note that this MPI was seen to move GPU memory unchanged."""
     known = _proofs(cache_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    partial = cache_dir / f".{PROOF_FILE}-{os.getpid()}"
-    partial.write_text(json.dumps(sorted({*known, _identity(device)}), indent=1) + "\n")
-    partial.replace(cache_dir / PROOF_FILE)
+    with replacing(cache_dir / PROOF_FILE) as stream:
+        stream.write(json.dumps(sorted({*known, _identity(device)}), indent=1).encode() + b"\n")
 
 
 def _proofs(cache_dir: Path) -> list[str]:
     try:
-        found: Any = json.loads((cache_dir / PROOF_FILE).read_text())
-    except (OSError, ValueError):
+        found: Any = json.loads(read_regular(cache_dir / PROOF_FILE, PROOF_BYTES))
+    except (OSError, ValueError, RecursionError):
         return []
     return [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
 

@@ -28,13 +28,35 @@ SPINS = 200
 PAUSE_S = 5e-5
 
 
+class _PartOfRequest:
+    """An ended receive of which only some of the bytes are passed on.
+
+    ``landed``: those bytes in host memory, if the message came that way.
+    """
+
+    def __init__(self, received: Request, start: int, stop: int) -> None:
+        landed = getattr(received, "landed", None)
+        self.landed = None if landed is None else landed[start:stop]
+
+    def test(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
 class Parcel:
-    """One transfer in a courier's care, and the one that passes it on, if it is to be passed on."""
+    """One transfer in a courier's care, and the one that passes it on, if it is to be passed on.
 
-    __slots__ = ("arrived", "dest", "onward", "prompt", "received", "request", "tag", "tensor")
+    Of what is received the rows from `onward_from` on are passed on.
+    """
 
-    def __init__(self, tensor: torch.Tensor, tag: int, prompt: int, dest: int | None = None) -> None:
-        self.tensor, self.tag, self.prompt, self.dest = tensor, tag, prompt, dest
+    __slots__ = ("arrived", "dest", "onward", "onward_from", "prompt", "received", "request", "tag", "tensor")
+
+    def __init__(
+        self, tensor: torch.Tensor, tag: int, prompt: int, dest: int | None = None, onward_from: int = 0
+    ) -> None:
+        self.tensor, self.tag, self.prompt, self.dest, self.onward_from = tensor, tag, prompt, dest, onward_from
         self.request: Request | None = None  # None: to be sent when its turn comes
         self.received: Request | None = None  # for one that passes on: the request that has filled its tensor
         self.arrived = False
@@ -93,10 +115,18 @@ class Courier:
         with self._lock:
             return self._send(Parcel(tensor, tag, self._prompt), dest)
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int, forward_to: int | None = None) -> Parcel:
-        """Begin to receive in place; what has arrived is sent on to `forward_to` at once, and so announced."""
+    def receive(
+        self, tensor: torch.Tensor, source: int, tag: int, forward_to: int | None = None, forward_from: int = 0
+    ) -> Parcel:
+        """Begin to receive in place; what has arrived is sent on to `forward_to` at once, and so announced.
+
+        Parameters
+        ----------
+        forward_from : int
+            The first row that is sent on.
+        """
         with self._lock:
-            parcel = Parcel(tensor, tag, self._prompt, forward_to)
+            parcel = Parcel(tensor, tag, self._prompt, forward_to, forward_from)
             parcel.request = self.transport.irecv(tensor, source, tag)
             if forward_to is not None and not self.transport.has_tags:
                 self._turns[forward_to].append(tag)
@@ -175,8 +205,12 @@ class Courier:
             for parcel in [parcel for parcel in self._pending if parcel.request is not None and parcel.request.test()]:
                 self._pending.remove(parcel)
                 if parcel.dest is not None:
-                    parcel.onward = Parcel(parcel.tensor, parcel.tag, parcel.prompt)
+                    parcel.onward = Parcel(parcel.tensor[parcel.onward_from :], parcel.tag, parcel.prompt)
                     parcel.onward.received = parcel.request
+                    if parcel.onward_from and parcel.request is not None:
+                        total = parcel.tensor.nbytes
+                        start = total - parcel.onward.tensor.nbytes
+                        parcel.onward.received = _PartOfRequest(parcel.request, start, total)
                     self._send(parcel.onward, parcel.dest)
                 parcel.request, parcel.arrived = None, True
 

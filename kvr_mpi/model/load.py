@@ -7,66 +7,39 @@ or GGUF only, never from pickles; code from a model's folder runs only when aske
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import importlib.util
 import io
 import json
 import re
+import secrets
 import shutil
-import tempfile
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ModelError
+from kvr_mpi.model.checks import check_config, check_loaded
+from kvr_mpi.model.shape import BUILDING, ModelShape, probe_shape
 
 if TYPE_CHECKING:
     import torch
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PACKAGE = "package:"
-# While it builds a model, transformers patches itself and sets torch's default dtype, for the whole process: two
-# threads would put back each other's changes, and leave some for good (weights that are no longer tied, say).
-_BUILDING = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Keys and values of one layer: heads and head sizes, which may differ between keys and values."""
-
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def key_elements(self) -> int:
-        """Elements of one token's keys."""
-        return self.num_kv_heads * self.key_dim
-
-    @property
-    def elements(self) -> int:
-        """Elements of one token's keys and values."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What planning and buffers need to know of a model, without its weights."""
-
-    architecture: str
-    layers: tuple[LayerShape | None, ...]  # None: a layer that keeps something else than keys and values
-    hidden_size: int
-    vocab_size: int
-    max_tokens: int | None  # longest context, None where the configuration names none
-    dtype_bytes: int
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token over all layers."""
-        return sum(layer.elements for layer in self.layers if layer) * self.dtype_bytes
+# What transformers raises over files and configurations that it cannot read, or build a model of.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    RuntimeError,
+    AttributeError,
+    TypeError,
+    ZeroDivisionError,
+    AssertionError,
+    IndexError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +54,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     cuts_last_layer: bool = True  # its code bears that behind the last attention only the last token goes on
+    attends_in_parts: bool = True  # a chain takes its attention over; else its own attends to the whole prefix at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +137,11 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     cache_dir.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=cache_dir))
+    partial = cache_dir / f".{folder.name}-{secrets.token_hex(8)}"
+    partial.mkdir()  # with the modes of one's own umask, so that colleagues can read a shared cache
     try:
         # The conversion draws a bar of its own, which has no place in a batch log.
-        with _explained(str(gguf)), _BUILDING, contextlib.redirect_stderr(io.StringIO()):
+        with _explained(str(gguf)), BUILDING, contextlib.redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
                 source.location, gguf_file=source.gguf_file, dtype=torch.float32, local_files_only=True
             )
@@ -223,26 +198,33 @@ def load_model(
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     target = choose_device(device, device_index)
-    with _explained(path), _BUILDING:
+    with _explained(path):
         config = AutoConfig.from_pretrained(source.location, **options)
         if not source.is_hub and not any(Path(source.location).glob("*.safetensors")):
             raise ModelError(
                 f"model.path {path!r}: the folder {source.location} has a config.json but no *.safetensors weights; "
                 f"pickled weights (*.bin, *.pt) are not loaded, since they can run code: convert them first"
             )
-        model = AutoModelForCausalLM.from_pretrained(
-            source.location,
-            config=config,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            use_safetensors=True,
-            **options,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
+        check_config(config)
+        # Before weights are read: what cannot be run is refused by its shape. Code from a model's folder is built once.
+        shape = None if trust_remote_code else probe_shape(config, torch.float32)
+        with BUILDING:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source.location,
+                config=config,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
+        check_loaded(model, info)
         model = model.to(target).eval()
+        shape = shape or probe_shape(model.config, model.dtype)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        shape=probe_shape(model.config, model.dtype),
+        shape=replace(shape, dtype_bytes=model.dtype.itemsize),
         name=path,
         fingerprint=_fingerprint(source, model.config),
         dtype=model.dtype,
@@ -266,6 +248,7 @@ def load_outline(
 
     with _explained(path):
         config = AutoConfig.from_pretrained(source.location, **options)
+        check_config(config)
         tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
         own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
         chosen: torch.dtype = own if dtype == "auto" else getattr(torch, dtype)
@@ -283,46 +266,6 @@ def _locate(
     options: dict[str, Any] = {"revision": revision or "main"} if source.is_hub else {}
     options |= {"local_files_only": offline or not source.is_hub, "trust_remote_code": trust_remote_code}
     return source, options
-
-
-def meta_model(config: Any, dtype: torch.dtype) -> Any:
-    """Build a model on the ``meta`` device: its code and shapes, without weights or memory."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with _BUILDING, torch.device("meta"), torch.inference_mode():
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
-
-
-def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
-    """Find every layer's KV shape by running one token through the model on the ``meta`` device.
-
-    No weights are needed and no memory is taken, so receives can be posted before any data exists. The
-    probe runs in bfloat16, the one type for which every operation (grouped experts, too) has a meta kernel.
-    """
-    import torch
-
-    model = meta_model(config, torch.bfloat16)
-    with torch.device("meta"), torch.inference_mode():
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-        output = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True)
-    cache = getattr(output, "past_key_values", None)
-    layers: list[LayerShape | None] = []
-    for layer in getattr(cache, "layers", ()):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == 4:
-            layers.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
-        else:
-            layers.append(None)
-    text = config.get_text_config()
-    return ModelShape(
-        architecture=type(model).__name__,
-        layers=tuple(layers),
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-        max_tokens=getattr(text, "max_position_embeddings", None),
-        dtype_bytes=dtype.itemsize,
-    )
 
 
 def choose_device(name: str, index: int) -> torch.device:
@@ -374,15 +317,18 @@ def _fingerprint(source: ModelSource, config: Any) -> str:
 @contextlib.contextmanager
 def _explained(path: str) -> Iterator[None]:
     """Turn what transformers raises about a model's files into one `ModelError`."""
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     try:
         yield
-    except ModelError:
-        raise
+    except ModelError as error:
+        if str(error).startswith("model.path"):
+            raise
+        raise ModelError(f"model.path {path!r}: {error}") from error
     except ImportError as error:
         raise ModelError(f"model.path {path!r} needs a package that is not installed: {error}") from error
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (*UNREADABLE, StrictDataclassError, SafetensorError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = " ".join(lines[:2]) or type(error).__name__
         raise ModelError(

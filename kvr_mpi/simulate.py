@@ -1,6 +1,6 @@
 """Forecasts of every strategy over prompt lengths and numbers of ranks, no run.
 
-Stands on the cost model, under ``kvr simulate``.
+Stands on the registry of strategies and the cost model, under ``kvr simulate``.
 """
 
 from __future__ import annotations
@@ -9,29 +9,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvr_mpi.costs.costmodel import (
-    Costs,
-    RelayKind,
-    best_split,
-    chain_seconds,
-    lower_bound_seconds,
-    ring_seconds,
-    single_seconds,
-    tsp_seconds,
-)
+from kvr_mpi.costs.costmodel import Costs, RelayKind, best_split, lower_bound_seconds
 from kvr_mpi.costs.equations import ttft_star
 from kvr_mpi.costs.workload import SHAPES, Workload, named_workload, workload_of
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import PACKAGE, find_model
+from kvr_mpi.registry import AUTO, KVR, STRATEGIES, candidates, fastest
 
-STRATEGIES = ("single", "tsp-dense", "tsp-causal", "ring", "kvr-e", "kvr-s")
+# A strategy with cuts of its own is shown with even slices and with the best found.
+EVEN, SEARCHED = "-e", "-s"
+NAMES = tuple(
+    name
+    for one in STRATEGIES.values()
+    for name in ([one.name + EVEN, one.name + SEARCHED] if one.has_cuts else [one.name])
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One prompt length on one number of ranks.
 
-    ttft_s : seconds to the first token of each strategy (``single`` uses one rank).
+    ttft_s : seconds to the first token of each strategy, rivals as published (``single`` uses one rank).
+    auto : the strategy that a job with ``strategy = "auto"`` would take.
     slices : bounds of kvr-s in tokens.
     efficiency : of kvr-s: 1 if p ranks are p times as fast as one.
     bound_s : TTFT(p), kvr-s without communication; star_s : TTFT*(p), eq. 3.
@@ -40,6 +39,7 @@ class Row:
     context_tokens: int
     ranks: int
     ttft_s: dict[str, float]
+    auto: str
     slices: tuple[int, ...]
     efficiency: float
     bound_s: float
@@ -80,26 +80,37 @@ def simulate(
 
 
 def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, quantum: int) -> Row:
-    single_s = single_seconds(costs, tokens)
     partition, searched_s = best_split(costs, tokens, ranks, relay, quantum)
-    ttft_s = {"single": single_s}
-    if ranks > 1:
-        ttft_s |= {
-            "tsp-dense": tsp_seconds(costs, tokens, ranks, dense=True),
-            "tsp-causal": tsp_seconds(costs, tokens, ranks, dense=False),
-            "ring": ring_seconds(costs, tokens, ranks),
-            "kvr-e": chain_seconds(costs, [tokens / ranks] * ranks, relay),
-            "kvr-s": searched_s,
-        }
+    ttft_s: dict[str, float] = {}
+    for one in STRATEGIES.values():
+        if one.is_plain or ranks > 1:
+            even_s = one.way(lends=False).seconds(costs, _evenly(tokens, one.stretches * ranks), relay)
+            ttft_s |= {one.name + EVEN: even_s, one.name + SEARCHED: searched_s} if one.has_cuts else {one.name: even_s}
+    single_s = ttft_s["single"]
     return Row(
         context_tokens=tokens,
         ranks=ranks,
         ttft_s=ttft_s,
+        auto=_choose(costs, tokens, ranks, relay, searched_s),
         slices=partition.bounds,
         efficiency=single_s / ranks / searched_s,
         bound_s=lower_bound_seconds(costs, tokens, ranks),
         star_s=ttft_star(single_s, ranks),
     )
+
+
+def _evenly(tokens: int, slices: int) -> list[float]:
+    return [tokens / slices] * slices
+
+
+def _choose(costs: Costs, tokens: int, ranks: int, relay: RelayKind, searched_s: float) -> str:
+    """Name what a job would take, with the best slices where it cuts."""
+    choices = candidates(AUTO) if ranks > 1 else [KVR]
+    seconds = [
+        searched_s if one.has_cuts else one.ours.seconds(costs, _evenly(tokens, one.stretches * ranks), relay)
+        for one in choices
+    ]
+    return choices[fastest(seconds)].name
 
 
 def find_workload(model: str, is_offline: Callable[[], bool]) -> Workload:

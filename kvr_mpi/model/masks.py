@@ -1,0 +1,167 @@
+"""Which keys a layer's queries see, taken from the mask function that the model itself asks for.
+
+Stands between transformers' mask interface and our attention. transformers builds a mask from a function of query and
+key position; with our attention registered that function comes here instead, and no mask is made: it is recognised as
+full, sliding-window or chunked attention by evaluating it at chosen positions. What is none of these is left to the
+model's own attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvr_mpi.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+# The beginning of a prompt is looked at whole, what is behind it around edges.
+DENSE_TOKENS = 256
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """Which keys a query at a position sees: all up to its own, the last `window` of them, or those of its chunk.
+
+    At most one of the two is set.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first_key(self, position: int) -> int:
+        """Position of the first key that a query at this position sees."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        return 0 if self.chunk is None else position // self.chunk * self.chunk
+
+    def sees_all(self, tokens: int) -> bool:
+        """Whether every query of a prompt of this length sees all keys up to its own."""
+        return self.first_key(tokens - 1) == 0
+
+    @property
+    def size(self) -> int | None:
+        """Tokens of the window or chunk."""
+        return self.window if self.chunk is None else self.chunk
+
+    def __str__(self) -> str:
+        if self.window is not None:
+            return f"a window of {self.window} tokens"
+        return "all tokens" if self.chunk is None else f"chunks of {self.chunk} tokens"
+
+
+FULL = Visibility()
+
+
+class MaskRequest:
+    """What a model asks its mask to be; travels through the model in the place of the mask.
+
+    Parameters
+    ----------
+    mask_function : callable
+        (batch, head, query position, key position) to whether it is seen.
+    local_size : int or None
+        Tokens of the window or chunk, as transformers names it.
+    is_plain : bool
+        Nothing else is asked for: no padding, no overlay.
+    longest : int
+        The longest context, up to which the function is looked at.
+    device : str
+        Where the function is evaluated: where the tensors are that it may hold.
+    """
+
+    __slots__ = ("_found", "device", "is_plain", "local_size", "longest", "mask_function")
+
+    def __init__(
+        self, mask_function: MaskFunction, local_size: int | None, *, is_plain: bool, longest: int, device: str = "cpu"
+    ) -> None:
+        self.mask_function, self.local_size = mask_function, local_size
+        self.is_plain, self.longest, self.device = is_plain, longest, device
+        self._found: Visibility | None = None
+
+    def __getitem__(self, index: Any) -> MaskRequest:
+        """Models that cut a mask to the keys' length cut nothing of this."""
+        return self
+
+    def visibility(self) -> Visibility:
+        """Recognise the mask.
+
+        Raises
+        ------
+        ModelError
+            If it is neither full, nor a window, nor chunks.
+        """
+        if self._found is None:
+            if not self.is_plain:
+                raise ModelError("its mask is more than causal, a window or chunks")
+            self._found = recognise(self.mask_function, self.local_size, self.longest, self.device)
+        return self._found
+
+
+def recognise(mask_function: MaskFunction, local_size: int | None, longest: int, device: str = "cpu") -> Visibility:
+    """Find out what a mask function is by evaluating it around the edges of windows and chunks, and at the far end.
+
+    Parameters
+    ----------
+    longest : int
+        Tokens of the longest context.
+
+    Raises
+    ------
+    ModelError
+        If it is none of full, window of `local_size`, chunks of `local_size`.
+    """
+    import torch
+
+    size = local_size or 1
+    near = {at for edge in (0, size, 2 * size, 3 * size) for at in range(edge - 2, edge + 3)}
+    begin = range(min(longest, DENSE_TOKENS))
+    edges = sorted(at for at in {*near, longest - 1, longest // 2} if 0 <= at < max(longest, 4))
+    keys = sorted(
+        {
+            max(0, at + shift)
+            for at in edges
+            for shift in (-2 * size, -size - 1, -size, -size + 1, -(at % size) - 1, -(at % size), -1, 0, 1, 2)
+        }
+        | set(begin)
+    )
+    queries = sorted({*edges, *begin})
+    query, key = torch.tensor(queries, device=device).unsqueeze(1), torch.tensor(keys, device=device).unsqueeze(0)
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    try:
+        seen = mask_function(zero, zero, query, key)
+        if seen.device.type == "meta":
+            raise ModelError("it looks at tensors without values")
+        seen = seen.expand(len(queries), len(keys))
+    except Exception as error:  # whatever a mask function of somebody else's raises
+        raise ModelError(f"its mask function cannot be evaluated ({type(error).__name__}: {error})") from error
+    causal = key <= query
+    candidates = {FULL: causal}
+    if local_size is not None:
+        candidates[Visibility(window=local_size)] = causal & (key > query - local_size)
+        candidates[Visibility(chunk=local_size)] = causal & (key // local_size == query // local_size)
+    for visibility, expected in candidates.items():
+        if torch.equal(seen, expected):
+            return visibility
+    raise ModelError("its mask is neither causal, nor a window, nor chunks")
+
+
+def request_mask(
+    *,
+    mask_function: MaskFunction,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    config: Any = None,
+    device: Any = "cpu",
+    **kwargs: Any,
+) -> MaskRequest:
+    """Stand in for transformers' mask makers (``AttentionMaskInterface``): pass on what is asked for."""
+    longest = getattr(config, "max_position_embeddings", None) or 1 << 20
+    where = "cpu" if str(device) == "meta" else str(device)  # what is looked at on ``meta`` has no values there
+    is_plain = attention_mask is None and not use_vmap
+    return MaskRequest(mask_function, local_size, is_plain=is_plain, longest=longest, device=where)

@@ -1,0 +1,184 @@
+"""Rotary embeddings that depend on the length of what is embedded: the whole prompt's, on every rank.
+
+Dynamic NTK and LongRoPE choose their frequencies by the farthest position that one call sees. A slice ends before the
+prompt does, a packed row holds prompts of several lengths, and dynamic NTK also remembers the longest prompt so far. So
+such modules are asked once for each prompt of a row, afresh, with the prompt's last position added to what they see.
+They are reached by forward hooks of torch; no model code is changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from kvr_mpi.errors import ModelError
+
+# rope_type as transformers names it, of embeddings that depend on the farthest position.
+BY_LENGTH = ("dynamic", "longrope")
+# Longer contexts are compared up to here: a whole embedding of ten million positions would take gigabytes.
+MOST_COMPARED = 1 << 17
+
+# Of each prompt in the row that this thread is running: its tokens in the row, and how long it is altogether.
+_ROW: ContextVar[Sequence[tuple[int, int]] | None] = ContextVar("kvr_row", default=None)
+
+
+@contextmanager
+def whole_lengths(row: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """Tell rotary embeddings how long the prompts of a row are.
+
+    Parameters
+    ----------
+    row : sequence of (int, int)
+        Of each prompt: its tokens in the row, and its length, tokens before and after those included.
+    """
+    token = _ROW.set(row)
+    try:
+        yield
+    finally:
+        _ROW.reset(token)
+
+
+def rotary_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Find the modules that compute rotary embeddings from positions."""
+    return [
+        module
+        for module in model.modules()
+        if "rope_type" in vars(module) and "position_ids" in inspect.signature(type(module).forward).parameters
+    ]
+
+
+def rope_kinds(module: torch.nn.Module) -> dict[str | None, str]:
+    """Name a module's kinds of rotary embedding: by layer type, or one under None."""
+    kinds: Any = module.rope_type
+    return dict(kinds) if isinstance(kinds, dict) else {None: str(kinds)}
+
+
+def depends_on_length(model: torch.nn.Module) -> str:
+    """Name the kinds of rotary embedding of a model that depend on the length; else the empty string."""
+    kinds = {kind for module in rotary_modules(model) for kind in rope_kinds(module).values()}
+    return ", ".join(sorted(kind for kind in kinds if any(name in kind for name in BY_LENGTH)))
+
+
+def embed_whole_lengths(model: torch.nn.Module) -> None:
+    """Give rotary embeddings that depend on the length a hook; a second time changes nothing."""
+    for module in rotary_modules(model):
+        if depends_on_length(module) and not any(isinstance(hook, _Hook) for hook in module._forward_hooks.values()):
+            module.register_forward_hook(_Hook(), with_kwargs=True)
+
+
+class _Hook:
+    """Compute a rotary embedding again, for each prompt of the row with that prompt's own length."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # ranks as threads share the module, which keeps frequencies in itself
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        """Give copies of a model hooks of their own."""
+        return _Hook()
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        row = _ROW.get()
+        if row is None:
+            return output
+        call = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        positions, outputs, at = call.arguments["position_ids"], [], 0
+        with self._lock:
+            for tokens, length in row:
+                some = positions[..., at : at + tokens]
+                last = torch.full_like(some[..., :1], length - 1)
+                call.arguments["position_ids"] = torch.cat([some, last], dim=-1)
+                _forget_lengths(module)
+                outputs.append(type(module).forward(*call.args, **call.kwargs))
+                at += tokens
+        if at != positions.shape[-1]:
+            raise ModelError(f"{at} tokens were announced to the rotary embedding, and {positions.shape[-1]} came")
+        if isinstance(output, tuple):
+            return tuple(torch.cat([each[..., :-1, :] for each in parts], dim=-2) for parts in zip(*outputs))  # noqa: B905
+        return torch.cat([each[..., :-1, :] for each in outputs], dim=-2)
+
+
+def _forget_lengths(module: torch.nn.Module) -> None:
+    """Let a dynamic embedding forget the longest prompt it has seen."""
+    for layer_type, kind in rope_kinds(module).items():
+        if "dynamic" not in kind:
+            continue
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        original = getattr(module, f"{prefix}original_inv_freq")
+        module.register_buffer(f"{prefix}inv_freq", original.to(getattr(module, f"{prefix}inv_freq").device), False)
+        setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+
+def begins_anew_at(model: Any) -> int | None:
+    """Say from how many tokens on transformers' ``generate`` computes a shorter cache anew; None: it never does.
+
+    Phi-3 and its kin do, when an answer grows past the length at which their frequencies change: keys that were made
+    with the other ones are of no use.
+    """
+    prepare = inspect.unwrap(type(model).prepare_inputs_for_generation)
+    threshold = getattr(model.config, "original_max_position_embeddings", None)
+    if "original_max_position_embeddings" not in prepare.__code__.co_names or threshold is None:
+        return None
+    return int(threshold) + 1
+
+
+def check_rotary(model: Any, longest: int | None) -> None:
+    """Compare the rotary embeddings of slices with those of the whole, below and above the thresholds of their kind.
+
+    What they depend on besides the position shows only in prompts longer than any self-check could run.
+
+    Parameters
+    ----------
+    longest : int or None
+        Tokens of the longest context.
+
+    Raises
+    ------
+    ModelError
+        If a slice is embedded otherwise than the whole.
+    """
+    embed_whole_lengths(model)
+    config = model.config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    known = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
+    thresholds = {getattr(config, "max_position_embeddings", None), longest}
+    thresholds |= {each.get("original_max_position_embeddings") for each in known}
+    edges = {min(int(each), MOST_COMPARED) for each in thresholds if each}
+    lengths = sorted({length for edge in edges for length in (edge - 1, edge, edge + 1) if 2 <= length})
+    for module in rotary_modules(model):
+        for layer_type in rope_kinds(module):
+            for length in lengths:
+                _check_slices(module, layer_type, length)
+
+
+def _check_slices(module: torch.nn.Module, layer_type: str | None, length: int) -> None:
+    device = next(iter(module.buffers()), torch.zeros(())).device
+    values = torch.zeros(1, 1, 8, device=device)
+    named = {} if layer_type is None else {"layer_type": layer_type}
+    positions = torch.arange(length, device=device).unsqueeze(0)
+    if device.type == "meta":
+        return
+    with torch.inference_mode():
+        _forget_lengths(module)
+        try:
+            whole = _as_tuple(module(values, positions, **named))
+        except (TypeError, RuntimeError, IndexError):  # it wants positions of another form: of images, say
+            return
+        for start, stop in ((0, 1), (length // 3, length // 3 + 1), (length // 2, length)):
+            with whole_lengths([(stop - start, length)]):
+                part = _as_tuple(module(values, positions[:, start:stop], **named))
+            for mine, theirs in zip(part, whole, strict=True):
+                if not torch.allclose(mine, theirs[..., start:stop, :], atol=1e-6):
+                    raise ModelError(
+                        f"its rotary embedding of tokens {start} to {stop} of {length} depends on the others in a way "
+                        f"that is not known here"
+                    )
+
+
+def _as_tuple(output: Any) -> tuple[torch.Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)

@@ -1,0 +1,362 @@
+"""What a model keeps for each token and each layer, found on the ``meta`` device before any weights are read."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import itertools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvr_mpi.errors import DocumentError, ModelError
+from kvr_mpi.model.masks import FULL, MaskRequest, Visibility, request_mask
+
+if TYPE_CHECKING:
+    import torch
+
+# The attention of the probe, and of chains that take attention over (prefill/seam.py registers the latter).
+PROBE_ATTENTION = "kvr_probe"
+# While it builds a model, transformers patches itself and sets torch's default dtype, for the whole process: two
+# threads would put back each other's changes, and leave some for good (weights that are no longer tied, say).
+BUILDING = threading.Lock()
+# Under which of these names a model takes its cache.
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """One state that a recurrent or convolution layer keeps, whatever the number of tokens.
+
+    kind : ``conv`` or ``recurrent``.
+    index : a layer may keep several of a kind.
+    shape : with the batch of one in front.
+    dtype : ``None``: that of the model.
+    """
+
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps: keys and values of every token, states, or (all sizes 0) nothing.
+
+    Head sizes may differ between keys and values.
+    """
+
+    num_kv_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    visibility: Visibility = FULL
+    states: tuple[StateShape, ...] = ()
+
+    @property
+    def key_elements(self) -> int:
+        """Elements of one token's keys."""
+        return self.num_kv_heads * self.key_dim
+
+    @property
+    def elements(self) -> int:
+        """Elements of one token's keys and values."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What planning and buffers need to know of a model, without its weights.
+
+    layers : a layer each, as the model's cache counts them.
+    max_tokens : longest context, None where the configuration names none.
+    why_single : why no chain of ranks can run it; None if one can, as far as is known without weights.
+    why_whole : why its attention cannot be taken over in parts; None if it can, as far as is known without weights.
+    padding_id : a token that the model leaves out when it counts positions, wherever it stands; None if none does so.
+    counts_cache : it counts positions from the length of its cache, whatever positions it is given (Llama 4's attention
+        temperature): rows of several prompts, or of two stretches, are not for it.
+    """
+
+    architecture: str
+    layers: tuple[LayerShape, ...]
+    hidden_size: int
+    vocab_size: int
+    max_tokens: int | None
+    dtype_bytes: int
+    why_single: str | None = None
+    why_whole: str | None = None
+    padding_id: int | None = None
+    counts_cache: bool = False
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token over all layers."""
+        return sum(layer.elements for layer in self.layers) * self.dtype_bytes
+
+    @property
+    def first_position(self) -> int:
+        """Position of a prompt's first token, as the model counts: RoBERTa's kin begin behind the padding's."""
+        return 0 if self.padding_id is None else self.padding_id + 1
+
+    def sample_ids(self, tokens: int, step: int = 37, first: int = 11) -> list[int]:
+        """Make up a prompt without a pattern that a model could use, the same everywhere."""
+        ids = ((step * position + first) % self.vocab_size for position in range(tokens))
+        return [(each + 1) % self.vocab_size if each == self.padding_id else each for each in ids]
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Refuse a prompt with tokens that the model has not, or that cannot be given positions by where they stand.
+
+        Raises
+        ------
+        DocumentError
+            Naming the token.
+        """
+        largest = max(ids, default=0)
+        if largest >= self.vocab_size:
+            raise DocumentError(
+                f"the prompt contains token {largest}, and {self.architecture} has {self.vocab_size} tokens: the "
+                f"tokenizer has more than the model; remove its text, or use the model's own tokenizer"
+            )
+        if self.padding_id is not None and self.padding_id in ids:
+            raise DocumentError(
+                f"the prompt contains token {self.padding_id}, which {self.architecture} takes for padding and does "
+                f"not count, so the positions behind it cannot be told where the prompt is cut; remove it from the text"
+            )
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps a state, so that a rank goes on where the one before it has ended."""
+        return any(layer.states for layer in self.layers)
+
+
+def meta_model(config: Any, dtype: torch.dtype) -> Any:
+    """Build a model on the ``meta`` device: its code and shapes, without weights or memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with BUILDING, torch.device("meta"), torch.inference_mode():
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
+    except Exception as error:  # whatever a model's own code raises over a configuration
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"transformers cannot build a causal LM of {type(config).__name__}: {reason}") from error
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Run a model on the ``meta`` device: what its code asks of values that are not there is answered with zeros."""
+    import torch
+    import torch.fx.experimental._config
+    from torch.distributions import Distribution
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    aten = torch.ops.aten
+    asked = (aten.item.default, aten.is_nonzero.default, aten._local_scalar_dense.default)
+
+    class Zeros(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in asked and args[0].is_meta:
+                return False if args[0].dtype == torch.bool or func is aten.is_nonzero.default else 0
+            if func is aten.where.default and args[0].is_meta:
+                return list(aten.nonzero.default(args[0]).unbind(1))
+            return func(*args, **(kwargs or {}))
+
+    validates = Distribution._validate_args
+    # Some look for the tokens of each expert: all, for the shapes.
+    assume = torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+    Distribution.set_default_validate_args(False)
+    try:
+        with torch.device("meta"), torch.inference_mode(), assume, Zeros():
+            yield
+    finally:
+        Distribution.set_default_validate_args(validates)
+
+
+def cache_argument(model: Any) -> str:
+    """Name the argument under which a model takes its cache.
+
+    Raises
+    ------
+    ModelError
+        If it takes none of transformers' caches.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    for name in CACHE_ARGUMENTS:
+        if name in parameters:
+            return name
+    raise ModelError(f"{type(model).__name__} takes no cache that transformers knows, so it cannot be run here")
+
+
+def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
+    """Find what every layer keeps by running one token through the model on the ``meta`` device.
+
+    No weights are needed and no memory is taken, so receives can be posted before any data exists. The
+    probe runs in bfloat16, the one type for which every operation (grouped experts, too) has a meta kernel.
+
+    Raises
+    ------
+    ModelError
+        If it is no causal decoder with a cache of transformers'.
+    """
+    model = meta_model(config, _probe_dtype())
+    architecture, text = type(model).__name__, config.get_text_config()
+    cache = _run_probe(model)
+    layers = [_layer_shape(layer, architecture) for layer in cache.layers]
+    if not any(layer.elements or layer.states for layer in layers):
+        raise ModelError(
+            f"{architecture} fills no cache of keys and values or states: it is an encoder, or keeps what it needs "
+            f"elsewhere; only causal decoders can be run here"
+        )
+    seen, why_whole = _probe_visibility(model)
+    if any(visibility.size == 1 for visibility in seen.values()):
+        raise ModelError(
+            f"{architecture}: a window of 1 token: what transformers itself decodes with it differs from what it "
+            f"computes for a whole prompt; expected a window of at least 2"
+        )
+    return ModelShape(
+        architecture=architecture,
+        layers=tuple(
+            LayerShape(layer.num_kv_heads, layer.key_dim, layer.value_dim, seen.get(idx, FULL), layer.states)
+            for idx, layer in enumerate(layers)
+        ),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        max_tokens=getattr(text, "max_position_embeddings", None),
+        dtype_bytes=dtype.itemsize,
+        why_single=_why_single(model, cache.layers, seen),
+        why_whole=why_whole,
+        padding_id=_padding_id(model),
+        counts_cache=bool(getattr(text, "attn_temperature_tuning", False)),
+    )
+
+
+def _probe_dtype() -> torch.dtype:
+    import torch
+
+    return torch.bfloat16
+
+
+def _run_probe(model: Any, attention: str | None = None) -> Any:
+    """Run one token on ``meta`` and return the cache it filled."""
+    import torch
+    from transformers import DynamicCache
+
+    name = cache_argument(model)
+    ways = [attention] if attention else ["sdpa", "eager"] if model._supports_sdpa else ["eager"]
+    ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    failure: Exception | None = None
+    # Some ask a mask that they are not given, or make themselves, for its values; each does without some way.
+    for way, given in itertools.product(ways, ({}, {"attention_mask": torch.ones_like(ids)})):
+        with on_meta():
+            model.set_attn_implementation(way)
+            try:
+                cache = DynamicCache(config=model.config)
+                model(ids, **{name: cache}, **given, use_cache=True)
+            except Exception as error:  # whatever a model's own code raises
+                failure = failure or error
+            else:
+                return cache
+    reason = str(failure) if isinstance(failure, ModelError) else f"{type(failure).__name__}: {failure}"
+    raise ModelError(
+        f"{type(model).__name__} cannot be run on one token with a cache of transformers' ({reason})"
+    ) from failure
+
+
+def _why_single(model: Any, layers: Sequence[Any], seen: Mapping[int, Visibility]) -> str | None:
+    """Say why a chain would give something else than plain transformers, whose cache does more than keep."""
+    text = model.config.get_text_config()
+    longest, kept = getattr(text, "max_position_embeddings", None), getattr(text, "keep_window_size", None)
+    if kept is not None and not (longest and kept >= longest):
+        return f"it chooses which {kept} tokens are attended to among those that one call sees"
+    for idx, layer in enumerate(layers):
+        if getattr(layer, "indexer_keys", None) is not None:
+            return (
+                "an indexer chooses which tokens are attended to, and transformers' own code does not go on from its "
+                "cache exactly with several tokens"
+            )
+        if not getattr(layer, "is_sliding", False) or (longest and layer.sliding_window >= longest):  # it keeps all
+            continue
+        if not model._supports_attention_backend or (idx in seen and seen[idx].size != layer.sliding_window):
+            told = seen.get(idx, "a mask of its own making")
+            return (
+                f"transformers' cache forgets all but a window of {layer.sliding_window} tokens, and its mask lets a "
+                f"layer see {told}: what it decodes is not what it computes for a whole prompt"
+            )
+    return None
+
+
+def _padding_id(model: Any) -> int | None:
+    """Find the token that a model of RoBERTa's kind does not count, if it is one."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(module.padding_idx, int):
+            return int(module.padding_idx)
+    return None
+
+
+def _layer_shape(layer: Any, architecture: str) -> LayerShape:
+    """Read what a layer of transformers' cache holds after the probe."""
+    import torch
+
+    known = {"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "LinearAttentionLayer", "DummyLayer"}
+    known |= {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
+    if type(layer).__name__ not in known:
+        raise ModelError(
+            f"{architecture} keeps a cache of its own in some layers ({type(layer).__name__}), which is not known here"
+        )
+    states = tuple(
+        StateShape(kind, index, tuple(state.shape), state.dtype if state.dtype == torch.float32 else None)
+        for kind, held in (
+            ("conv", getattr(layer, "conv_states", None)),
+            ("recurrent", getattr(layer, "recurrent_states", None)),
+        )
+        for index, state in (held or {}).items()
+        if isinstance(state, torch.Tensor)
+    )
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == values.ndim == 4:
+        if keys.shape[1] != values.shape[1]:
+            raise ModelError(
+                f"{architecture}: {keys.shape[1]} heads of keys and {values.shape[1]} of values in one layer"
+            )
+        return LayerShape(keys.shape[1], keys.shape[3], values.shape[3], states=states)
+    return LayerShape(states=states)
+
+
+def _probe_visibility(model: Any) -> tuple[dict[int, Visibility], str | None]:
+    """See which keys each layer's attention sees, by way of the masks it is given; or why that cannot be known.
+
+    Models whose attention is none of transformers' interchangeable ones are looked at when they run (``seam``).
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if not model._supports_attention_backend:
+        return {}, None
+    text = model.config.get_text_config()
+    found: dict[int, Visibility] = {}
+
+    def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        layer_idx = getattr(module, "layer_idx", None)
+        if not isinstance(attention_mask, MaskRequest):
+            raise ModelError("its attention is given no mask of transformers'")
+        if isinstance(layer_idx, int):
+            found[layer_idx] = _visibility_on_meta(attention_mask, text)
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    try:
+        with BUILDING:  # another thread would register its own under the same name
+            AttentionInterface.register(PROBE_ATTENTION, attention)
+            AttentionMaskInterface.register(PROBE_ATTENTION, request_mask)
+            _run_probe(model, PROBE_ATTENTION)
+    except ModelError as error:
+        return {}, str(error).partition(" cache of transformers' ")[2].strip("()") or str(error)
+    return found, None
+
+
+def _visibility_on_meta(request: MaskRequest, text: Any) -> Visibility:
+    """Recognise a mask; chunks count from a tensor that has no value on ``meta``, and are known by their size."""
+    if request.is_plain and request.local_size is not None:
+        if request.local_size == getattr(text, "attention_chunk_size", None):
+            return Visibility(chunk=request.local_size)
+    return request.visibility()
