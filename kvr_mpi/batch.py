@@ -14,25 +14,24 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from kvr_mpi.check import choose_chain_size
 from kvr_mpi.crew import Crew, Kept, Tally
 from kvr_mpi.desk import Desk
 from kvr_mpi.documents import Corpus, scan_corpus
 from kvr_mpi.engine import Engine
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, ConfigError, CorpusError
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, CorpusError, exit_line
 from kvr_mpi.job import JobSpec
-from kvr_mpi.model import choose_device, find_model
+from kvr_mpi.model import choose_device
 from kvr_mpi.plan import agree, count_tokens, describe, duration, plan_documents
 from kvr_mpi.prepare import Machine, Prepared, Say, prepare
-from kvr_mpi.prompts import check_template
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
-from kvr_mpi.report.table import print_summary
+from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.schedule.schedule import deal
 from kvr_mpi.stop import STOP_SIGNALS, Stop, listening
-from kvr_mpi.store.folder import check_fresh, check_writable, read_run
+from kvr_mpi.store.folder import Index, check_writable, index_run, read_records, run_files
 from kvr_mpi.store.lock import Owner
 from kvr_mpi.store.merge import merge_run
-from kvr_mpi.store.outputs import Record
 from kvr_mpi.store.run import Run, known_corpus, open_run
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
@@ -60,7 +59,8 @@ def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> i
     Returns
     -------
     int
-        Exit code: 0; 65 if some documents have error records; 75 if it was stopped before the end.
+        Exit code: 0; 65 if more documents have error records than `output.max_failed` allows; 75 if it was stopped
+        before the end.
     """
     folder = Path(spec.output.path)
     stop = Stop(options.deadline_s)
@@ -70,6 +70,7 @@ def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> i
 
 def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder: Path, stop: Stop) -> int:
     chain_size = together(world, lambda: choose_chain_size(spec, world.size))
+    log.root("reading the documents")
     corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options).to_json())))
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
     ranks, reason = open_transport(world, spec.parallel.transport, device, cache_dir=options.machine.cache_dir)
@@ -97,7 +98,7 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     tallies = [Tally(**one) for one in share_json(world, gather_json(world, asdict(tally)))]
     for line in _sum_up(tallies, len(todo) - left, progress.elapsed_s, shares.predicted_s):
         log.root(line)
-    return int(share_json(world, on_root(world, lambda: _conclude(run, folder, left, stop.reason, log))))
+    return int(share_json(world, on_root(world, lambda: _conclude(run, spec, left, stop, log))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class Shares:
 
 def share_out(prepared: Prepared, corpus: Corpus, todo: Sequence[int], ranks: Transport, log: Log) -> Shares:
     """Share documents among chains: as planned, or so that all chains of one length have as much; every rank alike."""
-    if prepared.costs is not None:
+    if prepared.costs is not None and prepared.spec.parallel.planned:
         return _planned(prepared, corpus, todo, ranks, log)
     size = choose_chain_size(prepared.spec, ranks.size)
     return Shares([_round(corpus, todo, ranks.size // size, size)])
@@ -175,6 +176,7 @@ def _round(corpus: Corpus, todo: Sequence[int], chains: int, length: int) -> Rou
 
 def _planned(prepared: Prepared, corpus: Corpus, todo: Sequence[int], world: Transport, log: Log) -> Shares:
     """Plan chains of all lengths."""
+    log.root("plan: counting tokens")
     numbers = {corpus.entries[number].id: number for number in todo}
     mine = (corpus.read(number) for number in todo[world.rank :: world.size])
     tokens = count_tokens(prepared.loaded.tokenizer, mine, world)
@@ -194,40 +196,9 @@ def _planned(prepared: Prepared, corpus: Corpus, todo: Sequence[int], world: Tra
     return Shares(rounds, {numbers[name]: why for name, _, why in plan.misfits}, plan.makespan_s)
 
 
-def choose_chain_size(spec: JobSpec, ranks: int) -> int:
-    """Say how many ranks share one prompt; 1 to begin with, if that is to be planned.
-
-    Raises
-    ------
-    ConfigError
-        If the ranks cannot be divided so; the message lists what they can be divided into.
-    """
-    wanted = spec.parallel.ranks_per_chain
-    alone = spec.parallel.strategy == "single" or wanted == "auto"
-    size = 1 if alone else ranks if wanted == "all" else int(wanted)
-    if ranks % size:
-        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        raise ConfigError(
-            f"parallel.ranks_per_chain = {size}: {ranks} ranks cannot be divided into chains of {size}; "
-            f"choose one of {divisors}, 'auto' (planned for each document), or start a multiple of {size} ranks"
-        )
-    ratios = spec.parallel.ratios
-    if ratios is not None and len(ratios) != size:
-        raise ConfigError(
-            f"parallel.ratios = {ratios}: {len(ratios)} weights for a chain of {size} ranks; give one for each rank"
-        )
-    return size
-
-
 def _scan(spec: JobSpec, folder: Path, options: RunOptions) -> Corpus:
-    """List all documents, having checked what can be checked before a model is loaded."""
-    check_template(spec.prompt.template)
-    if spec.prompt.reduce_template is not None:
-        check_template(spec.prompt.reduce_template)
-    if not (options.overwrite or options.resume):
-        check_fresh(folder)
+    """List all documents; `check_job` has seen that they and the output folder can be had."""
     check_writable(folder)
-    find_model(spec.model.path)
     return scan_documents(spec, None if options.overwrite else known_corpus(folder))
 
 
@@ -270,6 +241,7 @@ def _open(folder: Path, prepared: Prepared, corpus: Corpus, options: RunOptions,
 
 def _end_at_once(world: Transport, log: Log, why: str) -> None:
     log.line(why)
+    log.line(exit_line(EXIT_STOPPED))
     world.abort(EXIT_STOPPED)
 
 
@@ -289,22 +261,28 @@ def _sum_up(tallies: Sequence[Tally], documents: int, seconds: float, predicted_
     )
 
 
-def _conclude(run: Run | None, folder: Path, left: int, reason: str, log: Log) -> int:
-    """Merge the results, print the table, and say how it went."""
+def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -> int:
+    """Merge the results if that is cheap, print the table, and say how it went; counts come from the ledgers."""
     assert run is not None, "on rank 0"
+    folder = Path(spec.output.path)
     if left:
         run.close()
-        log.line(f"stopped, {left} document(s) left: {reason}; the same command with --resume goes on")
+        log.line(exit_line(EXIT_STOPPED, f"{left} document(s) left: {stop.reason}"))
         return EXIT_STOPPED
-    result = merge_run(folder)
+    run.check(anew=True)  # merging replaces files: never in another folder
+    result = merge_run(folder, lambda: stop.heard or stop.is_over)
     run.close()
-    failed = False
+    index = index_run(folder) if run_files(folder) else Index({})  # a share may be empty
+    summary = index.summary()
+    print_summary(summary, read_records(index, rows_of(index)), result)
+    code, line = conclusion(spec, summary.done, summary.failed)
+    log.line(line)
+    return code
 
-    def watched() -> Iterator[Record]:
-        nonlocal failed
-        for record in read_run(result):
-            failed = failed or record.status == "error"
-            yield record
 
-    print_summary(watched(), result)
-    return EXIT_BAD_DATA if failed else EXIT_OK
+def conclusion(spec: JobSpec, done: int, failed: int) -> tuple[int, str]:
+    """Return the exit code of a job that is through, and its last line."""
+    allowed = spec.output.failures_allowed(done + failed)
+    code = EXIT_BAD_DATA if failed > allowed else EXIT_OK
+    records = f"{failed} of {done + failed} document(s) failed, output.max_failed = {spec.output.max_failed!r}"
+    return code, exit_line(code, f"{records} allows {allowed}" if failed else f"all {done} document(s)")

@@ -44,8 +44,8 @@ class Desk(Protocol):
     def hand_in(self, record: Record, work: int, prefill: Prefill | None = None) -> None:
         """Store a result, and with it what the prompt's cache holds if that is wanted."""
 
-    def prefilled(self, document_id: str, prefill: Prefill) -> None:
-        """Tell of a prompt whose answer is yet to come."""
+    def prefilled(self, document_id: str, prefill: Prefill, work: int) -> None:
+        """Tell of a prompt whose answer is yet to come, and how much of the document's work its tokens are."""
 
     def look(self) -> None:
         """Tell the others if this rank was told to stop."""
@@ -67,6 +67,14 @@ class Task:
     def prompt(self) -> Prompt:
         """The prompt itself."""
         return self.reading.prompts[self.part]
+
+    @property
+    def work(self) -> int:
+        """This prompt's share of its document's work, by tokens of the document itself."""
+        reading = self.reading
+        if reading.past:  # an answer about answers
+            return 0
+        return reading.work * self.prompt.tokens // sum(prompt.tokens for prompt in reading.prompts)
 
 
 class Kept:
@@ -289,7 +297,7 @@ class Crew:
             self._fail(task, prefill.error)
             return
         if self._engine.new_tokens:
-            self._desk.prefilled(task.reading.document.id, prefill)
+            self._desk.prefilled(task.reading.document.id, prefill, task.work)
         self._mine.add(task, prefill, self._engine.seed_of(task.reading.document.id))
         if not self._engine.new_tokens:  # nothing to decode: it need not wait for the others
             self._step()

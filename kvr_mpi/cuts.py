@@ -33,13 +33,19 @@ class Cuts:
     _has_extrapolated: bool = field(default=False, init=False)
 
     def cut(self, tokens: int, keeper: int, before: int) -> Partition:
-        """Cut so many tokens, behind `before` others that are known already.
+        """Cut so many tokens, behind `before` others that are known already; with a table, every rank calls this.
 
         Parameters
         ----------
         keeper : int
             The rank of the chain that has the last slice; the one behind it, cyclically, has the first.
         """
+        if self.parallel.ratios is None and self.table is not None:
+            return self._look_up(self.table, tokens)
+        return self.propose(tokens, keeper, before)
+
+    def propose(self, tokens: int, keeper: int, before: int) -> Partition:
+        """Cut as `cut` does, without a word to the other ranks or the user."""
         parallel, first = self.parallel, (keeper + 1) % self.chain.size
         if self.rates and parallel.partition == "equal_time":
             # Every token attends to those before, too: that makes it dearer, and is the same for all.
@@ -48,7 +54,7 @@ class Cuts:
         if parallel.ratios is not None:
             return Partition.by_ratio(tokens, parallel.ratios, QUANTUM_TOKENS)
         if self.table is not None:
-            return self._look_up(self.table, tokens)
+            return choose_slices(self.table, tokens, self.chain.size).partition
         return Partition.even(tokens, self.chain.size)
 
     def _look_up(self, table: Table, tokens: int) -> Partition:

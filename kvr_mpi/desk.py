@@ -82,8 +82,8 @@ class Desk:
         Raises if this job must not go on.
     """
 
-    SLOTS = 3
-    DONE, WORK, STOP = range(SLOTS)
+    SLOTS = 4
+    DONE, WORK, STOP, PREFILLED = range(SLOTS)  # WORK of what is done, PREFILLED: work whose tokens are prefilled
 
     def __init__(
         self,
@@ -135,11 +135,13 @@ class Desk:
         else:
             self._writer.write(record)
         done = self._counters.add(self.DONE) + 1
-        self._progress.document(record, done, self._counters.add(self.WORK, work) + work)
+        worked = self._counters.add(self.WORK, work) + work
+        self._progress.document(record, done, worked, self._counters.read()[self.PREFILLED])
 
-    def prefilled(self, document_id: str, prefill: Prefill) -> None:
-        """Tell of a prompt whose answer is yet to come."""
-        self._progress.prefilled(document_id, prefill.partition.tokens, prefill.seconds)
+    def prefilled(self, document_id: str, prefill: Prefill, work: int) -> None:
+        """Tell of a prompt whose answer is yet to come, and how much of the document's work its tokens are."""
+        prefilled = self._counters.add(self.PREFILLED, work) + work
+        self._progress.prefilled(document_id, prefill.partition.tokens, prefill.seconds, prefilled)
 
     @property
     def is_over(self) -> bool:

@@ -3,7 +3,8 @@
     KvrError                 1   our bug, or anything without a better home
     ├── DocumentError       65   one document cannot be done; the batch goes on
     ├── DataError           65   a file we were asked to read is damaged or foreign
-    │   └── ForeignError         ... another program's, or a newer version's, and nothing is wrong with it
+    │   ├── ForeignError         ... another program's, or a newer version's, and nothing is wrong with it
+    │   └── MissingError    78   ... which is not there: the command, as written, cannot be run
     ├── TransportError      69   no usable way for the ranks to talk
     └── ConfigError         78   the job, as written, cannot be run
         ├── CorpusError          ... because of its documents
@@ -22,11 +23,34 @@ EXIT_NO_TRANSPORT = 69
 EXIT_STOPPED = 75  # no error: told to stop, or out of time; the job can be resumed
 EXIT_CONFIG = 78
 
+# What a job's last line says; more is said above it.
+MEANINGS = {
+    EXIT_OK: "done",
+    EXIT_BUG: "a bug in kvr-mpi, or a fault of the machine",
+    EXIT_BAD_DATA: "done, but some documents have error records",
+    EXIT_NO_TRANSPORT: "the ranks cannot talk",
+    EXIT_STOPPED: "stopped before the end; the same command with --resume goes on",
+    EXIT_CONFIG: "the job cannot be run as written",
+}
+
+
+def exit_line(code: int, about: str = "") -> str:
+    """Say what an exit code means, in a line."""
+    meaning = MEANINGS.get(code, "ended from outside")
+    return f"exit code {code}: {meaning}" + (f"; {about}" if about else "")
+
 
 class KvrError(Exception):
     """Base of every error with a message meant for the user."""
 
     exit_code = EXIT_BUG
+
+    def __str__(self) -> str:
+        """Return the message with everything escaped that would steer a terminal: it may quote any file."""
+        text = super().__str__()
+        return "".join(
+            char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
+        )
 
 
 class DocumentError(KvrError):
@@ -43,6 +67,12 @@ class DataError(KvrError):
 
 class ForeignError(DataError):
     """A file is of another program, or of a newer version of this one."""
+
+
+class MissingError(DataError):
+    """A file or folder that was named is not there."""
+
+    exit_code = EXIT_CONFIG
 
 
 class TransportError(KvrError):

@@ -21,7 +21,9 @@ from kvr_mpi.model import ModelShape, Outline
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.planner.lookup import choose_slices
 from kvr_mpi.planner.table import FOLDER, Table, load_table, table_files
+from kvr_mpi.prefill.exchange import Relay
 from kvr_mpi.prompts import Frame, count_parts, make_frame
+from kvr_mpi.registry import KVR, Strategy, candidates, fastest
 from kvr_mpi.schedule.times import Seconds
 
 # Of a profile's memory; the rest goes to libraries and to gaps between tensors.
@@ -73,6 +75,7 @@ class Forecast:
     peak_bytes : most memory (tokens, ranks) takes on any rank; None if unknown.
     memory_bytes : what each rank has; None if unknown.
     cut : how (tokens, ranks) is cut where the job says so: by a lookup table.
+    strategies : what may run a prompt; of several the fastest, as in `registry.fastest`.
     """
 
     source: str
@@ -88,9 +91,25 @@ class Forecast:
     peak_bytes: Callable[[int, int], float] | None = None
     memory_bytes: float | None = None
     cut: Callable[[int, int], Partition] | None = None
+    strategies: tuple[Strategy, ...] = (KVR,)
+
+    def strategy(self, tokens: int, ranks: int) -> Strategy:
+        """Say what runs a prompt on so many ranks; on one rank all that is not plain is a chain of one."""
+        known = [one for one in self.strategies if one.is_plain or 1 < ranks * one.stretches <= tokens]
+        if ranks == 1 or not known:
+            return self.strategies[0] if self.strategies[0].is_plain else KVR
+        if len(known) == 1:
+            return known[0]
+        return known[fastest([one.seconds(self.costs, self.cut_for(one, tokens, ranks)) for one in known])]
 
     def slices(self, tokens: int, ranks: int) -> Partition:
-        """Cut a prompt as a chain of so many ranks would."""
+        """Cut a prompt as so many ranks would."""
+        return self.cut_for(self.strategy(tokens, ranks), tokens, ranks)
+
+    def cut_for(self, strategy: Strategy, tokens: int, ranks: int) -> Partition:
+        """Cut a prompt as so many ranks would under a strategy."""
+        if not strategy.has_cuts:
+            return strategy.cut_evenly(tokens, ranks)
         if self.cut is not None and ranks > 1:
             return self.cut(tokens, ranks)
         ratios = [1.0] * ranks if self.even else equal_time_lengths(self.costs, tokens, ranks)
@@ -99,7 +118,8 @@ class Forecast:
     def ttft_s(self, tokens: int, ranks: int) -> float:
         """Time to the first token of one prompt; one shorter than the chain is done by its last rank."""
         if 1 < ranks <= tokens:
-            return chain_seconds(self.costs, self.slices(tokens, ranks).lengths)
+            strategy = self.strategy(tokens, ranks)
+            return strategy.seconds(self.costs, self.cut_for(strategy, tokens, ranks))
         whole_s = chain_seconds(self.costs, [tokens])
         # Our engine, on one rank too, computes of the last layer's attention only what the last token needs.
         saved_s = 0.0 if self.costs.eager or self.plain else self.costs.pair_s * tokens**2 / 2
@@ -151,6 +171,7 @@ def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) ->
         costs=replace(costs, speeds=None),
         even=spec.parallel.partition == "even",
         plain=spec.parallel.strategy == "single",
+        strategies=tuple(candidates(spec.parallel.strategy)),
         frame=frame,
         new_tokens=spec.generation.max_new_tokens,
         step_s=costs.layers * costs.launch_floor_s + costs.head_s,
@@ -213,11 +234,16 @@ def with_memory(forecast: Forecast, footprint: Footprint, memory_bytes: float, h
     """
 
     def peak_bytes(tokens: int, ranks: int) -> float:
-        partition = forecast.slices(tokens, min(ranks, tokens))
-        # The first slice is the longest, the last rank keeps everything; between them the one before the last has most.
-        ends = {0, max(0, partition.size - 2), partition.size - 1}
+        size = min(ranks, tokens)
+        strategy = forecast.strategy(tokens, size)
+        make = strategy.ours.make or Relay
+        partition = forecast.cut_for(strategy, tokens, size)
+        # The first slice is the longest, one of the end ranks keeps everything; between them the last but one has most.
+        ends = {0, max(0, size - 2), size - 1}
         reserve = forecast.new_tokens
-        return held_bytes + max(footprint.prefill_bytes(partition, rank, reserve_tokens=reserve) for rank in ends)
+        return held_bytes + max(
+            footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve) for rank in ends
+        )
 
     return replace(forecast, peak_bytes=peak_bytes, memory_bytes=memory_bytes)
 

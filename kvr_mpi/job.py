@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvr_mpi.errors import ConfigError
 from kvr_mpi.transport.choose import Name
 
 ENVIRONMENT_PREFIX = "KVR_"
+REMOTE_CODE = "model.trust_remote_code"
 
 
 class Section(BaseModel):
@@ -34,7 +36,9 @@ class ModelSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
     revision: str | None = Field(None, description="branch, tag or commit on the hub")
     offline: bool | None = Field(None, description="never ask the hub; default: true under SLURM")
-    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    trust_remote_code: bool = Field(
+        False, description="run Python code that comes with the model; the environment alone cannot"
+    )
 
 
 class DocumentsSection(Section):
@@ -112,7 +116,11 @@ class GenerationSection(Section):
 class ParallelSection(Section):
     """How the ranks share the work."""
 
-    strategy: Literal["kvr", "single"] = Field("kvr", description="kvr: chains of ranks; single: a document per rank")
+    strategy: Literal["kvr", "ring", "auto", "single"] = Field(
+        "kvr",
+        description="kvr: chains of ranks; ring: zigzag rings; auto: what is forecast to be faster for each prompt; "
+        "single: a document per rank",
+    )
     ranks_per_chain: int | Literal["all", "auto"] = Field(
         "all", description="ranks that share one prompt; auto: planned for each document"
     )
@@ -148,6 +156,11 @@ class ParallelSection(Section):
             raise ValueError("parallel.partition = 'ratio' and parallel.ratios = [...] go together")
         if (self.partition == "table") != (self.table is not None):
             raise ValueError("parallel.partition = 'table' and parallel.table = 'tables/...' go together")
+        if self.strategy == "ring" and (self.ratios is not None or self.table is not None):
+            raise ValueError(
+                "parallel.ratios and parallel.table are for chains: a ring's slices are even; choose strategy = 'kvr' "
+                "or 'auto', or another partition"
+            )
         if self.planned and (self.ratios is not None or self.table is not None):
             raise ValueError(
                 "parallel.ratios and parallel.table are for chains of one length; with ranks_per_chain = 'auto' choose "
@@ -158,7 +171,7 @@ class ParallelSection(Section):
     @property
     def planned(self) -> bool:
         """Whether each document's chain is planned."""
-        return self.strategy == "kvr" and self.ranks_per_chain == "auto"
+        return self.strategy != "single" and self.ranks_per_chain == "auto"
 
 
 class OutputSection(Section):
@@ -166,6 +179,28 @@ class OutputSection(Section):
 
     path: str = Field(min_length=1, description="folder for the results; created if missing")
     kv: bool = Field(False, description="keep every prompt's keys and values")
+    max_failed: int | float | str = Field(
+        0, description="error records that still end with exit code 0: a number, or a share such as 0.05 or '5%'"
+    )
+
+    @field_validator("max_failed")
+    @classmethod
+    def _number_or_share(cls, value: int | float | str) -> int | float | str:
+        if isinstance(value, str):
+            found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)
+            good = found is not None and float(found[1]) <= 100
+        else:
+            good = value >= 0 if isinstance(value, int) else 0 <= value <= 1
+        if not good:
+            raise ValueError("expected a number of documents such as 3, or a share such as 0.05 or '5%'")
+        return value
+
+    def failures_allowed(self, documents: int) -> int:
+        """Count the error records of so many documents that still end with exit code 0."""
+        if isinstance(self.max_failed, int):
+            return self.max_failed
+        percent = self.max_failed * 100 if isinstance(self.max_failed, float) else float(self.max_failed.rstrip(" %"))
+        return int(documents * percent / 100 + 1e-9)
 
 
 class JobSpec(Section):
@@ -210,10 +245,16 @@ def load_job(
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"job file {str(path)!r} cannot be read as TOML: {error}") from error
     sources = {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
+    runs_code = _runs_code(raw)
     for name, value in sorted(environ.items()):
         section, found, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
         if name.startswith(ENVIRONMENT_PREFIX) and found:
             _put(raw, sources, section, key, value, name)
+    if _runs_code(raw) and not runs_code and not any(_target(one) == REMOTE_CODE for one in settings):
+        raise ConfigError(
+            f"{sources[REMOTE_CODE]}: the environment alone does not make a model's own code run; write "
+            f"model.trust_remote_code = true into {str(path)!r}, or say --set {REMOTE_CODE}=true"
+        )
     for setting in settings:
         target, equals, value = setting.partition("=")
         section, dot, key = target.strip().partition(".")
@@ -239,6 +280,15 @@ def show_job(spec: JobSpec, sources: Mapping[str, str]) -> list[tuple[str, str, 
         for section, table in spec.model_dump().items()
         for key, value in table.items()
     ]
+
+
+def _target(setting: str) -> str:
+    return setting.partition("=")[0].strip()
+
+
+def _runs_code(raw: Mapping[str, Any]) -> bool:
+    model = raw.get("model")
+    return isinstance(model, dict) and model.get("trust_remote_code") is True
 
 
 def _put(raw: dict[str, Any], sources: dict[str, str], section: str, key: str, text: str, source: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,25 @@ from kvr_mpi.costs.memory import GIB, Footprint, footprint_of
 from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.decode.generate import make_generation_config
 from kvr_mpi.decode.pool import Pool
+from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of, with_memory
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel, load_model
+from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.planner.identity import key_of
 from kvr_mpi.planner.lookup import describe_range, find_table
 from kvr_mpi.planner.measure import measure_costs
 from kvr_mpi.planner.probe import measure_rates
 from kvr_mpi.planner.table import Table
-from kvr_mpi.prefill.packed import why_not_packed
+from kvr_mpi.prefill.check import check_chain, why_not_packed
 from kvr_mpi.prefill.prefix import SharedPrefix
 from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.strategies import check_chain, compute_prefix
+from kvr_mpi.prefill.strategies import compute_prefix
 from kvr_mpi.prefill.weights import pack_weights, packed_bytes
 from kvr_mpi.prompts import Frame
 from kvr_mpi.reading import Asking
+from kvr_mpi.registry import AUTO, Strategy, candidates
 from kvr_mpi.report.memory import keep_heap, room_bytes
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
@@ -68,7 +71,8 @@ class Prepared:
     prefixes : what all prompts begin with, computed; the longest first.
     footprint : to predict a prompt's memory; None for plain transformers, whose memory is not predicted.
     rooms_bytes : what each rank of the job may take for prompts.
-    costs : of ranks and links, if chains are to be planned.
+    strategies : what may run a prompt; where there are several the fastest is chosen for each, chains if in doubt.
+    costs : of ranks and links, if chains are to be planned or strategies chosen.
     rates : of all ranks, if slices are to be cut by time.
     table : if the job names one.
     """
@@ -82,6 +86,7 @@ class Prepared:
     prefixes: tuple[SharedPrefix, ...]
     footprint: Footprint | None
     rooms_bytes: list[int]
+    strategies: tuple[Strategy, ...]
     costs: Costs | None
     rates: list[Rates]
     table: Table | None
@@ -89,9 +94,19 @@ class Prepared:
     @property
     def asking(self) -> Asking:
         """How documents are asked."""
-        return Asking(
-            self.loaded.tokenizer, self.spec.prompt, self.frame, self.reduce_frame, self.spec.parallel.strategy
-        )
+        return Asking(self.loaded.tokenizer, self.spec.prompt, self.frame, self.reduce_frame)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest prompt there can be; where the model names no context, of an example."""
+        return self.frame.max_tokens if self.loaded.shape.max_tokens else EXAMPLE_TOKENS
+
+    def chain_costs(self, first_rank: int, size: int) -> Costs:
+        """Costs of the ranks of one chain, measured or from the table."""
+        costs = self.table.rates.costs() if self.costs is None and self.table is not None else self.costs
+        assert costs is not None, "strategies are chosen by costs"
+        speeds = costs.speeds and costs.speeds[first_rank if self.costs else 0 :][:size]
+        return replace(costs, speeds=speeds if speeds and len(speeds) == size else None)
 
     def open_pool(self) -> Pool:
         """Make what decodes this rank's prompts."""
@@ -102,6 +117,7 @@ class Prepared:
         """Say what a document takes on chains of any length, from what was measured here; for a planned job only."""
         assert self.costs is not None and self.footprint is not None
         forecast = forecast_measured(self.spec, self.costs, self.frame, "measured on these ranks")
+        forecast = replace(forecast, strategies=self.strategies)
         return with_memory(forecast, self.footprint, min(self.rooms_bytes))
 
     def header(self) -> Header:
@@ -146,21 +162,36 @@ def prepare(
     if loaded is None:
         loaded = _load(spec, machine, world, say)
         say(_describe(spec, loaded, world, chain))
-    loaded, frame, reduce_frame, generation = together(world, partial(_check, spec, loaded))
     plain = spec.parallel.strategy == "single"
+    if not plain:
+        say("checking on a few tokens that chains give this model's own logits")
+    loaded, frame, reduce_frame, generation = together(world, partial(_check, spec, loaded, say))
+    strategies, left_out = together(world, partial(_check_strategies, spec, loaded))
+    for line in left_out:
+        say(line)
     why_alone = None if plain else together(world, partial(why_not_packed, loaded))
     if why_alone is not None:
         say(f"documents are decoded one by one: {why_alone}")
     frames = () if plain else (frame, reduce_frame) if spec.prompt.too_long == "split" else (frame,)
+    if any(len(each.head) >= LEAST_PREFIX_TOKENS for each in frames):
+        say("computing the instructions that all prompts begin with")
     prefixes = together(world, partial(_compute_prefixes, loaded, frames))
     footprint = None
     if not plain:
-        footprint = footprint_of(loaded.model.config, loaded.dtype, on_gpu=loaded.device.type == "cuda")
+        footprint = footprint_of(
+            loaded.model.config,
+            loaded.dtype,
+            on_gpu=loaded.device.type == "cuda",
+            in_parts=loaded.attends_in_parts,
+        )
     rooms_bytes: list[int] = share_json(world, gather_json(world, _room(spec, loaded, world)))
-    costs = _measure_costs(spec, loaded, world, say)
-    rates = _measure_rates(spec, loaded, world, chain, costs)
+    costs = None
+    are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
+    if world.size > 1 and (spec.parallel.planned or are_chosen):
+        costs = _measure_costs(loaded, world, say)
+    rates = _measure_rates(spec, loaded, world, chain, costs, say)
     if rates:
-        mine = rates if costs else rates[world.rank - chain.rank :][: chain.size]
+        mine = rates if spec.parallel.planned else rates[world.rank - chain.rank :][: chain.size]
         say(_describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
     table = _find_table(spec, loaded, world, chain, say)
     return Prepared(
@@ -173,25 +204,32 @@ def prepare(
         prefixes=prefixes,
         footprint=footprint,
         rooms_bytes=rooms_bytes,
+        strategies=strategies,
         costs=costs,
         rates=rates,
         table=table,
     )
 
 
-def load_on_all(world: Transport, path: str, *, packs: bool = True, **arguments: Any) -> LoadedModel:
+def load_on_all(
+    world: Transport, path: str, *, packs: bool = True, say: Say | None = None, **arguments: Any
+) -> LoadedModel:
     """Load a model on every rank, as fast as it runs there; every rank calls this.
 
     Parameters
     ----------
     packs : bool
         Lay its weights out anew for chains, where that pays.
+    say : callable, optional
+        For a line of text about that.
     **arguments
         Of `load_model`.
     """
     loaded = host_by_host(world, lambda: load_model(path, **arguments))
     keep_heap()
     if packs:
+        if say is not None and loaded.device.type == "cpu":
+            say("loaded; laying weights out for the processor")
         pack_weights(loaded.model, room_bytes(loaded.device, world.local_size))
     return loaded
 
@@ -209,7 +247,7 @@ def _load(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> Loaded
     arguments |= {"offline": machine.offline if source.offline is None else source.offline}
     arguments |= {"cache_dir": machine.cache_dir, "device_index": world.local_rank}
     say(f"loading {source.path}")
-    return load_on_all(world, source.path, packs=spec.parallel.strategy == "kvr", **arguments)
+    return load_on_all(world, source.path, packs=spec.parallel.strategy != "single", say=say, **arguments)
 
 
 def _describe(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport) -> str:
@@ -227,12 +265,17 @@ def _describe(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Trans
     )
 
 
-def _check(spec: JobSpec, loaded: LoadedModel) -> tuple[LoadedModel, Frame, Frame, GenerationConfig]:
+def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, Frame, Frame, GenerationConfig]:
     """Make sure that model, strategy, prompt and generation settings go together."""
-    if spec.parallel.strategy == "kvr":
-        loaded = check_chain(loaded)
-    else:
+    if spec.parallel.strategy == "single":
         prepare_model(loaded.model, chain=False)
+    else:
+        loaded = check_chain(loaded, say=say)
+    if spec.output.kv and loaded.shape.has_states:
+        raise ConfigError(
+            f"output.kv = true: {loaded.shape.architecture} keeps states beside keys and values, and "
+            f"these are not stored yet; without them what is stored is no whole cache. Leave output.kv = false"
+        )
     tokenizer, shape, template = loaded.tokenizer, loaded.shape, spec.prompt.template
     frame = frame_of(spec, tokenizer, shape, template)
     reduce_frame = frame_of(spec, tokenizer, shape, spec.prompt.reduce_template or template)
@@ -244,8 +287,24 @@ def _check(spec: JobSpec, loaded: LoadedModel) -> tuple[LoadedModel, Frame, Fram
     )
 
 
+def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strategy, ...], list[str]]:
+    """Make sure that the model runs as asked for; where that is left open, say what it cannot run, and why."""
+    asked, fitting, left_out = spec.parallel.strategy, [], []
+    for strategy in candidates(asked):
+        try:
+            strategy.check(loaded)
+            fitting.append(strategy)
+        except ModelError as error:
+            if asked != AUTO:
+                raise
+            left_out.append(f"strategy = 'auto' leaves {strategy.name} out: {error}")
+    return tuple(fitting), left_out
+
+
 def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame]) -> tuple[SharedPrefix, ...]:
     """Compute once what all prompts begin with, for each frame: its instructions before the text."""
+    if depends_on_length(loaded.model):  # then so do those
+        return ()
     heads = {frame.head for frame in frames if len(frame.head) >= LEAST_PREFIX_TOKENS}
     return tuple(compute_prefix(loaded, head) for head in sorted(heads, key=len, reverse=True))
 
@@ -258,10 +317,9 @@ def _room(spec: JobSpec, loaded: LoadedModel, world: Transport) -> int:
     return int(MEMORY_SHARE * room_bytes(loaded.device, -(-world.local_size // devices)))
 
 
-def _measure_costs(spec: JobSpec, loaded: LoadedModel, world: Transport, say: Say) -> Costs | None:
-    """Measure ranks and links if chains are to be planned."""
-    if world.size == 1 or not spec.parallel.planned:
-        return None
+def _measure_costs(loaded: LoadedModel, world: Transport, say: Say) -> Costs:
+    """Measure ranks and links."""
+    say("measuring ranks and links, to plan with")
     costs = measure_costs(loaded, world)
     say(
         f"measured links: {costs.link_bytes_per_s / 1e9:.2f} GB/s, {costs.link_latency_s * 1e6:.0f} us; a token "
@@ -271,12 +329,13 @@ def _measure_costs(spec: JobSpec, loaded: LoadedModel, world: Transport, say: Sa
 
 
 def _measure_rates(
-    spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport, costs: Costs | None
+    spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport, costs: Costs | None, say: Say
 ) -> list[Rates]:
     """Measure all ranks if slices are to be cut by time; what `costs` say is not measured again."""
     if spec.parallel.partition != "equal_time" or (chain.size == 1 and costs is None):
         return []
     if costs is None:
+        say("probing how fast the ranks are, for slices of equal time")
         return measure_rates(loaded, world)
     token_s = costs.qkv_token_s + costs.rest_token_s
     return [Rates(token_s / speed, costs.pair_s / speed) for speed in costs.speeds or (1.0,) * world.size]

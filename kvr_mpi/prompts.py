@@ -19,6 +19,8 @@ import numpy as np
 from kvr_mpi.errors import ConfigError, DocumentError
 
 TEXT = "{text}"
+# What means something in a template: two braces, or a name in braces. Anything else is itself.
+PLACE = re.compile(r"\{\{|\}\}|\{\s*[^\W\d][\w.-]*\s*\}")
 # Stands for the document while the chat template is rendered; private-use characters, so no template has it.
 MARK = "\ue000text\ue001"
 # Share of a part's tokens given up so that cuts can move to where a paragraph, line, sentence or word ends.
@@ -90,8 +92,7 @@ def make_frame(
     ConfigError
         If the template lacks ``{text}``, the chat template is missing or refuses, or nothing fits.
     """
-    check_template(template)
-    before, after = template.split(TEXT)
+    before, after = cut_template(template)
     has_chat = getattr(tokenizer, "chat_template", None) is not None
     if (chat_template or system) and not has_chat:
         key = "prompt.chat_template = true" if chat_template else f"prompt.system = {system!r}"
@@ -118,13 +119,80 @@ def make_frame(
     return frame
 
 
-def check_template(template: str) -> None:
-    """Raise `ConfigError` unless ``{text}`` stands in the template exactly once."""
-    if template.count(TEXT) != 1:
+def check_template(template: str, key: str = "prompt.template") -> None:
+    """Raise `ConfigError` unless ``{text}`` stands in the template exactly once, and no other name in braces."""
+    cut_template(template, key)
+
+
+def check_system(system: str | None) -> None:
+    """Raise `ConfigError` if the document is meant to go into the system prompt."""
+    if system is not None and TEXT in system:
         raise ConfigError(
-            f"prompt.template {template[:60]!r} contains {{text}} {template.count(TEXT)} times; "
-            f"expected once, where the document goes"
+            f"prompt.system {system[:60]!r} has {{text}}: it is sent as it is written; the document's place is in "
+            f"prompt.template"
         )
+
+
+def cut_template(template: str, key: str = "prompt.template") -> tuple[str, str]:
+    """Return the words before and after the document.
+
+    ``{text}`` is the document; ``{{`` and ``}}`` are a brace. A single brace that opens no name is itself, as is a
+    ``}}`` that closes two of those, so that JSON can be written as it is.
+
+    Parameters
+    ----------
+    template : str
+    key : str
+        What the job calls it.
+
+    Raises
+    ------
+    ConfigError
+        If ``{text}`` does not stand there once, or another name stands in braces.
+    """
+    pieces, unknown = _parse_template(template)
+    if len(pieces) != 2:
+        also = f" (and {_listed(unknown)}, which stands for nothing)" if unknown else ""
+        raise ConfigError(
+            f"{key} {template[:60]!r} contains {{text}} {len(pieces) - 1} times; "
+            f"expected once, where the document goes{also}"
+        )
+    if unknown:
+        raise ConfigError(
+            f"{key} {template[:60]!r} has {_listed(unknown)}, which stands for nothing: what exists is {{text}}, the "
+            f"document; braces that are meant as such are written twice, such as {{{unknown[0]}}}"
+        )
+    return pieces[0], pieces[1]
+
+
+def _parse_template(template: str) -> tuple[list[str], list[str]]:
+    """Cut at every ``{text}``, braces undone; and list other names in braces, as they are written."""
+    pieces, unknown = [""], []
+    opened: list[str] = []  # braces that are open, as they were written
+    at = 0
+    while at < len(template):
+        found = PLACE.match(template, at)
+        word = found[0] if found else template[at]
+        if word == TEXT:
+            pieces.append("")
+        elif word == "{{" or (word == "}}" and opened[-1:] != ["{"]):
+            pieces[-1] += word[0]
+        elif word == "}}":
+            word = "}"
+            pieces[-1] += word
+        else:
+            pieces[-1] += word
+            unknown += [word] if len(word) > 1 else []
+        if word in ("{", "{{"):
+            opened.append(word)
+        elif word in ("}", "}}") and opened and len(opened[-1]) == len(word):
+            opened.pop()
+        at += len(word)
+    return pieces, unknown
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(names[:5]))
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:

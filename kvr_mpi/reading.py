@@ -35,7 +35,6 @@ class Asking:
     prompt: PromptSection
     frame: Frame
     reduce_frame: Frame
-    strategy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,7 @@ class Outcome:
     prefill_s: float = 0.0
     wait_s: float = 0.0
     decode_s: float = 0.0
+    strategy: str = ""
 
 
 @dataclass(slots=True)
@@ -133,6 +133,7 @@ class Reading:
             prefill_s=prefill.seconds,
             wait_s=prefill.wait_s,
             decode_s=answer.seconds,
+            strategy=prefill.strategy,
         )
 
     def record(self, prefill: Prefill, answer: Answer) -> Record:
@@ -152,7 +153,7 @@ class Reading:
             dropped_tokens=prompt.dropped_tokens,
             new_tokens=sum(outcome.new_tokens for outcome in outcomes),
             finish_reason=answer.finish_reason,
-            strategy=self.asking.strategy,
+            strategy="+".join(dict.fromkeys(outcome.strategy for outcome in outcomes)),
             ttft_s=seconds,
             prefill_tokens_per_s=tokens / seconds,
             wait_s=sum(outcome.wait_s for outcome in outcomes),

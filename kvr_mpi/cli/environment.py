@@ -6,9 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvr_mpi.prepare import Machine
-from kvr_mpi.store.lock import Owner, this_process
+if TYPE_CHECKING:
+    from kvr_mpi.prepare import Machine
+    from kvr_mpi.store.lock import Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +28,28 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     ``KVR_CACHE`` (else ``XDG_CACHE_HOME``, else ``~/.cache``) holds converted models; ``OMP_NUM_THREADS`` sets the
     threads of a rank; under SLURM models are only taken from local files, and the job's end is the deadline.
     """
+    from kvr_mpi.prepare import Machine
+    from kvr_mpi.store.lock import this_process
+
     caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     threads, deadline = environ.get("OMP_NUM_THREADS", ""), environ.get("SLURM_JOB_END_TIME", "")
     machine = Machine(
         cache_dir=Path(environ.get("KVR_CACHE") or Path(caches) / "kvr-mpi"),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=int(threads) if threads.isdecimal() and int(threads) > 0 else None,
-        offline="SLURM_JOB_ID" in environ or environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "TRUE"),
+        offline=is_offline(environ),
     )
     job, cluster = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_CLUSTER_NAME", "")
-    restarts = environ.get("SLURM_RESTART_COUNT", "")
-    owner = this_process(f"{job}@{cluster}" if job and cluster else job, int(restarts) if restarts.isdecimal() else 0)
+    owner = this_process(f"{job}@{cluster}" if job and cluster else job, restart_count(environ))
     return Environment(machine, float(deadline) if deadline.isdecimal() else None, owner)
+
+
+def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the hub is not to be asked."""
+    return "SLURM_JOB_ID" in environ or environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "TRUE")
+
+
+def restart_count(environ: Mapping[str, str] = os.environ) -> int:
+    """Count how often SLURM has restarted the job."""
+    restarts = environ.get("SLURM_RESTART_COUNT", "")
+    return int(restarts) if restarts.isdecimal() else 0

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+if TYPE_CHECKING:
+    from kvr_mpi.store.folder import Index
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("path", type=click.Path(path_type=Path), metavar="FILE")
+@click.argument("paths", type=click.Path(path_type=Path), metavar="FILE...", nargs=-1, required=True)
 @click.option("--format", "kind", type=click.Choice(["jsonl", "csv", "parquet"]), default="jsonl", show_default=True)
 @click.option(
     "-o",
@@ -20,27 +22,50 @@ import click
     help="File to write; default: standard output.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
-def export(path: Path, kind: str, output: Path | None, overwrite: bool) -> None:
-    """Write the answers in FILE (a result file or the output folder of a run), one row per document."""
+@click.option("--status", type=click.Choice(["done", "error"]), help="Only documents that are done, or that failed.")
+@click.option(
+    "--verify/--no-verify",
+    default=True,
+    help="Hold files against the checksums in the folder's ledgers first, which reads all of them, keys and values "
+    "too; records are always held against their own.",
+)
+def export(
+    paths: tuple[Path, ...], kind: str, output: Path | None, overwrite: bool, status: str | None, verify: bool
+) -> int:
+    """Write the answers in FILE, one row per document, in the order of their ids.
+
+    FILE is a result file, the output folder of a run, or a folder of such folders (the shares of an array); several
+    make one table. Shares that are missing are named, and the exit code is 65.
+    """
+    from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, OutputError
+    from kvr_mpi.store.shares import find_runs, index_runs, tell_missing
+
+    if output is None and kind == "parquet":
+        raise click.UsageError("Parquet is binary: name a file with -o FILE")
+    if output is not None and output.exists():
+        if not overwrite:
+            raise OutputError(f"{output} exists; add --overwrite, or choose another file")
+        if any(path.exists() and output.samefile(path) for path in paths):
+            raise OutputError(f"{output} is what is to be exported; choose another file")
+    index, missing = index_runs(find_runs(paths), verify=verify)
+    _write(index, kind, output, status)
+    if missing:
+        click.echo(f"kvr: {tell_missing(missing)}", err=True)
+    return EXIT_BAD_DATA if missing else EXIT_OK
+
+
+def _write(index: Index, kind: str, output: Path | None, status: str | None) -> None:
+    from kvr_mpi.disk import replacing
     from kvr_mpi.errors import OutputError
     from kvr_mpi.store.export import write_export
+    from kvr_mpi.store.folder import read_records
 
+    records = read_records(index, index.ids(status))
     if output is None:
-        if kind == "parquet":
-            raise click.UsageError("Parquet is binary: name a file with -o FILE")
-        write_export(path, kind, sys.stdout.buffer)
+        write_export(records, kind, sys.stdout.buffer)
         return
-    if output.exists() and not overwrite:
-        raise OutputError(f"{output} exists; add --overwrite, or choose another file")
-    if output.exists() and path.exists() and output.samefile(path):
-        raise OutputError(f"{output} is what is to be exported; choose another file")
-    part = output.with_name(output.name + ".part")
     try:
-        with part.open("wb") as stream:
-            write_export(path, kind, stream)
-        os.replace(part, output)
+        with replacing(output) as stream:
+            write_export(records, kind, stream)
     except OSError as error:
         raise OutputError(f"{output} cannot be written: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)

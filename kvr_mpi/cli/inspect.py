@@ -12,60 +12,79 @@ import click
 @click.argument("path", type=click.Path(path_type=Path), metavar="FILE")
 @click.argument("document", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(path: Path, document: str | None, as_json: bool) -> None:
+@click.option("--errors", is_flag=True, help="Show the documents that failed, all of them, and why.")
+@click.option(
+    "--verify/--no-verify",
+    default=True,
+    help="Hold all that is there against its checksums first: files against the folder's ledgers, or else records "
+    "against their own.",
+)
+def inspect(path: Path, document: str | None, as_json: bool, errors: bool, verify: bool) -> None:
     """Show what is in FILE (a result file or the output folder of a run), or one DOCUMENT of it."""
-    if document is None:
-        _show_run(path, as_json)
+    if document is not None and errors:
+        raise click.UsageError("--errors shows all documents that failed: give no DOCUMENT")
+    if document is not None:
+        _show_document(path, document, as_json, verify)
+    elif errors:
+        _show_errors(path, as_json, verify)
     else:
-        _show_document(path, document, as_json)
+        _show_run(path, as_json, verify)
 
 
-def _show_run(path: Path, as_json: bool) -> None:
-    from kvr_mpi.report.table import print_summary
-    from kvr_mpi.store.folder import read_run, run_files
+def _show_run(path: Path, as_json: bool, verify: bool) -> None:
+    from kvr_mpi.report.table import print_summary, rows_of
+    from kvr_mpi.store.folder import check_index, index_run, read_records, run_files
     from kvr_mpi.store.outputs import open_file, read_header, read_software
 
-    records = list(read_run(path))
-    file = run_files(path)[-1]
-    with open_file(file) as stored:
+    index = index_run(path, verify=verify)
+    if verify:
+        check_index(index)
+    with open_file(run_files(path)[-1]) as stored:
         header, versions = read_header(stored), read_software(stored)
+    summary = index.summary()
     if as_json:
-        done = sum(record.status == "done" for record in records)
         about = {"model": header.model, "identity": header.identity, "software": versions}
-        click.echo(
-            json.dumps(
-                {
-                    **about,
-                    "done": done,
-                    "errors": len(records) - done,
-                    "documents": [record.id for record in records],
-                }
-            )
-        )
+        counts = {"done": summary.done, "errors": summary.failed, "reasons": summary.reasons}
+        click.echo(json.dumps({**about, **counts, "documents": index.ids()}))
         return
+    rows = list(read_records(index, rows_of(index)))
     click.echo(f"model     {header.model['name']} ({header.model['architecture']}, {header.model['dtype']})")
     click.echo(f"software  {', '.join(f'{name} {version}' for name, version in versions.items())}\n")
-    print_summary(records, path)
+    print_summary(summary, rows, path)
 
 
-def _show_document(path: Path, document: str, as_json: bool) -> None:
+def _show_errors(path: Path, as_json: bool, verify: bool) -> None:
+    from kvr_mpi.report.table import printable, reason_lines
+    from kvr_mpi.store.folder import index_run, read_records
+    from kvr_mpi.store.summary import count_reasons, reason_of
+
+    index = index_run(path, verify=verify)
+    found = [(record.id, record.error) for record in read_records(index, index.ids("error"))]
+    reasons = count_reasons(reason_of(name, error) for name, error in found)
+    if as_json:
+        click.echo(json.dumps({"reasons": reasons, "errors": [{"id": name, "error": error} for name, error in found]}))
+        return
+    for name, error in found:
+        click.echo(f"{printable(name, '')}: {printable(' '.join(error.split()), '')}")
+    click.echo("\n".join([f"\n{len(found)} error(s)", *(f"  {line}" for line in reason_lines(reasons))]).lstrip("\n"))
+
+
+def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> None:
     from kvr_mpi.report.table import printable
     from kvr_mpi.store.folder import find_record
+    from kvr_mpi.store.hdf5 import group_in
     from kvr_mpi.store.kv import type_name
-    from kvr_mpi.store.outputs import kv_layers, open_file, read_record
+    from kvr_mpi.store.outputs import check_arrays, kv_layers, open_file, read_record
 
-    file, key = find_record(path, document)
+    file, key = find_record(path, document, verify=verify)
     with open_file(file) as stored:
-        group = stored["documents"][key]
-        record = read_record(group)
+        group = group_in(group_in(stored, "documents"), key)
+        record, found = read_record(group), kv_layers(group)
+        if verify:
+            check_arrays(found)
         layers = [
-            {
-                "layer": number,
-                "keys": list(keys.shape),
-                "values": list(values.shape),
-                "dtype": type_name(keys),
-            }
-            for number, keys, values in kv_layers(group)
+            {"layer": number, "keys": list(keys.shape), "values": list(values.shape), "dtype": type_name(keys)}
+            for number, keys, values in found
         ]
     if as_json:
         click.echo(json.dumps({**record.as_json(), "kv": layers}))

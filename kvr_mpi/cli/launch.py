@@ -25,8 +25,11 @@ transport_option = click.option(
 
 
 def guarded(world: Transport, work: Callable[[], int]) -> int:
-    """Run this rank's part; if it fails alone, end all ranks with its exit code instead of leaving them waiting."""
-    from kvr_mpi.errors import EXIT_BUG, KvrError
+    """Run this rank's part; if it fails alone, end all ranks with its exit code instead of leaving them waiting.
+
+    What failed is said in the end, and what the exit code means.
+    """
+    from kvr_mpi.errors import EXIT_BUG, KvrError, exit_line
     from kvr_mpi.report.log import Log
     from kvr_mpi.transport import FailedTogetherError
 
@@ -35,11 +38,11 @@ def guarded(world: Transport, work: Callable[[], int]) -> int:
         return work()
     except FailedTogetherError as error:
         if error.cause is not None:
-            log.line(_message(error.cause))
+            log.line(f"{_message(error.cause)}\n{exit_line(error.exit_code)}")
         return error.exit_code
     except Exception as error:
-        log.line(_message(error))
         code = error.exit_code if isinstance(error, KvrError) else EXIT_BUG
+        log.line(f"{_message(error)}\n{exit_line(code)}")
         world.abort(code)
         return code
 
@@ -51,7 +54,9 @@ def _message(error: Exception) -> str:
 
     if isinstance(error, KvrError):
         return f"error: {error}"
-    return "this is a bug in kvr-mpi, or a fault of the machine:\n" + "".join(traceback.format_exception(error))
+    return (
+        "this is a bug in kvr-mpi, or a fault of the machine:\n" + "".join(traceback.format_exception(error)).rstrip()
+    )
 
 
 def quiet_libraries() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("folders", type=click.Path(path_type=Path), metavar="DIR...", nargs=-1, required=True)
 @click.option(
     "-o",
     "--output",
@@ -17,23 +18,39 @@ import click
 )
 @click.option("--keep-shards", is_flag=True, help="Leave the shards beside DIR/results.h5.")
 @click.option("--overwrite", is_flag=True, help="Replace the file named by -o if it exists.")
-def merge(folder: Path, output: Path | None, keep_shards: bool, overwrite: bool) -> None:
+def merge(folders: tuple[Path, ...], output: Path | None, keep_shards: bool, overwrite: bool) -> int:
     """Put all documents in DIR, the output folder of a run, into one HDF5 file.
 
-    Every shard is held against its checksum first. Refused while a job is at work in DIR.
+    Every shard is held against its checksum, and every record read, first. Refused while a job is at work in DIR.
+    Several DIRs, or a folder of such folders (the shares of an array), need -o; shares that are missing are named,
+    and the exit code is 65.
     """
     from kvr_mpi.cli.environment import read_environment
-    from kvr_mpi.errors import DataError, OutputError
+    from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, MissingError, OutputError
+    from kvr_mpi.store.folder import run_files
     from kvr_mpi.store.lock import Lock
-    from kvr_mpi.store.merge import merge_files
+    from kvr_mpi.store.merge import merge_files, merge_runs
+    from kvr_mpi.store.shares import find_runs, tell_missing
 
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; expected the output folder of a run")
+    for folder in folders:
+        if not folder.is_dir():
+            raise MissingError(f"{folder}: no such folder; expected the output folder of a run")
     if output is not None and output.exists() and not overwrite:
         raise OutputError(f"{output} exists; add --overwrite, or choose another file")
-    lock = Lock(folder, read_environment().owner, lambda line: click.echo(line, err=True))
-    try:
-        result = merge_files(folder, output, keep_shards=keep_shards)
-    finally:
-        lock.release()
+    runs = find_runs(folders)
+    if output is None and runs.paths != folders[:1]:
+        raise click.UsageError(f"{len(runs.paths)} runs to merge: name a file with -o FILE")
+    missing = [*runs.missing]
+    with ExitStack() as locks:
+        for path in runs.paths:
+            lock = Lock(path, read_environment().owner, lambda line: click.echo(line, err=True))
+            locks.callback(lock.release)
+        if output is None or len(runs.paths) == 1:
+            result = merge_files(runs.paths[0], output, keep_shards=keep_shards)
+        else:
+            missing += [f"{path} has no results yet" for path in runs.paths if not run_files(path)]
+            result = merge_runs([path for path in runs.paths if run_files(path)], output)
     click.echo(f"{result}: {result.stat().st_size / 1e6:.1f} MB")
+    if missing:
+        click.echo(f"kvr: {tell_missing(missing)}", err=True)
+    return EXIT_BAD_DATA if missing else EXIT_OK

@@ -98,10 +98,13 @@ def plan_job(job: Path, settings: tuple[str, ...], ranks: int, hardware: str | N
     from kvr_mpi.job import load_job
     from kvr_mpi.model import load_outline
     from kvr_mpi.plan import plan_documents
-    from kvr_mpi.prompts import check_template
+    from kvr_mpi.prompts import check_system, check_template
 
     spec, _ = load_job(job, settings)
     check_template(spec.prompt.template)
+    if spec.prompt.reduce_template is not None:
+        check_template(spec.prompt.reduce_template, "prompt.reduce_template")
+    check_system(spec.prompt.system)
     if not ranks:
         raise ConfigError("--ranks: how many ranks will the job have? Give a number, such as --ranks 8")
     machine = read_environment().machine
@@ -149,6 +152,7 @@ def _columns(place: Placement, forecast: Forecast) -> dict[str, Any]:
         "prompts": len(prompts),
         "ranks": place.ranks,
         "first_rank": place.first_rank,
+        "strategy": forecast.strategy(prompts[0], ranks).name if prompts else None,
         "slices": list(forecast.slices(prompts[0], ranks).bounds) if prompts else [],
         "start_s": place.start_s,
         "end_s": place.end_s,
@@ -185,7 +189,7 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
     table.add_column("document", no_wrap=True, overflow="ellipsis", min_width=12, max_width=28)
-    for name in ("tokens", "on ranks", "slices", "start", "first token", "end", "memory"):
+    for name in ("tokens", "on ranks", "strategy", "slices", "start", "first token", "end", "memory"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     table.add_column("why", overflow="fold", ratio=1)
     rows = sorted(found.placements, key=lambda place: (place.start_s, place.first_rank))
@@ -198,6 +202,7 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
             Text(printable(place.id)),
             str(place.tokens),
             str(last) if place.ranks == 1 else f"{place.first_rank}-{last}",
+            row["strategy"] or "",
             slices if row["prompts"] < 2 else f"{row['prompts']} prompts",
             duration(place.start_s),
             "" if row["ttft_s"] is None else duration(row["ttft_s"]),
@@ -233,7 +238,7 @@ def _print_summary(made: Planned) -> None:
     shown = {count: f"{spent:.2g}" if spent < 10 else f"{spent:.0f}" for count, spent in hours.items()}
     costs = [f"{count}: {duration(seconds)} ({shown[count]} rank hours)" for count, seconds in sorted(times)]
     click.echo("by number of ranks: " + "; ".join(costs))
-    if not spec.parallel.planned and spec.parallel.strategy == "kvr":
+    if not spec.parallel.planned and spec.parallel.strategy != "single":
         wanted = spec.parallel.ranks_per_chain
         seconds = made.written_s
         takes = "does not fit, or not divide the ranks" if seconds is None else f"takes {duration(seconds)}"

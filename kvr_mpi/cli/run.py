@@ -77,12 +77,15 @@ def run(
     mpirun -n 8 kvr-run jobs/summarize.toml --set documents.path=corpus/
     srun --mpi=pmi2 kvr-run jobs/summarize.toml --resume
 
-    Exit codes: 0 done; 65 done, but some documents have error records; 75 stopped before the end: the same command
-    with --resume goes on; 69 the ranks cannot talk; 78 the job cannot be run as written; 2 wrong arguments; 1 a bug.
+    Exit codes: 0 done; 65 done, but more documents have error records than output.max_failed allows (default: 0); 75
+    stopped before the end: the same command with --resume goes on; 69 the ranks cannot talk; 78 the job cannot be run
+    as written; 2 wrong arguments; 1 a bug. The last line says which, and what it means.
     """  # noqa: D301
     if overwrite and resume:
         raise click.UsageError("--overwrite deletes what --resume would go on with: choose one")
     from kvr_mpi.cli.launch import guarded
+    from kvr_mpi.errors import KvrError, exit_line
+    from kvr_mpi.report.log import Log
     from kvr_mpi.transport.mpi import connect
 
     if transport is not None:
@@ -93,7 +96,11 @@ def run(
         "retry_failed": retry_failed,
         "stop_signals": tuple(filter(None, stop_signals.split(","))),
     }
-    world = connect()
+    try:
+        world = connect()
+    except KvrError as error:
+        Log().line(f"error: {error}\n{exit_line(error.exit_code)}")
+        return error.exit_code
     return guarded(world, lambda: _run(world, job, settings, show_config, progress, time_limit, wishes))
 
 
@@ -106,7 +113,11 @@ def _run(
     time_limit: str | None,
     wishes: dict[str, Any],
 ) -> int:
+    from kvr_mpi.check import check_job
+    from kvr_mpi.cli.environment import is_offline, read_environment, restart_count
     from kvr_mpi.job import JobSpec, load_job, show_job
+    from kvr_mpi.report.log import Log
+    from kvr_mpi.stop import parse_time_limit
     from kvr_mpi.transport import on_root, share_json
 
     def load() -> str:
@@ -122,21 +133,23 @@ def _run(
     spec: JobSpec = JobSpec.model_validate_json(share_json(world, on_root(world, load)))
     if show_config:
         return 0
+    if restart_count() and not wishes["resume"]:  # a requeued job runs the same command again
+        wishes |= {"resume": True, "overwrite": False}
+    told_s = None if time_limit is None else time.time() + parse_time_limit(time_limit)
+    goes_on = wishes["overwrite"] or wishes["resume"]
+    on_root(world, lambda: check_job(spec, world.size, goes_on=goes_on, offline=is_offline()))
+    Log(world.rank).root(f"{job}: found in order; starting {world.size} rank(s)")
+    # Only now what takes seconds to import.
     from kvr_mpi.batch import RunOptions, run_job
-    from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
-    from kvr_mpi.report.log import Log
     from kvr_mpi.report.progress import clock_time, wants_bar
-    from kvr_mpi.stop import parse_time_limit
     from kvr_mpi.transport.mpi import launched_size
 
     quiet_libraries()
     environment = read_environment()
-    if environment.owner.restart and not wishes["resume"]:  # a requeued job runs the same command again
-        wishes |= {"resume": True, "overwrite": False}
     log, deadline_s = Log(world.rank), environment.deadline_s
-    if time_limit is not None:
-        deadline_s = time.time() + parse_time_limit(time_limit)
+    if told_s is not None:
+        deadline_s = told_s
     elif deadline_s is not None and deadline_s <= time.time():  # whoever it was meant for, this job is running
         ago = clock_time(time.time() - deadline_s)
         log.root(f"warning: SLURM_JOB_END_TIME says that the job ended {ago} ago: ignored")

@@ -19,6 +19,8 @@ SCRIPT = "kvr_prefill.sh"
 # A forecast is off by this much; starting, and loading a model from a network file system, take time, too. A job that
 # runs into its limit all the same goes on where it was.
 MARGIN, START_S = 1.5, 600.0
+OPTION = re.compile("[a-z][a-z0-9-]*")
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -135,7 +137,7 @@ def fill_in(script: str, options: Mapping[str, str], arguments: Sequence[str], f
     """
     lines, left = [], dict(options)
     for line in script.splitlines():
-        found = re.match(r"#SBATCH --([a-z-]+)", line)
+        found = re.match(r"#SBATCH --([a-z][a-z0-9-]*)", line)
         lines.append(_directive(found[1], left.pop(found[1])) if found and found[1] in left else line)
     last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
     lines[last + 1 : last + 1] = [
@@ -148,6 +150,16 @@ def fill_in(script: str, options: Mapping[str, str], arguments: Sequence[str], f
 
 
 def _directive(key: str, value: str) -> str:
+    """Write an option as a line of the script's head; it must not end that line, since what follows would be run."""
+    from kvr_mpi.errors import ConfigError
+
+    if not OPTION.fullmatch(key):
+        raise ConfigError(
+            f"--sbatch --{key!r}: expected one of sbatch's long options, such as --sbatch=--partition=gpu"
+        )
+    if CONTROL.search(value):
+        hint = "start this from another folder" if key == "chdir" else "leave them out"
+        raise ConfigError(f"--{key}={value!r} holds control characters, which could be run as a command: {hint}")
     return f"#SBATCH --{key}" + (f"={shlex.quote(value)}" if value else "")
 
 

@@ -86,7 +86,7 @@ def search(
         from kvr_mpi.planner.measure import follow, leading
         from kvr_mpi.planner.table import check_name
         from kvr_mpi.planner.tabulate import Wish, check_contexts, tabulate
-        from kvr_mpi.prefill.strategies import check_chain
+        from kvr_mpi.prefill.check import check_chain
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import on_root, together
 

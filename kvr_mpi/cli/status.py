@@ -15,20 +15,40 @@ SHOWN = 8  # running documents that are named
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("folders", type=click.Path(path_type=Path), metavar="DIR...", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all that is running.")
-def status(folder: Path, as_json: bool) -> None:
+def status(folders: tuple[Path, ...], as_json: bool) -> None:
     """Show what is done, failed, running and left in DIR, the output folder of a run, also while it runs.
 
-    Reads the ledgers only; changes nothing.
+    Of several DIRs, or a folder of such folders (the shares of an array), a line each, the whole, and which shares are
+    missing. Reads the ledgers only; changes nothing.
     """
-    from kvr_mpi.store.status import read_status
+    from kvr_mpi.store.shares import find_runs
+    from kvr_mpi.store.status import add_up, read_all
 
-    found = read_status(folder)
-    if as_json:
-        click.echo(json.dumps(found.as_json()))
+    runs = find_runs(folders)
+    found = read_all(runs.paths)
+    if runs.paths == folders[:1]:
+        click.echo(json.dumps(found[0].as_json())) if as_json else _show(_lines(found[0]))
         return
-    for name, text in _lines(found):
+    whole = add_up(found)
+    if as_json:
+        each = [one.as_json() for one in found]
+        click.echo(json.dumps({**whole.as_json(), "missing": runs.missing, "folders": each}))
+        return
+    for one in found:
+        click.echo(f"{one.folder}: {'at work' if one.alive else 'not at work'}, {_documents(one)}")
+    _show(
+        [
+            ("\nall", f"{len(found)} folders, {sum(one.alive for one in found)} of them at work"),
+            *_counts(whole),
+            *(("missing", line) for line in runs.missing),
+        ]
+    )
+
+
+def _show(rows: list[tuple[str, str]]) -> None:
+    for name, text in rows:
         click.echo(f"{name:9} {text}")
 
 
@@ -37,11 +57,11 @@ def _lines(found: Status) -> list[tuple[str, str]]:
 
     from kvr_mpi.report.table import printable
 
-    total = "an unknown number of" if found.total is None else found.total
-    state = "at work" if found.alive else "not at work"
+    work = "at work" if found.alive else "not at work"
     rows = [
-        ("job", f"{state}: {found.owner or 'nobody known'} (number {found.session} in this folder)"),
-        ("documents", f"{total}: {found.done} done, {found.failed} failed, {_or_unknown(found.left)} left"),
+        ("state", _state(found)),
+        ("job", f"{work}: {found.owner or 'nobody known'} (number {found.session} in this folder)"),
+        *_counts(found),
     ]
     for each in found.running[:SHOWN]:
         since = datetime.fromtimestamp(each.since_s).isoformat(" ", "seconds")
@@ -57,8 +77,34 @@ def _lines(found: Status) -> list[tuple[str, str]]:
     rows.append(("size", f"{found.size_bytes / 1e6:.1f} MB"))
     for what, names in (("damaged", found.damaged), ("missing", found.missing), ("unknown", found.unrecorded)):
         if names and not (what == "unknown" and found.alive):
-            rows.append((what, f"{', '.join(names[:SHOWN])}{' ...' if len(names) > SHOWN else ''}: needs --resume"))
+            some = printable(", ".join(names[:SHOWN]))
+            rows.append((what, f"{some}{' ...' if len(names) > SHOWN else ''}: needs --resume"))
     return rows
+
+
+def _state(found: Status) -> str:
+    """Say in plain words where the run stands, and what is to be done."""
+    failures = f", {found.failed} with an error record (--retry-failed does them again)" if found.failed else ""
+    if found.damaged or found.missing:
+        return "files are damaged or missing; kvr-run with --resume does their documents again"
+    if found.alive:
+        return "running"
+    if found.left == 0:
+        return f"finished: nothing is left to do{failures}"
+    if found.left is None:
+        return "not running, and how much is left is not known; kvr-run with --resume goes on"
+    return f"not running, and not finished; the same kvr-run with --resume goes on{failures}"
+
+
+def _documents(found: Status) -> str:
+    total = "an unknown number of" if found.total is None else found.total
+    return f"{total}: {found.done} done, {found.failed} failed, {_or_unknown(found.left)} left"
+
+
+def _counts(found: Status) -> list[tuple[str, str]]:
+    from kvr_mpi.report.table import reason_lines
+
+    return [("documents", _documents(found)), *(("failed", line) for line in reason_lines(found.reasons))]
 
 
 def _or_unknown(count: int | None) -> str:

@@ -58,7 +58,7 @@ def check_folder(path: Path) -> list[Finding]:
 def check_locking(folder: Path) -> Finding:
     """Try the kind of lock that HDF5 takes."""
     path = folder / f".kvr-doctor-{uuid.uuid4().hex}.lock"
-    handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -30,7 +30,7 @@ def write_and_read(folder: Path, stem: str) -> bool:
     part, path = folder / f"{stem}.h5.part", folder / f"{stem}.h5"
     values = np.arange(VALUES, dtype=np.int64)
     try:
-        with h5py.File(part, "w") as file:  # takes HDF5's lock, as every writer does
+        with h5py.File(part, "x") as file:  # takes HDF5's lock, as every writer does
             file["values"] = values
         for target in (part, folder):
             handle = os.open(target, os.O_RDONLY)

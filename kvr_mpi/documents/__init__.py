@@ -1,11 +1,12 @@
 """Corpus files to `Document`s: the first step of the data's way.
 
-``files`` reads the formats as a stream; ``corpus`` lists what is there once, so that any document can be read
-again by any rank. What is wrong with one document is kept with it and does not stop the others.
+``paths`` finds the files, ``files`` reads the formats as a stream; ``corpus`` lists what is there once, so that any
+document can be read again by any rank. What is wrong with one document is kept with it and does not stop the others.
 """
 
 from kvr_mpi.documents.corpus import Corpus, CorpusFile, Entry, read_corpus, scan_corpus
-from kvr_mpi.documents.files import MAX_ID_CHARS, SUFFIXES, Document, find_files
+from kvr_mpi.documents.files import MAX_ID_CHARS, Document, first_rows, is_table
+from kvr_mpi.documents.paths import SUFFIXES, find_files
 
 __all__ = [
     "MAX_ID_CHARS",
@@ -15,6 +16,8 @@ __all__ = [
     "Document",
     "Entry",
     "find_files",
+    "first_rows",
+    "is_table",
     "read_corpus",
     "scan_corpus",
 ]

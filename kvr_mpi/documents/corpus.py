@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.documents.files import (
-    TEXT_SUFFIXES,
+    MAX_TEXT_BYTES,
     Document,
     check_document,
-    find_files,
     parquet_rows,
+    read_lines,
+    read_text,
     stream_rows,
-    suffix_of,
 )
+from kvr_mpi.documents.paths import TEXT_SUFFIXES, find_files, open_regular, suffix_of
 from kvr_mpi.errors import CorpusError
 
 SHA256_CHARS = 64
@@ -223,13 +224,13 @@ def _text_reader(file: Path, text_field: str) -> Callable[[int], Any]:
     """Return what reads the text at a place of a file."""
     kind = suffix_of(file)
     if kind in TEXT_SUFFIXES:
-        return lambda place: file.read_bytes().decode("utf-8-sig")
+        return lambda place: read_text(file)
     if kind == ".jsonl":
         return lambda place: _field(_line_at(file, place), text_field)
     if kind == ".parquet":
         row_at = _forward(lambda start: parquet_rows(file, (text_field,), start))
         return lambda place: row_at(place).get(text_field)
-    line_at = _forward(lambda start: enumerate(gzip.open(file, "rb")))
+    line_at = _forward(lambda start: _unzipped_lines(file))
     return lambda place: _field(line_at(place), text_field)
 
 
@@ -254,9 +255,15 @@ def _forward(rows_from: Callable[[int], Iterator[tuple[int, Any]]]) -> Callable[
 
 def _line_at(file: Path, place: int) -> bytes:
     # Opened anew: cheaper than anything that is done with a document, and no handle is left behind.
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         stream.seek(place)
-        return stream.readline()
+        return stream.readline(MAX_TEXT_BYTES)
+
+
+def _unzipped_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    with open_regular(file) as stream:
+        for number, (_, line) in enumerate(read_lines(gzip.open(stream, "rb"))):
+            yield number, line or b""
 
 
 def _field(line: bytes, text_field: str) -> Any:

@@ -1,25 +1,35 @@
-"""The formats a corpus may have: files found, and read as a stream, so a corpus may be larger than memory."""
+"""The formats a corpus may have, read as a stream, so that a corpus may be larger than memory."""
 
 from __future__ import annotations
 
-import glob
+import contextlib
+import errno
 import gzip
 import json
-import os
+import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, time
+from decimal import Decimal
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from uuid import UUID
 
+from kvr_mpi.documents.paths import TEXT_SUFFIXES, open_regular, suffix_of
 from kvr_mpi.errors import CorpusError
 
-TEXT_SUFFIXES = (".txt", ".md")
-SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".parquet")
 MAX_ID_CHARS = 512
+# Of a document, or of a row: more than any model reads. What is larger is never in memory as a whole.
+MAX_TEXT_BYTES = 64 << 20
+PARQUET_ROWS = 16  # in memory together
+# Of a file that is only looked into.
+SAMPLE_ROWS, SAMPLE_BYTES = 20, 8 << 20
 SURROGATE = re.compile("[\ud800-\udfff]")
-BAD_IN_ID = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
+# Control characters, marks that turn the direction of what is written, line ends that are no line feed, surrogates.
+BAD_IN_ID = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,52 +44,6 @@ class Document:
     def chars(self) -> int:
         """Length of the text, the measure of work before tokens are known."""
         return len(self.text)
-
-
-def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
-    """List the corpus files behind folders, globs and file names.
-
-    Returns
-    -------
-    list of (str, str)
-        The path of each file once, and the name documents in it are called by: relative to the folder named.
-        Plain text, since there may be 100,000.
-
-    Raises
-    ------
-    CorpusError
-        If a path matches nothing, or a file is of no known format.
-    """
-    found: dict[str, tuple[str, str]] = {}
-    for pattern in paths:
-        try:
-            for file, name in _match(pattern):
-                found.setdefault(os.path.abspath(file), (file, name))
-        except (OSError, RuntimeError) as error:  # a name too long, an unknown ~user
-            raise CorpusError(f"documents.path {pattern!r} cannot be looked up: {error}") from error
-    return list(found.values())
-
-
-def _match(pattern: str) -> list[tuple[str, str]]:
-    """Files behind one folder, glob or file name, with their documents' names."""
-    base = Path(pattern).expanduser()
-    if base.is_dir():
-        names = _names_in(str(base))
-        if not names:
-            raise CorpusError(
-                f"documents.path {pattern!r}: the folder {base.absolute()} holds no {', '.join(SUFFIXES)} file"
-            )
-        above = "" if str(base) == "." else f"{str(base).rstrip('/')}/"
-        return [(above + name, name) for name in names]
-    matches = [base] if base.exists() else sorted(map(Path, glob.glob(str(base), recursive=True)))
-    files = [file for file in matches if not file.is_dir()]
-    if not files:
-        what = "only folders match it" if matches else "no such file or folder, and no file matches it"
-        raise CorpusError(f"documents.path {pattern!r}: {what} (looked for {base.absolute()})")
-    for file in files:
-        if not suffix_of(file):
-            raise CorpusError(f"documents.path {pattern!r}: {file} is none of {', '.join(SUFFIXES)}")
-    return [(str(file), file.name) for file in files]
 
 
 def stream_rows(
@@ -109,22 +73,46 @@ def stream_rows(
 
 def _read_text(file: Path, name: str) -> Iterator[tuple[int, Document]]:
     try:
-        yield 0, Document(name, file.read_bytes().decode("utf-8-sig"))
+        yield 0, Document(name, read_text(file))
     except UnicodeDecodeError as error:
         what = f"byte {error.object[error.start]:#04x} at position {error.start}"
         yield 0, Document(name, error=f"{file} is not UTF-8: {what}; re-encode it")
 
 
+def read_text(file: Path) -> str:
+    """Read a whole file as UTF-8; a byte order mark is no part of it."""
+    with open_regular(file) as stream:
+        data = stream.read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        raise OSError(errno.EFBIG, f"it is larger than {MAX_TEXT_BYTES >> 20} MiB, the most of one document; split it")
+    return data.decode("utf-8-sig")
+
+
+def read_lines(stream: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[int, bytes | None]]:
+    """Yield (size in bytes, line) of every line; None in place of one that is larger than `MAX_TEXT_BYTES`."""
+    while line := stream.readline(MAX_TEXT_BYTES):
+        size, rest = len(line), line
+        while rest and not rest.endswith(b"\n") and size >= MAX_TEXT_BYTES:
+            rest = stream.readline(1 << 20)
+            size += len(rest)
+        yield size, line if size <= MAX_TEXT_BYTES else None
+
+
 def _read_jsonl(
     file: Path, name: str, id_field: str, text_field: str, *, zipped: bool
 ) -> Iterator[tuple[int, Document]]:
-    with gzip.open(file, "rb") if zipped else file.open("rb") as stream:
+    with open_regular(file) as stream:
         start = 0
-        for number, line in enumerate(stream, start=1):
-            where, start = number - 1 if zipped else start, start + len(line)
+        lines = read_lines(gzip.open(stream, "rb") if zipped else stream)
+        for number, (size, line) in enumerate(lines, start=1):
+            where, start = number - 1 if zipped else start, start + size
+            place = f"{name}:{number}"
+            if line is None:
+                most = f"more than the {MAX_TEXT_BYTES >> 20} MiB a row may have"
+                yield where, Document(place, error=f"line {number} of {file} has {size} bytes, {most}; split it")
+                continue
             if not line.strip():
                 continue
-            place = f"{name}:{number}"
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -145,6 +133,34 @@ def _read_parquet(file: Path, name: str, id_field: str, text_field: str) -> Iter
         yield 0, Document(name, error=f"{file} cannot be read as Parquet: {error}")
 
 
+def is_table(file: Path) -> bool:
+    """Whether each row of the file is a document."""
+    return suffix_of(file) not in TEXT_SUFFIXES
+
+
+def first_rows(file: Path, text_field: str) -> list[dict[str, Any]]:
+    """Read some rows from the beginning of a table; those that cannot be read are left out.
+
+    Raises
+    ------
+    CorpusError
+        If a package is missing to read any.
+    """
+    rows: list[Any] = []
+    with contextlib.suppress(OSError, EOFError, ValueError, RecursionError, zlib.error):
+        if suffix_of(file) == ".parquet":
+            rows += (row for _, row in islice(parquet_rows(file, (text_field,)), SAMPLE_ROWS))
+            return rows
+        with open_regular(file) as stream:
+            lines = gzip.open(stream, "rb") if suffix_of(file) == ".jsonl.gz" else stream
+            while len(rows) < SAMPLE_ROWS and (line := lines.readline(SAMPLE_BYTES)):
+                with contextlib.suppress(ValueError, RecursionError):
+                    rows.append(json.loads(line))
+                if lines.tell() > SAMPLE_BYTES:
+                    break
+    return [row for row in rows if isinstance(row, dict)]
+
+
 def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (number, row) from row `start` on; fields that are not wanted are None.
 
@@ -159,14 +175,15 @@ def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[
     except ImportError as error:
         raise CorpusError(f"{file}: reading Parquet needs pyarrow; `pip install kvr-mpi[parquet]`") from error
     try:
-        table = pyarrow.parquet.ParquetFile(file)
+        with open_regular(file):
+            table = pyarrow.parquet.ParquetFile(file)
         names = table.schema_arrow.names
         sizes = [table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)]
         groups, number = list(range(len(sizes))), 0
         while groups and number + sizes[groups[0]] <= start:
             number += sizes[groups.pop(0)]
         columns = [field for field in wanted if field in names]
-        for batch in table.iter_batches(batch_size=256, row_groups=groups, columns=columns):
+        for batch in table.iter_batches(batch_size=PARQUET_ROWS, row_groups=groups, columns=columns):
             for row in batch.to_pylist():
                 if number >= start:
                     yield number, {**dict.fromkeys(names), **row}
@@ -177,6 +194,9 @@ def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[
 
 def _from_row(row: dict[str, Any], place: str, id_field: str, text_field: str) -> Document:
     name = row.get(id_field)
+    if name is not None and not _names_something(name):
+        what = f"{name} (no number)" if isinstance(name, float) else _kind(name)
+        return Document(place, error=f"{place}: the id field {id_field!r} is {what}; expected a string or a number")
     name = place if name is None else str(name)
     text = row.get(text_field)
     if not isinstance(text, str):
@@ -196,7 +216,8 @@ def check_document(document: Document) -> Document:
         name = (document.id.encode("unicode_escape").decode()[: MAX_ID_CHARS - 16]) or "(empty id)"
         return Document(
             name,
-            error=f"the id {name!r} {what}; expected 1 to {MAX_ID_CHARS} characters, none of them a control character",
+            error=f"the id {name!r} {what}; expected 1 to {MAX_ID_CHARS} characters, none of them a control character "
+            f"or a mark of the writing direction",
         )
     if document.error is None:
         lone = SURROGATE.search(document.text)
@@ -209,23 +230,11 @@ def check_document(document: Document) -> Document:
     return document
 
 
-def suffix_of(file: Path) -> str | None:
-    """Return the known suffix of a file name."""
-    name = file.name.lower()
-    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
-
-
-def _names_in(base: str) -> list[str]:
-    """Names of all corpus files below a folder, relative to it, in the order of their parts; none that is hidden."""
-    found = []
-    for folder, inner, names in os.walk(base):
-        inner[:] = [name for name in inner if not name.startswith(".")]
-        above = os.path.relpath(folder, base) + "/" if folder != base else ""
-        # A folder with such a name, too: that it is none that can be read is then said.
-        for name in (*names, *inner):
-            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
-                found.append(above + name)
-    return sorted(found, key=lambda name: name.split("/"))
+def _names_something(value: Any) -> bool:
+    """Whether a row's id is text, a number, or what Parquet has beside them for dates and the like."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, str | int | Decimal | date | time | UUID) and not isinstance(value, bool)
 
 
 def _kind(value: Any) -> str:

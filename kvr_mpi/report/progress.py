@@ -11,24 +11,25 @@ import rich.progress
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 
-from kvr_mpi.report.log import Log
+from kvr_mpi.report.log import Log, printable
 from kvr_mpi.store.outputs import Record
 
-# Least time between two lines of one rank that tell of documents.
+# Least time between two lines of one rank that tell of prompts; documents that are done are always told of.
 LINE_S = 1.0
+# The time left is told when so much of the work is done, or so many documents: before, it would be a guess.
+EVIDENCE_SHARE, EVIDENCE_DOCUMENTS = 0.04, 20
+UNKNOWN = "left unknown"
 
 
 class Progress:
     """Tell what is done, what is left, and for how long.
 
     The time left is by work, in characters of text or any other unit, so that long documents count for more than
-    short ones.
+    short ones. A prompt that is prefilled and waits for its answer counts as half done.
 
     Parameters
     ----------
@@ -40,7 +41,7 @@ class Progress:
     silent : bool
         Tell nothing.
     bar : bool
-        Draw a bar; else write lines: one for a document, but not more than one in `LINE_S`, except for errors.
+        Draw a bar that moves with what is prefilled, with the documents' lines above it; else only those lines.
     """
 
     def __init__(
@@ -57,18 +58,20 @@ class Progress:
         self._log, self._documents, self._work = log, documents, work
         self._deadline_s, self._clock = deadline_s, clock
         self._began = clock()
-        self._told, self._silent = 0.0, silent
+        self._told, self._silent, self._worked = 0.0, silent, 0
         self._bar: rich.progress.Progress | None = None
         if bar:
             self._bar = rich.progress.Progress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(),
-                MofNCompleteColumn(),
+                TextColumn("{task.fields[documents]}", markup=False),
                 TimeElapsedColumn(),
-                TimeRemainingColumn(),
+                TextColumn("{task.fields[left]}", markup=False),
                 console=Console(stderr=True),
             )
-            self._task = self._bar.add_task("documents", total=documents)
+            self._task = self._bar.add_task(
+                "documents", total=2 * max(1, work), documents=f"0/{documents}", left=UNKNOWN
+            )
 
     def __enter__(self) -> Progress:
         """Show the bar."""
@@ -88,46 +91,62 @@ class Progress:
         """Seconds since the first document began."""
         return self._clock() - self._began
 
-    def document(self, record: Record, done: int, work: int) -> None:
+    def document(self, record: Record, done: int, work: int, prefilled: int = 0) -> None:
         """Tell of a document.
 
         Parameters
         ----------
         done, work : int
             Documents of the whole job that are done with it, and their work.
+        prefilled : int
+            Work of the whole job that is prefilled, done or not.
         """
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, description=record.id[:40])
-            if record.status == "error":
-                self._bar.console.print(f"{record.id}: {record.error}", markup=False)
-            return
-        if self._silent:
-            return
-        now = self._clock()
+        left = self._left(done, work, prefilled)
         if record.status == "error":
-            what = f"error: {record.error}"
-        elif now - self._told < LINE_S and done < self._documents:
-            return
+            what = f"error: {printable(record.error)}"
         else:
-            self._told = now
             what = (
                 f"{record.prompt_tokens} tokens, first token {record.ttft_s:.2f} s, "
                 f"{record.new_tokens} written in {record.decode_s:.2f} s"
             )
-        self._log.line(f"{done}/{self._documents} {record.id}: {what} | {self._left(done, work)}")
+        self._tell(f"{done}/{self._documents} {record.id}: {what}", self._times(f", {left}"))
+        if self._bar is not None:
+            half_done = work + max(work, prefilled)
+            self._bar.update(self._task, completed=half_done, documents=f"{done}/{self._documents}", left=left)
+            self._bar.update(self._task, description=printable(record.id)[:40])
+        self._worked = work
 
-    def prefilled(self, name: str, tokens: int, seconds: float) -> None:
-        """Tell of a prompt that waits for its answer: many are answered together, so it may be long until then."""
+    def prefilled(self, name: str, tokens: int, seconds: float, prefilled: int = 0) -> None:
+        """Tell of a prompt that waits for its answer: many are answered together, so it may be long until then.
+
+        Parameters
+        ----------
+        prefilled : int
+            Work of the whole job that is prefilled with it.
+        """
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._worked + max(self._worked, prefilled))
+            return
         now = self._clock()
-        if self._bar is None and not self._silent and now - self._told >= LINE_S:
+        if now - self._told >= LINE_S:
             self._told = now
-            self._log.line(f"prefilled {name}: {tokens} tokens in {seconds:.2f} s | {self._times()}")
+            self._tell(f"prefilled {name}: {tokens} tokens in {seconds:.2f} s", self._times())
 
-    def _left(self, done: int, work: int) -> str:
-        left = "done" if done >= self._documents else "left unknown"
-        if done < self._documents and work:
-            left = f"left {clock_time(self.elapsed_s * (self._work - work) / work)}"
-        return self._times(f", {left}")
+    def _tell(self, what: str, times: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(printable(what), markup=False, highlight=False)
+        elif not self._silent:
+            self._log.line(f"{what} | {times}")
+
+    def _left(self, done: int, work: int, prefilled: int) -> str:
+        if done >= self._documents:
+            return "done"
+        if work < EVIDENCE_SHARE * self._work and (done < EVIDENCE_DOCUMENTS or not work):
+            return UNKNOWN
+        half_done = work + max(work, prefilled)
+        if not half_done:
+            return UNKNOWN
+        return f"left {clock_time(self.elapsed_s * (2 * self._work - half_done) / half_done)}"
 
     def _times(self, left: str = "") -> str:
         text = f"elapsed {clock_time(self.elapsed_s)}{left}"

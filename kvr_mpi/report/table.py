@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvr_mpi.report.log import printable
+from kvr_mpi.store.folder import Index
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.summary import Summary
+
+__all__ = ["MAX_ROWS", "command", "print_summary", "printable"]
 
 MAX_ROWS = 40
+MAX_REASONS = 10
 WORDS_CHARS = 200
 
 
-def printable(text: str, keep: str = "\n\t") -> str:
-    """Text without what would steer a terminal."""
-    return "".join(char for char in text if char.isprintable() or char in keep)
+def rows_of(index: Index) -> list[str]:
+    """Ids of the documents a table has room for: those that failed first."""
+    return [*index.ids("error")[:MAX_ROWS], *index.ids("done")][:MAX_ROWS]
+
+
+def reason_lines(reasons: Mapping[str, int]) -> list[str]:
+    """Why documents failed, a line for each reason with its count, the most frequent first."""
+    width = max((len(str(count)) for count in reasons.values()), default=0)
+    lines = [f"{count:{width}} x {printable(reason, '')}" for reason, count in list(reasons.items())[:MAX_REASONS]]
+    rest = list(reasons.values())[MAX_REASONS:]
+    return lines + ([f"{sum(rest)} for {len(rest)} other reasons"] if rest else [])
 
 
 def _short(text: str) -> Text:
     return Text(printable(" ".join(text.split())[:WORDS_CHARS]))
 
 
-def print_summary(records: Iterable[Record], result: Path) -> None:
-    """Print what became of each document, and how to look into the result."""
+def command(program: str | None = None) -> str:
+    """Say how ``kvr`` is called from where this program was called: its name, or its path if that leads elsewhere."""
+    beside = Path(program or sys.argv[0]).with_name("kvr")
+    found = shutil.which("kvr")
+    is_found = found is not None and os.path.realpath(found) == os.path.realpath(beside)
+    # A relative path was typed; an absolute one may have come from PATH.
+    if not beside.is_file() or (beside.is_absolute() and is_found):
+        return "kvr"
+    return shlex.quote(str(beside))
+
+
+def print_summary(summary: Summary, rows: Iterable[Record], result: Path) -> None:
+    """Print what became of documents, and how to look into the result.
+
+    Parameters
+    ----------
+    summary : Summary
+        Of all documents.
+    rows : iterable of Record
+        Those to show, see `rows_of`.
+    result : Path
+    """
     columns = shutil.get_terminal_size((140, 24)).columns
     # Open MPI gives its ranks a terminal of their own even where the output goes to a file: no colours, ever.
     console = Console(file=sys.stdout, width=max(100, columns), highlight=False, force_terminal=False)
@@ -36,30 +72,40 @@ def print_summary(records: Iterable[Record], result: Path) -> None:
     for name in ("tokens", "slices", "first token", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     table.add_column("answer", no_wrap=True, overflow="ellipsis", ratio=1)
-    done = errors = 0
-    for record in records:
-        done, errors = done + (record.status == "done"), errors + (record.status == "error")
-        if done + errors > MAX_ROWS:
-            continue
-        if record.status == "error":
-            table.add_row(_short(record.id), "", "", "", "", _short(f"error: {record.error}"))
-            continue
-        slices = "+".join(str(b - a) for a, b in zip(record.slices, record.slices[1:], strict=False))
-        table.add_row(
-            _short(record.id),
-            str(record.prompt_tokens),
-            slices if record.parts == 1 else f"{record.parts} prompts",
-            f"{record.ttft_s:.2f} s",
-            f"{record.prefill_tokens_per_s:.0f}",
-            _short(record.answer),
-        )
+    example = ""  # a document to look at
+    for record in rows:
+        if not example and record.id.isprintable() and not record.id.startswith("-"):
+            example = record.id
+        _add_row(table, record)
     console.print(table)
-    if done + errors > MAX_ROWS:
-        console.print(f"... and {done + errors - MAX_ROWS} more")
-    for line in (
-        f"\n{done} done, {errors} error(s). Results: {result}",
-        f"Look into it:  kvr inspect {result}",
-        f"               kvr inspect {result} DOCUMENT",
-        f"               kvr export {result} --format jsonl",
-    ):
+    lines = [f"... and {summary.documents - table.row_count} more"] if summary.documents > table.row_count else []
+    if summary.failed:
+        lines += ["\nerrors:", *(f"  {line}" for line in reason_lines(summary.reasons))]
+    kvr, where = command(), shlex.quote(str(result))
+    hints = [f"{kvr} inspect {where}", f"{kvr} export {where} --format jsonl"]
+    if summary.failed:
+        hints.insert(1, f"{kvr} inspect {where} --errors")
+    if example:
+        hints.insert(1, f"{kvr} inspect {where} {shlex.quote(example)}")
+    lines += [
+        f"\n{summary.done} done, {summary.failed} error(s). Results: {result}",
+        f"Look into it:  {hints[0]}",
+        *(f"               {hint}" for hint in hints[1:]),
+    ]
+    for line in lines:
         console.print(line, soft_wrap=True, markup=False, emoji=False)
+
+
+def _add_row(table: Table, record: Record) -> None:
+    if record.status == "error":
+        table.add_row(_short(record.id), "", "", "", "", _short(f"error: {record.error}"))
+        return
+    slices = "+".join(str(b - a) for a, b in zip(record.slices, record.slices[1:], strict=False))
+    table.add_row(
+        _short(record.id),
+        str(record.prompt_tokens),
+        slices if record.parts == 1 else f"{record.parts} prompts",
+        f"{record.ttft_s:.2f} s",
+        f"{record.prefill_tokens_per_s:.0f}",
+        _short(record.answer),
+    )

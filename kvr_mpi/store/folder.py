@@ -1,19 +1,63 @@
 """Reading a run: a folder of shards, or the one file they are merged into; each document counts once.
 
-Done beats error, later beats earlier.
+Done beats error, later beats earlier. What the ledgers say of a file is believed if the file is as recorded.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from kvr_mpi.errors import ConfigError, DataError, OutputError
+from kvr_mpi.disk import create
+from kvr_mpi.errors import ConfigError, DataError, MissingError, OutputError
+from kvr_mpi.store.hdf5 import explained, group_in, read_attribute
 from kvr_mpi.store.outputs import Record, document_groups, key_of, open_file, read_record
-from kvr_mpi.store.survey import RESULTS, is_ours, order, survey
+from kvr_mpi.store.summary import Summary, count_reasons, reason_of
+from kvr_mpi.store.survey import RESULTS, Survey, is_ours, order, survey
 
 __all__ = ["RESULTS", "check_fresh", "check_writable", "find_record", "index_run", "read_run", "run_files"]
+
+OPEN_FILES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a document is: a file, and its group's name there; why it failed, if it did and that is known."""
+
+    file: Path
+    key: str
+    is_done: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Where all documents are.
+
+    places : by id.
+    unrecorded : files that no ledger tells of; that they can be read is not known.
+    gone : documents that ledgers have, and no file.
+    """
+
+    places: dict[str, Place]
+    unrecorded: tuple[Path, ...] = ()
+    gone: int = 0
+
+    def summary(self) -> Summary:
+        """Count the documents."""
+        reasons = [place.reason for place in self.places.values() if not place.is_done]
+        return Summary(len(self.places) - len(reasons), len(reasons), count_reasons(reasons))
+
+    def ids(self, status: str | None = None) -> list[str]:
+        """Ids in order, of all documents or of those with this status."""
+        return sorted(
+            name for name, place in self.places.items() if status in (None, "done" if place.is_done else "error")
+        )
 
 
 def run_files(path: Path) -> list[Path]:
@@ -25,7 +69,7 @@ def run_files(path: Path) -> list[Path]:
     return [path / name for name in sorted(os.listdir(path), key=order) if is_ours(name) and (path / name).is_file()]
 
 
-def read_run(path: Path) -> Iterator[Record]:
+def read_run(path: Path, *, verify: bool = True) -> Iterator[Record]:
     """Yield every document of a file or a run's folder once, in the order of their ids.
 
     Raises
@@ -33,53 +77,145 @@ def read_run(path: Path) -> Iterator[Record]:
     DataError
         If there is nothing to read, or a file is damaged or foreign.
     """
-    index = index_run(path)
-    by_file: dict[Path, list[tuple[str, str]]] = {}
-    for name, (file, key) in index.items():
-        by_file.setdefault(file, []).append((name, key))
-    if len(by_file) == 1:
-        ((file, _),) = by_file.items()
-        with open_file(file) as stored:
-            for _, (_, key) in sorted(index.items()):
-                yield read_record(stored["documents"][key])
-        return
-    for _, (file, key) in sorted(index.items()):
-        with open_file(file) as stored:
-            yield read_record(stored["documents"][key])
+    index = index_run(path, verify=verify)
+    yield from read_records(index, index.ids())
 
 
-def index_run(path: Path) -> dict[str, tuple[Path, str]]:
-    """Say in which file each document is, and its group's name there, by id.
+def read_records(index: Index, ids: Iterable[str]) -> Iterator[Record]:
+    """Read documents, each held against its checksum.
 
     Raises
     ------
     DataError
-        If there is nothing to read, or a file that the ledger does not know is damaged or foreign.
+        If one is damaged.
+    """
+    with ExitStack() as stack:
+        files: dict[Path, Any] = {}
+        for name in ids:
+            place = index.places[name]
+            if place.file not in files:
+                if len(files) == OPEN_FILES:
+                    stack.close()
+                    files.clear()
+                files[place.file] = stack.enter_context(open_file(place.file))
+            with explained(place.file):
+                record = read_record(group_in(group_in(files[place.file], "documents"), place.key))
+            if (record.id, record.status) != (name, "done" if place.is_done else "error"):
+                raise DataError(f"{place.file}: /documents/{place.key} is not the document {name!r} of the ledger")
+            yield record
+
+
+def index_run(path: Path, *, verify: bool = False) -> Index:
+    """Say where each document is.
+
+    Parameters
+    ----------
+    path : Path
+        A file, or a run's folder.
+    verify : bool
+        Hold files against the checksums of the folder's ledgers. Records are held against their own when they are read.
+
+    Raises
+    ------
+    DataError
+        If there is nothing to read (`MissingError`: no such folder), or a file is damaged or foreign.
     """
     files = run_files(path)
     if not files:
+        if not path.exists():
+            raise MissingError(
+                f"{path}: no such file or folder, so no result file (*.h5); expected the output of a run"
+            )
         raise DataError(f"{path}: no result file (*.h5) there; expected one, or the output folder of a run")
-    known = survey(path).sound if path.is_dir() else {}
-    index: dict[str, tuple[Path, str]] = {}
-    done: set[str] = set()
+    found = _look(path if path.is_dir() else path.parent, {file.name for file in files}, verify)
+    places: dict[str, Place] = {}
     for file in files:
-        line = known.get(file.name)
-        found = [(name, True) for name in line.done] + [(name, False) for name in line.failed] if line else None
-        for name, is_done in found if found is not None else list_documents(file):
-            if is_done or name not in done:
-                index[name] = (file, key_of(name))
-            if is_done:
-                done.add(name)
-    return index
+        for name, is_done, reason in _documents(file, found):
+            if is_done or name not in places or not places[name].is_done:
+                places[name] = Place(file, key_of(name), is_done, reason)
+    missing = found.missing().values() if path.is_dir() else ()
+    gone = {name for line in missing for name in (*line.done, *line.failed)} - places.keys()
+    return Index(places, tuple(file for file in files if file.name not in found.sound), len(gone))
 
 
-def list_documents(file: Path) -> list[tuple[str, bool]]:
-    """Read the id of every document in a file, and whether it is done."""
+def check_index(index: Index) -> None:
+    """Read all records of files that no ledger tells of.
+
+    Raises
+    ------
+    DataError
+        If one is damaged.
+    """
+    files = set(index.unrecorded)
+    for _ in read_records(index, sorted(name for name, place in index.places.items() if place.file in files)):
+        pass
+
+
+def join_indexes(indexes: Iterable[Index]) -> Index:
+    """Make one of the shares of a corpus.
+
+    Raises
+    ------
+    DataError
+        If a document is in two of them.
+    """
+    places: dict[str, Place] = {}
+    unrecorded: list[Path] = []
+    gone = 0
+    for index in indexes:
+        if twice := index.places.keys() & places.keys():
+            name = min(twice)
+            raise DataError(
+                f"document {name!r} is in {places[name].file.parent} and in {index.places[name].file.parent}, as are "
+                f"{len(twice) - 1} others; expected shares of one corpus, which have each document once"
+            )
+        places |= index.places
+        unrecorded += index.unrecorded
+        gone += index.gone
+    return Index(places, tuple(unrecorded), gone)
+
+
+def _look(folder: Path, names: set[str], verify: bool) -> Survey:
+    """Hold files of a folder against its ledgers."""
+    for attempt in (1, 2):  # a job at work may merge shards, and remove them, while they are looked at
+        try:
+            found = survey(folder)
+            found.restrict(names if attempt == 1 else names & found.sizes_bytes.keys())
+            if verify:
+                found.verify()
+        except OSError as error:
+            if attempt == 2:
+                raise DataError(f"{folder} cannot be read: {error.strerror or error}") from error
+            continue
+        if not found.damaged:
+            break
+    if found.damaged:
+        told = "; ".join(f"{folder / name}: {why}" for name, why in sorted(found.damaged.items()))
+        raise DataError(
+            f"damaged: {told}. `kvr-run JOB.toml --resume` sets such files aside and does their documents again"
+        )
+    return found
+
+
+def _documents(file: Path, found: Survey) -> list[tuple[str, bool, str]]:
+    """Id of every document of a file, whether it is done, and why it failed: told by the ledger, if it can."""
+    line = found.sound.get(file.name)
+    if line is None or len(line.reasons) != len(line.failed):  # the latter of an earlier version
+        return list_documents(file)
+    failed = zip(line.failed, line.reasons, strict=True)
+    return [(name, True, "") for name in line.done] + [(name, False, reason) for name, reason in failed]
+
+
+def list_documents(file: Path) -> list[tuple[str, bool, str]]:
+    """Read the id of every document in a file, whether it is done, and why it failed."""
     with open_file(file) as stored:
-        return [(name, is_done) for _, name, is_done in document_groups(stored)]
+        return [
+            (name, is_done, "" if is_done else reason_of(name, read_attribute(group, "error", str)))
+            for group, name, is_done in document_groups(stored)
+        ]
 
 
-def find_record(path: Path, document_id: str) -> tuple[Path, str]:
+def find_record(path: Path, document_id: str, *, verify: bool = False) -> tuple[Path, str]:
     """Return the file and group name of one document.
 
     Raises
@@ -87,21 +223,21 @@ def find_record(path: Path, document_id: str) -> tuple[Path, str]:
     ConfigError
         If there is no such document; the message names some that there are.
     """
-    index = index_run(path)
-    if document_id not in index:
-        some = ", ".join(sorted(index)[:8])
+    places = index_run(path, verify=verify).places
+    if document_id not in places:
+        some = ", ".join(sorted(places)[:8])
         raise ConfigError(
-            f"{path} has no document {document_id!r}; it has {len(index)}: {some}{' ...' if len(index) > 8 else ''}"
+            f"{path} has no document {document_id!r}; it has {len(places)}: {some}{' ...' if len(places) > 8 else ''}"
         )
-    return index[document_id]
+    return places[document_id].file, places[document_id].key
 
 
 def check_writable(folder: Path) -> None:
     """Make the folder if it is missing, and raise `OutputError` unless files can be made in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.write_bytes(b"")
+        probe = folder / f".probe-{secrets.token_hex(8)}"
+        os.close(create(probe))
         probe.unlink()
     except OSError as error:
         raise OutputError(f"output.path {str(folder)!r} cannot be written: {error.strerror or error}") from error

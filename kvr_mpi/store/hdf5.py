@@ -1,8 +1,9 @@
-"""Reading HDF5 files that may be damaged, foreign or hostile; everything in the store reads through here.
+"""Reading HDF5 files that may be damaged, foreign or hostile; everything in the store reads and writes through here.
 
-No link out of a file is followed, no type is taken on trust, and whatever HDF5 stumbles over becomes a
-`DataError`. Strings are written with a fixed length: HDF5 keeps strings of variable length in a heap without a
-checksum, where a flipped bit can change them unseen, or send the library into an endless loop.
+No link out of a file is followed, no type is taken on trust, nothing is inflated before its size is known to be
+bearable, and whatever HDF5 stumbles over becomes a `DataError`. Strings are written with a fixed length: HDF5 keeps
+strings of variable length in a heap without a checksum, where a flipped bit can change them unseen, or send the library
+into an endless loop. Datasets are written in chunks with Fletcher's checksum, which HDF5 checks whenever it reads one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ import numpy as np
 from kvr_mpi.errors import DataError
 
 T = TypeVar("T", str, int, float)
-NUMPY_KINDS: dict[type, str] = {str: "S", int: "i", float: "f"}
+# HDF5's class of a type, and numpy's type to read it as; text is read in its own length.
+CLASSES: dict[type, tuple[int, Any]] = {
+    str: (h5py.h5t.STRING, None),
+    int: (h5py.h5t.INTEGER, np.int64),
+    float: (h5py.h5t.FLOAT, np.float64),
+}
+# Chunks are about so large: one checksum each, and few enough of them.
+CHUNK_BYTES = 1 << 20
+# No chunk and no text is larger, or what claims to be one would be inflated to any size.
+LARGEST_BYTES = 64 << 20
+# A group keeps so many attributes in its header, which has a checksum and is read at once.
+COMPACT_ATTRIBUTES = 64
 
 
 @contextmanager
@@ -27,9 +39,15 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
     """Open a file for reading; whatever goes wrong while it is open is a `DataError` that names it."""
     if not path.is_file():
         raise DataError(f"{path}: no such file")
+    with explained(path), h5py.File(path, "r", locking=False) as file:
+        yield file
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Make whatever HDF5 stumbles over a `DataError` that names the file."""
     try:
-        with h5py.File(path, "r", locking=False) as file:
-            yield file
+        yield
     except DataError:
         raise
     except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
@@ -37,15 +55,54 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
         raise DataError(f"{path} is damaged, or no HDF5 file: {reason}") from error
 
 
+def stored_text(value: str) -> str:
+    """Text as it is stored: NULs, which would end it, are replaced."""
+    return value.replace("\0", "\ufffd")
+
+
 def fixed_text(value: str) -> Any:
-    """Text as a numpy value HDF5 stores with a fixed length, in UTF-8; NULs, which would end it, are replaced."""
-    data = value.replace("\0", "\ufffd").encode()
+    """Text as a numpy value HDF5 stores with a fixed length, in UTF-8."""
+    data = stored_text(value).encode()
     return np.array(data, dtype=h5py.string_dtype("utf-8", max(1, len(data))))
 
 
+def create_group(parent: h5py.Group, name: str) -> h5py.Group:
+    """Make a group that keeps its attributes in its header; `name` is ASCII."""
+    plist = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+    plist.set_attr_phase_change(COMPACT_ATTRIBUTES, COMPACT_ATTRIBUTES // 2)
+    return h5py.Group(h5py.h5g.create(parent.id, name.encode("ascii"), gcpl=plist))
+
+
 def write_attribute(item: Any, name: str, value: str | int | float) -> None:
-    """Set an attribute; text with a fixed length."""
-    item.attrs[name] = fixed_text(value) if isinstance(value, str) else value
+    """Add an attribute; text with a fixed length."""
+    data = fixed_text(value) if isinstance(value, str) else np.array(value, CLASSES[type(value)][1])
+    kind = h5py.h5t.py_create(data.dtype, logical=True)
+    h5py.h5a.create(item.id, name.encode(), kind, h5py.h5s.create(h5py.h5s.SCALAR)).write(data)
+
+
+def write_dataset(group: h5py.Group, name: str, data: Any, kind: Any = None) -> None:
+    """Write an array as a dataset of checksummed chunks.
+
+    Parameters
+    ----------
+    data : numpy array
+    kind : h5py TypeID, optional
+        HDF5's type, in memory and in the file, so that the bits are copied and not converted; default: the array's.
+    """
+    dataset = create_dataset(group, name, data.shape, kind or h5py.h5t.py_create(data.dtype, logical=True))
+    if data.size:
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, data, kind)
+
+
+def create_dataset(group: h5py.Group, name: str, shape: tuple[int, ...], kind: Any) -> Any:
+    """Make a dataset of checksummed chunks, which cut its first dimension only; one without elements has no chunks."""
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    if math.prod(shape):
+        row_bytes = kind.get_size() * math.prod(shape[1:])
+        plist.set_chunk((min(shape[0], max(1, CHUNK_BYTES // row_bytes)), *shape[1:]))
+        plist.set_fletcher32()
+        plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    return h5py.h5d.create(group.id, name.encode("ascii"), kind, h5py.h5s.create_simple(shape), dcpl=plist)
 
 
 def read_attribute(item: Any, name: str, kind: type[T]) -> T:
@@ -56,77 +113,114 @@ def read_attribute(item: Any, name: str, kind: type[T]) -> T:
     DataError
         If it is missing or of another type.
     """
-    where = f"{_name(item)}: attribute {name!r}"
-    if name not in item.attrs:
-        raise DataError(f"{where} is missing")
-    stored = item.attrs.get_id(name)
-    try:
-        dtype = stored.dtype
-    except TypeError as error:
-        raise DataError(f"{where} has a type that is none of ours: {error}") from error
+    if not h5py.h5a.exists(item.id, name.encode()):
+        raise DataError(f"{_name(item)}: attribute {name!r} is missing")
+    stored = h5py.h5a.open(item.id, name.encode())
+    wanted, dtype = CLASSES[kind]
+    found = stored.get_type()
     # Before its value is read: a string of variable length would be looked up in the heap.
-    if stored.get_space().get_simple_extent_type() != h5py.h5s.SCALAR or dtype.kind != NUMPY_KINDS[kind]:
-        raise DataError(f"{where} has the type {dtype} {stored.shape}; expected one {kind.__name__}")
-    value = item.attrs[name]
-    return kind(value.decode()) if isinstance(value, bytes) else kind(value)
+    fits = stored.get_space().get_simple_extent_type() == h5py.h5s.SCALAR and found.get_class() == wanted
+    if fits and kind is str:
+        fits, dtype = not found.is_variable_str() and found.get_size() <= LARGEST_BYTES, f"S{found.get_size()}"
+    elif fits and kind is int:
+        fits = found.get_sign() == h5py.h5t.SGN_2
+    if not fits:
+        raise DataError(f"{_name(item)}: attribute {name!r} has another type or size; expected one {kind.__name__}")
+    value: Any = np.empty((), dtype)
+    stored.read(value, mtype=found if kind is str else None)
+    return kind(value[()].decode()) if kind is str else kind(value[()])
+
+
+def attribute_names(item: Any) -> set[str]:
+    """Names of all attributes."""
+    found: list[bytes] = []
+    h5py.h5a.iterate(item.id, found.append)  # goes on while the function returns None
+    return {name.decode(errors="replace") for name in found}
 
 
 def group_in(group: h5py.Group, name: str) -> h5py.Group:
     """Return a member that is a group and really in this file."""
     item = child(group, name)
-    if not isinstance(item, h5py.Group):
-        raise DataError(f"{_name(item)} is a {type(item).__name__}; expected a group")
-    return item
+    if not isinstance(item, h5py.h5g.GroupID):
+        raise DataError(f"{_path(group, name)} is a {type(item).__name__}; expected a group")
+    return h5py.Group(item)
 
 
-def dataset_in(group: h5py.Group, name: str, kinds: str, ndim: int) -> h5py.Dataset:
-    """Return a member that is a dataset of one of numpy's `kinds` (``"f"``, ``"S"`` ...) with `ndim` dimensions."""
+def dataset_in(group: h5py.Group, name: str, kinds: str, ndims: tuple[int, ...]) -> h5py.Dataset:
+    """Return a member that is a dataset of one of numpy's `kinds` (``"f"``, ``"S"`` ...) and so many dimensions."""
     item = child(group, name)
-    if not isinstance(item, h5py.Dataset):
-        raise DataError(f"{_name(item)} is a {type(item).__name__}; expected a dataset")
-    if item.shape is None or item.dtype.kind not in kinds or item.ndim != ndim:
+    if not isinstance(item, h5py.h5d.DatasetID):
+        raise DataError(f"{_path(group, name)} is a {type(item).__name__}; expected a dataset")
+    dataset = h5py.Dataset(item)
+    if dataset.dtype.kind not in kinds or dataset.ndim not in ndims:
         raise DataError(
-            f"{_name(item)} has the type {item.dtype} {item.shape}; expected {ndim} dimension(s) of {kinds!r}"
+            f"{_path(group, name)} has the type {dataset.dtype} {dataset.shape}; expected {ndims} dimension(s) of "
+            f"{kinds!r}"
         )
-    return item
+    return dataset
 
 
 def child(group: h5py.Group, name: str) -> Any:
-    """Return a member that is really in this file.
+    """Return the h5py id of a member that is really in this file.
 
     Raises
     ------
     DataError
         If it is missing, a soft or external link, or its data are elsewhere or incomplete.
     """
-    link = group.get(name, getlink=True) if name in group else None
-    where = f"{_name(group).rstrip('/')}/{name}"
-    if link is None:
-        raise DataError(f"{where} is missing")
-    if not isinstance(link, h5py.HardLink):
-        raise DataError(f"{where} is a {type(link).__name__}, which could lead out of the file; expected data")
-    item = group[name]
-    if isinstance(item, h5py.Dataset):
-        _check_data(item)
+    raw = name.encode()
+    if not group.id.links.exists(raw):
+        raise DataError(f"{_path(group, name)} is missing")
+    if group.id.links.get_info(raw).type != h5py.h5l.TYPE_HARD:
+        raise DataError(f"{_path(group, name)} is a link that could lead out of the file; expected data")
+    item = h5py.h5o.open(group.id, raw)
+    if isinstance(item, h5py.h5d.DatasetID):
+        _check_data(item, _path(group, name))
     return item
 
 
-def _check_data(dataset: h5py.Dataset) -> None:
-    """Refuse a dataset whose data lie elsewhere: in other files, or nowhere (then it would read as zeros)."""
-    where = _name(dataset)
-    if dataset.is_virtual or dataset.external:
+def size_bytes(dataset: h5py.Dataset) -> int:
+    """Bytes of all elements, as stored: h5py shows bfloat16 as float32, which is twice as large."""
+    return int(math.prod(dataset.shape)) * int(dataset.id.get_type().get_size())
+
+
+def slabs(dataset: h5py.Dataset) -> Iterator[tuple[int, int]]:
+    """Cut a dataset along its first dimension where its chunks end; yields (start, stop) of bearable pieces."""
+    rows = dataset.shape[0] if dataset.shape else 0
+    row_bytes = max(1, size_bytes(dataset) // max(1, rows))
+    if row_bytes > LARGEST_BYTES:
+        raise DataError(f"{_name(dataset)} has rows of {row_bytes} bytes; expected no more than {LARGEST_BYTES}")
+    step = dataset.chunks[0] if dataset.chunks else max(1, CHUNK_BYTES // row_bytes)
+    step = min(step, max(1, LARGEST_BYTES // row_bytes))
+    yield from ((start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _check_data(dataset: Any, where: str) -> None:
+    """Refuse a dataset whose data lie in other files, or nowhere (it would read as zeros), or could burst."""
+    plist, space = dataset.get_create_plist(), dataset.get_space()
+    layout, item_bytes = plist.get_layout(), dataset.get_type().get_size()
+    if layout == h5py.h5d.VIRTUAL or plist.get_external_count():
         raise DataError(f"{where} takes its data from other files (virtual or external); expected a plain dataset")
-    if dataset.shape is None:
+    if space.get_simple_extent_type() == h5py.h5s.NULL:
         raise DataError(f"{where} is empty; expected data")
-    if dataset.chunks is not None:  # a file that somebody repacked
-        expected = math.prod(-(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True))
-        complete = dataset.id.get_num_chunks() == expected
+    shape, stored_bytes = space.get_simple_extent_dims(), dataset.get_storage_size()
+    if layout == h5py.h5d.CHUNKED:
+        chunk = plist.get_chunk()
+        if math.prod(chunk) * item_bytes > LARGEST_BYTES:
+            raise DataError(
+                f"{where} has chunks of {math.prod(chunk) * item_bytes} bytes; no more than {LARGEST_BYTES}"
+            )
+        expected = math.prod(-(-size // part) for size, part in zip(shape, chunk, strict=True))
+        complete = dataset.get_num_chunks() == expected
     else:
-        # The stored type's size: h5py shows bfloat16 as float32, which is twice as large.
-        complete = dataset.id.get_storage_size() >= math.prod(dataset.shape) * dataset.id.get_type().get_size()
+        complete = stored_bytes >= math.prod(shape) * item_bytes
     if not complete:
-        raise DataError(f"{where} is incomplete: {dataset.id.get_storage_size()} bytes are there; copy the file again")
+        raise DataError(f"{where} is incomplete: {stored_bytes} bytes are there; copy the file again")
 
 
 def _name(item: Any) -> str:
     return f"{item.file.filename}:{item.name}"
+
+
+def _path(group: h5py.Group, name: str) -> str:
+    return f"{_name(group).rstrip('/')}/{name}"

@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 
 from kvr_mpi.errors import DataError
+from kvr_mpi.store.hdf5 import slabs, write_dataset
 
 if TYPE_CHECKING:
     import torch
@@ -27,17 +28,14 @@ def bfloat16_type() -> Any:
 
 
 def write_array(group: Any, name: str, tensor: torch.Tensor) -> None:
-    """Write a tensor of float32, float16 or bfloat16 as a dataset of its own type, without compression."""
+    """Write a tensor of float32, float16 or bfloat16 as a dataset of its own type: checksums, no compression."""
     import torch
 
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype != torch.bfloat16:
-        group.create_dataset(name, data=tensor.numpy())
-        return
-    kind = bfloat16_type()
-    dataset = h5py.h5d.create(group.id, name.encode(), kind, h5py.h5s.create_simple(tuple(tensor.shape)))
-    # Given as its own type in memory too, so that the bits are copied and not converted.
-    dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, tensor.view(torch.int16).numpy().view(np.uint16), kind)
+        write_dataset(group, name, tensor.numpy())
+    else:
+        write_dataset(group, name, tensor.view(torch.int16).numpy().view(np.uint16), bfloat16_type())
 
 
 def read_array(dataset: Any) -> torch.Tensor:
@@ -59,6 +57,17 @@ def read_array(dataset: Any) -> torch.Tensor:
             f"{dataset.file.filename}{dataset.name}: type {dataset.dtype}; expected keys or values (a float type)"
         )
     return torch.from_numpy(dataset[()])
+
+
+def check_array(dataset: Any) -> None:
+    """Read a dataset piece by piece, so that HDF5 checks its checksums; raises what HDF5 raises."""
+    kind = dataset.id.get_type()
+    for start, stop in slabs(dataset):
+        shape = (stop - start, *dataset.shape[1:])
+        piece = dataset.id.get_space()
+        piece.select_hyperslab((start, *(0 for _ in shape[1:])), shape)
+        # As raw bytes of the stored type: nothing is converted.
+        dataset.id.read(h5py.h5s.create_simple(shape), piece, np.empty(shape, f"V{kind.get_size()}"), kind)
 
 
 def type_name(dataset: Any) -> str:

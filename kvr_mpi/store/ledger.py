@@ -19,11 +19,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvr_mpi.disk import PART, open_regular, open_to_append
+
 LEDGER_NAME = re.compile(r"ledger-(.+)\.jsonl")
 SEAL = re.compile(rb', "seal": "([0-9a-f]{8})"\}')
 SEAL_BYTES = len(b', "seal": "01234567"}')
 READ_BYTES = 1 << 22
-PART = ".part"
+LINE_BYTES = 1 << 27  # a line of a million documents is half as long
+# Unix times that a calendar can show.
+TIMES_S = (-6e10, 2.5e11)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class ShardLine:
     crc32 : of the whole file, in hexadecimal digits.
     done, failed : ids of its documents.
     at_s : Unix time.
+    reasons : why those that failed did (see ``summary.reason_of``), in their order; earlier versions wrote none.
     """
 
     shard: str
@@ -41,6 +46,7 @@ class ShardLine:
     done: list[str]
     failed: list[str]
     at_s: float
+    reasons: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +103,10 @@ class LedgerWriter:
         """Write which documents are begun; not synced, since nothing is lost with it."""
         self._append(asdict(BeginLine(list(ids), session, time.time())), sync=False)
 
-    def publish(self, path: Path, done: list[str], failed: list[str]) -> None:
+    def publish(self, path: Path, done: list[str], failed: dict[str, str]) -> None:
         """Make a complete file count: sync ``PATH.part``, record it, give it its name.
+
+        `failed` says why, by id.
 
         A crash at any time leaves the old state, the new one, or a recorded file that only lacks its name.
         """
@@ -107,12 +115,13 @@ class LedgerWriter:
             synced = other.submit(sync, part)  # the disk works meanwhile
             crc32 = crc32_of(part)
             synced.result()
-        self.record(ShardLine(path.name, part.stat().st_size, crc32, done, failed, time.time()))
+        reasons = list(failed.values())
+        self.record(ShardLine(path.name, part.stat().st_size, crc32, done, list(failed), time.time(), reasons))
         os.replace(part, path)
         sync(path.parent)
 
     def _append(self, value: dict[str, Any], *, sync: bool) -> None:
-        handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        handle = open_to_append(self._path)
         try:
             # A line torn by a crash, or by a full disk, must not swallow the next one.
             size = os.fstat(handle).st_size
@@ -126,7 +135,7 @@ class LedgerWriter:
 
 def sync(path: Path) -> None:
     """Bring a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(handle)
     except OSError as error:
@@ -148,18 +157,53 @@ def read_ledger(folder: Path) -> Ledger:
     ledger = Ledger()
     for path in ledger_files(folder):
         name = path.name.removeprefix("ledger-").removesuffix(".jsonl")
-        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-            if not line:
-                continue
-            try:
-                value = unseal(line) or {}
-                if "begun" in value:
-                    ledger.begun.setdefault(name, []).append(BeginLine(**value))
-                else:
-                    ledger.shards.setdefault(value["shard"], []).append(ShardLine(**value))
-            except (ValueError, TypeError, KeyError, RecursionError):
-                ledger.damaged.append((path.name, number))
+        number = 0
+        try:
+            for number, line in enumerate(_lines(path), start=1):
+                if not line.strip(b"\n"):
+                    continue
+                try:
+                    _add_line(ledger, name, unseal(line) or {})
+                except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                    ledger.damaged.append((path.name, number))
+        except OSError:  # no regular file, or not ours to read
+            ledger.damaged.append((path.name, number))
     return ledger
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines of a file; one that is longer than any of ours comes in pieces, none of which is sealed."""
+    with open_regular(path) as stream:
+        while line := stream.readline(LINE_BYTES):
+            yield line
+
+
+def _add_line(ledger: Ledger, writer: str, value: dict[str, Any]) -> None:
+    """Take in a line, if its values are of the types they are to have."""
+    if "begun" in value:
+        begin = BeginLine(**value)
+        _check_names(begin.begun)
+        _check_numbers(begin.at_s, begin.session)
+        ledger.begun.setdefault(writer, []).append(begin)
+        return
+    line = ShardLine(**value)
+    for names in ([line.shard, line.crc32], line.done, line.failed, line.reasons):
+        _check_names(names)
+    _check_numbers(line.at_s, line.size_bytes)
+    ledger.shards.setdefault(line.shard, []).append(line)
+
+
+def _check_names(names: list[str]) -> None:
+    """Raise `TypeError` or `ValueError` unless they are text that can be written."""
+    if not isinstance(names, list):
+        raise TypeError(names)
+    "".join(names).encode()
+
+
+def _check_numbers(at_s: float, count: int) -> None:
+    """Raise `TypeError` or `ValueError` unless they are a time that a calendar can show, and a whole number."""
+    if not isinstance(count, int) or not TIMES_S[0] < at_s < TIMES_S[1]:
+        raise ValueError(at_s, count)
 
 
 def ledger_files(folder: Path) -> Iterator[Path]:

@@ -20,7 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvr_mpi.disk import create, read_regular
 from kvr_mpi.errors import OutputError
+from kvr_mpi.store.ledger import TIMES_S
 
 BEAT_S = 2.0
 # An owner whose number has stood still for so long is taken for dead.
@@ -76,11 +78,21 @@ def read_lock(folder: Path) -> LockState | None:
     if number == 0:
         return None
     try:
-        stored = json.loads(_path(folder, number).read_bytes())
-        owner = Owner(**stored["owner"])
-        return LockState(number, owner, int(stored["beats"]), bool(stored["released"]), float(stored["since_s"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        stored = json.loads(read_regular(_path(folder, number), LOCK_BYTES))
+        owner, beats, since_s = Owner(**stored["owner"]), int(stored["beats"]), float(stored["since_s"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return LockState(number, None)
+    if not _is_plausible(owner) or not TIMES_S[0] < since_s < TIMES_S[1]:
+        return LockState(number, None)
+    return LockState(number, owner, beats, bool(stored["released"]), since_s)
+
+
+def _is_plausible(owner: Owner) -> bool:
+    """Whether what a file says of an owner can be one: it is shown to people, and looked up as a process."""
+    texts, numbers = (owner.host, owner.space, owner.job), (owner.pid, owner.started, owner.restart)
+    return all(isinstance(text, str) and text.isprintable() for text in texts) and all(
+        type(number) is int and number >= 0 for number in numbers
+    )
 
 
 def session_of(folder: Path) -> int:
@@ -128,13 +140,31 @@ class Lock:
         self._thread = threading.Thread(target=self._live, name="kvr-lock", daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
-        """Raise `OutputError` if another job took the folder, which it does if this one stands still for long."""
-        if self._is_lost:
+    def check(self, *, anew: bool = False) -> None:
+        """Raise `OutputError` if another job took the folder, or it is another one now, or gone.
+
+        Parameters
+        ----------
+        anew : bool
+            Look now; else what was found at the last beat counts.
+        """
+        if anew:
+            with contextlib.suppress(OSError):
+                self._look()
+        if not self._is_lost:
+            return
+        if not self._folder.is_dir():
+            raise OutputError(f"{str(self._folder)!r} is gone; put it back, and go on with --resume")
+        state = read_lock(self._folder)
+        if state is None or state.number <= self.number:
             raise OutputError(
-                f"another job has taken {str(self._folder)!r} while this one stood still; this one ends, the other "
-                f"goes on: {_describe(read_lock(self._folder))}"
+                f"{str(self._folder)!r} is another folder than when this job began; put the first one back, and go on "
+                f"with --resume"
             )
+        raise OutputError(
+            f"another job has taken {str(self._folder)!r} while this one stood still; this one ends, the other "
+            f"goes on: {_describe(state)}"
+        )
 
     def release(self) -> None:
         """Let others have the folder."""
@@ -148,7 +178,7 @@ class Lock:
     def _make(self) -> int:
         path = _path(self._folder, self.number)
         try:
-            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            handle = create(path)
         except FileExistsError:
             raise OutputError(_refusal(self._folder, read_lock(self._folder))) from None
         except OSError as error:
@@ -176,12 +206,19 @@ class Lock:
         os.fsync(self._handle)
 
     def _live(self) -> None:
-        mine, following = _path(self._folder, self.number), _path(self._folder, self.number + 1)
         while not self._ended.wait(BEAT_S):
             self._beats += 1
             with contextlib.suppress(OSError):  # a disk that is full or away for a while
                 self._store()
-                self._is_lost = following.exists() or not mine.exists()
+                self._look()
+
+    def _look(self) -> None:
+        """Find out whether the lock is still in its place: not another file of its name, and the last of them."""
+        try:
+            is_mine = os.path.samestat(os.fstat(self._handle), os.lstat(_path(self._folder, self.number)))
+        except FileNotFoundError:
+            is_mine = False
+        self._is_lost = not is_mine or _path(self._folder, self.number + 1).exists()
 
 
 def _is_gone(folder: Path, state: LockState, owner: Owner, say: Say) -> bool:
@@ -212,7 +249,7 @@ def _beats(folder: Path, state: LockState, seconds: float) -> bool:
 
     def content() -> bytes:
         try:
-            return path.read_bytes()  # opened anew each time, which makes a network file system look
+            return read_regular(path, LOCK_BYTES)  # opened anew each time, which makes a network file system look
         except OSError:
             return b""
 

@@ -1,4 +1,7 @@
-"""Shards into one file that needs no other: the end of a run, or ``kvr merge``."""
+"""Shards into one file that needs no other: the end of a run, or ``kvr merge``.
+
+Every record is read before it is copied, keys and values included: what comes out can be read, or nothing comes out.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +9,86 @@ import contextlib
 import errno
 import os
 import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import h5py
 
+from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import DataError, OutputError
-from kvr_mpi.store.folder import index_run, run_files
-from kvr_mpi.store.hdf5 import group_in, read_attribute
-from kvr_mpi.store.ledger import PART, LedgerWriter, sync
-from kvr_mpi.store.outputs import Header, open_file, read_header, start_file
-from kvr_mpi.store.survey import RESULTS, survey
+from kvr_mpi.store.folder import Index, index_run, join_indexes, run_files
+from kvr_mpi.store.hdf5 import group_in
+from kvr_mpi.store.kv import read_array
+from kvr_mpi.store.ledger import LedgerWriter, sync
+from kvr_mpi.store.outputs import (
+    Header,
+    Record,
+    check_record,
+    has_seals,
+    key_of,
+    kv_layers,
+    open_file,
+    read_header,
+    start_file,
+    write_record,
+)
+from kvr_mpi.store.summary import reason_of
+from kvr_mpi.store.survey import RESULTS
 
-# Shards larger than this together are left as they are at the end of a run: copying would double the writing.
+# Shards larger than this together, or of more documents, are left as they are at the end of a run: copying would double
+# the writing, or take minutes.
 MERGE_MAX_BYTES = 4 << 30
+MERGE_MAX_DOCUMENTS = 5000
+NAMED = 5  # examples in a message
+# HDF5 keeps some 20 KB of everything it copied until the file that was copied from is closed.
+COPIES_PER_OPENING = 200
 
 
 class _FullError(Exception):
     """There is no room for the merged file."""
 
 
-def merge_run(folder: Path) -> Path:
+class _StoppedError(Exception):
+    """There is no time for the merged file."""
+
+
+def merge_run(folder: Path, should_stop: Callable[[], bool] = lambda: False) -> Path:
     """Merge at the end of a run, if that is cheap.
+
+    Parameters
+    ----------
+    folder : Path
+    should_stop : callable
+        Asked before each document: whether to leave the shards as they are.
 
     Returns
     -------
     Path
-        ``results.h5``; the folder itself if the shards are too large to be copied, there is no room, or no shard.
+        ``results.h5``; the folder itself if the shards are too large or too many documents to be copied, there is no
+        room, no time, or no shard.
     """
     files = run_files(folder)
     size = sum(file.stat().st_size for file in files)
     if not files or size > MERGE_MAX_BYTES or (len(files) > 1 and shutil.disk_usage(folder).free < 1.1 * size):
         return folder
-    return merge_files(folder)
+    if files == [folder / RESULTS]:
+        return files[0]
+    if should_stop() or len(index_run(folder).places) > MERGE_MAX_DOCUMENTS:
+        return folder
+    try:
+        return merge_files(folder, should_stop=should_stop)
+    except _StoppedError:
+        return folder
 
 
-def merge_files(folder: Path, target: Path | None = None, *, keep_shards: bool = False) -> Path:
-    """Put all documents of a run into one file, every shard held against its checksum.
+def merge_files(
+    folder: Path,
+    target: Path | None = None,
+    *,
+    keep_shards: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Path:
+    """Put all documents of a run into one file, every shard held against its checksum, every record against its own.
 
     Parameters
     ----------
@@ -58,68 +105,146 @@ def merge_files(folder: Path, target: Path | None = None, *, keep_shards: bool =
     OutputError
         If the file cannot be written; the shards stay.
     """
-    result = target or folder / RESULTS
-    found = survey(folder)
-    found.verify()
-    if found.damaged:
-        told = "; ".join(f"{folder / name}: {why}" for name, why in sorted(found.damaged.items()))
-        raise DataError(
-            f"damaged: {told}. Nothing was merged; `kvr-run JOB.toml --resume` sets such files aside and does their "
-            f"documents again"
-        )
+    result = folder / RESULTS
+    if target is not None and target.absolute() != result.absolute():
+        return merge_runs([folder], target, should_stop=should_stop)
     files = run_files(folder)
-    if files == [result]:
+    if not files:
+        raise DataError(f"{folder}: no result file (*.h5) there; expected the output folder of a run")
+    index = index_run(folder, verify=True)
+    if files == [result] and not index.unrecorded:
         return result
-    part = result.with_name(result.name + PART)
-    try:
-        done, failed = _copy(folder, part)
-        if target is not None:
-            sync(part)
-            os.replace(part, target)
-            return target
+    with _part_of(result) as part:
+        done, failed = _copy(index, _header([folder]), part, should_stop)
         LedgerWriter(folder, "merged").publish(result, done, failed)
-        if not keep_shards:
-            for file in files:
-                if file != result:
-                    file.unlink()
-    except (OSError, RuntimeError, _FullError) as error:
-        with contextlib.suppress(OSError):
-            os.truncate(part, 0)  # HDF5 may still have it open
-            part.unlink()
-        raise OutputError(
-            f"{result} cannot be written: {error}; the shards in {str(folder)!r} are as they were"
-        ) from error
+    if not keep_shards:
+        for file in files:
+            if file != result:
+                file.unlink()
     return result
 
 
-def _copy(folder: Path, part: Path) -> tuple[list[str], list[str]]:
-    """Copy every document once; return the ids of those done and those failed."""
-    places: dict[Path, list[tuple[str, str]]] = {}
-    for name, (file, key) in index_run(folder).items():
-        places.setdefault(file, []).append((name, key))
-    found: dict[bool, list[str]] = {True: [], False: []}
+def merge_runs(folders: Sequence[Path], target: Path, *, should_stop: Callable[[], bool] = lambda: False) -> Path:
+    """Put all documents of the shares of a corpus into one file; the shards stay.
+
+    Raises
+    ------
+    DataError
+        If a shard is damaged, the runs are of different jobs, or a document is in two of them.
+    OutputError
+        If the file cannot be written.
+    """
+    index = join_indexes(index_run(folder, verify=True) for folder in folders)
+    header = _header(folders)
+    with _part_of(target) as part:
+        _copy(index, header, part, should_stop)
+        sync(part)
+        os.replace(part, target)
+    return target
+
+
+@contextlib.contextmanager
+def _part_of(result: Path) -> Iterator[Path]:
+    """Yield the name of the file to write, and remove it if it is not complete."""
+    part = result.with_name(result.name + PART)
+    try:
+        yield part
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            truncate(part)  # HDF5 may still have it open
+        with contextlib.suppress(OSError):
+            part.unlink()
+        if not isinstance(error, (OSError, RuntimeError, _FullError)):
+            raise
+        raise OutputError(f"{result} cannot be written: {error}; the shards are as they were") from error
+
+
+def _copy(
+    index: Index, header: Header, part: Path, should_stop: Callable[[], bool]
+) -> tuple[list[str], dict[str, str]]:
+    """Copy every document once; return the ids of those done, and of those failed with the reason."""
+    places: dict[Path, list[str]] = {}
+    for name, place in index.places.items():
+        places.setdefault(place.file, []).append(name)
+    done: list[str] = []
+    failed: dict[str, str] = {}
+    unreadable: list[str] = []
     part.unlink(missing_ok=True)
     with h5py.File(part, "x", libver="v110", locking=False) as merged:
-        start_file(merged, _header(folder))
-        for file, documents in places.items():
-            with open_file(file) as stored:
-                groups = group_in(stored, "documents")
-                for name, key in documents:
-                    group = group_in(groups, key)
-                    _copy_group(group, merged["documents"], key)
-                    found[read_attribute(group, "status", str) == "done"].append(name)
-    return found[True], found[False]
+        start_file(merged, header)
+        for file, names in _stretches(places):
+            try:
+                with open_file(file) as stored:
+                    groups, is_sealed = group_in(stored, "documents"), has_seals(stored)
+                    for name in names:
+                        if should_stop():
+                            raise _StoppedError
+                        record = _copy_document(groups, name, merged, is_sealed, unreadable)
+                        if record is not None and record.status == "done":
+                            done.append(name)
+                        elif record is not None:
+                            failed[name] = reason_of(name, record.error)
+            except DataError as error:
+                unreadable.append(str(error))
+    if unreadable:
+        more = f" ... and {len(unreadable) - NAMED} more" if len(unreadable) > NAMED else ""
+        raise DataError(
+            f"cannot be read: {'; '.join(unreadable[:NAMED])}{more}. Nothing was merged; `kvr-run JOB.toml --resume` "
+            f"sets damaged files that its ledger does not know aside, and does their documents again"
+        )
+    return done, failed
 
 
-def _copy_group(group: h5py.Group, documents: h5py.Group, key: str) -> None:
+def _stretches(places: Mapping[Path, list[str]]) -> Iterator[tuple[Path, list[str]]]:
+    """Yield some documents of a file at a time."""
+    for file, names in places.items():
+        for start in range(0, len(names), COPIES_PER_OPENING):
+            yield file, names[start : start + COPIES_PER_OPENING]
+
+
+def _copy_document(
+    groups: h5py.Group, name: str, merged: h5py.File, is_sealed: bool, unreadable: list[str]
+) -> Record | None:
+    """Copy a document that can be read; else say so in `unreadable`."""
     try:
-        group.file.copy(group, documents, name=key)
+        group = group_in(groups, key_of(name))
+        record = check_record(group)
+        if record.id != name:
+            raise DataError(f"{group.file.filename}:{group.name}: its id {record.id!r} does not belong there")
+        layers = {} if is_sealed else {number: pair for number, *pair in kv_layers(group)}
+    except DataError as error:
+        unreadable.append(str(error))
+        return None
+    try:
+        if is_sealed:
+            group.file.copy(group, merged["documents"], name=key_of(name))
+        else:  # of version 1: written anew, with checksums
+            pairs = (layers.get(number) for number in range(max(layers, default=-1) + 1))
+            write_record(
+                merged, record, ((read_array(pair[0]), read_array(pair[1])) if pair else None for pair in pairs)
+            )
     except (OSError, RuntimeError) as error:
         if os.strerror(errno.ENOSPC) in str(error):  # not the source's fault
             raise _FullError(str(error)) from error
         raise
+    return record
 
 
-def _header(folder: Path) -> Header:
-    with open_file(run_files(folder)[-1]) as latest:
-        return read_header(latest)
+def _header(folders: Sequence[Path]) -> Header:
+    """Read the header of runs that are of one job."""
+    found: Header | None = None
+    for folder in folders:
+        with open_file(run_files(folder)[-1]) as latest:
+            header = read_header(latest)
+        if found is not None and header.identity != found.identity:
+            changed = sorted(
+                key
+                for key in {*header.identity, *found.identity}
+                if header.identity.get(key) != found.identity.get(key)
+            )
+            raise DataError(
+                f"{folders[0]} and {folder} are of different jobs ({', '.join(changed)}); expected shares of one"
+            )
+        found = header
+    assert found is not None, "there is at least one folder"
+    return found

@@ -1,27 +1,32 @@
-"""The HDF5 schema, version 1, and its one reader and writer.
+"""The HDF5 schema, version 2, and its one reader and writer.
 
-    /                      attributes: schema = "kvr-mpi", schema_version = 1, created, and as JSON: identity (what
-                           the answers depend on), model (name, architecture, dtype), software (versions)
+    /                      attributes: schema = "kvr-mpi", schema_version = 2, created, and as JSON: identity (what
+                           the answers depend on), model (name, architecture, dtype), software (versions);
+                           header_sha256 of all these
     /documents/KEY         one group per document; KEY is its id, percent-encoded
         attributes         id, status ("done" | "error"), error, document_sha256, prompt_sha256, prompt_tokens,
                            dropped_tokens, new_tokens, finish_reason, strategy, ttft_s, prefill_tokens_per_s,
-                           wait_s, decode_s, parts, finished_at
-        answer             text (UTF-8 string)
+                           wait_s, decode_s, parts, finished_at; what is to be read: answer_bytes, answer_tokens,
+                           kv_bytes; and record_sha256 of all these and of answer, token_ids and slices
+        answer             text (UTF-8 string), one element
         token_ids          of the answer (int64)
         slices             bounds of the prompt over the ranks (int64, ranks + 1)
         kv/layer_000/keys, values     (tokens, kv_heads, head_dim) in the model's dtype, if asked for
 
-Text has a fixed length (see ``hdf5``): plain h5py gives attributes as bytes, ``[()].decode()`` the answer.
+Text has a fixed length (see ``hdf5``): plain h5py gives attributes as bytes, ``[0].decode()`` the answer. Datasets
+carry HDF5's checksums (Fletcher's). Version 1 had none of the checksums, nothing of what is to be read, and the answer
+as a scalar; it is read, and a merge writes it anew. A field that a file does not have, has its default.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
@@ -33,18 +38,40 @@ import numpy as np
 
 from kvr_mpi import __version__
 from kvr_mpi.errors import DataError, ForeignError
-from kvr_mpi.store.hdf5 import dataset_in, fixed_text, group_in, open_hdf5, read_attribute, write_attribute
-from kvr_mpi.store.kv import write_array
+from kvr_mpi.store.hdf5 import (
+    LARGEST_BYTES,
+    attribute_names,
+    create_group,
+    dataset_in,
+    fixed_text,
+    group_in,
+    open_hdf5,
+    read_attribute,
+    size_bytes,
+    stored_text,
+    write_attribute,
+    write_dataset,
+)
+from kvr_mpi.store.kv import check_array, write_array
 
 if TYPE_CHECKING:
     import torch
 
-SCHEMA, SCHEMA_VERSION = "kvr-mpi", 1
+SCHEMA, SCHEMA_VERSION = "kvr-mpi", 2
 # Arrays of a record, kept as datasets; all its other fields are attributes.
 ARRAYS = ("token_ids", "slices")
+DATASETS = (*ARRAYS, "answer")
 STATUSES = ("done", "error")
 FIELD_TYPES: dict[str, Any] = {"str": str, "int": int, "float": float}
 LAYER_NAME = re.compile(r"layer_[0-9]{3,}", re.ASCII)
+HEADER_FIELDS = ("schema", "created", "identity", "model", "software")
+# What a record announces of its datasets, so that nothing is inflated that is larger.
+ANNOUNCED = ("answer_bytes", "answer_tokens", "kv_bytes")
+RECORD_SEAL, HEADER_SEAL = "record_sha256", "header_sha256"
+# More than these is no answer and no chain.
+MAX_TOKENS, MAX_SLICES = 1 << 22, 1 << 20
+# Keys and values hardly shrink: more than this many times the file's size is a bomb.
+MAX_INFLATION = 64
 
 KeysValues = tuple["torch.Tensor", "torch.Tensor"]
 
@@ -112,12 +139,16 @@ class Header:
 
 def start_file(file: h5py.File, header: Header) -> None:
     """Write the header of a new file."""
-    write_attribute(file, "schema", SCHEMA)
-    write_attribute(file, "schema_version", SCHEMA_VERSION)
-    write_attribute(file, "created", datetime.now(UTC).isoformat(timespec="seconds"))
+    values: dict[str, Any] = {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
     for name, value in {**asdict(header), "software": software()}.items():
-        write_attribute(file, name, json.dumps(value, sort_keys=True))
-    file.create_group("documents")
+        values[name] = stored_text(json.dumps(value, sort_keys=True))
+    for name, value in {**values, HEADER_SEAL: _seal(values)}.items():
+        write_attribute(file, name, value)
+    create_group(file, "documents")
 
 
 def read_header(file: h5py.File) -> Header:
@@ -135,19 +166,24 @@ def read_software(file: h5py.File) -> dict[str, str]:
 
 def write_record(file: h5py.File, record: Record, layers: Iterable[KeysValues | None] = ()) -> None:
     """Add a document's group, with each layer's keys and values (tokens, kv_heads, head_dim) if given."""
-    group = file["documents"].create_group(key_of(record.id))
-    for name, value in record.as_dict().items():
-        if name in ARRAYS:
-            group.create_dataset(name, data=np.asarray(value, dtype=np.int64))
-        elif name == "answer":
-            group.create_dataset(name, data=fixed_text(value))
-        else:
-            write_attribute(group, name, value)
+    group = create_group(file["documents"], key_of(record.id))
+    values = {name: stored_text(value) if isinstance(value, str) else value for name, value in record.as_dict().items()}
+    for name in ARRAYS:
+        write_dataset(group, name, np.asarray(values[name], dtype=np.int64))
+    write_dataset(group, "answer", fixed_text(record.answer).reshape(1))
+    kv_bytes = 0
     for number, layer in enumerate(layers):
         if layer is not None:
             place = group.create_group(f"kv/layer_{number:03d}")
             write_array(place, "keys", layer[0])
             write_array(place, "values", layer[1])
+            kv_bytes += sum(tensor.numel() * tensor.element_size() for tensor in layer)
+    sizes = (len(values["answer"].encode()), len(values["token_ids"]), kv_bytes)
+    values |= dict(zip(ANNOUNCED, sizes, strict=True))
+    for name, value in values.items():
+        if name not in DATASETS:
+            write_attribute(group, name, value)
+    write_attribute(group, RECORD_SEAL, _seal(values))
 
 
 def drop_record(file: h5py.File, document_id: str) -> None:
@@ -175,6 +211,11 @@ def open_file(path: Path) -> Iterator[h5py.File]:
             raise ForeignError(
                 f"{path} has schema version {version}; this kvr-mpi reads up to {SCHEMA_VERSION}: upgrade it"
             )
+        if version > 1 or HEADER_SEAL in file.attrs:
+            values: dict[str, Any] = {name: read_attribute(file, name, str) for name in HEADER_FIELDS}
+            values["schema_version"] = version
+            if read_attribute(file, HEADER_SEAL, str) != _seal(values):
+                raise DataError(f"{path} is damaged: its header is not what was written (checksum)")
         yield file
 
 
@@ -191,38 +232,122 @@ def document_groups(file: h5py.File) -> Iterator[tuple[h5py.Group, str, bool]]:
         yield group, name, status == "done"
 
 
+def has_seals(file: h5py.File) -> bool:
+    """Whether the records of a file that `open_file` let through carry checksums of their own."""
+    return read_attribute(file, "schema_version", int) > 1
+
+
 def read_record(group: h5py.Group) -> Record:
-    """Read a document's group.
+    """Read a document's group, and hold it against its checksum; a field that is not there has its default.
 
     Raises
     ------
     DataError
-        If a field is missing or of another type.
+        If a field is of another type or size than announced, or the record is not what was written.
     """
+    sealed, names = has_seals(group.file), attribute_names(group)
     values: dict[str, Any] = {}
     for spec in fields(Record):
-        if spec.name in ARRAYS:
-            values[spec.name] = tuple(dataset_in(group, spec.name, "i", 1)[()].tolist())
-        elif spec.name == "answer":
-            values[spec.name] = dataset_in(group, spec.name, "S", 0)[()].decode()
-        else:
+        if spec.name not in DATASETS and (spec.name in names or spec.default is MISSING is spec.default_factory):
             values[spec.name] = read_attribute(group, spec.name, FIELD_TYPES[str(spec.type)])
-    return Record(**values)
+    values.setdefault("finished_at", "")  # its default is now
+    if sealed:
+        values |= {name: read_attribute(group, name, int) for name in ANNOUNCED}
+    values |= _read_datasets(group, values)
+    if sealed and read_attribute(group, RECORD_SEAL, str) != _seal(values):
+        raise DataError(f"{group.file.filename}:{group.name} is damaged: the record is not what was written (checksum)")
+    arrays = {name: tuple(values[name]) for name in ARRAYS if name in values}
+    return Record(**{name: value for name, value in values.items() if name not in ANNOUNCED} | arrays)
 
 
-def kv_layers(group: h5py.Group) -> Iterator[tuple[int, h5py.Dataset, h5py.Dataset]]:
-    """Yield (layer, keys, values) of a document that has its keys and values stored; see ``kv.read_array``."""
+def _read_datasets(group: h5py.Group, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the answer, its tokens, and the slices, none of which may be longer than announced."""
+    found: dict[str, Any] = {}
+    announced = values.get("answer_tokens", values.get("new_tokens", 0))
+    for name, limit in (("token_ids", min(announced, MAX_TOKENS)), ("slices", MAX_SLICES)):
+        if name in group:
+            dataset = dataset_in(group, name, "i", (1,))
+            if dataset.shape[0] > limit:
+                raise DataError(f"{_where(dataset)} has {dataset.shape[0]} elements; the record announces {limit}")
+            found[name] = dataset[()].tolist()
+    if "answer" in group:
+        dataset = dataset_in(group, "answer", "S", (0, 1))
+        limit = min(max(1, values.get("answer_bytes", LARGEST_BYTES)), LARGEST_BYTES)
+        if size_bytes(dataset) > limit or dataset.size != 1:
+            raise DataError(f"{_where(dataset)} has {size_bytes(dataset)} bytes; the record announces one of {limit}")
+        found["answer"] = (dataset[()] if dataset.ndim == 0 else dataset[0]).decode()
+    return found
+
+
+def kv_layers(group: h5py.Group) -> list[tuple[int, h5py.Dataset, h5py.Dataset]]:
+    """Return (layer, keys, values) of a document that has its keys and values stored; see ``kv.read_array``.
+
+    Raises
+    ------
+    DataError
+        If they are anything else, or larger than the record announces.
+    """
+    found, where = [], f"{group.file.filename}:{group.name}/kv"
     if "kv" in group:
         layers = group_in(group, "kv")
         for name in layers:
             if not LAYER_NAME.fullmatch(name):
-                raise DataError(f"{group.file.filename}:{layers.name}/{name} is no layer; expected layer_000, ...")
+                raise DataError(f"{where}/{name} is no layer; expected layer_000, ...")
             layer = group_in(layers, name)
-            yield (
-                int(name.removeprefix("layer_")),
-                dataset_in(layer, "keys", "f", 3),
-                dataset_in(layer, "values", "f", 3),
-            )
+            pair = (dataset_in(layer, kind, "f", (3,)) for kind in ("keys", "values"))
+            found.append((int(name.removeprefix("layer_")), *pair))
+    total = sum(size_bytes(dataset) for _, *pair in found for dataset in pair)
+    if has_seals(group.file):
+        announced = read_attribute(group, "kv_bytes", int)
+        if total != announced:
+            raise DataError(f"{where} has {total} bytes; the record announces {announced}")
+    else:
+        tokens = read_attribute(group, "prompt_tokens", int) + read_attribute(group, "new_tokens", int)
+        longest = max((dataset.shape[0] for _, *pair in found for dataset in pair), default=0)
+        if longest > tokens:
+            raise DataError(f"{where} has {longest} tokens; the record announces {tokens}")
+    if total > MAX_INFLATION * group.file.id.get_filesize():
+        raise DataError(f"{where} has {total} bytes in a file of {group.file.id.get_filesize()}; that is no data")
+    return found
+
+
+def check_record(group: h5py.Group) -> Record:
+    """Read all of a document, its keys and values too (in pieces), and make sure that nothing else is in its group.
+
+    Raises
+    ------
+    DataError
+        If anything is not as it was written.
+    """
+    record = read_record(group)
+    check_arrays(kv_layers(group))
+    known = {spec.name for spec in fields(Record)} | {*ANNOUNCED, RECORD_SEAL}
+    strange = {*group} - {*DATASETS, "kv"} | attribute_names(group) - known
+    for place in [group["kv"], *group["kv"].values()] if "kv" in group else []:
+        strange |= attribute_names(place) | (
+            {*place} - {"keys", "values"} if place.name != f"{group.name}/kv" else set()
+        )
+    if strange:
+        raise DataError(
+            f"{group.file.filename}:{group.name} has members that are none of ours: {', '.join(sorted(strange)[:5])}"
+        )
+    return record
+
+
+def check_arrays(layers: Iterable[tuple[int, h5py.Dataset, h5py.Dataset]]) -> None:
+    """Read all keys and values, in pieces; HDF5 raises if one is not what was written."""
+    for _, *pair in layers:
+        for dataset in pair:
+            check_array(dataset)
+
+
+def _seal(values: Mapping[str, Any]) -> str:
+    """Checksum of values as they are stored: text, whole numbers, floats, lists of whole numbers."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _where(dataset: h5py.Dataset) -> str:
+    return f"{dataset.file.filename}:{dataset.name}"
 
 
 def _read_json(file: h5py.File, name: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 import time
 from collections.abc import Sequence
@@ -15,15 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvr_mpi.disk import PART, read_regular, replacing
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError, ForeignError, OutputError
 from kvr_mpi.store.folder import check_fresh, check_writable, list_documents
-from kvr_mpi.store.ledger import PART, LedgerWriter, ShardLine, crc32_of, ledger_files, seal, sync, unseal
+from kvr_mpi.store.ledger import LedgerWriter, ShardLine, crc32_of, ledger_files, seal, sync, unseal
 from kvr_mpi.store.lock import Lock, Owner, Say
-from kvr_mpi.store.outputs import Header, document_groups, open_file, read_header, read_record
+from kvr_mpi.store.outputs import Header, check_record, document_groups, has_seals, open_file, read_header
 from kvr_mpi.store.survey import RESULTS, Survey, foreign, is_ours, order, survey
 
 RUN_FILE = "run.json"
+RUN_FILE_BYTES = 1 << 30
 DAMAGED = ".damaged"
 # Checksums are looked at for so much of the newest files when a run goes on; `merge_files` looks at all.
 VERIFY_BYTES = 1 << 30
@@ -48,9 +51,9 @@ class Run:
         """Number of this job among those that had the folder."""
         return self.lock.number
 
-    def check(self) -> None:
-        """Raise `OutputError` if another job has taken the folder, this one having stood still for long."""
-        self.lock.check()
+    def check(self, *, anew: bool = False) -> None:
+        """Raise `OutputError` if the folder is another job's, another one, or gone; see `Lock.check`."""
+        self.lock.check(anew=anew)
 
     def close(self) -> None:
         """Let other jobs have the folder."""
@@ -122,16 +125,34 @@ def open_run(
 def known_corpus(folder: Path) -> Corpus | None:
     """Return the list of documents a run was begun with, for `scan_corpus`; None if there is none, or it is damaged."""
     stored = _read_run_file(folder)
-    return None if stored is None else Corpus.from_json(stored["corpus"])
+    return None if stored is None else stored[1]
 
 
 def wanted_documents(folder: Path) -> list[str] | None:
     """Return the ids of the documents that the run's latest job is to do; None if that is not known."""
     stored = _read_run_file(folder)
-    if stored is None:
-        return None
-    first, step = stored.get("share", (0, 1))
-    return list(stored["corpus"]["ids"][first::step])
+    return None if stored is None else [entry.id for entry in stored[1].entries[share_of(stored[0])]]
+
+
+def share_in(folder: Path) -> tuple[int, int] | None:
+    """Say which share of its corpus a run is, and of how many; None if it is all of it, or that is not known."""
+    stored = _read_run_file(folder)
+    share = ALL if stored is None else share_of(stored[0])
+    return None if share.step == 1 else (share.start, share.step)
+
+
+def share_of(stored: dict[str, Any]) -> slice:
+    """Return which documents the run's latest job is to do.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If what is stored is nothing of the kind.
+    """
+    first, step = map(operator.index, stored.get("share", (0, 1)))
+    if not 0 <= first < step:
+        raise ValueError(first, step)
+    return slice(first, None, step)
 
 
 def _recover(folder: Path, header: Header, say: Say) -> Survey:
@@ -166,7 +187,7 @@ def _name_recorded(found: Survey) -> bool:
     named = False
     for name, lines in found.ledger.shards.items():
         part = found.folder / (name + PART)
-        if is_ours(name) and name not in found.sizes_bytes and part.is_file():
+        if is_ours(name) and name not in found.sizes_bytes and part.is_file() and not part.is_symlink():
             size = part.stat().st_size
             if any(line.size_bytes == size and line.crc32 == crc32_of(part) for line in lines):
                 os.replace(part, found.folder / name)
@@ -182,8 +203,9 @@ def _adopt(found: Survey, name: str, header: Header, say: Say) -> None:
     try:
         with open_file(file) as stored:
             _check_identity(file, read_header(stored).identity, header.identity)
+            trusted = not has_seals(stored)
             for group, _, _ in document_groups(stored):
-                read_record(group)
+                check_record(group)
         documents = list_documents(file)
     except ForeignError:
         raise
@@ -192,12 +214,15 @@ def _adopt(found: Survey, name: str, header: Header, say: Say) -> None:
             raise
         found.damaged[name] = str(error)
         return
-    done = [name for name, is_done in documents if is_done]
-    failed = [name for name, is_done in documents if not is_done]
-    line = ShardLine(name, file.stat().st_size, crc32_of(file), done, failed, time.time())
+    done = [name for name, is_done, _ in documents if is_done]
+    failed = {name: reason for name, is_done, reason in documents if not is_done}
+    sizes = file.stat().st_size, crc32_of(file)
+    line = ShardLine(name, *sizes, done, list(failed), time.time(), list(failed.values()))
     LedgerWriter(found.folder, "adopted").record(line)
     found.sound[name] = line
     say(f"{file} was not in the ledger: read, and its {len(documents)} document(s) recorded")
+    if trusted:
+        say(f"{file} is of an earlier version, without checksums of its own: that it is sound is not known")
 
 
 def _set_aside(file: Path) -> Path:
@@ -223,25 +248,27 @@ def _check_job(folder: Path, header: Header, corpus: Corpus, share: slice, has_r
     """Refuse a job with another identity or other documents than the run's; write down what the run is."""
     stored = _read_run_file(folder)
     if stored is not None and has_results:
-        _check_identity(folder, stored["identity"], header.identity)
-        _check_corpus(folder, Corpus.from_json(stored["corpus"]), corpus)
+        _check_identity(folder, stored[0]["identity"], header.identity)
+        _check_corpus(folder, stored[1], corpus)
     elif has_results:
         say(f"{folder / RUN_FILE} is missing or damaged: whether the documents are still the same is not known")
     wanted = {"share": [share.start, share.step], "corpus": corpus.to_json()}
     line = seal({"identity": header.identity, "model": header.model, **wanted})
-    path, part = folder / RUN_FILE, folder / (RUN_FILE + PART)
-    if stored is None or path.read_bytes() != line:
-        part.write_bytes(line)
-        sync(part)
-        os.replace(part, path)
+    path = folder / RUN_FILE
+    if stored is None or read_regular(path, RUN_FILE_BYTES) != line:
+        with replacing(path) as stream:
+            stream.write(line)
         sync(folder)
 
 
-def _read_run_file(folder: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        stored = unseal((folder / RUN_FILE).read_bytes())
-        if stored is not None and {"identity", "corpus"} <= stored.keys():
-            return stored
+def _read_run_file(folder: Path) -> tuple[dict[str, Any], Corpus] | None:
+    """Return what the file says, and its documents; None if it is missing, damaged, or says something else."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        stored = unseal(read_regular(folder / RUN_FILE, RUN_FILE_BYTES))
+        if stored is not None and isinstance(stored["identity"], dict):
+            "".join(stored["corpus"]["ids"]).encode()  # text, all of them
+            share_of(stored)
+            return stored, Corpus.from_json(stored["corpus"])
     return None
 
 

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING
 
 import h5py
 
+from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import OutputError
-from kvr_mpi.store.ledger import PART, LedgerWriter
+from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.outputs import Header, KeysValues, Record, drop_record, start_file, write_record
+from kvr_mpi.store.summary import reason_of
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +65,7 @@ class _Shard:
     path: Path  # which it is to have
     due_s: float  # on the monotonic clock
     done: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # and why
 
     @property
     def part(self) -> Path:
@@ -95,6 +97,7 @@ class ShardWriter:
         self._room, self._waiting_bytes = threading.Condition(), 0
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
         self._error: Exception | None = None
+        self._free = ""  # space there was when that came
         self._thread = threading.Thread(target=self._work, name=f"kvr-shards-{name}", daemon=True)
         self._thread.start()
 
@@ -180,15 +183,18 @@ class ShardWriter:
     def _failure(self, error: Exception) -> Exception:
         if not isinstance(error, (OSError, RuntimeError)):
             return error  # a bug, or a document of the same name
-        try:
-            free = f"{shutil.disk_usage(self._folder).free / 1e6:.1f} MB"
-        except OSError:
-            free = "nothing"
+        free = self._free or self._space()
         reason = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
         return OutputError(
             f"output.path {str(self._folder)!r} cannot be written any more ({free} free there): {reason}. What is in "
             f"its ledger is safe; make room, or mend the disk, and go on with --resume"
         )
+
+    def _space(self) -> str:
+        try:
+            return f"{shutil.disk_usage(self._folder).free / 1e6:.1f} MB"
+        except OSError:
+            return "nothing"
 
     # From here on in the thread
 
@@ -202,6 +208,7 @@ class ShardWriter:
                 if not isinstance(task, Record) or self._is_due():
                     self._finish()
             except Exception as error:
+                self._free = self._free or self._space()  # before the unfinished shard makes room again
                 self._error = self._error or error
                 self._give_up()
             if isinstance(task, threading.Event):
@@ -240,7 +247,10 @@ class ShardWriter:
                 except _DroppedError:
                     drop_record(shard.file, record.id)
                 else:
-                    (shard.done if record.status == "done" else shard.failed).append(record.id)
+                    if record.status == "done":
+                        shard.done.append(record.id)
+                    else:
+                        shard.failed[record.id] = reason_of(record.id, record.error)
         finally:
             with contextlib.suppress(_DroppedError):
                 for _ in layers:  # what an error left
@@ -283,7 +293,7 @@ class ShardWriter:
         shard, self._shard = self._shard, None
         if shard is not None:
             with contextlib.suppress(OSError):
-                os.truncate(shard.part, 0)  # HDF5 cannot close a file on a full disk; this makes room
+                truncate(shard.part)  # HDF5 cannot close a file on a full disk; this makes room
             with contextlib.suppress(Exception):
                 shard.file.close()
             with contextlib.suppress(OSError):

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from kvr_mpi.errors import DataError
+from kvr_mpi.errors import DataError, MissingError
 from kvr_mpi.store.ledger import BeginLine, Ledger
 from kvr_mpi.store.lock import BEAT_S, is_alive, read_lock
 from kvr_mpi.store.run import wanted_documents
+from kvr_mpi.store.summary import count_reasons
 from kvr_mpi.store.survey import Survey, survey
+
+T = TypeVar("T", int, float)
 
 # What "lately" means for the rate.
 LATELY_S = 600.0
+WATCHERS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,7 @@ class Status:
     rate_per_h, lately_per_h : documents an hour made durable, since this job began and in the last `LATELY_S`.
     eta_s : seconds until nothing is left, at the later rate; None if that is not known.
     damaged, missing, unrecorded : files that need `--resume`.
+    reasons : how many failed for what, the most frequent first.
     """
 
     folder: str
@@ -54,6 +63,7 @@ class Status:
     damaged: tuple[str, ...]
     missing: tuple[str, ...]
     unrecorded: tuple[str, ...]
+    reasons: dict[str, int]
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -69,7 +79,7 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
         If there is no run in the folder.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; expected the output folder of a run")
+        raise MissingError(f"{folder}: no such folder; expected the output folder of a run")
     found, lock, wanted = survey(folder), read_lock(folder), wanted_documents(folder)
     if not found.sizes_bytes and lock is None and wanted is None and not found.ledger.shards:
         raise DataError(f"{folder}: no run there; expected the output folder of one")
@@ -101,7 +111,47 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
         damaged=tuple(sorted(found.damaged)),
         missing=tuple(sorted(found.missing())),
         unrecorded=tuple(found.unrecorded),
+        reasons=count_reasons(found.reasons().values()),
     )
+
+
+def read_all(folders: Sequence[Path]) -> list[Status]:
+    """Read how far several runs are; those at work on other machines are watched at the same time."""
+    with ThreadPoolExecutor(WATCHERS) as pool:
+        return list(pool.map(read_status, folders))
+
+
+def add_up(found: Sequence[Status]) -> Status:
+    """Sum up the shares of a corpus; they end when the last of them does."""
+    reasons: Counter[str] = Counter()
+    for one in found:
+        reasons.update(one.reasons)
+    etas = [one.eta_s for one in found if one.left]
+    return Status(
+        folder=os.path.commonpath([os.path.abspath(one.folder) for one in found]),
+        alive=any(one.alive for one in found),
+        owner="",
+        session=0,
+        total=_sum(one.total for one in found),
+        done=sum(one.done for one in found),
+        failed=sum(one.failed for one in found),
+        left=_sum(one.left for one in found),
+        running=tuple(each for one in found for each in one.running),
+        rate_per_h=_sum(one.rate_per_h for one in found if one.alive),
+        lately_per_h=_sum(one.lately_per_h for one in found if one.alive),
+        eta_s=None if None in etas else max((eta for eta in etas if eta is not None), default=None),
+        size_bytes=sum(one.size_bytes for one in found),
+        damaged=tuple(f"{one.folder}/{name}" for one in found for name in one.damaged),
+        missing=tuple(f"{one.folder}/{name}" for one in found for name in one.missing),
+        unrecorded=tuple(f"{one.folder}/{name}" for one in found for name in one.unrecorded),
+        reasons=dict(sorted(reasons.items(), key=lambda one: (-one[1], one[0]))),
+    )
+
+
+def _sum(values: Iterable[T | None]) -> T | None:
+    """Sum of values, None if one of them is not known or there is none."""
+    known = list(values)
+    return None if not known or None in known else cast("T", sum(filter(None, known)))
 
 
 def _running(ledger: Ledger, session: int, finished: set[str]) -> tuple[Running, ...]:

@@ -48,6 +48,22 @@ class Survey:
             if name not in self.sizes_bytes and not known.issuperset([*lines[-1].done, *lines[-1].failed])
         }
 
+    def reasons(self) -> dict[str, str]:
+        """Why documents failed that are not done, as far as the ledgers say."""
+        done, failed = self.documents()
+        found = dict.fromkeys(failed, "")
+        for name in sorted(self.sound, key=order):
+            line = self.sound[name]
+            found.update(
+                (each, reason) for each, reason in zip(line.failed, line.reasons, strict=False) if each in found
+            )
+        return found
+
+    def restrict(self, names: set[str]) -> None:
+        """Look at no other files than these."""
+        self.sound = {name: line for name, line in self.sound.items() if name in names}
+        self.damaged = {name: why for name, why in self.damaged.items() if name in names}
+
     def verify(self, limit_bytes: int | None = None) -> None:
         """Hold files against their checksums, the newest first, and no more than `limit_bytes`."""
         total, names = 0, []

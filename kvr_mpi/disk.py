@@ -1,0 +1,108 @@
+"""Opening files in folders where others may plant things: links, pipes, devices, files of any size.
+
+What is written goes into a regular file of our own and through no link; what is read is a regular file, and no more of
+it than expected. Modes are those of one's own umask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+PART = ".part"
+MODE = 0o666  # less the umask
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; never waits, as opening a pipe would.
+
+    Raises
+    ------
+    OSError
+        Also if it is anything else.
+    """
+    return os.fdopen(_checked(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path), "rb")
+
+
+def read_regular(path: Path, limit_bytes: int) -> bytes:
+    """Read a regular file that is not larger than so.
+
+    Raises
+    ------
+    OSError
+        Also if it is larger, or anything else.
+    """
+    with open_regular(path) as stream:
+        data = stream.read(limit_bytes + 1)
+    if len(data) > limit_bytes:
+        raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes", str(path))
+    return data
+
+
+def create(path: Path) -> int:
+    """Make a file that must not exist yet, not even as a link that leads nowhere; return its descriptor."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, MODE)
+
+
+def open_to_append(path: Path) -> int:
+    """Open a file for reading and appending, made if it is missing; return its descriptor.
+
+    Raises
+    ------
+    OSError
+        Also if it is a link, or no regular file.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        return _checked(os.open(path, flags, MODE), path)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _link(path) from error
+        raise
+
+
+def truncate(path: Path) -> None:
+    """Give back what a file takes; raises `OSError` if it is a link."""
+    handle = _checked(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), path)
+    try:
+        os.ftruncate(handle, 0)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file beside `path`, ``PATH.part``, that takes its place once it is complete and on the disk.
+
+    Whatever is in the place of ``PATH.part``, a link above all, is removed, not written to.
+    """
+    part = path.with_name(path.name + PART)
+    part.unlink(missing_ok=True)
+    with os.fdopen(create(part), "wb") as stream:
+        try:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+            os.replace(part, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+
+
+def _checked(handle: int, path: Path) -> int:
+    """Return a descriptor if it is of a regular file."""
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise OSError(errno.EINVAL, "no regular file: somebody put something else there", str(path))
+
+
+def _link(path: Path) -> OSError:
+    return OSError(errno.ELOOP, "a symbolic link, which is not written through: remove it", str(path))

@@ -1,0 +1,149 @@
+"""Files behind the paths a job names, and files opened that are what they should be."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+from kvr_mpi.errors import CorpusError
+
+TEXT_SUFFIXES = (".txt", ".md")
+SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".parquet")
+# What is no file, in words.
+KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+
+
+def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
+    """List the corpus files behind folders, globs and file names.
+
+    Returns
+    -------
+    list of (str, str)
+        The path of each file once, and the name documents in it are called by: relative to the folder named.
+        Plain text, since there may be 100,000.
+
+    Raises
+    ------
+    CorpusError
+        If a path matches nothing, or a file is of no known format.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for pattern in paths:
+        try:
+            for file, name in _match(pattern):
+                found.setdefault(os.path.abspath(file), (file, name))
+        except (OSError, RuntimeError) as error:  # a name too long, an unknown ~user
+            raise CorpusError(f"documents.path {pattern!r} cannot be looked up: {error}") from error
+    return list(found.values())
+
+
+def _match(pattern: str) -> list[tuple[str, str]]:
+    """Files behind one folder, glob or file name, with their documents' names."""
+    base = Path(pattern).expanduser()
+    if base.is_dir():
+        names = _names_in(str(base))
+        if not names:
+            raise CorpusError(
+                f"documents.path {pattern!r}: the folder {base.absolute()} holds no {', '.join(SUFFIXES)} file"
+            )
+        above = "" if str(base) == "." else f"{str(base).rstrip('/')}/"
+        return [(above + name, name) for name in names]
+    matches = [base] if base.exists() else sorted(map(Path, _matches_of(str(base))))
+    if base.exists() and not base.is_file():
+        raise CorpusError(
+            f"documents.path {pattern!r} is {_kind(base.stat().st_mode)}; expected a folder, a glob or a regular file"
+        )
+    files = [file for file in matches if not file.is_dir()]
+    if not files:
+        what = "only folders match it" if matches else "no such file or folder, and no file matches it"
+        raise CorpusError(f"documents.path {pattern!r}: {what} (looked for {base.absolute()})")
+    for file in files:
+        if not suffix_of(file):
+            raise CorpusError(f"documents.path {pattern!r}: {file} is none of {', '.join(SUFFIXES)}")
+    return [(str(file), file.name) for file in files]
+
+
+def open_regular(file: Path) -> IO[bytes]:
+    """Open a file for reading, if it is one: a pipe would wait for ever, and a device may have no end.
+
+    Raises
+    ------
+    OSError
+        If it cannot be opened, or is no regular file.
+    """
+    _check_regular(file, os.stat(file).st_mode)  # a device may do something when it is merely opened
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    stream = os.fdopen(descriptor, "rb")
+    try:
+        _check_regular(file, os.fstat(descriptor).st_mode)  # another one may be there now
+    except OSError:
+        stream.close()
+        raise
+    return stream
+
+
+def _check_regular(file: Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, no regular file", str(file))
+
+
+def _kind(mode: int) -> str:
+    return KINDS.get(stat.S_IFMT(mode), "something else")
+
+
+def suffix_of(file: Path) -> str | None:
+    """Return the known suffix of a file name."""
+    name = file.name.lower()
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+
+
+def _names_in(base: str) -> list[str]:
+    """Names of all corpus files below a folder, relative to it, in the order of their parts; none that is hidden."""
+    found = []
+    for folder, inner, names in os.walk(base):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        above = os.path.relpath(folder, base) + "/" if folder != base else ""
+        # A folder with such a name, too: that it is none that can be read is then said.
+        for name in (*names, *inner):
+            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
+                found.append(above + name)
+    return sorted(found, key=lambda name: name.split("/"))
+
+
+def _matches_of(pattern: str) -> list[str]:
+    """Expand a glob; ``**`` is the folder and all below it, each once however many links lead to it."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        return glob.glob(pattern)
+    at = parts.index("**")
+    above, below = "/".join(parts[:at]), "/".join(parts[at + 1 :])
+    bases = ["/"] if at and not above else _matches_of(above) if above else ["."]
+    found: set[str] = set()
+    for base in bases:
+        for folder in _folders_below(base):
+            name = "" if folder == "." else folder.removeprefix("./").rstrip("/") + "/"
+            found.update(_matches_of(f"{glob.escape(name)}{below or '*'}"))
+    return list(found)
+
+
+def _folders_below(base: str) -> Iterator[str]:
+    """Yield a folder and all below it, none that is hidden; links are followed once no other way leads on."""
+    seen: set[tuple[int, int]] = set()
+    starts = [base]
+    for start in starts:
+        for folder, inner, _ in os.walk(start):
+            found = os.stat(folder)
+            if (found.st_dev, found.st_ino) in seen:
+                inner.clear()
+                continue
+            seen.add((found.st_dev, found.st_ino))
+            inner[:] = sorted(name for name in inner if not name.startswith("."))
+            starts += [link for name in inner if os.path.islink(link := os.path.join(folder, name))]
+            yield folder
