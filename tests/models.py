@@ -51,6 +51,9 @@ CONFIGS: dict[str, Any] = {
     ),
     "mixtral-moe": lambda: tf.MixtralConfig(**COMMON, num_key_value_heads=2, num_local_experts=4),
     "phi3": lambda: tf.Phi3Config(**COMMON, num_key_value_heads=2, pad_token_id=0),
+    "llama4-chunks": lambda: tf.Llama4TextConfig(
+        **COMMON, num_key_value_heads=2, head_dim=8, num_local_experts=2, attention_chunk_size=32
+    ),
     "opt": lambda: tf.OPTConfig(
         vocab_size=VOCAB,
         hidden_size=48,
@@ -63,21 +66,62 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 
-# No chain can cut these, and they say so; they run with strategy = "single".
-SINGLE_ONLY: dict[str, Any] = {
-    "bloom-own-attention": lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=48, n_layer=2, n_head=6),
-    "falcon-alibi": lambda: tf.FalconConfig(**FALCON, alibi=True, new_decoder_architecture=False),
-    "mamba-no-attention": lambda: tf.MambaConfig(vocab_size=VOCAB, hidden_size=48, num_hidden_layers=2),
-    "llama4-chunks": lambda: tf.Llama4TextConfig(
-        **COMMON, num_key_value_heads=2, head_dim=8, num_local_experts=2, attention_chunk_size=32
+# Their attention cannot be taken over: ALiBi, a bias of their own, latents instead of keys and values.
+WHOLE: dict[str, Any] = {
+    "bloom-own-attention": lambda: tf.BloomConfig(
+        vocab_size=VOCAB, hidden_size=48, n_layer=3, n_head=6, initializer_range=0.2
     ),
+    "falcon-alibi": lambda: tf.FalconConfig(**FALCON, alibi=True, new_decoder_architecture=False),
+    "deepseek-latents": lambda: tf.DeepseekV3Config(
+        **COMMON,
+        num_key_value_heads=6,
+        kv_lora_rank=16,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=32,
+    ),
+}
+
+# Some of their layers keep a state: a convolution's, a recurrence's, or both beside attention.
+STATES: dict[str, Any] = {
+    "lfm2-convolutions": lambda: tf.Lfm2Config(
+        **COMMON, num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"], conv_L_cache=3
+    ),
+    "qwen3-next-delta-rule": lambda: tf.Qwen3NextConfig(
+        **COMMON,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+    "falcon-h1-both": lambda: tf.FalconH1Config(
+        **COMMON, num_key_value_heads=2, head_dim=8, mamba_d_ssm=48, mamba_n_heads=6, mamba_d_head=8, mamba_d_state=8
+    ),
+}
+
+# transformers itself does not go on from their cache with several tokens; they run with strategy = "single".
+SINGLE_ONLY: dict[str, Any] = {
+    "mamba-no-attention": lambda: tf.MambaConfig(vocab_size=VOCAB, hidden_size=48, num_hidden_layers=2),
 }
 
 
 @functools.cache
 def tiny(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     """A random model of a kind; the same weights in every dtype."""
-    config = {**CONFIGS, **SINGLE_ONLY}[name]()
+    config = {**CONFIGS, **WHOLE, **STATES, **SINGLE_ONLY}[name]()
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(dtype)
     return LoadedModel(
@@ -88,6 +132,8 @@ def tiny(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
         fingerprint=name,
         dtype=dtype,
         device=torch.device("cpu"),
+        attends_in_parts=name not in WHOLE,
+        cuts_last_layer=name not in {*WHOLE, "llama4-chunks"},
     )
 
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from models import VOCAB, tiny
 
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.buffers import LayerBuffers
+from kvr_mpi.prefill.exchange import Relay, Ring
 from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.strategies import compute_prefix, prefill_kvr, prefill_single
+from kvr_mpi.prefill.strategies import compute_prefix, prefill_by, prefill_single
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.courier import Courier
 
@@ -24,9 +26,10 @@ MODELS = ("llama-gqa", "mistral-window", "falcon-mqa", "gpt2", "gpt-oss-sinks")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, how it is cut, and who fails where."""
+    """One prompt, which strategy runs it, how it is cut, and who fails where."""
 
     model: str
+    strategy: str
     ids: tuple[int, ...]
     partition: Partition
     last: int
@@ -35,20 +38,24 @@ class Prompt:
 
 
 def draw_prompts(count: int, size: int, seed: int, *, failing: float, models: tuple[str, ...] = MODELS) -> list[Prompt]:
-    """Random lengths, slices, orders, prefixes and failures; the same on every rank."""
+    """Random lengths, strategies, slices, orders, prefixes and failures; the same on every rank."""
     draw = random.Random(seed)
     prompts = []
     for _ in range(count):
         tokens = draw.randrange(20, 90)
         ids = tuple(range(1, 11)) + tuple(draw.randrange(VOCAB) for _ in range(tokens - 10))
         prefix_tokens = 10 if draw.random() < 0.5 else 0
-        inner = sorted(draw.sample(range(prefix_tokens + 1, tokens), size - 1))
+        strategy = draw.choice(["kvr", "ring"])
+        slices = 2 * size if strategy == "ring" else size
+        inner = sorted(draw.sample(range(prefix_tokens + 1, tokens), slices - 1))
         fails = {
-            rank: draw.randrange(-1, LAYERS) for rank in draw.sample(range(size), draw.choice([1, 1, min(2, size)]))
+            rank: draw.randrange(-1, LAYERS)
+            for rank in draw.sample(range(size), draw.choice([1, 1, min(2, size), size]))
         }
         prompts.append(
             Prompt(
                 draw.choice(models),
+                strategy,
                 ids,
                 Partition((0, *inner, tokens)),
                 draw.randrange(size),
@@ -121,11 +128,13 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
     worst = 0.0
     for prompt, truth in zip(prompts, logits, strict=True):
         told(prompt.fails)
-        prefill = prefill_kvr(
+        prefill = prefill_by(
+            partial(Ring, saves_last_layer=True) if prompt.strategy == "ring" else Relay,
             tiny(prompt.model),
             prompt.ids,
             prompt.partition,
             chain,
+            strategy=prompt.strategy,
             prefix=prefixes[prompt.model] if prompt.prefix_tokens else None,
             last=prompt.last,
             courier=courier,
@@ -133,7 +142,7 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
         )
         told(None)
         is_last = chain.rank == prompt.last
-        assert prefill.last == prompt.last
+        assert (prefill.last, prefill.strategy) == (prompt.last, prompt.strategy)
         assert (prefill.error is not None) == bool(prompt.fails and (is_last or chain.rank in prompt.fails))
         if prefill.error is not None:
             assert prefill.cache is None and prefill.logits is None

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CONFIGS, SINGLE_ONLY, prompt, tiny
+from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE, prompt, tiny
 
 from kvr_mpi.errors import ModelError, PartitionError, TransportError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.cache import layer_kv
+from kvr_mpi.prefill.check import check_chain
 from kvr_mpi.prefill.seam import prepare_model, run_model
-from kvr_mpi.prefill.strategies import Prefill, check_chain, prefill_kvr, prefill_single
+from kvr_mpi.prefill.strategies import Prefill, prefill_kvr, prefill_single
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 TOKENS = 60
@@ -43,32 +45,34 @@ def single(loaded: LoadedModel, ids: Sequence[int]) -> Prefill:
 
 
 def chain(loaded: LoadedModel, ids: Sequence[int], bounds: Sequence[int], reserve: int = 0) -> Prefill:
-    prepare_model(loaded.model, chain=True)
+    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
     partition = Partition(tuple(bounds))
     ranks = run_local(partition.size, lambda rank: prefill_kvr(loaded, ids, partition, rank, reserve_tokens=reserve))
     assert all(rank.logits is None for rank in ranks[:-1])
     return ranks[-1]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *WHOLE, *STATES])
 def test_logits_tokens_and_kv_equal_one_process(name: str) -> None:
     loaded, ids = tiny(name), prompt(TOKENS)
     truth = single(loaded, ids)
     assert truth.logits is not None
-    truth_kv = [layer_kv(truth.cache, layer) for layer in range(3)]
+    layers = [idx for idx, layer in enumerate(loaded.shape.layers) if layer.elements]
+    truth_kv = {layer: layer_kv(truth.cache, layer) for layer in layers}
     truth_logits = truth.logits
     truth_tokens = greedy(loaded.model, truth, NEW_TOKENS)
     for bounds in BOUNDS:
         found = chain(loaded, ids, bounds, NEW_TOKENS)
         assert found.logits is not None
         torch.testing.assert_close(found.logits, truth_logits, atol=1e-4, rtol=0, msg=lambda text: f"{bounds}: {text}")  # noqa: B023
-        for layer, expected in enumerate(truth_kv):
+        for layer, expected in truth_kv.items():
             kv = layer_kv(found.cache, layer)
             assert kv is not None and expected is not None
             for mine, theirs in zip(kv, expected, strict=True):
                 kept = theirs.shape[0]  # a plain sliding-window cache keeps only its last tokens
-                assert mine.shape[0] == TOKENS
-                torch.testing.assert_close(mine[TOKENS - kept :], theirs, atol=1e-4, rtol=0)
+                kept = min(kept, mine.shape[0])  # and ours those that its slice sees: of chunks perhaps fewer
+                assert kept and mine.shape[0] <= TOKENS
+                torch.testing.assert_close(mine[-kept:], theirs[-kept:], atol=1e-4, rtol=0)
         assert greedy(loaded.model, found, NEW_TOKENS) == truth_tokens, bounds
 
 
@@ -111,25 +115,32 @@ def test_bfloat16_is_no_farther_from_the_truth_than_transformers(name: str) -> N
     assert error_ours <= 1.5 * error_theirs
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *STATES])
 def test_self_check_lets_good_models_through(name: str) -> None:
-    check_chain(tiny(name))
+    assert check_chain(tiny(name)).attends_in_parts
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_self_check_says_which_models_attend_to_a_whole_prefix_and_why(name: str) -> None:
+    said: list[str] = []
+    assert not check_chain(replace(tiny(name), attends_in_parts=True), say=said.append).attends_in_parts
+    assert len(said) == 1 and "attention is the model's own" in said[0] and "cannot be taken over" in said[0]
 
 
 @pytest.mark.parametrize("name", SINGLE_ONLY)
 def test_self_check_sends_the_others_to_single(name: str) -> None:
     loaded = tiny(name)
-    with pytest.raises(ModelError, match="strategy = 'single'"):
+    with pytest.raises(ModelError, match="does not go on from its cache.*strategy = 'single'"):
         check_chain(loaded)
     assert single(loaded, prompt(20)).logits is not None
 
 
 def test_self_check_finds_a_model_that_would_answer_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvr_mpi.prefill.cache import SliceLayer
+    from kvr_mpi.prefill.layer import SliceLayer
 
     # A cache that tells every slice it begins the prompt: positions are wrong, and nothing crashes.
     monkeypatch.setattr(SliceLayer, "get_seq_length", lambda layer: 0)
-    with pytest.raises(ModelError, match="differs from plain transformers"):
+    with pytest.raises(ModelError, match="differ from those of plain transformers"):
         check_chain(tiny("llama-gqa"))
 
 
@@ -165,12 +176,12 @@ def test_the_cut_is_left_out_where_a_model_notices_it(monkeypatch: pytest.Monkey
 
     def noticing(hidden: torch.Tensor) -> torch.Tensor:
         seen.append(hidden.shape[1])
-        return forward(hidden) if len(seen) != 3 else 2 * forward(hidden)
+        return forward(hidden) if len(seen) != 6 else 2 * forward(hidden)
 
-    seen: list[int] = []  # plain, a chain of three, and then the chain whose last slice is cut
+    seen: list[int] = []  # plain with a token behind it and again, a chain of three, then one whose last slice is cut
     monkeypatch.setattr(loaded.model.model.layers[2].mlp, "forward", noticing)
     assert not check_chain(loaded).cuts_last_layer
-    assert seen == [12, 1, 1, 11]
+    assert seen == [12, 1, 12, 1, 1, 1, 6, 1]
 
 
 def test_no_mask_of_slice_by_prefix_is_made() -> None:

@@ -267,3 +267,24 @@ def test_splits_that_are_none_are_refused() -> None:
         chain_seconds(H100_LLAMA, [10, 0])
     with pytest.raises(PartitionError, match="2 ranks"):
         chain_seconds(replace(H100_LLAMA, speeds=(1.0, 1.0)), [10, 10, 10])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+def test_a_chain_of_recurrent_layers_is_one_layer_behind_at_every_rank(ranks: int) -> None:
+    """(layers + ranks - 1) / layers of the ideal time, where nothing else is waited for."""
+    costs = Costs(
+        layers=12,
+        qkv_token_s=1e-3,
+        rest_token_s=2e-3,
+        pair_s=0.0,
+        eager=False,
+        layer_s=0.0,
+        launch_floor_s=0.0,
+        kv_bytes=0.0,
+        link_bytes_per_s=1e9,
+        link_latency_s=0.0,
+        has_states=True,
+    )
+    ideal_s = 12 * 100 * 3e-3
+    assert chain_seconds(costs, [100] * ranks) == pytest.approx(ideal_s * (12 + ranks - 1) / 12)
+    assert chain_seconds(replace(costs, has_states=False), [100] * ranks) == pytest.approx(ideal_s)

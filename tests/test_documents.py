@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import gzip
 import json
+import math
 import os
 import random
 import re
+import socket
+import tracemalloc
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvr_mpi.documents import MAX_ID_CHARS, SUFFIXES, Document, find_files, read_corpus
+from kvr_mpi.documents import MAX_ID_CHARS, SUFFIXES, Document, find_files, read_corpus, scan_corpus
 from kvr_mpi.errors import EXIT_CONFIG, ConfigError, CorpusError
 
 # What any document may be: text that is Unicode (no lone surrogates).
@@ -181,6 +186,82 @@ def test_a_bad_path_among_good_ones_is_refused(tmp_path: Path) -> None:
     assert caught.value.exit_code == EXIT_CONFIG
 
 
+def make_odd_files(folder: Path) -> set[str]:
+    """Names of files that must not be opened, one of each suffix and kind."""
+    for name in ("pipe.txt", "pipe.jsonl", "pipe.jsonl.gz", "pipe.parquet"):
+        os.mkfifo(folder / name)
+    (folder / "zero.txt").symlink_to("/dev/zero")
+    (folder / "zero.jsonl").symlink_to("/dev/zero")
+    (folder / "to-pipe.md").symlink_to(folder / "pipe.txt")
+    with socket.socket(socket.AF_UNIX) as door, contextlib.chdir(folder):
+        door.bind("door.txt")
+    return {
+        "pipe.txt",
+        "pipe.jsonl",
+        "pipe.jsonl.gz",
+        "pipe.parquet",
+        "zero.txt",
+        "zero.jsonl",
+        "to-pipe.md",
+        "door.txt",
+    }
+
+
+@pytest.mark.parametrize("pattern", ["", "*", "**/*"])
+def test_what_is_no_regular_file_is_an_error_and_never_opened(tmp_path: Path, pattern: str) -> None:
+    names = make_odd_files(tmp_path)
+    (tmp_path / "sound.txt").write_text("sound")
+    documents = read(tmp_path / pattern)
+    assert [document.text for document in documents if document.error is None] == ["sound"]
+    errors = errors_of(documents)
+    assert set(errors) == names
+    assert all("no regular file" in error for error in errors.values())
+    assert "a named pipe" in errors["pipe.jsonl.gz"] and "a device" in errors["zero.txt"]
+
+
+def test_a_path_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    for name in make_odd_files(tmp_path):
+        with pytest.raises(CorpusError, match="expected a folder, a glob or a regular file"):
+            find_files([str(tmp_path / name)])
+
+
+def test_a_file_that_became_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    for suffix, write in WRITERS.items():
+        write(tmp_path / f"rows{suffix}", [{"id": suffix, "text": "one"}])
+    (tmp_path / "plain.txt").write_text("one")
+    corpus = scan_corpus([str(tmp_path)])
+    for file in corpus.files:
+        Path(file.path).unlink()
+        os.mkfifo(file.path)
+    for number in range(len(corpus)):
+        error = corpus.read(number).error
+        assert error is not None and "not now" in error and "a named pipe" in error
+
+
+def test_globs_end_where_links_lead_back(tmp_path: Path) -> None:
+    """Two links in each of three folders: 40 levels of them, as the kernel allows, would be 2^40 ways."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text(name)
+        (tmp_path / name / "up").symlink_to(tmp_path)
+        (tmp_path / name / "self").symlink_to(tmp_path / name)
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "a")
+    assert {name for _, name in find_files([str(tmp_path / "**/*/**/*.txt")])} == {"a.txt", "b.txt", "c.txt"}
+    for pattern in ("**/*.txt", "**"):
+        found = find_files([str(tmp_path / pattern)])
+        assert [name for _, name in found] == ["a.txt", "b.txt", "c.txt"], pattern
+
+
+def test_globs_follow_links_to_other_folders(tmp_path: Path) -> None:
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "far" / "deep" / "d.txt").write_text("d")
+    (tmp_path / "docs" / ".hidden").mkdir(parents=True)
+    (tmp_path / "docs" / ".hidden" / "h.txt").write_text("h")
+    (tmp_path / "docs" / "a.txt").write_text("a")
+    (tmp_path / "docs" / "link").symlink_to(tmp_path / "far")
+    assert [document.text for document in read(tmp_path / "docs" / "**" / "*.txt")] == ["a", "d"]
+
+
 # Text files
 
 
@@ -285,6 +366,31 @@ def test_numbers_are_ids(tmp_path: Path, suffix: str, number: float) -> None:
     assert read_one(WRITERS[suffix](tmp_path / f"a{suffix}", [{"id": number, "text": "words"}])).id == str(number)
 
 
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ({"a": 1}, "a dict"),
+        (["a"], "a list"),
+        (True, "a bool"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (b"raw", "a bytes"),
+    ],
+)
+@tables
+def test_ids_that_are_no_names_are_errors(tmp_path: Path, suffix: str, name: Any, what: str) -> None:
+    if isinstance(name, bytes) and suffix != ".parquet":
+        pytest.skip("JSON has no bytes")
+    (document,) = read(WRITERS[suffix](tmp_path / f"a{suffix}", [{"id": name, "text": "words"}]))
+    assert document.id == f"a{suffix}:1" and document.text == ""
+    assert document.error is not None and f"the id field 'id' is {what}" in document.error
+
+
+def test_dates_in_parquet_are_ids(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", id=[datetime.date(2024, 1, 31)], text=["words"])
+    assert read_one(tmp_path).id == "2024-01-31"
+
+
 @tables
 @pytest.mark.parametrize("name", ["a/b", "/etc/passwd", "../up", ".", "..", "Größe 文", "a#2", "x" * MAX_ID_CHARS])
 def test_ids_may_look_like_paths(tmp_path: Path, suffix: str, name: str) -> None:
@@ -302,6 +408,10 @@ def test_ids_may_look_like_paths(tmp_path: Path, suffix: str, name: str) -> None
         ("\x7f", r"contains '\\x7f'"),
         ("x" * (MAX_ID_CHARS + 1), f"has {MAX_ID_CHARS + 1} characters"),
         ("", "has 0 characters"),
+        ("\x9bm", r"contains '\\x9b'"),
+        ("invoice\u202etxt.exe", r"contains '\\u202e'"),
+        ("\u2066a", r"contains '\\u2066'"),
+        ("a\u2028b", r"contains '\\u2028'"),
     ],
 )
 def test_ids_that_cannot_be_kept_are_errors(tmp_path: Path, suffix: str, name: str, what: str) -> None:
@@ -587,3 +697,22 @@ def test_documents_come_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("changed")
     assert next(stream) == Document("b.txt", "changed")
     assert next(stream, None) is None
+
+
+def test_what_no_model_could_read_is_an_error_and_never_in_memory(tmp_path: Path) -> None:
+    spaces = gzip.compress(b" " * (48 << 20))
+    bomb = gzip.compress(b'{"id": "a", "text": "') + 8 * spaces + gzip.compress(b'"}\n{"id": "b", "text": "short"}\n')
+    (tmp_path / "rows.jsonl.gz").write_bytes(bomb)
+    with (tmp_path / "large.txt").open("wb") as stream:
+        stream.truncate(3 << 30)
+    tracemalloc.start()
+    try:
+        corpus = scan_corpus([str(tmp_path)])
+        found = [corpus.read(number) for number in range(len(corpus))]
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [(one.id, one.text) for one in found] == [("large.txt", ""), ("rows.jsonl.gz:1", ""), ("b", "short")]
+    assert "larger than 64 MiB" in str(found[0].error)
+    assert f"line 1 of {tmp_path}/rows.jsonl.gz has {8 * (48 << 20) + 24} bytes" in str(found[1].error)
+    assert peak_bytes < 300 << 20

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ from hypothesis import strategies as st
 from made_runs import HEADER, record, result_files, resume, write
 
 import kvr_mpi.store.merge as merge_module
+from kvr_mpi.disk import PART
 from kvr_mpi.errors import EXIT_CONFIG, ConfigError, DataError, OutputError
 from kvr_mpi.store.folder import RESULTS, find_record, read_run, run_files
-from kvr_mpi.store.ledger import PART
 from kvr_mpi.store.merge import merge_files, merge_run
 from kvr_mpi.store.outputs import Record, open_file, read_header
 
@@ -185,6 +187,12 @@ def test_large_runs_are_left_in_shards(tmp_path: Path, monkeypatch: pytest.Monke
 def test_merging_an_empty_folder_makes_no_file(tmp_path: Path) -> None:
     assert merge_run(tmp_path) == tmp_path
     assert list(tmp_path.iterdir()) == []
+
+
+def test_merging_many_documents_takes_little_memory(tmp_path: Path) -> None:
+    program = Path(__file__).parent / "programs" / "merge_growth.py"
+    done = subprocess.run([sys.executable, program, tmp_path, "2000"], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 30 << 20, "HDF5 kept 20 KB of each: 300 MB after 20,000 documents"
 
 
 def test_a_merge_into_another_file_leaves_the_run_as_it_is(tmp_path: Path) -> None:

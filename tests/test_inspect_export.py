@@ -101,7 +101,7 @@ def run_kvr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def exported(path: Path, kind: str) -> bytes:
     stream = io.BytesIO()
-    write_export(path, kind, stream)
+    write_export(read_run(path), kind, stream)
     return stream.getvalue()
 
 
@@ -295,11 +295,11 @@ def test_help_names_every_option(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["inspect", "export"])
-def test_nothing_to_read_is_bad_data(tmp_path: Path, command: str, run_kvr: Kvr) -> None:
+def test_nothing_to_read_is_bad_data_or_a_wrong_path(tmp_path: Path, command: str, run_kvr: Kvr) -> None:
     (tmp_path / "empty").mkdir()
-    for path in (tmp_path / "absent.h5", tmp_path / "empty"):
+    for path, expected in ((tmp_path / "absent.h5", EXIT_CONFIG), (tmp_path / "empty", EXIT_BAD_DATA)):
         code, out, err = run_kvr(command, path)
-        assert code == EXIT_BAD_DATA and out == "" and len(err.splitlines()) == 1 and path.name in err
+        assert code == expected and out == "" and len(err.splitlines()) == 1 and path.name in err
 
 
 # Pipes

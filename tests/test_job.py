@@ -102,6 +102,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     [output]
     path = "o"
     kv = true
+    max_failed = "5%"
     """
     spec, sources = load_job(write_job(tmp_path, text=text), (), {})
     given = {key for key, _, source in show_job(spec, sources) if source != "default"}
@@ -215,6 +216,45 @@ def test_a_setting_is_toml_or_else_plain_words(tmp_path: Path, setting: str, val
     # The same words in a variable mean the same.
     name = f"KVR_{section}__{key}".upper()
     assert load_job(write_job(tmp_path), (), {name: text.strip()})[0] == spec
+
+
+@pytest.mark.parametrize(
+    ("setting", "documents", "allowed"),
+    [
+        ("0", 9, 0),
+        ("3", 2, 3),
+        ("0.05", 100, 5),
+        ("0.05", 19, 0),
+        ("5%", 20, 1),
+        ("12.5 %", 8, 1),
+        ("1.0", 7, 7),
+        ("0.0", 7, 0),
+    ],
+)
+def test_failures_allowed(tmp_path: Path, setting: str, documents: int, allowed: int) -> None:
+    spec = load(write_job(tmp_path), f"output.max_failed={setting}")
+    assert spec.output.failures_allowed(documents) == allowed
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@pytest.mark.parametrize("setting", ["-1", "1.5", "-0.1", "nan", "101%", "some", "true", "[1]", "%"])
+def test_failures_allowed_are_a_number_or_a_share(tmp_path: Path, setting: str) -> None:
+    assert "output.max_failed" in refusal(write_job(tmp_path), f"output.max_failed={setting}")
+
+
+def test_the_environment_alone_does_not_make_foreign_code_run(tmp_path: Path) -> None:
+    plain = write_job(tmp_path)
+    message = refusal(plain, KVR_MODEL__TRUST_REMOTE_CODE="true")
+    assert message.startswith("KVR_MODEL__TRUST_REMOTE_CODE: ") and "--set model.trust_remote_code=true" in message
+    refusal(plain, "model.trust_remote_codes=true", KVR_MODEL__TRUST_REMOTE_CODE="true")
+    assert not load(plain, KVR_MODEL__TRUST_REMOTE_CODE="false").model.trust_remote_code
+    environ = {"KVR_MODEL__TRUST_REMOTE_CODE": "true"}
+    assert load(plain, "model.trust_remote_code=true", **environ).model.trust_remote_code
+    assert not load(plain, "model.trust_remote_code=false", **environ).model.trust_remote_code
+    said = tmp_path / "said.toml"
+    said.write_text(plain.read_text().replace("[model]", "[model]\ntrust_remote_code = true"))
+    assert load(said, **environ).model.trust_remote_code
+    assert not load(said, KVR_MODEL__TRUST_REMOTE_CODE="false").model.trust_remote_code
 
 
 @pytest.mark.parametrize(
@@ -389,7 +429,7 @@ def test_a_value_of_another_type_is_never_made_to_fit(tmp_path: Path, setting: s
         ("model.device", ("auto", "cpu", "cuda")),
         ("prompt.too_long", ("error", "truncate", "split")),
         ("prompt.keep", ("head", "tail", "middle")),
-        ("parallel.strategy", ("kvr", "single")),
+        ("parallel.strategy", ("kvr", "ring", "auto", "single")),
         ("parallel.partition", ("equal_time", "even", "ratio")),
     ],
 )

@@ -14,6 +14,7 @@ PACKAGE = Path(kvr_mpi.__file__).parent
 # Lowest first: a file imports only from its own room and the rooms before it (README, "The rooms").
 ROOMS = [
     "errors",
+    "disk",
     "partition",
     "model",
     "documents",
@@ -22,6 +23,8 @@ ROOMS = [
     "transport",
     "prefill",
     "costs",
+    "registry",
+    "simulate",
     "planner",
     "schedule",
     "decode",
@@ -30,10 +33,12 @@ ROOMS = [
     "doctor",
     "stop",
     "job",
+    "check",
     "forecast",
     "plan",
     "reading",
     "cuts",
+    "choice",
     "prepare",
     "engine",
     "crew",
@@ -48,7 +53,7 @@ CONTACTS = {
     "mpi4py": {"transport/mpi.py", "transport/mpi_query.py", "transport/counters.py"},
     "h5py": {"store/hdf5.py", "store/kv.py", "store/outputs.py", "store/shards.py", "store/merge.py", "doctor/hdf5.py"},
     # The caches are one rank's of one prompt; a row of several prompts has to look like a cache to the model, too.
-    "transformers.cache_utils": {"prefill/cache.py", "prefill/packed.py"},
+    "transformers.cache_utils": {"prefill/cache.py", "prefill/layer.py", "prefill/states.py", "prefill/row.py"},
     "click": {"cli"},
 }
 

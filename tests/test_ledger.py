@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_runs import HEADER, record, result_files, resume, write
+from made_runs import HEADER, corpus_of, record, result_files, resume, write
 
+from kvr_mpi.disk import PART
 from kvr_mpi.store.folder import read_run
-from kvr_mpi.store.ledger import PART, LedgerWriter, read_ledger, seal, unseal
+from kvr_mpi.store.ledger import LedgerWriter, read_ledger, seal, unseal
 from kvr_mpi.store.shards import ShardWriter
 
 Damage = Callable[[bytes, int], bytes]
@@ -175,3 +176,13 @@ def test_any_bytes_may_follow(tmp_path_factory: pytest.TempPathFactory, junk: by
     begun = [name for line in read_ledger(folder).begun["x"] for name in line.begun]
     assert begun[0] == "a" and begun[-1] == "b"
     assert all(json.dumps(each) for each in read_ledger(folder).damaged)
+
+
+def test_a_sealed_line_with_text_for_names_counts_no_letter_as_a_document(tmp_path: Path) -> None:
+    write(tmp_path, "0000", [record("a"), record("b")])
+    ledger = tmp_path / "ledger-0000.jsonl"
+    line = unseal(ledger.read_bytes())
+    assert line is not None
+    ledger.write_bytes(seal({**line, "failed": "xyz"}))
+    done, failed, _ = resume(tmp_path, corpus=corpus_of(["a", "b", "x", "y", "z"]))
+    assert (done, failed) == ({"a", "b"}, set())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -180,3 +181,23 @@ def test_one_that_stood_still_too_long_is_told(tmp_path: Path) -> None:
         lock.check()
     lock.release()
     assert session_of(tmp_path) == 2 and read_lock(tmp_path).owner == ELSEWHERE  # type: ignore[union-attr]
+
+
+def test_a_folder_that_was_swapped_is_noticed_though_its_lock_has_the_same_number(tmp_path: Path) -> None:
+    folder, away = tmp_path / "out", tmp_path / "away"
+    folder.mkdir()
+    lock = Lock(folder, this_process())
+    folder.rename(away)
+    with pytest.raises(OutputError, match="is gone; put it back"):
+        lock.check(anew=True)
+    shutil.copytree(away, folder)
+    deadline = time.monotonic() + 10
+    while not lock._is_lost:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    with pytest.raises(OutputError, match="is another folder than when this job began"):
+        lock.check(anew=True)
+    shutil.rmtree(folder)
+    away.rename(folder)
+    lock.check(anew=True)
+    lock.release()

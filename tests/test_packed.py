@@ -11,14 +11,16 @@ import torch
 import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import COMMON, CONFIGS, SINGLE_ONLY, prompt, tiny
+from models import COMMON, CONFIGS, prompt, tiny
 from torch.nn.attention import varlen
 
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill import packed
+from kvr_mpi.prefill import packed, row
 from kvr_mpi.prefill.cache import layer_kv
-from kvr_mpi.prefill.packed import PackedCache, decode_packed, prefill_packed, why_not_packed
+from kvr_mpi.prefill.check import why_not_packed
+from kvr_mpi.prefill.packed import decode_packed, prefill_packed
+from kvr_mpi.prefill.row import PackedCache
 from kvr_mpi.prefill.seam import prepare_model, run_model
 from kvr_mpi.prefill.strategies import Prefill, compute_prefix, prefill_kvr
 from kvr_mpi.transport.local import LocalTransport
@@ -171,7 +173,7 @@ def test_the_way_of_gpus_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch)
     loaded, prompts = ready(name), [other_prompt(tokens) for tokens in LENGTHS]
     truths = [alone(loaded, ids) for ids in prompts]
     calls = []
-    monkeypatch.setattr(packed, "takes_varlen", lambda query, values, scores: scores.softcap is None)
+    monkeypatch.setattr(row, "takes_varlen", lambda query, values, scores: scores.softcap is None)
     monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **kw: calls.append(1) or varlen_as_documented(*args, **kw))
     found = prefill_packed(loaded, prompts)
     assert len(calls) == 3
@@ -225,15 +227,15 @@ def test_models_that_would_answer_wrongly_are_not(monkeypatch: pytest.MonkeyPatc
         assert "differ from each alone" in str(why_not_packed(ready(name)))
 
 
-def test_models_that_cannot_are_not() -> None:
-    for name in ("falcon-alibi", "mamba-no-attention"):
-        assert name in SINGLE_ONLY
-        assert "does not run packed" in str(why_not_packed(tiny(name)))
+@pytest.mark.parametrize(("name", "why"), [("falcon-alibi", "its own attention"), ("lfm2-convolutions", "recurrent")])
+def test_models_that_cannot_are_not(name: str, why: str) -> None:
+    assert why in str(why_not_packed(tiny(name)))
 
 
-def test_a_rotary_embedding_of_the_whole_row_is_seen() -> None:
+def test_a_rotary_embedding_of_the_whole_row_is_each_documents_own() -> None:
+    """Of 5 and 40 tokens, in a model that changes its frequencies from 33 on."""
     loaded, prompts = long_rope(), [other_prompt(5), other_prompt(40)]
-    assert "longrope" in str(why_not_packed(loaded))
+    assert why_not_packed(loaded) is None
     for ids, found in zip(prompts, prefill_packed(loaded, prompts), strict=True):
         check_equal(loaded, found, alone(loaded, ids))
 

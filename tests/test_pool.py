@@ -308,16 +308,44 @@ def test_plain_caches_step_one_by_one(name: str) -> None:
     assert pool.why_alone is None
 
 
-def test_a_model_that_does_not_run_packed_steps_one_by_one() -> None:
+def test_a_rotary_embedding_by_length_steps_together() -> None:
     loaded = replace(long_rope(), tokenizer=Numbers())
     pool = make_pool(loaded)
     for tokens in (5, 40):  # the second is beyond the 32 tokens from which on the embedding is another
         pool.add(str(tokens), alone(loaded, other_prompt(tokens), NEW_TOKENS), other_prompt(tokens), 0)
     found = answers(pool)
-    assert "longrope" in str(pool.why_alone)
+    assert pool.why_alone is None
     for tokens in (5, 40):
         answer = found[str(tokens)].answer
         assert answer is not None and answer == replace(answer_of(loaded, other_prompt(tokens)), seconds=answer.seconds)
+
+
+@pytest.mark.parametrize("name", ["falcon-alibi", "deepseek-latents", "qwen3-next-delta-rule", "falcon-h1-both"])
+def test_a_model_that_does_not_run_packed_steps_one_by_one(name: str) -> None:
+    """Each answer is that of generate(); a step that fails is taken back, states included."""
+    loaded = replace(tiny(name), tokenizer=Numbers())
+    prompts = {str(tokens): other_prompt(tokens) for tokens in (5, 40)}
+    truths = {key: truth_of(loaded, ids) for key, ids in prompts.items()}
+    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
+    pool, failures = make_pool(loaded), [4]
+    steps = 0
+
+    def run_out(*args: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps in failures:
+            raise torch.OutOfMemoryError("on purpose")
+
+    for key, ids in prompts.items():
+        pool.add(key, alone(loaded, ids, NEW_TOKENS), ids, 0)
+    last = list(next(module for module in loaded.model.modules() if isinstance(module, torch.nn.ModuleList)))[-1]
+    hook = last.register_forward_pre_hook(run_out)
+    found = answers(pool)
+    hook.remove()
+    assert steps > max(failures) and pool.why_alone is not None
+    for key, truth in truths.items():
+        answer = found[key].answer
+        assert answer is not None and answer.token_ids == truth
 
 
 def test_smollm_answers_real_texts_together(smollm: LoadedModel) -> None:

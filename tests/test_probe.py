@@ -5,6 +5,7 @@ import torch
 from models import tiny
 
 from kvr_mpi.costs.solve import equal_time
+from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.partition import Partition
 from kvr_mpi.planner import probe
 from kvr_mpi.planner.probe import measure_rates
@@ -35,3 +36,13 @@ def test_the_pretended_chain_has_sent_everything() -> None:
     buffer = torch.ones(4)
     chain.irecv(buffer, 0, 0).wait()
     assert chain.rank == 1 and buffer.sum() == 0
+
+
+def test_whole_periods_of_layers_are_timed() -> None:
+    """Where every fourth layer attends, and the others keep a state, three layers would say nothing of attention."""
+    attention, recurrent = LayerShape(2, 8, 8), LayerShape(states=(StateShape("recurrent", 0, (1, 2, 8, 8)),))
+    assert probe._layers_timed([attention] * 30) == 3
+    assert probe._layers_timed(([recurrent] * 3 + [attention]) * 9) == 4
+    assert probe._layers_timed(([recurrent] * 5 + [attention]) * 4) == 6
+    assert probe._layers_timed([recurrent, attention, recurrent]) == 2
+    assert probe._layers_timed([attention]) == 0

@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvr_mpi.errors import EXIT_BAD_DATA, ConfigError, DocumentError
-from kvr_mpi.prompts import Frame, Keep, Prompt, check_template, encode_text, fit_prompt, make_frame, split_text
+from kvr_mpi.prompts import (
+    Frame,
+    Keep,
+    Prompt,
+    check_template,
+    cut_template,
+    encode_text,
+    fit_prompt,
+    make_frame,
+    split_text,
+)
 
 ROOMY = 100_000
 WORDS = ("river", "stone", "internationalization", "and", "12.5", "a", "Größe.", "counterrevolutionary", "fox.\n")
@@ -86,6 +96,34 @@ def test_a_long_template_is_not_repeated_in_full() -> None:
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize(
+    ("template", "before", "after"),
+    [
+        ("Read {text} now", "Read ", " now"),
+        ("As {{json}}: {text}", "As {json}: ", ""),
+        ('Such as {{"a": {{"b": 1}}}}: {text}', 'Such as {"a": {"b": 1}}: ', ""),
+        ('Such as {"a": {"b": 1}}: {text}', 'Such as {"a": {"b": 1}}: ', ""),  # no names: as written
+        ('{"a": {{b}}} {text}', '{"a": {b}} ', ""),
+        ("{{text}} is {text}", "{text} is ", ""),
+        ("{{{text}}}", "{", "}"),
+        ("x^{2} {} {text} }} {{", "x^{2} {} ", " } {"),
+    ],
+)
+def test_braces_in_a_template(tokenizer: Any, template: str, before: str, after: str) -> None:
+    assert cut_template(template) == (before, after)
+    frame = make_frame(tokenizer, template, chat_template=False, max_prompt_tokens=ROOMY)
+    assert tokenizer.decode(frame.head) == before and tokenizer.decode(frame.tail) == after
+
+
+@pytest.mark.parametrize("name", ["question", "Text", " text ", "doc.title", "größe"])
+def test_unknown_names_in_braces_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"has {{{name}}}") + r".*what exists is \{text\}") as caught:
+        check_template(f"About {{text}}: {{{name}}}?", "prompt.reduce_template")
+    assert str(caught.value).startswith("prompt.reduce_template ") and f"{{{{{name}}}}}" in str(caught.value)
+    with pytest.raises(ConfigError, match="contains {text} 0 times.*" + re.escape(name)):
+        check_template(f"{{{name}}}")
+
+
 def test_the_frame_is_the_template_around_the_text(tokenizer: Any) -> None:
     frame = make_frame(tokenizer, "Read this:\n{text}\nNow sum it up.", max_prompt_tokens=ROOMY)
     prompt = fit_prompt(frame, encode_text(tokenizer, "It rained."), truncate=None)
@@ -106,11 +144,15 @@ def test_the_frame_is_the_same_whatever_the_document(tokenizer: Any, text: str) 
     assert prompt.tokens == len(frame.head) + len(ids) + len(frame.tail)
 
 
-@pytest.mark.parametrize("braces", ["{x}", "{0}", "{}", "{{", "}", "{{ 7 * 7 }}", "{% raw %}", "%s", "{text", "\\1"])
+@pytest.mark.parametrize(
+    "braces", ["{0}", "{}", "}", "{ 7 * 7 }", "{% raw %}", "%s", "{text", "\\1", "{{x}}", "{{ 7 }}"]
+)
 def test_braces_are_only_braces(tokenizer: Any, braces: str) -> None:
+    """In a document always; in a template unless they are double, or around a name."""
     frame = make_frame(tokenizer, f"Before {braces} {{text}} {braces} after", max_prompt_tokens=ROOMY)
-    prompt = fit_prompt(frame, encode_text(tokenizer, f"A {braces} and {{text}}."), truncate=None)
-    assert f"Before {braces} A {braces} and {{text}}. {braces} after" in text_of(tokenizer, prompt)
+    prompt = fit_prompt(frame, encode_text(tokenizer, f"A {braces} and {{text}} and {{x}}."), truncate=None)
+    shown = braces.replace("{{", "{").replace("}}", "}")
+    assert f"Before {shown} A {braces} and {{text}} and {{x}}. {shown} after" in text_of(tokenizer, prompt)
 
 
 def test_a_template_that_leaves_no_room_is_refused(tokenizer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,11 @@ from typing import Any
 
 import h5py
 import pytest
+from click.testing import CliRunner
+from constants import ROOT
 
+from kvr_mpi.cli import group
+from kvr_mpi.prompts import Prompt, encode_text
 from kvr_mpi.store.folder import read_run
 
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
@@ -97,6 +102,59 @@ def test_bad_documents_are_records_and_the_rest_is_done(job: Path, tmp_path: Pat
     for error in errors.values():
         assert error.split()[0] in run.stderr
     assert "6 done, 5 error(s)" in run.stdout
+    assert last_line(run.stderr) == (
+        "exit code 65: done, but some documents have error records; 5 of 11 document(s) failed, output.max_failed = 0 "
+        "allows 0"
+    )
+
+
+def last_line(text: str) -> str:
+    return text.splitlines()[-1].partition("] ")[2]
+
+
+def test_failures_may_be_allowed(job: Path, tmp_path: Path, run_here: Any) -> None:
+    corpus = tmp_path / "corpus"
+    for name in ("empty-1.txt", "empty-2.txt"):
+        (corpus / name).write_text(" ")
+    for allowed, code in (
+        ("0", 65),
+        ("1", 65),
+        ("2", 0),
+        ("0.28", 65),
+        ("0.29", 0),
+        ("28%", 65),
+        ("28.6%", 0),
+        ("1.0", 0),
+    ):
+        run = run_here(1, [job, "--resume", "--set", f"output.max_failed={allowed}"])
+        assert run.returncode == code, (allowed, run.stderr)
+        assert last_line(run.stderr).startswith(f"exit code {code}: done")
+        assert "2 of 7 document(s) failed" in last_line(run.stderr)
+    for name in ("empty-1.txt", "empty-2.txt"):
+        (corpus / name).unlink()
+    run = run_here(1, [job, "--overwrite"])
+    assert run.returncode == 0 and last_line(run.stderr) == "exit code 0: done; all 5 document(s)"
+
+
+def test_folders_that_are_missing_are_wrong_arguments_not_damaged_data(tmp_path: Path, kvr: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for command in ("inspect", "export", "status", "merge"):
+        for name, code in (("missing", 78), ("empty", 65)):
+            run = subprocess.run([kvr, command, tmp_path / name], capture_output=True, text=True, check=False)
+            assert run.returncode == code, (command, name, run.stderr)
+            assert name in run.stderr and len(run.stderr.splitlines()) == 1
+
+
+def test_pipes_and_devices_in_a_corpus_are_records(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+    os.mkfifo(tmp_path / "corpus" / "pipe.txt")
+    (tmp_path / "corpus" / "zero.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "corpus" / "ids.jsonl").write_text('{"id": {"a": 1}, "text": "x"}\n{"id": "a\u202eb", "text": "x"}\n')
+    run = mpirun(2, [kvr_run, job, "--set", "documents.path=" + str(tmp_path / "corpus" / "**")], timeout_s=60)
+    assert run.returncode == 65, run.stderr
+    errors = {record.id: record.error for record in read_run(tmp_path / "out") if record.status == "error"}
+    assert set(errors) == {"pipe.txt", "zero.jsonl", "ids.jsonl:1", "a\\u202eb"}
+    assert "a named pipe" in errors["pipe.txt"] and "a device" in errors["zero.jsonl"]
+    assert "\u202e" not in run.stderr + run.stdout
 
 
 def test_log_lines_are_whole_and_say_who_and_how_long(job: Path, mpirun: Any, kvr_run: Path) -> None:
@@ -105,12 +163,49 @@ def test_log_lines_are_whole_and_say_who_and_how_long(job: Path, mpirun: Any, kv
     assert run.returncode == 0, run.stderr
     assert "\r" not in run.stderr
     lines = [line for line in run.stderr.splitlines() if "first token" in line]
-    assert 1 <= len(lines) <= 5, "one for a document, but not more than one a second from a rank"
+    assert sorted(re.findall(r"doc-\d", line)[0] for line in lines) == [f"doc-{number}" for number in range(5)], (
+        "one for each document"
+    )
     for line in lines:
         assert line.startswith("[20") and ("rank 1" not in line or f"rank 1 {os.uname().nodename}]" in line)
         assert "/5 doc-" in line and "elapsed 0:0" in line and "wall time left 0:5" in line
     (last,) = (line for line in lines if " 5/5 doc-" in line)
     assert last.split("|")[1].count("done") == 1
+
+
+def test_each_phase_has_its_line_before_it_begins(job: Path, run_here: Any) -> None:
+    template = "Here is what somebody wrote down. Read it to its end, and then write a summary of it. " * 3
+    settings = ["parallel.partition=equal_time", "model.device=cpu", f"prompt.template={template} {{text}}"]
+    run = run_here(2, [job, *(part for setting in settings for part in ("--set", setting))])
+    assert run.returncode == 0, run.stderr
+    phases = [
+        "found in order; starting 2 rank(s)",
+        "reading the documents",
+        "loading ",
+        "loaded; laying weights out",
+        "checking on a few tokens",
+        "computing the instructions",
+        "probing how fast",
+        "documents: 5",
+        "exit code 0",
+    ]
+    places = [run.stderr.index(phase) for phase in phases]
+    assert places == sorted(places)
+
+
+def test_the_status_of_a_run_is_in_plain_words(job: Path, tmp_path: Path, run_here: Any) -> None:
+    def state() -> str:
+        return CliRunner().invoke(group, ["status", str(tmp_path / "out")]).output.splitlines()[0]
+
+    (tmp_path / "corpus" / "empty.txt").write_text(" ")
+    stopped = run_here(1, [job, "--time-limit", "1"])
+    assert stopped.returncode == 75, stopped.stderr
+    assert last_line(stopped.stderr).startswith("exit code 75: stopped before the end")
+    assert state().startswith("state     not running, and not finished; the same kvr-run with --resume goes on")
+    assert run_here(1, [job, "--resume"]).returncode == 65
+    assert state() == (
+        "state     finished: nothing is left to do, 1 with an error record (--retry-failed does them again)"
+    )
 
 
 def test_existing_results_are_refused_resumed_or_deleted(
@@ -143,6 +238,22 @@ def test_existing_results_are_refused_resumed_or_deleted(
     again = run_here(2, [job, "--overwrite", "--set", "documents.limit=1"])
     assert again.returncode == 0, again.stderr
     assert len(answers(tmp_path / "out")) == 1
+
+
+def test_braces_in_documents_are_text(job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    corpus = tmp_path / "braces"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("Mind {question} and {{text}} and {text}.")
+    settings = [f"documents.path={corpus}", "prompt.template=As {{json}}: {text}", "prompt.chat_template=false"]
+    run = run_here(2, [job, *(part for setting in settings for part in ("--set", setting))])
+    assert run.returncode == 0, run.stderr
+    (record,) = read_run(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    text = encode_text(tokenizer, "Mind {question} and {{text}} and {text}.")
+    ids = [*tokenizer("As {json}: ")["input_ids"], *text]
+    assert record.prompt_sha256 == Prompt(tuple(ids)).sha256
 
 
 def test_kv_is_kept_when_asked_for(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path, kvr: Path) -> None:
@@ -200,6 +311,9 @@ WRONG = [
     (["--set", "documents.path={tmp}/void"], 78, ["holds no .txt"]),
     (["--set", "documents.path={tmp}/void.jsonl"], 78, ["hold no document"]),
     (["--set", "prompt.template=Summarise it."], 78, ["prompt.template", "{{text}} 0 times"]),
+    (["--set", "prompt.template={{question}} {{text}}"], 78, ["prompt.template", "{{question}}", "exists is {{text}}"]),
+    (["--set", "prompt.reduce_template={{text}} {{x}}"], 78, ["prompt.reduce_template", "has {{x}}"]),
+    (["--set", "prompt.system=Mind {{text}}."], 78, ["prompt.system", "place is in prompt.template"]),
     (["--set", "prompt.max_tokens=100000"], 78, ["prompt.max_tokens = 100000", "512"]),
     (["--set", "generation.max_new_tokens=512"], 78, ["max_new_tokens = 512", "no room"]),
     (["--set", "model.path=./no-model"], 78, ["model.path './no-model'", "no such file or folder"]),
@@ -235,6 +349,7 @@ def test_what_users_get_wrong(
     for word in words:
         assert word.format() in run.stderr
     assert run.stderr.count("error: ") == 1, "one rank speaks for all"
+    assert last_line(run.stderr) == f"exit code {code}: the job cannot be run as written"
     assert not list(tmp_path.glob("out/*.h5*"))
 
 
@@ -268,7 +383,8 @@ def make_broken_things(tmp_path: Path, tiny_model_dir: Path) -> None:
         if name == "unknown-architecture":
             config["model_type"] = "no-such-type"
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    (tmp_path / "damaged-weights" / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}")
+        if name != "no-weights":
+            (tmp_path / name / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}")
 
 
 def test_missing_and_broken_job_files(tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
@@ -297,6 +413,7 @@ def test_alone_under_slurm_with_several_tasks(job: Path, kvr_run: Path, tmp_path
         [kvr_run, job], capture_output=True, text=True, env={**os.environ, "SLURM_NTASKS": "4"}, check=False, timeout=60
     )
     assert run.returncode == 69
+    assert last_line(run.stderr) == "exit code 69: the ranks cannot talk"
     assert "4 ranks were meant" in run.stderr and "srun --mpi=pmi2" in run.stderr
     assert not (tmp_path / "out").exists()
 
@@ -321,3 +438,25 @@ def test_a_killed_rank_ends_all(job: Path, kvr_run: Path, mpirun: Any, tmp_path:
     assert time.time() - float(marker.read_text()) < 10, "the others ended within 10 s of the kill"
     assert began < float(marker.read_text())
     assert signal.SIGKILL == 9
+
+
+def test_the_closing_hints_work_as_printed(job: Path, tmp_path: Path, kvr_run: Path) -> None:
+    """Called by its path, in a shell that finds nothing of ours by name, and with words a shell would take apart."""
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "bin").symlink_to(kvr_run.parent)
+    (tmp_path / "corpus" / "a b's.txt").write_text("An odd name.")
+    settings = ["parallel.strategy=single", "documents.limit=1", "output.path=the results"]
+    command = ["env/bin/kvr-run", str(job), *(word for setting in settings for word in ("--set", setting))]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    hints = [line.partition("env/bin/")[1:] for line in run.stdout.splitlines() if "env/bin/kvr " in line]
+    assert len(hints) == 3
+    shell = {**os.environ, "PATH": "/usr/bin:/bin"}
+    for hint in map("".join, hints):
+        done = subprocess.run(hint, shell=True, cwd=tmp_path, env=shell, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "a b's.txt" in done.stdout, (hint, done.stderr)
+
+
+def test_the_demo_is_called_by_its_path() -> None:
+    made = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert ".venv/bin/kvr-run jobs/demo.toml" in made

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,10 +17,11 @@ import torch
 from made_runs import HEADER, record, result_files, resume, write
 
 import kvr_mpi.store.shards as shards_module
+from kvr_mpi.disk import PART
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import read_run, run_files
 from kvr_mpi.store.kv import read_array
-from kvr_mpi.store.ledger import PART, crc32_of, read_ledger
+from kvr_mpi.store.ledger import crc32_of, read_ledger
 from kvr_mpi.store.shards import ShardWriter
 
 
@@ -203,6 +207,21 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a small tmpfs can only be mounted by root")
     yield disk
     subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_the_space_that_is_named_was_free_when_it_mattered(small_disk: Path) -> None:
+    folder = small_disk / "run"
+    folder.mkdir()
+    writer = ShardWriter(folder, "0000", HEADER)
+    with pytest.raises(OutputError) as caught:
+        for number in range(100):
+            writer.write(record(f"{number:03d}", answer="x" * 50_000))
+        writer.close()
+    with contextlib.suppress(OutputError):
+        writer.close()
+    found = re.search(r"\(([0-9.]+) MB free there\)", str(caught.value))
+    assert found is not None and float(found[1]) < 0.6
+    assert shutil.disk_usage(folder).free > 1.2e6, "the unfinished shard has been removed since"
 
 
 @pytest.mark.parametrize("kv", [True, False])

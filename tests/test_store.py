@@ -231,16 +231,20 @@ def test_a_file_is_readable_with_h5py_alone(tmp_path: Path) -> None:
     path = write_shard(tmp_path, record, [(keys, values)])
     with h5py.File(path, "r") as file:
         assert text(file.attrs["schema"]) == SCHEMA == "kvr-mpi"
-        assert int(file.attrs["schema_version"]) == SCHEMA_VERSION == 1
+        assert int(file.attrs["schema_version"]) == SCHEMA_VERSION == 2
         assert text(file.attrs["created"]).startswith("20")
         assert json.loads(file.attrs["identity"]) == HEADER.identity
         assert json.loads(file.attrs["model"]) == HEADER.model
         assert {"kvr_mpi", "python", "torch", "transformers", "h5py", "hdf5"} <= set(json.loads(file.attrs["software"]))
         group = file["documents/dir%2Freport 1.txt"]
-        assert set(group.attrs) == {spec.name for spec in fields(Record)} - {*ARRAYS, "answer"}
+        stored = {spec.name for spec in fields(Record)} - {*ARRAYS, "answer"}
+        assert set(group.attrs) == stored | {"answer_bytes", "answer_tokens", "kv_bytes", "record_sha256"}
+        assert group.attrs["answer_tokens"] == 3 and group.attrs["kv_bytes"] == 2 * 7 * 2 * 4 * 4
+        for name in ("answer", "token_ids", "slices", "kv/layer_000/keys", "kv/layer_000/values"):
+            assert group[name].fletcher32, f"{name} is not guarded"
         assert text(group.attrs["id"]) == record.id and text(group.attrs["status"]) == "done"
         assert group.attrs["prompt_tokens"] == 7 and group.attrs["ttft_s"] == 1.25
-        assert group["answer"].asstr()[()] == record.answer
+        assert group["answer"].asstr()[0] == record.answer
         assert group["token_ids"].dtype == np.int64 and group["token_ids"][:].tolist() == [5, 6, 7]
         assert group["slices"].dtype == np.int64 and group["slices"][:].tolist() == [0, 4, 7]
         np.testing.assert_array_equal(group["kv/layer_000/keys"][()], keys.numpy())

@@ -267,10 +267,11 @@ def test_a_flipped_bit_in_the_root_group_is_refused_or_read_right(good: Path) ->
     assert {offset: said for offset, said in outcomes.items() if said not in ("right", "refused")} == {}
 
 
-def test_a_flipped_bit_anywhere_ends_in_no_traceback_and_no_hang(good: Path) -> None:
-    # Not all is under a checksum, so a letter of an answer may change; but nothing else may happen.
-    outcomes = flip(good, 900, good.stat().st_size, 83)
-    assert {offset: said for offset, said in outcomes.items() if said not in ("right", "refused", "other")} == {}
+def test_a_flipped_bit_anywhere_is_refused_or_read_right(good: Path) -> None:
+    # All that is read is under a checksum, HDF5's or our own.
+    outcomes = flip(good, 900, good.stat().st_size, 31)
+    assert {offset: said for offset, said in outcomes.items() if said not in ("right", "refused")} == {}
+    assert "refused" in outcomes.values()
 
 
 @pytest.mark.parametrize(("at", "value"), [(24, 0), (24, 2**63)], ids=["size-zero", "size-huge"])
@@ -514,7 +515,7 @@ RECORD_DAMAGE: dict[str, Damage] = {
     "schema-time": attribute_of_time("/", "schema"),
     "schema-not-utf8": attribute_bytes("/", "schema", b"\xff\xfe"),
     "version-missing": attribute("/", "schema_version", None),
-    "version-newer": attribute("/", "schema_version", 2),
+    "version-newer": attribute("/", "schema_version", 3),
     "version-far": attribute("/", "schema_version", 2**62),
     "version-text": attribute("/", "schema_version", "1"),
     "version-fraction": attribute("/", "schema_version", 1.5),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers as tf
-from models import CONFIGS, SINGLE_ONLY
+from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE
 
 from kvr_mpi.costs.hardware import Hardware, load_hardware, profiles
 from kvr_mpi.costs.workload import SHAPES, named_workload, workload_of
@@ -55,10 +56,15 @@ def test_only_the_experts_a_token_visits_count() -> None:
     assert rest_flop(8, 2) - rest_flop(4, 2) == 2 * 48 * 4, "the router only"
 
 
-@pytest.mark.parametrize("name", ["bloom-own-attention", "mamba-no-attention"])
-def test_what_cannot_be_counted_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="no attention"):
-        workload_of(SINGLE_ONLY[name](), dtype_bytes=2)
+def test_attention_of_ones_own_is_counted() -> None:
+    work = workload_of(WHOLE["bloom-own-attention"](), dtype_bytes=2)
+    assert work.heads == 6 and work.pair_flop == 4 * 48
+
+
+def test_layers_with_states_hand_them_on() -> None:
+    assert workload_of(STATES["qwen3-next-delta-rule"](), dtype_bytes=2).has_states
+    alone = workload_of(SINGLE_ONLY["mamba-no-attention"](), dtype_bytes=2)
+    assert alone.has_states and alone.pair_flop == 0 and alone.kv_bytes == 0
 
 
 def test_names_are_found_however_written() -> None:
@@ -98,16 +104,25 @@ def test_a_users_own_profile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gemm_flop_per_s": -1.0}, "gemm_flop_per_s.*greater than 0.*-1"),
+        ({"gemm_flop_per_s": -1.0}, "gemm_flop_per_s.*greater than or equal to 1.*-1"),
         ({"gemm_flop_per_s": "missing"}, "gemm_flop_per_s: Field required"),
         ({"link_latency_s": "NaN"}, "link_latency_s.*finite"),
         ({"link_gbit_per_s": 400}, "link_gbit_per_s.*valid keys: .*link_bytes_per_s"),
         ({"attention": "fast"}, "attention.*'eager' or 'flash'"),
+        ({"link_bytes_per_s": 1e-320}, "link_bytes_per_s.*greater than or equal to 1"),
+        ({"\x1b[2J": 1}, r"\\x1b\[2J"),
+        ({"source": "x" * (2 << 20)}, "larger than 1 MiB"),
     ],
 )
 def test_profiles_no_machine_has_are_refused(tmp_path: Path, changes: dict[str, object], words: str) -> None:
     with pytest.raises(DataError, match=words):
         load_hardware(written(tmp_path, **changes))
+
+
+def test_a_profile_is_no_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="no such profile or file"):
+        load_hardware(str(tmp_path / "pipe"))
 
 
 def test_damaged_and_missing_profiles(tmp_path: Path) -> None:

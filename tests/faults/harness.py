@@ -1,9 +1,11 @@
 """Jobs that are killed, starved and damaged at random, resumed, and held against one that was left in peace.
 
-A case is a job on two ranks. It is ended by SIGKILL at a random instant (any rank, the launcher, or all; as often as
-not while a shard is being written) or by a full disk; then files may be cut, flipped, removed, or dated to another
-century; then it is resumed on one, two or three ranks, which may be killed again, until it ends. Then every document
-has to be there once, with the tokens, keys and values of the undisturbed job, in a file that opens.
+A case is a job on two ranks. At a random instant (as often as not while a shard is being written) a rank, the launcher
+or all are killed, stopped, or told to end, once or twice; or the folder is removed, made read-only or swapped for
+another job's; or another job wants it; or the disk is full; and the clock may jump. Then files may be cut, flipped,
+removed, or dated to another century, and the corpus may be edited, with which no job goes on. Then it is resumed on
+one, two or three ranks, which may be disturbed again, until it ends. Then every document has to be there once, with the
+tokens, keys and values of the undisturbed job, in a file that opens.
 """
 
 from __future__ import annotations
@@ -18,28 +20,35 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import h5py
 import numpy as np
 from constants import MPI_ENVIRONMENT
+from disturb import (
+    ACTIONS,
+    CLOCKS,
+    SIGNALS,
+    Case,
+    damage,
+    edit_corpus,
+    mend_corpus,
+    move_folder,
+    put_back,
+    ranks_of,
+    send_signals,
+    wait_for_moment,
+)
+
+from kvr_mpi.store.run import wanted_documents
+from kvr_mpi.store.survey import survey
 
 LAUNCHER = Path(sys.executable).parent / "mpirun"
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
 DOCUMENTS = 12
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 SMALL_DISK = "size=900k"
 ENDED_WELL = (0, 65)
-DAMAGES = ("none", "none", "cut", "flip", "remove", "junk", "clock")
-
-
-@dataclass(slots=True)
-class Case:
-    """One job and what became of it: `story` has a line for everything that was done to it."""
-
-    seed: int
-    story: list[str] = field(default_factory=list)
 
 
 def write_job(folder: Path, model: Path) -> Path:
@@ -71,15 +80,15 @@ def write_job(folder: Path, model: Path) -> Path:
     return job
 
 
-def launch(job: Path, output: Path, ranks: int) -> subprocess.Popen[str]:
-    """Start ``kvr-run`` under a real mpirun."""
+def launch(job: Path, output: Path, ranks: int, clock: str = "") -> subprocess.Popen[str]:
+    """Start ``kvr-run`` under a real mpirun, by a clock that jumps if that is wanted."""
     command = [LAUNCHER, "-n", str(ranks), sys.executable, Path(__file__).parent / "run_job.py", job]
     return subprocess.Popen(
         [*map(str, command), "--resume", "--set", f"output.path={output}"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **MPI_ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **MPI_ENVIRONMENT, "OMP_NUM_THREADS": "1", "KVR_TEST_CLOCK": clock},
         start_new_session=True,
     )
 
@@ -109,86 +118,6 @@ def _doing(pid: int) -> str:
         return "gone"
 
 
-def ranks_of(pid: int) -> list[int]:
-    """Process ids of the Python ranks below a launcher."""
-    found, todo = [], [pid]
-    while todo:
-        for child in children(todo.pop()):
-            todo.append(child)
-            try:
-                if b"run_job.py" in Path(f"/proc/{child}/cmdline").read_bytes() and not children(child):
-                    found.append(child)
-            except OSError:
-                pass
-    return sorted(found)
-
-
-def children(pid: int) -> list[int]:
-    """Process ids of a process's children, of all its threads."""
-    found: list[int] = []
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    except OSError:
-        pass
-    return found
-
-
-def kill_sometime(process: subprocess.Popen[str], output: Path, chance: random.Random, case: Case) -> None:
-    """Kill one rank, all of them, or the launcher, as a seed says."""
-    kind = chance.choice(["start", "work", "write", "write", "merge"])
-    whom = chance.choice(["rank", "rank", "all", "launcher"])
-    shards = chance.randrange(0, 4) if kind in ("work", "write") else 0
-    wait_s = chance.uniform(0, 4) if kind == "start" else chance.uniform(0, 0.01)
-    before = len(list(output.glob("shard-*.h5")))
-
-    def is_time() -> bool:
-        if kind == "start":
-            return bool(ranks_of(process.pid))
-        files = [file.name for file in output.iterdir()] if output.is_dir() else []
-        if kind == "merge":
-            return "results.h5.part" in files
-        finished = sum(name.startswith("shard-") and name.endswith(".h5") for name in files)
-        return finished >= before + shards and (kind == "work" or any(name.endswith(".part") for name in files))
-
-    while process.poll() is None and not is_time():
-        time.sleep(0.001)
-    time.sleep(wait_s)
-    ranks = ranks_of(process.pid)
-    pids = {"rank": ranks and [chance.choice(ranks)], "all": ranks, "launcher": [process.pid]}[whom]
-    case.story.append(f"SIGKILL {whom} at {kind} + {1e3 * wait_s:.0f} ms, after {shards} shards: {len(pids or [])} hit")
-    for pid in pids or []:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-
-
-def damage(output: Path, chance: random.Random, case: Case) -> None:
-    """Do to the files what disks, people and clocks do."""
-    kind = chance.choice(DAMAGES)
-    files = sorted(file for file in output.iterdir() if file.is_file()) if output.is_dir() else []
-    if kind == "none" or not files:
-        return
-    file = chance.choice(files)
-    case.story.append(f"{kind}: {file.name}")
-    content = file.read_bytes()
-    if kind == "cut":
-        file.write_bytes(content[: chance.randrange(len(content) + 1)])
-    elif kind == "flip" and content:
-        at = chance.randrange(len(content))
-        file.write_bytes(content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :])
-    elif kind == "remove":
-        file.unlink()
-    elif kind == "junk":
-        with file.open("ab") as stream:
-            stream.write(chance.randbytes(chance.randrange(1, 300)))
-    elif kind == "clock":
-        for each in files:
-            when = chance.choice([0, 10**9, 4 * 10**9]) + chance.random()
-            os.utime(each, (when, when))
-
-
 def run_case(seed: int, job: Path, reference: Path, scratch: Path) -> Case:
     """Disturb a job as its seed says, resume it until it ends, and compare.
 
@@ -198,24 +127,18 @@ def run_case(seed: int, job: Path, reference: Path, scratch: Path) -> Case:
         With the whole story, if anything is lost, double, different or unreadable.
     """
     chance, case = random.Random(seed), Case(seed)
-    with place(scratch, chance.random() < 0.12, case) as (output, make_room):
+    with place(scratch, chance.random() < 0.08, case) as (output, make_room):
         for attempt in range(chance.choice([1, 1, 2])):
-            ranks = 2 if attempt == 0 else chance.choice([1, 2, 3])
-            case.story.append(f"run on {ranks}")
-            process = launch(job, output, ranks)
-            if make_room is None:
-                kill_sometime(process, output, chance, case)
-            code, told = end(process, case)
-            case.story.append(f"ended with {code}")
-            if make_room is not None:
-                assert code == 78 and "No space left" in told and "--resume" in told, _tell(case, told)
-                make_room()
-                make_room = None
+            disturb(job, output, reference, 2 if attempt == 0 else chance.choice([1, 2, 3]), chance, case, make_room)
+            make_room = None
             damage(output, chance, case)
+        if chance.random() < 0.2:
+            refuse_another_corpus(job, output, chance, case)
         for _ in range(3):  # damage found while merging ends a job, too: the next one mends it
             ranks = chance.choice([1, 2, 3])
-            code, told = end(launch(job, output, ranks), case)
+            code, told = end(launch(job, output, ranks, clock=chance.choice(CLOCKS)), case)
             case.story.append(f"resumed on {ranks}, ended with {code}")
+            assert "Traceback" not in told, _tell(case, told)
             if code in ENDED_WELL and (output / "results.h5").exists():
                 break
         assert code == 65, _tell(case, told)  # one document is bad
@@ -224,6 +147,76 @@ def run_case(seed: int, job: Path, reference: Path, scratch: Path) -> Case:
         except Exception as error:
             raise AssertionError(_tell(case, f"{error}\n{told}")) from error
     return case
+
+
+def disturb(
+    job: Path,
+    output: Path,
+    decoy: Path,
+    ranks: int,
+    chance: random.Random,
+    case: Case,
+    make_room: Callable[[], None] | None,
+) -> None:
+    """Run a job, and do to it what a seed says, or let its disk be full."""
+    clock, action = chance.choice(CLOCKS), chance.choice(ACTIONS)
+    case.story.append(f"run on {ranks}" + (f", clock {clock}" if clock else ""))
+    process = launch(job, output, ranks, clock)
+    if make_room is not None:
+        code, told = end(process, case)
+        case.story.append(f"ended with {code}")
+        assert code == 78 and "No space left" in told and "--resume" in told, _tell(case, told)
+        make_room()
+        return
+    wait_for_moment(process, output, chance, case)
+    if action in SIGNALS:
+        send_signals(action, process, chance, case)
+    elif action == "rival":
+        compete(job, output, process, case)
+    else:
+        move_folder(action, output, decoy, chance, case)
+    code, told = end(process, case)
+    case.story.append(f"ended with {code}")
+    try:
+        put_back(action, output, decoy)
+        if "kill" not in action:
+            assert "Traceback" not in told
+        if action == "stop and go on":
+            assert code == 65, "it was only stopped for a while"
+    except AssertionError as error:
+        raise AssertionError(_tell(case, f"{error}\n{told}")) from error
+
+
+def compete(job: Path, output: Path, first: subprocess.Popen[str], case: Case) -> None:
+    """Start another job on a folder that a job has: it is refused, unless the first has ended meanwhile."""
+    code, told = end(launch(job, output, 1), case)
+    case.story.append(f"another job wanted the folder: {code}")
+    assert code == 78 or first.poll() is not None or code == 65, _tell(case, told)
+
+
+def is_begun(output: Path) -> bool:
+    """Whether a folder has sound results, and says of which documents."""
+    if not output.is_dir() or wanted_documents(output) is None:
+        return False
+    found = survey(output)
+    found.verify()
+    return any(found.documents())
+
+
+def refuse_another_corpus(job: Path, output: Path, chance: random.Random, case: Case) -> None:
+    """Resume with a corpus that was edited: refused if there are results, and then the corpus is as it was again."""
+    corpus = job.parent / "corpus"
+    has_results = is_begun(output)
+    before = edit_corpus(corpus, chance, case)
+    try:
+        code, told = end(launch(job, output, 1), case)
+    finally:
+        mend_corpus(corpus, before)
+    case.story.append(f"resumed so: {code}")
+    assert "Traceback" not in told, _tell(case, told)
+    assert not has_results or code == 78, _tell(case, told)
+    if code != 78:  # nothing was done yet, or what there was turned out to be damaged
+        shutil.rmtree(output, ignore_errors=True)
 
 
 @contextmanager
@@ -273,6 +266,7 @@ def make_reference(job: Path, folder: Path) -> None:
     """Run the job in peace."""
     code, told = end(launch(job, folder, 2), Case(0))
     assert code == 65 and (folder / "results.h5").exists(), told
+    (folder / "whose").write_text("the undisturbed job's")
 
 
 def _tell(case: Case, more: str) -> str:

@@ -19,7 +19,7 @@ from models import prompt, tiny
 from kvr_mpi.cli.launch import guarded
 from kvr_mpi.errors import TransportError
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.cache import SliceLayer
+from kvr_mpi.prefill.layer import SliceLayer
 from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.prefill.strategies import prefill_kvr
 from kvr_mpi.transport import Transport

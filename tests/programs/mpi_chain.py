@@ -1,6 +1,6 @@
 """Run under mpirun: chains of real ranks give one process's logits, for random partitions. Prints one JSON line.
 
-python mpi_chain.py ROUNDS auto|mpi|staged|gloo
+python mpi_chain.py ROUNDS auto|mpi|staged|gloo [NAME,NAME...]
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from kvr_mpi.transport.mpi import connect
 rounds, tokens = int(sys.argv[1]), 60
 torch.set_num_threads(1)
 world, _ = open_transport(connect(), sys.argv[2], torch.device("cpu"), cache_dir=Path("/nonexistent"), every_pair=True)
-names = ["llama-gqa", "mistral-window", "falcon-mqa", "gpt2"]
+RIVALRY = ["llama-gqa", "mistral-window", "falcon-mqa", "gpt2"]
+names = sys.argv[3].split(",") if len(sys.argv) > 3 else RIVALRY
 truths = {}
 for name in names:
     prepare_model(tiny(name).model, chain=False)
     truths[name] = prefill_single(tiny(name).model, prompt(tokens), torch.device("cpu")).logits
-    prepare_model(tiny(name).model, chain=True)
+    prepare_model(tiny(name).model, chain=True, in_parts=tiny(name).attends_in_parts)
 draw = random.Random(7)
 worst = 0.0
 for number in range(rounds):
     name = names[number % len(names)]
     inner = sorted(draw.sample(range(1, tokens), world.size - 1))
     prefills = [prefill_kvr(tiny(name), prompt(tokens), Partition((0, *inner, tokens)), world)]
-    if number % 4 == 0:  # the rivals know no partitions
+    if number % 4 == 0 and name in RIVALRY:  # the rivals know no partitions
         prefills += [prefill_ring(tiny(name), prompt(tokens), world)]
         prefills += [prefill_tsp(tiny(name), prompt(tokens), world, dense=number % 8 == 0)]
     for prefill in prefills:

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import kvr_mpi.engine
 from kvr_mpi.cli import kvr_run
+from kvr_mpi.engine import Engine
 
 job, folder = sys.argv[1:]
 Path(folder).mkdir(exist_ok=True)
 (Path(folder) / str(os.getpid())).touch()
-prefill = kvr_mpi.engine.prefill_kvr
+prefill = Engine.prefill
 
 
 def slowly(*args: Any, **kwargs: Any) -> Any:
@@ -22,6 +22,6 @@ def slowly(*args: Any, **kwargs: Any) -> Any:
     return prefill(*args, **kwargs)
 
 
-kvr_mpi.engine.prefill_kvr = slowly
+Engine.prefill = slowly  # type: ignore[method-assign]
 sys.argv = ["kvr-run", job]
 kvr_run()

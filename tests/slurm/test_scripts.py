@@ -74,3 +74,35 @@ def test_sbatch_is_refused_where_it_cannot_mean_anything(tmp_path: Path, kvr: Pa
         run = subprocess.run([kvr, "sbatch", job, *options, "--print"], capture_output=True, text=True, check=False)
         assert run.returncode == 78
         assert said in run.stderr
+
+
+@pytest.mark.parametrize("separator", ["\n", "\r", "\x0b", "\x85", "\u2028"])
+def test_nothing_can_be_smuggled_into_the_script(tmp_path: Path, kvr: Path, separator: str) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('[model]\npath = "m"\n[documents]\npath = "d"\n[output]\npath = "o"\n')
+    hostile = tmp_path / f"a{separator}touch smuggled"
+    hostile.mkdir()
+    command = [kvr, "sbatch", job, "--ranks", "4", "--print"]
+    for options, folder, word in [
+        (["--time", "9"], hostile, "--chdir="),
+        (["--time", f"9{separator}touch smuggled"], tmp_path, "--time="),
+        (["--time", "9", f"--sbatch=--comment=x{separator}touch smuggled"], tmp_path, "--comment="),
+        (["--time", "9", f"--sbatch=--exclusive{separator}touch smuggled"], tmp_path, "--sbatch"),
+    ]:
+        run = subprocess.run([*command, *options], capture_output=True, text=True, check=False, cwd=folder)
+        assert run.returncode == 78 and run.stdout == "", run.stdout
+        assert word in run.stderr and len(run.stderr.splitlines()) == 1
+
+
+def test_hostile_words_reach_the_job_as_they_are(tmp_path: Path, kvr: Path) -> None:
+    """A job's name, and settings, which are written behind the head and quoted."""
+    job = tmp_path / "a'; touch smuggled #\nb.toml"
+    job.write_text('[model]\npath = "m"\n[documents]\npath = "d"\n[output]\npath = "o"\n')
+    setting = "prompt.system='\n#SBATCH --partition=x\ntouch smuggled\n$(touch smuggled)"
+    command = [kvr, "sbatch", job, "--ranks", "4", "--time", "9", "--print", "--set", setting]
+    script = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    (tmp_path / "common.sh").write_text("launch() { printf '%s\\0' \"$@\"; }\nconclude() { :; }\n")
+    runnable = re.sub(r"export KVR_SLURM_DIR=.*", f"export KVR_SLURM_DIR={tmp_path}", script)
+    said = subprocess.run(["bash"], input=runnable, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    assert said.split("\0")[:-1] == ["kvr-run", str(job), "--set", setting]
+    assert not (tmp_path / "smuggled").exists()

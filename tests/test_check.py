@@ -1,0 +1,189 @@
+"""What is wrong with a job is said before anything is loaded, all of it together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_tables import a_table
+
+from kvr_mpi.check import check_job
+from kvr_mpi.errors import ConfigError, KvrError
+from kvr_mpi.job import load_job
+from kvr_mpi.planner.table import save_table
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A job in which all that can be checked without a model is right; there is no model in the folder, though."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "rows.jsonl").write_text('{"id": "a", "body": "words", "title": "word"}\n')
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f"""
+        [model]
+        path = "{tmp_path / "model"}"
+        [documents]
+        path = "{tmp_path / "corpus"}"
+        text_field = "body"
+        [output]
+        path = "{tmp_path / "out"}"
+        """
+    )
+    return path
+
+
+def check(job: Path, *settings: str, ranks: int = 2, goes_on: bool = False, offline: bool = True) -> None:
+    check_job(load_job(job, settings, {})[0], ranks, goes_on=goes_on, offline=offline)
+
+
+def refusal(job: Path, *settings: str, ranks: int = 2) -> str:
+    with pytest.raises(KvrError) as caught:
+        check(job, *settings, ranks=ranks)
+    return str(caught.value)
+
+
+ALL_WRONG = (
+    "documents.path=['nowhere', 'void', '{corpus}']",
+    "documents.text_field=text",
+    "model.path=./no-model",
+    "prompt.template={{question}} {{text}}",
+    "prompt.reduce_template=Sum up.",
+    "prompt.system=About {{text}}",
+    "parallel.partition=table",
+    "parallel.table=no-tables/a.json",
+    "parallel.ranks_per_chain=3",
+    "output.path=job.toml/out",
+)
+ALL_WORDS = (
+    "10 things are wrong",
+    "documents.path 'nowhere'",
+    "documents.path 'void'",
+    "documents.text_field = 'text'",
+    "their fields are body, id, title",
+    "model.path './no-model'",
+    "has {question}",
+    "prompt.reduce_template 'Sum up.' contains {text} 0 times",
+    "prompt.system",
+    "table 'no-tables/a.json': no such file",
+    "parallel.ranks_per_chain = 3: 2 ranks cannot",
+    "output.path 'job.toml/out' cannot be written",
+)
+
+
+def test_a_sound_job_is_not_touched(job: Path, tmp_path: Path) -> None:
+    check(job)
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_that_is_wrong_is_said_at_once_and_without_torch(job: Path, tmp_path: Path) -> None:
+    """As the real command does it, started alone."""
+    settings = [setting.format(corpus=tmp_path / "corpus") for setting in ALL_WRONG if "ranks_per" not in setting]
+    arguments = [str(job), *(word for setting in settings for word in ("--set", setting))]
+    code = (
+        "import sys; from kvr_mpi.cli.run import run\n"
+        f"code = run.main({arguments!r}, standalone_mode=False)\n"
+        "print(code, [name for name in ('torch', 'transformers', 'scipy') if name in sys.modules])"
+    )
+    alone = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert alone.stdout == "78 []\n", alone.stderr
+    for word in ALL_WORDS[1:-2]:
+        assert word in alone.stderr
+    assert "9 things are wrong" in alone.stderr and alone.stderr.count("error: ") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_rank_checks_and_all_end(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+    settings = [setting.format(corpus=tmp_path / "corpus") for setting in ALL_WRONG]
+    run = mpirun(2, [kvr_run, job, *(word for setting in settings for word in ("--set", setting))], cwd=tmp_path)
+    assert run.returncode == 78, run.stderr
+    for word in ALL_WORDS:
+        assert run.stderr.count(word) == 1, (word, run.stderr)
+    assert run.stderr.splitlines()[-1].endswith("exit code 78: the job cannot be run as written")
+
+
+def test_a_single_finding_is_said_as_it_is(job: Path) -> None:
+    assert refusal(job, "documents.path=nowhere").startswith("documents.path 'nowhere': no such file")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_table_for_other_chains_is_refused(job: Path, tmp_path: Path, ranks: int) -> None:
+    save_table(a_table(), tmp_path / "table.json")
+    settings = ("parallel.partition=table", f"parallel.table={tmp_path / 'table.json'}")
+    assert a_table().key.ranks == 2
+    check(job, *settings)
+    check(job, *settings, "parallel.ranks_per_chain=2", ranks=4)
+    check(job, *settings, "parallel.table_force=true", ranks=ranks)
+    assert f"ranks is 2, here it is {ranks}" in refusal(job, *settings, ranks=ranks)
+
+
+def test_models_that_are_not_whole(job: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+    assert "no *.safetensors" in refusal(job)
+    (model / "model.safetensors").unlink()
+    (model / "model-1-of-2.safetensors").write_bytes(b"")
+    names = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert "1 of its 2 files of weights are missing, such as model-2-of-2.safetensors" in refusal(job)
+    for config in ("[]", "{", "[" * 100_000):
+        (model / "config.json").write_text(config)
+        assert "config.json" in refusal(job)
+    (model / "config.json").unlink()
+    assert "has no config.json" in refusal(job)
+    os.mkfifo(model / "config.json")
+    assert "has no config.json" in refusal(job)
+    (tmp_path / "a.gguf").write_bytes(b"<html>")
+    assert "is no GGUF file" in refusal(job, f"model.path={tmp_path / 'a.gguf'}")
+    assert "is not among the local files" in refusal(job, "model.path=no-org/no-model")
+
+
+def test_some_rows_without_text_are_no_reason_to_refuse(job: Path, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    (corpus / "a-first.jsonl").write_text('{"id": "x", "text": "of another name"}\n{"id": "y"}\nno JSON\n')
+    check(job)
+    (corpus / "rows.jsonl").unlink()
+    assert "their fields are id, text" in refusal(job)
+    (corpus / "a-first.jsonl").write_text("no JSON\n")  # records, as ever
+    check(job)
+    (corpus / "a-first.jsonl").write_text('{"id": "x"}\n')
+    (corpus / "notes.txt").write_text("words")
+    check(job)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".parquet"])
+def test_the_text_field_of_other_tables(job: Path, tmp_path: Path, suffix: str) -> None:
+    import gzip
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    corpus = tmp_path / "corpus"
+    (corpus / "rows.jsonl").unlink()
+    if suffix == ".parquet":
+        pq.write_table(pa.table({"id": ["a"], "body": ["words"]}), corpus / "rows.parquet")
+    else:
+        (corpus / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"id": "a", "body": "words"}\n'))
+    check(job)
+    assert "their fields are body, id" in refusal(job, "documents.text_field=words")
+
+
+def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.h5").write_bytes(b"")
+    assert "--resume" in refusal(job)
+    check(job, goes_on=True)
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(ConfigError, match="is no folder"):
+        check(job, goes_on=True)

@@ -1,0 +1,86 @@
+"""Models that transformers would load and run wrongly, or end in a traceback over, are refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvr_mpi.errors import ModelError
+from kvr_mpi.model import load_model, load_outline
+
+
+@pytest.fixture
+def changed(tiny_model_dir: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Copy the tiny Llama and change its configuration."""
+
+    def change(**values: Any) -> Path:
+        folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | values))
+        return folder
+
+    return change
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | parameters}
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"num_attention_heads": 5}, "5"),
+        ({"num_attention_heads": 0}, "cannot be loaded"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3, expected a multiple"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0, expected at least 1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings = 0"),
+        ({"eos_token_id": 10**6}, "eos_token_id = 1000000"),
+        ({"pad_token_id": 10**6}, "[Pp]adding"),
+        ({"hidden_size": "48"}, "hidden_size"),
+        (rope("default", rope_theta=0), "rope_theta = 0.0, expected a positive number"),
+        (rope("linear", factor=0.5), "rope factor = 0.5 of type linear"),
+        (rope("yarn", factor=4.0, original_max_position_embeddings=4096), "original_max_position_embeddings = 4096"),
+        (
+            rope("llama3", factor=2.0, low_freq_factor=4.0, high_freq_factor=1.0, original_max_position_embeddings=64),
+            "low_freq_factor = 4.0 and high_freq_factor = 1.0",
+        ),
+        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 1}, "sliding_window = 1"),
+        ({"model_type": "t5"}, "cannot build"),
+        ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, "fills no cache|not in the files"),
+        ({"num_hidden_layers": 5}, "weights that config.json asks for are not in the files .*layers.3"),
+        ({"num_hidden_layers": 2}, "weights of layers that config.json does not ask for .*layers.2"),
+    ],
+)
+def test_configurations_that_contradict(changed: Callable[..., Path], values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        load_model(str(changed(**values)), cache_dir=Path("/nonexistent"), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "values", [{"num_attention_heads": 5}, {"num_key_value_heads": 3}, {"max_position_embeddings": -1}]
+)
+def test_plans_refuse_them_too(changed: Callable[..., Path], values: dict[str, Any]) -> None:
+    with pytest.raises(ModelError):
+        load_outline(str(changed(**values)), cache_dir=Path("/nonexistent"))
+
+
+def test_a_weight_that_is_missing_is_not_made_up(changed: Callable[..., Path]) -> None:
+    folder = changed()
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 weights .* not in the files \(model.layers.1.mlp.up_proj.weight\)"):
+        load_model(str(folder), cache_dir=Path("/nonexistent"), device="cpu")
+
+
+def test_a_window_longer_than_the_context_is_none(changed: Callable[..., Path]) -> None:
+    folder = changed(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=4096)
+    loaded = load_model(str(folder), cache_dir=Path("/nonexistent"), device="cpu")
+    assert loaded.shape.why_single is None and loaded.shape.layers[0].visibility.size is None
