@@ -210,7 +210,7 @@ def test_a_full_cache_is_refused() -> None:
         decode_packed(loaded, cache, [1, 1])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"llama4-chunks"}))
 def test_models_that_run_packed_are_let(name: str) -> None:
     assert why_not_packed(ready(name)) is None
 
@@ -227,7 +227,14 @@ def test_models_that_would_answer_wrongly_are_not(monkeypatch: pytest.MonkeyPatc
         assert "differ from each alone" in str(why_not_packed(ready(name)))
 
 
-@pytest.mark.parametrize(("name", "why"), [("falcon-alibi", "its own attention"), ("lfm2-convolutions", "recurrent")])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("falcon-alibi", "its own attention"),
+        ("lfm2-convolutions", "recurrent"),
+        ("llama4-chunks", "attention temperature"),
+    ],
+)
 def test_models_that_cannot_are_not(name: str, why: str) -> None:
     assert why in str(why_not_packed(tiny(name)))
 

@@ -99,7 +99,7 @@ def test_joining_and_leaving_at_any_step_changes_nothing(name: str) -> None:
             assert each.prefill.cache.get_seq_length() == tokens - (0 if ends else 1)
     assert {key: answer.token_ids for key, answer in found.items()} == truths
     assert found["5"].finish_reason == "stop" and len(found["5"].token_ids) <= 7
-    assert pool.why_alone is None
+    assert (pool.why_alone is None) == (name != "llama4-chunks")  # whose temperature counts from its own cache
 
 
 @settings(max_examples=8, deadline=None)
