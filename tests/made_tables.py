@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvr_mpi.costs.costmodel import Costs, best_split, chain_seconds
-from kvr_mpi.planner.table import Entry, Key, ModelIdentity, Provenance, Rates, Table
+from kvr_mpi.tuning.table import Entry, Key, ModelIdentity, Provenance, Rates, Table
 
 # SmolLM2 on a core of a small machine.
 COSTS = Costs(

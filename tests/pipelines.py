@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from models import VOCAB, tiny
 
+from kvr_mpi.kv.buffers import LayerBuffers
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.buffers import LayerBuffers
 from kvr_mpi.prefill.exchange import Relay, Ring
-from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.strategies import compute_prefix, prefill_by, prefill_single
+from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_by, prefill_single
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.courier import Courier
+from kvr_mpi.transport.forwarder import Courier
 
 LAYERS = 3
 MODELS = ("llama-gqa", "mistral-window", "falcon-mqa", "gpt2", "gpt-oss-sinks")

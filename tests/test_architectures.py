@@ -26,8 +26,8 @@ from kvr_mpi.bench.architectures import (
 from kvr_mpi.bench.architectures import judge as judge_entry
 from kvr_mpi.bench.catalogue_table import render
 from kvr_mpi.errors import ConfigError, ModelError
-from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.strategies import prefill_kvr, prefill_single
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
 
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
 # Mechanism by mechanism; each is there once.

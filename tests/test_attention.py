@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvr_mpi.prefill import attention
-from kvr_mpi.prefill.attention import Part, Scores, attend, attend_window
+from kvr_mpi.kv import attention
+from kvr_mpi.kv.attention import Part, Scores, attend, attend_window
 
 
 def reference(

@@ -10,11 +10,11 @@ import pytest
 from models import tiny
 
 from kvr_mpi.bench.prompts import STRATEGIES
+from kvr_mpi.bench.verify import verify
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.search import grid_search, interpolate
 from kvr_mpi.prefill import exchange
 from kvr_mpi.transport.local import run_local
-from kvr_mpi.verify import verify
+from kvr_mpi.tuning.grid import grid_search, interpolate
 
 
 def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE, prompt, tiny
 
 from kvr_mpi.errors import ModelError, PartitionError, TransportError
+from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.cache import layer_kv
-from kvr_mpi.prefill.check import check_chain
-from kvr_mpi.prefill.seam import prepare_model, run_model
-from kvr_mpi.prefill.strategies import Prefill, prefill_kvr, prefill_single
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
+from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 TOKENS = 60
@@ -136,7 +136,7 @@ def test_self_check_sends_the_others_to_single(name: str) -> None:
 
 
 def test_self_check_finds_a_model_that_would_answer_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvr_mpi.prefill.layer import SliceLayer
+    from kvr_mpi.kv.layer import SliceLayer
 
     # A cache that tells every slice it begins the prompt: positions are wrong, and nothing crashes.
     monkeypatch.setattr(SliceLayer, "get_seq_length", lambda layer: 0)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from made_tables import a_table
 
-from kvr_mpi.check import check_job
 from kvr_mpi.errors import ConfigError, KvrError
 from kvr_mpi.job import load_job
-from kvr_mpi.planner.table import save_table
+from kvr_mpi.runtime.preflight import check_job
+from kvr_mpi.tuning.table import save_table
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from constants import ROOT
 
-from kvr_mpi.decode.generate import make_generation_config
-from kvr_mpi.decode.pool import Pool
+from kvr_mpi.decode.batch import Pool
+from kvr_mpi.decode.sampling import make_generation_config
 from kvr_mpi.documents import read_corpus
+from kvr_mpi.documents.prompts import encode_text, fit_prompt, make_frame
 from kvr_mpi.job import load_job
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.strategies import prefill_kvr
-from kvr_mpi.prompts import encode_text, fit_prompt, make_frame
+from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.transport.local import run_local
 

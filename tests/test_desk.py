@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvr_mpi.desk import Queue
+from kvr_mpi.runtime.desk import Queue
 from kvr_mpi.transport.counters import open_counters
 from kvr_mpi.transport.local import LocalTransport, run_local
 

@@ -11,12 +11,12 @@ from models import tiny
 from kvr_mpi.costs.costmodel import chain_seconds
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.costs.workload import workload_of
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner import measure
-from kvr_mpi.planner.measure import follow, leading, measure_costs, observe
-from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.tuning import measure
+from kvr_mpi.tuning.measure import follow, leading, measure_costs, observe
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from models import COMMON, CONFIGS, prompt, tiny
 from torch.nn.attention import varlen
 
+from kvr_mpi.kv import packed_row as row
+from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel, probe_shape
+from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill import packed, row
-from kvr_mpi.prefill.cache import layer_kv
-from kvr_mpi.prefill.check import why_not_packed
+from kvr_mpi.prefill import packed
+from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
-from kvr_mpi.prefill.row import PackedCache
-from kvr_mpi.prefill.seam import prepare_model, run_model
-from kvr_mpi.prefill.strategies import Prefill, compute_prefix, prefill_kvr
+from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.transport.local import LocalTransport
 
 # Around the windows of 16 tokens; one token alone takes paths of its own.

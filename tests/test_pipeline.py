@@ -15,10 +15,10 @@ from pipelines import MODELS, Failing, draw_prompts, run_prompts, truths
 from test_chain import greedy, single
 
 from kvr_mpi.errors import PartitionError
+from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.cache import layer_kv
-from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.strategies import compute_prefix, prefill_kvr
+from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 PROGRAM = Path(__file__).parent / "programs" / "mpi_pipeline.py"

@@ -14,25 +14,25 @@ import pytest
 from click.testing import CliRunner, Result
 from made_tables import a_table
 
-from kvr_mpi.batch import RunOptions, run_job
 from kvr_mpi.cli.plan import plan as plan_command
 from kvr_mpi.costs.costmodel import Costs, single_seconds
 from kvr_mpi.documents import Document
+from kvr_mpi.documents.prompts import Frame, encode_text, split_text
 from kvr_mpi.errors import EXIT_USAGE, ConfigError, KvrError
-from kvr_mpi.forecast import Forecast
 from kvr_mpi.job import JobSpec, load_job
 from kvr_mpi.model import load_outline
-from kvr_mpi.plan import agree, count_tokens, describe, duration, plan_documents, prompt_tokens
-from kvr_mpi.planner.lookup import choose_slices
-from kvr_mpi.planner.table import ModelIdentity, save_table
-from kvr_mpi.prepare import Machine
-from kvr_mpi.prompts import Frame, encode_text, split_text
 from kvr_mpi.report.log import Log
-from kvr_mpi.schedule.schedule import schedule
+from kvr_mpi.runtime.batch import RunOptions, run_job
+from kvr_mpi.runtime.setup import Machine
+from kvr_mpi.schedule.forecast import Forecast
+from kvr_mpi.schedule.placement import schedule
+from kvr_mpi.schedule.plan import agree, count_tokens, describe, duration, plan_documents, prompt_tokens
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.lock import this_process
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.tuning.lookup import choose_slices
+from kvr_mpi.tuning.table import ModelIdentity, save_table
 
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
 # Sentences of each document: one is worth a chain, the others are not.
@@ -169,7 +169,7 @@ def test_documents_without_room_are_refused_and_the_rest_is_done(
 ) -> None:
     spec = spec_of(job, "documents.limit=10")
     options = RunOptions(Machine(cache_dir, cores=2, offline=True), this_process())
-    monkeypatch.setattr("kvr_mpi.prepare.room_bytes", lambda device, sharers: 1_000_000)
+    monkeypatch.setattr("kvr_mpi.runtime.setup.room_bytes", lambda device, sharers: 1_000_000)
     codes = run_local(2, lambda rank: run_job(spec, options, rank, Log(rank.rank, rank.size, io.StringIO())))
     assert codes == [65, 65]
     records = {record.id: record for record in read_run(tmp_path / "out")}

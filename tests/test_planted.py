@@ -13,9 +13,9 @@ import pytest
 from made_runs import record, take, write
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
-from kvr_mpi.planner.table import check_place
 from kvr_mpi.store.ledger import seal
 from kvr_mpi.transport import choose
+from kvr_mpi.tuning.table import check_place
 
 PRECIOUS = "somebody else's, and not to be changed"
 

@@ -17,12 +17,12 @@ from test_packed import alone, long_rope, one_thread, other_prompt
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationConfig
 
-from kvr_mpi.decode.generate import Answer, make_generation_config
-from kvr_mpi.decode.pool import Finished, Pool
+from kvr_mpi.decode.batch import Finished, Pool
+from kvr_mpi.decode.sampling import Answer, make_generation_config
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.prefill.one_prompt import prefill_single
 from kvr_mpi.prefill.packed import prefill_packed
-from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.strategies import prefill_single
 
 __all__ = ["one_thread"]  # a fixture of every test here
 

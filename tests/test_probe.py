@@ -6,11 +6,11 @@ from models import tiny
 
 from kvr_mpi.costs.solve import equal_time
 from kvr_mpi.model import LayerShape, StateShape
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner import probe
-from kvr_mpi.planner.probe import measure_rates
-from kvr_mpi.prefill.seam import prepare_model
 from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.tuning import probe
+from kvr_mpi.tuning.probe import measure_rates
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "falcon-mqa"])

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvr_mpi.errors import EXIT_BAD_DATA, ConfigError, DocumentError
-from kvr_mpi.prompts import (
+from kvr_mpi.documents.prompts import (
     Frame,
     Keep,
     Prompt,
@@ -23,6 +22,7 @@ from kvr_mpi.prompts import (
     make_frame,
     split_text,
 )
+from kvr_mpi.errors import EXIT_BAD_DATA, ConfigError, DocumentError
 
 ROOMY = 100_000
 WORDS = ("river", "stone", "internationalization", "and", "12.5", "a", "Größe.", "counterrevolutionary", "fox.\n")

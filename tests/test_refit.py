@@ -15,8 +15,8 @@ from kvr_mpi.costs.hardware import load_hardware
 from kvr_mpi.costs.workload import named_workload
 from kvr_mpi.errors import DataError
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.measure import Observation
-from kvr_mpi.planner.refit import MAX_RUNS, busy_seconds, fit, refit, steady
+from kvr_mpi.tuning.measure import Observation
+from kvr_mpi.tuning.refit import MAX_RUNS, busy_seconds, fit, refit, steady
 
 QUANTUM = 16
 LLAMA = costs_of(named_workload("Llama 7B"), load_hardware("a100-80gb"))

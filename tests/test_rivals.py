@@ -10,11 +10,11 @@ import torch
 from models import prompt, tiny
 from test_chain import NEW_TOKENS, chain, greedy, single
 
+from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.cache import layer_kv
 from kvr_mpi.prefill.exchange import Ring
-from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.strategies import Prefill, prefill_ring, prefill_tsp
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_ring, prefill_tsp
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 RIVALS: dict[str, Callable[..., Prefill]] = {
@@ -58,7 +58,7 @@ def test_what_crosses_the_links() -> None:
     for rival in RIVALS.values():
         sent = [rank.sent_bytes for rank in run_local(size, lambda rank: rival(loaded, ids, rank))]  # noqa: B023
         assert sum(sent) == (size - 1) * tokens * row
-    from kvr_mpi.prefill.strategies import prefill_kvr
+    from kvr_mpi.prefill.one_prompt import prefill_kvr
 
     partition = Partition((0, 20, 40, 50, 64))
     sent = [rank.sent_bytes for rank in run_local(size, lambda rank: prefill_kvr(loaded, ids, partition, rank))]

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from constants import ROOT
 
 from kvr_mpi.cli import group
-from kvr_mpi.prompts import Prompt, encode_text
+from kvr_mpi.documents.prompts import Prompt, encode_text
 from kvr_mpi.store.folder import read_run
 
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.schedule.schedule import Schedule, deal, schedule
+from kvr_mpi.schedule.placement import Schedule, deal, schedule
 
 
 def numbered(sizes: list[int]) -> list[tuple[str, int]]:

@@ -14,10 +14,10 @@ from kvr_mpi.cli.search import search
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import load_job
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.search import grid_search
-from kvr_mpi.planner.table import Table, load_table, save_table
-from kvr_mpi.planner.tabulate import check_contexts
 from kvr_mpi.store.folder import read_run
+from kvr_mpi.tuning.grid import grid_search
+from kvr_mpi.tuning.table import Table, load_table, save_table
+from kvr_mpi.tuning.tabulate import check_contexts
 
 TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.stop import LAST_S, MARGIN, WRITE_S, Stop, listening, parse_time_limit
+from kvr_mpi.runtime.stopping import LAST_S, MARGIN, WRITE_S, Stop, listening, parse_time_limit
 
 
 def test_without_a_deadline_there_is_always_time() -> None:

@@ -18,18 +18,18 @@ from models import prompt, tiny
 from pipelines import Failing
 from test_batch import TEXT, answers, with_settings
 
-from kvr_mpi.choice import choose_strategies
+from kvr_mpi.bench.verify import verify
 from kvr_mpi.cli.plan import plan
-from kvr_mpi.costs.memory import check_fits, footprint_of
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.model import LayerShape, StateShape
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.table import Rates, save_table
-from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.registry import KVR, MARGIN, STRATEGIES, candidates, fastest
+from kvr_mpi.prefill.memory_budget import check_fits, footprint_of
+from kvr_mpi.prefill.registry import KVR, MARGIN, STRATEGIES, candidates, fastest
+from kvr_mpi.schedule.strategy_choice import choose_strategies
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.transport.local import LocalTransport, run_local
-from kvr_mpi.verify import verify
+from kvr_mpi.tuning.table import Rates, save_table
 
 RING = STRATEGIES["ring"]
 HEAD = "prompt.template=" + "Read what follows with care, and say in one sentence what it is about. " * 3 + "{text}"
@@ -198,7 +198,7 @@ def test_a_tie_is_the_chains() -> None:
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2-softcap", "gpt-oss-sinks"])
 def test_every_strategy_of_the_registry_is_exact_behind_a_prefix(name: str) -> None:
     """As jobs would run it, any rank last."""
-    from kvr_mpi.prefill.strategies import compute_prefix, prefill_single
+    from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_single
 
     loaded, ids = tiny(name), prompt(61)
     prepare_model(loaded.model, chain=False)

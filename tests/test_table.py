@@ -17,8 +17,8 @@ from made_tables import COSTS, a_key, a_table, an_entry
 from kvr_mpi.costs.costmodel import best_split, chain_seconds
 from kvr_mpi.errors import ConfigError, DataError, OutputError
 from kvr_mpi.partition import Partition
-from kvr_mpi.planner.lookup import QUANTUM_TOKENS, choose_slices, find_table
-from kvr_mpi.planner.table import (
+from kvr_mpi.tuning.lookup import QUANTUM_TOKENS, choose_slices, find_table
+from kvr_mpi.tuning.table import (
     MAX_FILE_BYTES,
     ModelIdentity,
     Rates,

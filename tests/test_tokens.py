@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvr_mpi import tokens
 from kvr_mpi.documents import Document
-from kvr_mpi.prompts import encode_text
-from kvr_mpi.tokens import count_corpus, count_texts
+from kvr_mpi.documents import token_counts as tokens
+from kvr_mpi.documents.prompts import encode_text
+from kvr_mpi.documents.token_counts import count_corpus, count_texts
 
 WORDS = (
     "the ferry left at seven nobody on that pier had seen a second boat inspection 2024 council weir hydrology".split()

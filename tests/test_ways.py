@@ -17,17 +17,17 @@ from models import COMMON, STATES, WHOLE, prompt, tiny
 from test_chain import chain, greedy, single
 from transformers import masking_utils
 
-from kvr_mpi.decode.generate import make_generation_config
-from kvr_mpi.decode.pool import Pool
+from kvr_mpi.decode.batch import Pool
+from kvr_mpi.decode.sampling import make_generation_config
 from kvr_mpi.errors import DocumentError, ModelError
+from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.model import LoadedModel, probe_shape
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.masks import FULL, Visibility, recognise
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.cache import layer_kv
-from kvr_mpi.prefill.check import check_chain
-from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.strategies import compute_prefix, prefill_kvr
+from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
+from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 PROGRAM = Path(__file__).parent / "programs" / "mpi_chain.py"

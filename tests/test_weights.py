@@ -11,13 +11,13 @@ from models import CONFIGS, prompt, tiny
 from test_chain import chain, greedy, single
 
 from kvr_mpi.bench.prompts import Trial
-from kvr_mpi.costs.memory import footprint_of
+from kvr_mpi.model import prepacked as weights
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.last_token import LastRow
+from kvr_mpi.model.prepacked import PackedProduct, pack_weights, packed_bytes, unpacked, use_packed
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill import weights
-from kvr_mpi.prefill.check import check_chain
-from kvr_mpi.prefill.lastrow import LastRow
-from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.weights import PackedProduct, pack_weights, packed_bytes, unpacked, use_packed
+from kvr_mpi.prefill.memory_budget import footprint_of
+from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import LocalTransport
 
 ROOM = 1 << 34
@@ -151,6 +151,6 @@ def test_a_product_that_is_wrong_here_is_not_used(packed: Any, monkeypatch: pyte
 
 def test_parts_that_are_wrong_without_them_are_not_taken_over(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("kvr_mpi.prefill.attention.Part.merge", lambda self, other: self)
+    monkeypatch.setattr("kvr_mpi.kv.attention.Part.merge", lambda self, other: self)
     assert not check_chain(packed("llama-gqa"), say=said.append).attends_in_parts
     assert "differ from those of plain transformers" in said[0]

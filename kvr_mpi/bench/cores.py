@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.prefill.seam import prepare_model
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.transport import Transport, gather_json, share_json
 
 

@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from kvr_mpi.batch import share_out, work_through
 from kvr_mpi.bench.cores import all_cores, pinned, plain
-from kvr_mpi.check import choose_chain_size
-from kvr_mpi.crew import Tally
-from kvr_mpi.desk import Desk
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec
-from kvr_mpi.prepare import Machine, Prepared, prepare
-from kvr_mpi.reading import Reading
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
-from kvr_mpi.stop import Stop
+from kvr_mpi.runtime.batch import share_out, work_through
+from kvr_mpi.runtime.desk import Desk
+from kvr_mpi.runtime.preflight import choose_chain_size
+from kvr_mpi.runtime.requests import Reading
+from kvr_mpi.runtime.setup import Machine, Prepared, prepare
+from kvr_mpi.runtime.stopping import Stop
+from kvr_mpi.runtime.worker import Tally
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json
 from kvr_mpi.transport.counters import open_counters

@@ -17,14 +17,12 @@ import torch
 
 from kvr_mpi.bench.tiny import PAD
 from kvr_mpi.errors import DocumentError, KvrError
+from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel, probe_shape
+from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.cache import layer_kv
-from kvr_mpi.prefill.check import check_chain, why_not_packed
-from kvr_mpi.prefill.packed import decode_packed, prefill_packed
-from kvr_mpi.prefill.row import PackedCache
-from kvr_mpi.prefill.seam import prepare_model, run_model
-from kvr_mpi.prefill.strategies import (
+from kvr_mpi.prefill.one_prompt import (
     Prefill,
     compute_prefix,
     plain_cache,
@@ -33,6 +31,8 @@ from kvr_mpi.prefill.strategies import (
     prefill_single,
     prefill_tsp,
 )
+from kvr_mpi.prefill.packed import decode_packed, prefill_packed
+from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 NOISE = 1e-4  # of the spread, as in `kvr verify`

@@ -16,20 +16,20 @@ from itertools import accumulate
 
 from kvr_mpi.bench.cores import all_cores, pinned, plain
 from kvr_mpi.costs.costmodel import Costs
-from kvr_mpi.costs.memory import Footprint, footprint_of
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.prepacked import unpacked
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.planner.measure import follow, leading, measure_costs
-from kvr_mpi.planner.refit import refit
-from kvr_mpi.planner.search import interpolate
-from kvr_mpi.prefill.check import check_chain
-from kvr_mpi.prefill.strategies import Prefill, prefill_single
-from kvr_mpi.prefill.weights import unpacked
-from kvr_mpi.registry import STRATEGIES as REGISTRY
-from kvr_mpi.registry import Strategy
-from kvr_mpi.report.memory import held_bytes, peak_bytes, reset_peak
+from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_single
+from kvr_mpi.prefill.registry import STRATEGIES as REGISTRY
+from kvr_mpi.prefill.registry import Strategy
+from kvr_mpi.prefill.self_check import check_chain
+from kvr_mpi.runtime.host_memory import held_bytes, peak_bytes, reset_peak
 from kvr_mpi.transport import Transport, gather_json, share_json
+from kvr_mpi.tuning.grid import interpolate
+from kvr_mpi.tuning.measure import follow, leading, measure_costs
+from kvr_mpi.tuning.refit import refit
 
 # A strategy with cuts of its own runs with even, searched and interpolated slices.
 CUTS = ("-e", "-s", "-p")

@@ -140,7 +140,6 @@ def _bench_batch(
 ) -> int:
     from dataclasses import replace
 
-    from kvr_mpi.batch import scan_documents
     from kvr_mpi.bench.corpus import bench_corpus
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
@@ -148,6 +147,7 @@ def _bench_batch(
     from kvr_mpi.job import JobSpec, load_job
     from kvr_mpi.model import choose_device
     from kvr_mpi.report.log import Log
+    from kvr_mpi.runtime.batch import scan_documents
     from kvr_mpi.transport import on_root, share_json, together
     from kvr_mpi.transport.choose import Name, open_transport
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvr_mpi.prepare import Machine
+    from kvr_mpi.runtime.setup import Machine
     from kvr_mpi.store.lock import Owner
 
 
@@ -28,7 +28,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     ``KVR_CACHE`` (else ``XDG_CACHE_HOME``, else ``~/.cache``) holds converted models; ``OMP_NUM_THREADS`` sets the
     threads of a rank; under SLURM models are only taken from local files, and the job's end is the deadline.
     """
-    from kvr_mpi.prepare import Machine
+    from kvr_mpi.runtime.setup import Machine
     from kvr_mpi.store.lock import this_process
 
     caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from kvr_mpi.forecast import Forecast
+    from kvr_mpi.documents.token_counts import Counted
     from kvr_mpi.job import JobSpec
     from kvr_mpi.model import Outline
-    from kvr_mpi.schedule.schedule import Placement, Schedule
-    from kvr_mpi.tokens import Counted
+    from kvr_mpi.schedule.forecast import Forecast
+    from kvr_mpi.schedule.placement import Placement, Schedule
 
 # Half and twice the ranks are planned, too, up to this number: forecasts of longer chains take seconds.
 COMPARED_RANKS = 128
@@ -93,12 +93,12 @@ def plan_job(job: Path, settings: tuple[str, ...], ranks: int, hardware: str | N
     """
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
+    from kvr_mpi.documents.prompts import check_system, check_template
     from kvr_mpi.errors import ConfigError
-    from kvr_mpi.forecast import forecast_of, frame_of
     from kvr_mpi.job import load_job
     from kvr_mpi.model import load_outline
-    from kvr_mpi.plan import plan_documents
-    from kvr_mpi.prompts import check_system, check_template
+    from kvr_mpi.schedule.forecast import forecast_of, frame_of
+    from kvr_mpi.schedule.plan import plan_documents
 
     spec, _ = load_job(job, settings)
     check_template(spec.prompt.template)
@@ -129,8 +129,8 @@ def _count(spec: JobSpec, tokenizer: Any, exact: bool) -> Counted:
     from itertools import islice
 
     from kvr_mpi.documents import read_corpus
+    from kvr_mpi.documents.token_counts import count_corpus
     from kvr_mpi.errors import CorpusError
-    from kvr_mpi.tokens import count_corpus
 
     wanted = spec.documents
     documents = read_corpus(wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit)
@@ -184,8 +184,8 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvr_mpi.plan import duration
     from kvr_mpi.report.table import printable
+    from kvr_mpi.schedule.plan import duration
 
     table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
     table.add_column("document", no_wrap=True, overflow="ellipsis", min_width=12, max_width=28)
@@ -222,7 +222,7 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
 
 def _print_summary(made: Planned) -> None:
     """Print the makespan and what it is compared with: the bound, other ways, the job as written, other ranks."""
-    from kvr_mpi.plan import describe, duration, plan_documents
+    from kvr_mpi.schedule.plan import describe, duration, plan_documents
 
     spec, found, forecast, texts = made.spec, made.schedule, made.forecast, made.texts
     click.echo("")

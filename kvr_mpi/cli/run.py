@@ -113,11 +113,11 @@ def _run(
     time_limit: str | None,
     wishes: dict[str, Any],
 ) -> int:
-    from kvr_mpi.check import check_job
     from kvr_mpi.cli.environment import is_offline, read_environment, restart_count
     from kvr_mpi.job import JobSpec, load_job, show_job
     from kvr_mpi.report.log import Log
-    from kvr_mpi.stop import parse_time_limit
+    from kvr_mpi.runtime.preflight import check_job
+    from kvr_mpi.runtime.stopping import parse_time_limit
     from kvr_mpi.transport import on_root, share_json
 
     def load() -> str:
@@ -140,9 +140,9 @@ def _run(
     on_root(world, lambda: check_job(spec, world.size, goes_on=goes_on, offline=is_offline()))
     Log(world.rank).root(f"{job}: found in order; starting {world.size} rank(s)")
     # Only now what takes seconds to import.
-    from kvr_mpi.batch import RunOptions, run_job
     from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.report.progress import clock_time, wants_bar
+    from kvr_mpi.runtime.batch import RunOptions, run_job
     from kvr_mpi.transport.mpi import launched_size
 
     quiet_libraries()

@@ -174,7 +174,7 @@ def _time_limit(job: Path, settings: tuple[str, ...], ranks: int, hardware: str 
     """Forecast the job as it is written, and leave a margin."""
     from kvr_mpi.cli.plan import plan_job
     from kvr_mpi.errors import ConfigError
-    from kvr_mpi.plan import duration
+    from kvr_mpi.schedule.plan import duration
 
     made = plan_job(job, settings, ranks, hardware)
     if made.written_s is None:

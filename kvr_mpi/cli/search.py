@@ -17,9 +17,9 @@ from kvr_mpi.cli.launch import transport_option
 if TYPE_CHECKING:
     from kvr_mpi.costs.costmodel import Costs
     from kvr_mpi.model import LoadedModel
-    from kvr_mpi.planner.measure import Run
-    from kvr_mpi.planner.table import Key, Provenance, Table
     from kvr_mpi.transport import Transport
+    from kvr_mpi.tuning.measure import Run
+    from kvr_mpi.tuning.table import Key, Provenance, Table
 
 EXIT_MISSED = 1
 
@@ -83,12 +83,12 @@ def search(
     def work() -> int:
         from kvr_mpi.bench.cores import pinned
         from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
-        from kvr_mpi.planner.measure import follow, leading
-        from kvr_mpi.planner.table import check_name
-        from kvr_mpi.planner.tabulate import Wish, check_contexts, tabulate
-        from kvr_mpi.prefill.check import check_chain
+        from kvr_mpi.prefill.self_check import check_chain
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import on_root, together
+        from kvr_mpi.tuning.measure import follow, leading
+        from kvr_mpi.tuning.table import check_name
+        from kvr_mpi.tuning.tabulate import Wish, check_contexts, tabulate
 
         log = Log(world.rank)
 
@@ -129,7 +129,7 @@ class _Target:
 
     def write(self, found: Table) -> Table:
         """Merge what was found into what is there, and write it."""
-        from kvr_mpi.planner.table import merge_tables, save_table
+        from kvr_mpi.tuning.table import merge_tables, save_table
 
         table = merge_tables(self.there, found)[0] if self.there else found
         save_table(table, self.path)
@@ -140,8 +140,8 @@ def _who(
     loaded: LoadedModel, chain: Transport, hardware: str | None, profile: str | None, size: int
 ) -> tuple[Key, Provenance]:
     """Say what the table will be of."""
-    from kvr_mpi.planner.identity import key_of, provenance_of
     from kvr_mpi.transport.mpi_query import library_version
+    from kvr_mpi.tuning.identity import key_of, provenance_of
 
     key = key_of(loaded, chain, hardware or (Path(profile).stem if profile else None), size)
     if profile:
@@ -152,7 +152,7 @@ def _who(
 def _target(output: Path, key: Key, replace: bool) -> _Target:
     """Find the file, and refuse to spend time on what could not be written in the end."""
     from kvr_mpi.errors import ConfigError
-    from kvr_mpi.planner.table import check_place, differences_of, file_name, load_table
+    from kvr_mpi.tuning.table import check_place, differences_of, file_name, load_table
 
     path = output if output.suffix == ".json" else output / file_name(key)
     there = load_table(path) if path.exists() and not replace else None
@@ -170,8 +170,8 @@ def _costs(loaded: LoadedModel, chain: Transport, profile: str | None) -> Costs:
     from kvr_mpi.costs.costmodel import costs_of
     from kvr_mpi.costs.hardware import load_hardware
     from kvr_mpi.costs.workload import workload_of
-    from kvr_mpi.planner.measure import measure_costs
     from kvr_mpi.transport import together
+    from kvr_mpi.tuning.measure import measure_costs
 
     if profile is None:
         return measure_costs(loaded, chain)
@@ -188,7 +188,7 @@ def _say_costs(costs: Costs) -> str:
 
 
 def _say_written(table: Table, found: Table, target: _Target, say: Callable[[str], None]) -> None:
-    from kvr_mpi.planner.table import merge_tables
+    from kvr_mpi.tuning.table import merge_tables
 
     for line in merge_tables(target.there, found)[1] if target.there else ():
         say(line)
@@ -197,7 +197,7 @@ def _say_written(table: Table, found: Table, target: _Target, say: Callable[[str
 
 
 def _check(table: Table, lengths: list[int], run: Run, trials: int, say: Callable[[str], None]) -> bool:
-    from kvr_mpi.planner.check import check_table
+    from kvr_mpi.tuning.check import check_table
 
     say(f"checking: the table's slices against a sweep around them, {trials} trial(s), interleaved")
     return check_table(table, lengths, run, trials, say)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvr_mpi.costs.costmodel import Costs, RelayKind
     from kvr_mpi.costs.hardware import Hardware
     from kvr_mpi.costs.workload import Workload
-    from kvr_mpi.simulate import Row
+    from kvr_mpi.schedule.simulate import Row
 
 # An option that prints, or writes where a file is named.
 PRINT = "-"
@@ -75,8 +75,8 @@ def simulate(
         _score(score, load_hardware(hardware or "a100-80gb"), json_file, csv_file)
         return
     from kvr_mpi.costs.costmodel import costs_of
-    from kvr_mpi.simulate import find_workload
-    from kvr_mpi.simulate import simulate as forecast
+    from kvr_mpi.schedule.simulate import find_workload
+    from kvr_mpi.schedule.simulate import simulate as forecast
 
     profile = load_hardware(hardware or "h100-80gb")
     if link_gigabytes_per_s is not None and not 0 < link_gigabytes_per_s < float("inf"):
@@ -147,7 +147,7 @@ def _write(json_file: str | None, csv_file: str | None, found: Any, columns: lis
 
 def _columns(row: Row) -> dict[str, object]:
     """Flatten a row."""
-    from kvr_mpi.simulate import NAMES
+    from kvr_mpi.schedule.simulate import NAMES
 
     times = {f"{name.replace('-', '_')}_s": row.ttft_s.get(name) for name in NAMES}
     return {
@@ -164,7 +164,7 @@ def _columns(row: Row) -> dict[str, object]:
 
 
 def _print_rows(rows: list[Row], work: Workload, profile: Hardware, costs: Costs, relay: RelayKind) -> None:
-    from kvr_mpi.simulate import NAMES
+    from kvr_mpi.schedule.simulate import NAMES
 
     click.echo(f"{work.name} on {profile.name} ({profile.source})")
     click.echo(f"links of {costs.link_bytes_per_s / 1e9:g} GB/s, {profile.attention} attention, chain by {relay}")

@@ -63,13 +63,13 @@ def verify(
     world = connect()
 
     def work() -> int:
+        from kvr_mpi.bench.verify import NEW_TOKENS, misfits
+        from kvr_mpi.bench.verify import verify as verify_all
         from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
         from kvr_mpi.errors import ConfigError
-        from kvr_mpi.prefill.check import check_chain
+        from kvr_mpi.prefill.self_check import check_chain
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import together
-        from kvr_mpi.verify import NEW_TOKENS, misfits
-        from kvr_mpi.verify import verify as verify_all
 
         log = Log(world.rank)
         loaded = load_everywhere(world, model, dtype, device)

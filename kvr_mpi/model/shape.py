@@ -17,7 +17,7 @@ from kvr_mpi.model.masks import FULL, MaskRequest, Visibility, request_mask
 if TYPE_CHECKING:
     import torch
 
-# The attention of the probe, and of chains that take attention over (prefill/seam.py registers the latter).
+# The attention of the probe, and of chains that take attention over (model/attention_hook.py registers the latter).
 PROBE_ATTENTION = "kvr_probe"
 # While it builds a model, transformers patches itself and sets torch's default dtype, for the whole process: two
 # threads would put back each other's changes, and leave some for good (weights that are no longer tied, say).

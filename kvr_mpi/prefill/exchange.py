@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from kvr_mpi.kv.attention import Part, Scores, attend, attend_masked
+from kvr_mpi.kv.transfers import LayerSegments, Range
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.attention import Part, Scores, attend, attend_masked
-from kvr_mpi.prefill.passage import LayerSegments, Range
 
 if TYPE_CHECKING:
-    from kvr_mpi.prefill.layer import SliceLayer
+    from kvr_mpi.kv.layer import SliceLayer
 
 
 class Exchange(Protocol):

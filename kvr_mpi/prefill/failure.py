@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kvr_mpi.prefill.cache import SliceCache
+from kvr_mpi.kv.cache import SliceCache
 
 
 def is_out_of_memory(error: BaseException) -> bool:

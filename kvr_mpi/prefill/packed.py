@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
+from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import run_packed
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.cache import SliceCache
 from kvr_mpi.prefill.exchange import Relay
 from kvr_mpi.prefill.failure import is_out_of_memory
-from kvr_mpi.prefill.prefix import SharedPrefix
-from kvr_mpi.prefill.row import PackedCache
-from kvr_mpi.prefill.seam import run_packed
-from kvr_mpi.prefill.strategies import Prefill, prefill_kvr
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.transport.local import LocalTransport
 
 

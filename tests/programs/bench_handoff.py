@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.choose import NAMES, open_transport
-from kvr_mpi.transport.courier import Courier
+from kvr_mpi.transport.forwarder import Courier
 from kvr_mpi.transport.mpi import connect
 
 

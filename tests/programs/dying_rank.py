@@ -18,10 +18,10 @@ from models import prompt, tiny
 
 from kvr_mpi.cli.launch import guarded
 from kvr_mpi.errors import TransportError
+from kvr_mpi.kv.layer import SliceLayer
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.layer import SliceLayer
-from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.strategies import prefill_kvr
+from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import connect

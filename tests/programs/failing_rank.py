@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.cli import kvr_run
-from kvr_mpi.engine import Engine
+from kvr_mpi.runtime.chain_runner import Engine
 
 prefill, calls = Engine.prefill, 0
 

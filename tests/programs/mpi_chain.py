@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models import prompt, tiny
 
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.seam import prepare_model
-from kvr_mpi.prefill.strategies import prefill_kvr, prefill_ring, prefill_single, prefill_tsp
+from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_ring, prefill_single, prefill_tsp
 from kvr_mpi.transport import gather_json, share_json
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import connect

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.cli import kvr_run
-from kvr_mpi.engine import Engine
+from kvr_mpi.runtime.chain_runner import Engine
 
 job, folder = sys.argv[1:]
 Path(folder).mkdir(exist_ok=True)

@@ -1,0 +1,218 @@
+"""Decode all documents a rank holds together: they join when their prefill ends and leave when they are answered.
+
+The model runs once a step on a packed row of one token of each document. What a document is answered does not depend
+on its company: it has its own cache, positions, logits processors and random numbers. Stands between the prefills of a
+wave and the writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from kvr_mpi.decode.sampling import Answer, Rules, Writing
+from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.model.rope import begins_anew_at
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.failure import is_out_of_memory
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
+from kvr_mpi.prefill.packed import decode_packed
+from kvr_mpi.prefill.self_check import why_not_packed
+from kvr_mpi.transport.local import LocalTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A document that left the pool: with an answer, or with what went wrong."""
+
+    key: str
+    prefill: Prefill  # with all its keys and values; without a cache after an error
+    answer: Answer | None
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    key: str
+    prefill: Prefill
+    writing: Writing
+
+
+class Pool:
+    """Documents that are being answered on this rank.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        Prepared for chains if the documents' caches are chains'; plain caches step one by one.
+    config : GenerationConfig
+    stop : sequence of str
+        Stop strings.
+    max_new_tokens : int
+
+    Attributes
+    ----------
+    why_alone : str or None
+        Why documents step one by one, once it is known that this model does not run packed.
+    rows : int or None
+        How many documents step at once, once memory was too short for all of them.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, config: GenerationConfig, *, stop: Sequence[str], max_new_tokens: int
+    ) -> None:
+        self._loaded = loaded
+        self._rules = Rules(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
+        self._running: list[_Running] = []
+        self._aside: list[_Running] = []  # no memory for their next token until another document leaves
+        self._finished: list[Finished] = []
+        self._packs: dict[tuple[_Running, ...], PackedCache] = {}
+        self._is_checked = False
+        self._anew_at = begins_anew_at(loaded.model)
+        self.why_alone: str | None = None
+        self.rows: int | None = None
+
+    @property
+    def running(self) -> int:
+        """Documents that `step` has not handed out yet."""
+        return len(self._running) + len(self._aside) + len(self._finished)
+
+    @torch.inference_mode()
+    def add(self, key: str, prefill: Prefill, prompt_ids: Sequence[int], seed: int) -> None:
+        """Take in a document behind its prefill, which chooses its first token.
+
+        Parameters
+        ----------
+        key : str
+            Comes back in `Finished`.
+        prefill : Prefill
+            Of the keeper: with logits and the whole cache, and room for ``max_new_tokens``.
+        prompt_ids : sequence of int
+            All of them, for the processors that look back.
+        seed : int
+            For sampling: the same seed, prompt and settings give the same answer.
+        """
+        assert prefill.logits is not None, "only the keeper of a chain can decode"
+        document = _Running(key, prefill, Writing(self._rules, prompt_ids, seed, prefill.logits.device))
+        self._running.append(document)
+        if document.writing.finish_reason is None:
+            document.writing.write(int(document.writing.choose(prefill.logits)))
+        if document.writing.finish_reason is not None:
+            self._leave(document)
+        elif isinstance(prefill.cache, SliceCache) and self._loaded.device.type == "cpu":
+            for layer in prefill.cache.layers:
+                layer.lay_by_heads()
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        """Write one token of every document, and hand out those that are answered."""
+        if not self._running and self._aside:  # no memory for any of them: one has to give its own back
+            self._running.append(self._aside.pop(0))
+        for group in self._groups():
+            self._step(group)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _groups(self) -> list[list[_Running]]:
+        """Divide the documents into those that step in one row."""
+        packed: list[_Running] = []
+        alone: list[_Running] = []
+        for document in self._running:
+            (packed if isinstance(document.prefill.cache, SliceCache) else alone).append(document)
+        if len(packed) > 1 and not self._is_checked:
+            self._is_checked, self.why_alone = True, why_not_packed(self._loaded)
+        rows = 1 if self.why_alone is not None else self.rows or len(packed) or 1
+        groups = -(-len(packed) // rows)
+        return [packed[at::groups] for at in range(groups)] + [[document] for document in alone]
+
+    def _step(self, group: list[_Running]) -> None:
+        """Write one token of each of a group; if there is no memory for that, in halves, from now on."""
+        try:
+            logits = self._run(group)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            what = str(error).splitlines()[0]
+        else:
+            chosen = torch.stack([each.writing.choose(row) for each, row in zip(group, logits, strict=True)])
+            for document, token in zip(group, chosen.tolist(), strict=True):
+                document.writing.write(token)
+                if document.writing.finish_reason is not None:
+                    self._leave(document)
+            return
+        # Out of the except block: the error held on to what the failed step had made.
+        self._packs.clear()
+        if self._loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if len(group) > 1:
+            self.rows = -(-len(group) // 2)
+            self._step(group[: self.rows])
+            self._step(group[self.rows :])
+        elif len(self._running) > 1 and isinstance(group[0].prefill.cache, SliceCache):
+            self._running.remove(group[0])
+            self._aside.append(group[0])
+        else:
+            self._leave(group[0], f"there is no memory for its next token, not even alone: {what}")
+
+    def _run(self, group: list[_Running]) -> torch.Tensor:
+        """Compute logits (documents, vocab_size) behind the last token of each."""
+        anew = [document for document in group if self._begins_anew(document)]
+        if anew:
+            logits = [self._run_anew(each) if each in anew else self._run([each])[0] for each in group]
+            return torch.stack(logits)
+        last = [document.writing.token_ids[-1] for document in group]
+        if len(group) == 1:
+            return self._run_alone(group[0].prefill.cache, last[0]).unsqueeze(0)
+        members = tuple(group)
+        if members not in self._packs:
+            self._packs[members] = PackedCache([each.prefill.cache for each in group], [1] * len(group))
+        return decode_packed(self._loaded, self._packs[members], last)
+
+    def _begins_anew(self, document: _Running) -> bool:
+        """Whether transformers' ``generate`` would now compute the whole cache anew (`begins_anew_at`)."""
+        ids = document.writing.ids
+        return self._anew_at is not None and len(ids) == self._anew_at and len(document.writing.token_ids) > 0
+
+    def _run_anew(self, document: _Running) -> torch.Tensor:
+        """Compute prompt and answer anew on this rank; logits (vocab_size,) behind them."""
+        ids, loaded = document.writing.ids.tolist(), self._loaded
+        if isinstance(document.prefill.cache, SliceCache):
+            room = self._rules.max_new_tokens - len(document.writing.token_ids)
+            anew = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=room)
+        else:
+            anew = prefill_single(loaded.model, ids, loaded.device)
+        document.prefill.cache = anew.cache
+        self._packs.clear()
+        assert anew.logits is not None
+        return anew.logits
+
+    def _run_alone(self, cache: Any, token: int) -> torch.Tensor:
+        """Compute logits (vocab_size,) behind one more token of one document."""
+        ids = torch.tensor([[token]], device=self._loaded.device)
+        if not isinstance(cache, SliceCache):
+            return run_model(self._loaded.model, ids, cache)
+        length = cache.length
+        cache.note_states()
+        try:
+            return run_model(self._loaded.model, ids, cache)
+        except BaseException:
+            cache.step_back(length)
+            raise
+
+    def _leave(self, document: _Running, error: str | None = None) -> None:
+        """Let a document go; what was put aside may find memory now."""
+        self._running.remove(document)
+        self._packs.clear()
+        if error is not None:
+            document.prefill.cache = None
+        answer = document.writing.answer() if error is None else None
+        self._finished.append(Finished(document.key, document.prefill, answer, error))
+        self._running += self._aside
+        self._aside.clear()

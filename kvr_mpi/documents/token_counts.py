@@ -1,0 +1,169 @@
+"""How many tokens the documents of a corpus have, before anything is computed: counted, or estimated with an error.
+
+Stands between the documents and ``kvr plan``, which needs a length of each and no more. A corpus is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvr_mpi.documents import Document
+from kvr_mpi.documents.prompts import encode_text
+
+# A longer corpus is estimated: each document from two excerpts of this length, and about this share of the text is
+# counted as a whole, which tells how far off the estimates are.
+COUNTED_CHARS = 20_000_000
+EXCERPT_CHARS, CONTROL_SHARE = 512, 0.01
+# Given to the tokenizer together; those written in Rust share them among the cores.
+BATCH_CHARS = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Tokens of every document's text, 0 where it cannot be read, and in words how they were counted."""
+
+    texts: list[tuple[str, int]]
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """What is kept of a document: all of a short one, excerpts of a long one; and its tokens, if it was counted."""
+
+    id: str
+    chars: int
+    sampled_chars: int
+    sampled_tokens: int
+    tokens: int | None
+
+
+def count_corpus(tokenizer: Any, documents: Iterable[Document], *, exact: bool = False) -> Counted:
+    """Count the tokens of all documents, or estimate them if there are more than 20 million characters.
+
+    Parameters
+    ----------
+    documents : iterable of Document
+        Gone through once.
+    exact : bool
+        Count every document, however long it takes.
+    """
+    stream = iter(documents)
+    first: list[Document] = []
+    chars = 0
+    for document in stream:
+        first.append(document)
+        chars += len(document.text)
+        if chars > COUNTED_CHARS:
+            break
+    else:
+        exact = True
+    everything = _chain(first, stream)
+    if exact:
+        texts = [
+            (document.id, tokens)
+            for batch in _batches(everything)
+            for document, tokens in zip(batch, count_texts(tokenizer, _texts(batch)), strict=True)
+        ]
+        return Counted(texts, f"{sum(tokens for _, tokens in texts)} tokens of text")
+    return _estimate(list(_sample(tokenizer, everything)))
+
+
+def count_texts(tokenizer: Any, texts: Sequence[str]) -> list[int]:
+    """Count the tokens of texts as `encode_text` would make them, many at once."""
+    if not getattr(tokenizer, "is_fast", False) or not texts:
+        return [len(encode_text(tokenizer, text)) for text in texts]
+    found = tokenizer(
+        list(texts), add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
+    )["input_ids"]
+    control = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    return [
+        len(ids) if control.isdisjoint(ids) else len(encode_text(tokenizer, text))
+        for text, ids in zip(texts, found, strict=True)
+    ]
+
+
+def _sample(tokenizer: Any, documents: Iterable[Document]) -> Iterator[_Sample]:
+    """Tokenise excerpts of all documents, and about every hundredth as a whole."""
+    seen = counted = 0
+    for batch in _batches(documents):
+        chosen = []
+        for number, text in enumerate(_texts(batch)):
+            seen += len(text)
+            if text and counted <= CONTROL_SHARE * seen:
+                counted += len(text)
+                chosen.append(number)
+        texts = _texts(batch)
+        whole = dict(zip(chosen, count_texts(tokenizer, [texts[number] for number in chosen]), strict=True))
+        excerpts = [_excerpts(text) for text in texts]
+        counts = iter(count_texts(tokenizer, [piece for pieces in excerpts for piece in pieces]))
+        for number, (document, pieces) in enumerate(zip(batch, excerpts, strict=True)):
+            tokens = sum(next(counts) for _ in pieces)
+            yield _Sample(document.id, len(texts[number]), sum(map(len, pieces)), tokens, whole.get(number))
+
+
+def _estimate(samples: Sequence[_Sample]) -> Counted:
+    """Scale every document's excerpts up; where excerpts mislead on average, the counted documents correct it."""
+
+    def scaled(sample: _Sample) -> float:
+        return sample.sampled_tokens * sample.chars / max(1, sample.sampled_chars)
+
+    control = [sample for sample in samples if sample.tokens is not None and sample.sampled_chars < sample.chars]
+    truth = np.array([sample.tokens for sample in control], dtype=float)
+    guessed = np.array([scaled(sample) for sample in control])
+    factor = float(truth.sum() / guessed.sum()) if len(control) else 1.0
+    texts = [
+        (
+            sample.id,
+            sample.tokens
+            if sample.tokens is not None
+            else sample.sampled_tokens
+            if sample.sampled_chars == sample.chars
+            else max(1, round(factor * scaled(sample))),
+        )
+        for sample in samples
+    ]
+    how = f"about {sum(tokens for _, tokens in texts)} tokens of text, estimated from two excerpts of each document"
+    if len(control) > 1:
+        errors = 100 * np.abs(factor * guessed / truth - 1)
+        how += (
+            f" ({len(control)} were counted: half of their estimates are off by at most {np.median(errors):.1f} %, "
+            f"nine in ten by at most {np.quantile(errors, 0.9):.1f} %); --exact counts all"
+        )
+    return Counted(texts, how)
+
+
+def _excerpts(text: str) -> list[str]:
+    """Cut out pieces a quarter and three quarters down the text; a short text is taken whole."""
+    if len(text) <= 4 * EXCERPT_CHARS:
+        return [text] if text else []
+    starts = (len(text) // 4, 3 * len(text) // 4)
+    return [text[start : start + EXCERPT_CHARS] for start in starts]
+
+
+def _texts(batch: Sequence[Document]) -> list[str]:
+    return [document.text if document.error is None else "" for document in batch]
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    chars = 0
+    for document in documents:
+        batch.append(document)
+        chars += len(document.text)
+        if chars > BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def _chain(first: list[Document], rest: Iterator[Document]) -> Iterator[Document]:
+    """Go through what was read already, letting go of it on the way, and then the rest."""
+    first.reverse()
+    while first:
+        yield first.pop()
+    yield from rest

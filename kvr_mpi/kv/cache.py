@@ -1,0 +1,208 @@
+"""A slice's keys, values and states among the ranks of a chain, as the model sees them: one cache for all layers.
+
+With ``layer`` and ``states``, which hold what a layer keeps, and ``row`` the only files that touch transformers'
+cache classes. No model code is changed, and the model does not know of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.buffers import LayerBuffers
+from kvr_mpi.kv.layer import SliceLayer
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.states import EmptyLayer, StateAndSliceLayer, StateAndWholeLayer, StateLayer
+from kvr_mpi.kv.transfers import Passage
+from kvr_mpi.kv.whole import WholeLayer
+from kvr_mpi.model import LayerShape, ModelShape
+from kvr_mpi.prefill.exchange import Exchange
+
+# Layers whose receives are posted before they compute.
+LAYERS_AHEAD = 2
+# Layers a rank holds until they are sent, before it waits for the link.
+LAYERS_HELD = 8
+
+
+class SliceDoneError(Exception):
+    """Raised out of the last layer when nobody reads what the rest of the model would compute."""
+
+
+class SliceCache(Cache):
+    """The cache of one rank's part of one prompt; on the keeper, of the whole prompt and then the answer.
+
+    Parameters
+    ----------
+    shape : ModelShape
+    exchange : Exchange
+        The strategy, on this rank.
+    passage : Passage or None
+        The prompt's way over this rank; None if it is the only one.
+    prefix : SharedPrefix or None
+        Keys and values of the first tokens, which are there already.
+    dtype, device
+        Of the model's keys and values.
+    reserve_tokens : int
+        Room for tokens to be decoded after the prompt, on the keeper.
+    stop_after : int or None
+        Leave the model after this many layers (for timing a few of them).
+    in_parts : bool
+        Attention is taken over, and attends to the prefix in parts; else the model's own attends to all of it.
+    cuts_last_layer : bool
+        Compute what follows the last layer's attention for the last token only (``lastrow``).
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        exchange: Exchange,
+        passage: Passage | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        reserve_tokens: int = 0,
+        prefix: SharedPrefix | None = None,
+        stop_after: int | None = None,
+        cuts_last_layer: bool = True,
+        in_parts: bool = True,
+    ) -> None:
+        self.exchange, self.passage, self.prefix = exchange, passage, prefix
+        self.dtype, self.device = dtype, device
+        self.is_keeper = passage is None or exchange.rank == exchange.keeper
+        self.start, self.prompt_tokens = exchange.owned[0][0], exchange.partition.tokens
+        self.capacity = exchange.capacity + (reserve_tokens if self.is_keeper else 0)
+        self.in_parts, self.first_position = in_parts, shape.first_position
+        self.tail = contextlib.ExitStack()  # what is entered behind the last attention, until the model returns
+        self.marks_s: list[float] = []  # a clock that stands still while the rank waits, at every layer's keys
+        self.prefilling = True
+        self.current: SliceLayer | None = None
+        self._held: list[Any] = []
+        self._begun, self._posted = -1, 0
+        layers = [_make_layer(self, idx, layer) for idx, layer in enumerate(shape.layers)]
+        kept = [idx for idx, layer in enumerate(shape.layers) if layer.elements or layer.states]
+        self._last = kept[-1]  # the last layer that keeps anything: what follows looks at each token alone
+        self._stop = next((idx for idx in kept if stop_after is not None and idx + 1 >= stop_after), None)
+        self.cuts_last_layer = cuts_last_layer and in_parts and not shape.layers[self._last].states
+        super().__init__(layers=layers)
+        filled = [layer.shape for layer in layers[: None if self._stop is None else self._stop + 1 + LAYERS_AHEAD]]
+        self.buffers = LayerBuffers(filled, self.capacity, keeps=self.is_keeper, dtype=dtype, device=device)
+
+    @property
+    def length(self) -> int:
+        """Tokens held, and before those of the slice until they are in; 0 if nothing is held by token."""
+        return next((layer.length for layer in self.layers if layer.shape.elements), 0)
+
+    def begin(self) -> None:
+        """Post the first layers' receives, before anything is computed."""
+        if self.passage is not None:
+            self.passage.begin()
+        self._post_up_to(LAYERS_AHEAD)
+
+    @property
+    def attending(self) -> SliceLayer:
+        """The layer that was updated and has not attended yet.
+
+        Raises
+        ------
+        ModelError
+            If there is none: the model does not use its cache as a chain needs it.
+        """
+        if self.current is None or self.current.attended:
+            raise ModelError("a layer attends without having updated the cache")
+        return self.current
+
+    def reads_only_last(self, layer_idx: int) -> bool:
+        """Whether only the last token's output of this layer is ever read: the prompt's last layer."""
+        return self.prefilling and self.exchange.saves_last_layer and layer_idx == self._last
+
+    def advance(self, layer_idx: int) -> None:
+        """Begin a layer: those before are through, `LAYERS_AHEAD` are posted; again: nothing."""
+        if layer_idx <= self._begun:
+            return
+        waits_s = 0.0 if self.passage is None else self.passage.wait_s + self.passage.stalled_s
+        self.marks_s += [time.perf_counter() - waits_s] * (layer_idx - self._begun)
+        through = self.layers[max(self._begun, 0) : layer_idx]
+        self._begun = layer_idx
+        for layer in through:
+            layer.leave()
+        self._post_up_to(layer_idx + 1 + LAYERS_AHEAD)
+        if not self.is_keeper:
+            self._held += through
+            while self._held and self._held[0].release(wait=len(self._held) > LAYERS_HELD):
+                self._held.pop(0)
+
+    def leave_if_done(self, layer_idx: int) -> None:
+        """Leave the model where nobody reads on.
+
+        Raises
+        ------
+        SliceDoneError
+            To leave it.
+        """
+        if not self.layers[layer_idx].is_complete:
+            return
+        is_read = self.is_keeper or not self.exchange.saves_last_layer
+        if layer_idx == self._stop or (layer_idx == self._last and not is_read):
+            raise SliceDoneError
+
+    def settle(self) -> None:
+        """Hand on what was not handed on when its layer ended: the model has returned."""
+        for layer in self.layers[max(self._begun, 0) :]:
+            layer.leave()
+
+    def finish(self) -> None:
+        """End the prefill: what is still being sent goes on by itself; from now on tokens are decoded."""
+        if not self.is_keeper:
+            for layer in self.layers:
+                layer.let_go()
+        self.prefilling = False
+
+    def note_states(self) -> None:
+        """Remember states as they are, since a step that fails leaves them half changed."""
+        for layer in self.layers:
+            layer.note_states()
+
+    def step_back(self, length: int) -> None:
+        """Forget all but the first `length` tokens, if need be in the middle of a layer, and what was not noted."""
+        self.current = None
+        for layer in self.layers:
+            layer.length = length
+            layer.restore_states()
+
+    def _post_up_to(self, count: int) -> None:
+        for layer in self.layers[self._posted : count]:
+            layer.post()
+        self._posted = max(self._posted, min(count, len(self.layers)))
+
+
+def _make_layer(cache: SliceCache, layer_idx: int, shape: LayerShape) -> Any:
+    """Make a layer for what it keeps."""
+    if shape.states:
+        if not shape.elements:
+            return StateLayer(cache, layer_idx, shape)
+        return (StateAndSliceLayer if cache.in_parts else StateAndWholeLayer)(cache, layer_idx, shape)
+    if not shape.elements:
+        return EmptyLayer(layer_idx, shape)
+    if cache.in_parts:
+        return SliceLayer(cache, layer_idx, shape)
+    return WholeLayer(cache, layer_idx, shape)
+
+
+def layer_kv(cache: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Keys and values a cache holds of one layer, each (tokens, kv_heads, head_dim), or None if it holds none.
+
+    A layer with a window or chunks may hold only its last tokens.
+    """
+    layer = cache.layers[layer_idx]
+    if isinstance(layer, SliceLayer):
+        keys, values = layer.rows(cache.exchange.first_held(layer.shape.visibility), layer.length)
+        return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+    held: tuple[Any, Any] = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in held):
+        return None
+    return held[0][0].transpose(0, 1), held[1][0].transpose(0, 1)

@@ -1,0 +1,239 @@
+"""One layer's keys and values of a slice, on one rank.
+
+Every attention layer of a causal LM calls ``past_key_values.update(keys, values, layer_idx)`` and then an
+attention function (see ``seam``). `SliceLayer.update` takes this rank's keys and values and lets an `Exchange`
+send them; `SliceLayer.attend` lets it attend to what has come from the others (KV-Runahead, section 4.1, Fig. 5).
+
+Each layer has one token-major buffer (tokens, elements of K and V of all heads), so that a stretch of tokens is
+contiguous: it is received in place, attended to as a view, and sent on without packing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.attention import Part, Scores, attend, attend_window
+from kvr_mpi.kv.transfers import LayerSegments, Range
+from kvr_mpi.model import LayerShape
+
+if TYPE_CHECKING:
+    from kvr_mpi.kv.cache import SliceCache
+
+
+class SliceLayer(CacheLayerMixin):
+    """One layer's keys and values on one rank."""
+
+    is_sliding = False
+
+    def __init__(self, cache: SliceCache, layer_idx: int, shape: LayerShape) -> None:
+        super().__init__()
+        # Two that hold each other would hold their memory until Python looks for such circles.
+        self.cache = cast("SliceCache", weakref.proxy(cache))
+        self.layer_idx, self.shape = layer_idx, shape
+        self.length = cache.start
+        self.fresh = 0  # tokens last appended
+        self.attended = True
+        self.is_by_heads = False
+        self.buffer: torch.Tensor | None = None
+        self.is_over: bool = False  # let go of, with everything sent
+        self.segments: LayerSegments | None = (
+            None if cache.passage is None else LayerSegments(cache.passage, layer_idx, shape.visibility)
+        )
+
+    def post(self) -> None:
+        """Make the buffer and post the receives, once."""
+        cache = self.cache
+        if self.buffer is not None:
+            return
+        self.buffer = cache.buffers.take(self.shape)
+        if cache.prefix is not None and cache.prefilling:
+            cache.prefix.copy_into(self.buffer, self.layer_idx)
+        if self.segments is not None:
+            self.segments.buffer = self.buffer
+            cache.exchange.post(self.segments)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append new tokens (1, kv_heads, tokens, head_dim); while prefilling, share them."""
+        cache = self.cache
+        self._check(key_states, value_states)
+        if self.buffer is None:
+            self.post()
+        assert self.buffer is not None
+        self.fresh = key_states.shape[2]
+        ranges = cache.exchange.owned if cache.prefilling else [(self.length, self.length + self.fresh)]
+        at = 0
+        for first, last in ranges:
+            keys, values = self.rows(first, last)
+            keys.copy_(key_states[:, :, at : at + last - first])
+            values.copy_(value_states[:, :, at : at + last - first])
+            at += last - first
+        self.length = ranges[-1][1]
+        self.is_initialized, self.attended = True, False
+        cache.current = self
+        if cache.prefilling:
+            if self.segments is not None:
+                cache.exchange.share(self.segments)
+            cache.advance(self.layer_idx)
+            cache.leave_if_done(self.layer_idx)
+        return key_states, value_states
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that the ranks behind need of this layer is made, once it is updated."""
+        return True
+
+    def leave(self) -> None:
+        """Nothing to do when the next layer is begun: keys and values are sent at once."""
+
+    def note_states(self) -> None:
+        """Nothing to do: a cache is shortened by its length."""
+
+    def restore_states(self) -> None:
+        """Nothing to do."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scores: Scores,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend from the tokens last appended to those up to each that it sees.
+
+        Returns
+        -------
+        torch.Tensor
+            (1, heads, tokens, value_dim) in the query's dtype.
+        """
+        self.attended = True
+        # A single token's query heads may come folded into the query length (1, kv_heads, group, head_dim).
+        if query.shape[2] != self.fresh and self.fresh > 1:
+            raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
+        skipped = self.fresh - 1 if self.cache.reads_only_last(self.layer_idx) else 0
+        query = query[:, :, skipped:]
+        sees_all = self.shape.visibility.sees_all(self.length)
+        if self.cache.prefilling and not skipped and sees_all:
+            part = self.cache.exchange.attend(self, query, keys, values, scores)
+        else:
+            part = self._attend_collected(query, scores, skipped)
+        if sinks is not None:
+            part = part.with_sinks(sinks)
+        out = part.out.to(query.dtype)
+        return torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
+
+    def _attend_collected(self, query: torch.Tensor, scores: Scores, skipped: int) -> Part:
+        """Attend once everything is here: decoded tokens, the only token that is read, or a window or chunks."""
+        if self.segments is not None:
+            self.segments.collect()
+        ranges = self.cache.exchange.owned if self.cache.prefilling else [(self.length - self.fresh, self.length)]
+        if skipped or self.fresh == 1:
+            ranges = [(self.length - 1, self.length)]
+        pieces = [piece for bounds in ranges for piece in _pieces(*bounds, self.shape.visibility.chunk)]
+        part, at = None, 0
+        for first, last in pieces:
+            some = query if len(pieces) == 1 else query[:, :, at : at + last - first]
+            at += last - first
+            piece = self._attend_range(some, first, last, scores)
+            part = piece if part is None else part.join(piece)
+        assert part is not None
+        return part
+
+    def _attend_range(self, query: torch.Tensor, first: int, last: int, scores: Scores) -> Part:
+        """Attend from the tokens of a range, all of one chunk if there are chunks, to those they see."""
+        seen = self.shape.visibility
+        low = seen.first_key(first)
+        if last - first == 1:
+            return attend(query, *self.rows(low, last), scores)
+        if not seen.sees_all(last) and seen.window is not None:
+            return attend_window(query, *self.rows(low, last), scores, seen.window)
+        part = attend(query, *self.rows(first, last), scores, causal=True)
+        return part.merge(attend(query, *self.rows(low, first), scores)) if low < first else part
+
+    def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a range of tokens, as views (1, kv_heads, tokens, head_dim)."""
+        assert self.buffer is not None
+        shape, heads = self.shape, self.shape.num_kv_heads
+        if self.is_by_heads:
+            flat, cut = self.buffer.view(-1), self.buffer.shape[0] * shape.key_elements
+            keys = flat[:cut].view(1, heads, -1, shape.key_dim)
+            values = flat[cut:].view(1, heads, -1, shape.value_dim)
+            return keys[:, :, first:last], values[:, :, first:last]
+        rows, cut = self.buffer[first:last], shape.key_elements
+        keys, values = (
+            rows[:, :cut].view(1, -1, heads, shape.key_dim),
+            rows[:, cut:].view(1, -1, heads, shape.value_dim),
+        )
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def lay_by_heads(self) -> None:
+        """Put each head's keys and values together, in place: a CPU attends to them from one token twice as fast.
+
+        Once the prompt is through: segments travel token-major.
+        """
+        if self.is_by_heads:
+            return
+        if self.segments is not None:
+            self.segments.wait_through()
+        old = [rows.clone(memory_format=torch.contiguous_format) for rows in self.rows(0, self.length)]
+        self.is_by_heads = True
+        for new, rows in zip(self.rows(0, self.length), old, strict=True):
+            new.copy_(rows)
+
+    def release(self, *, wait: bool) -> bool:
+        """Let go of the buffer if all of it is sent, or wait for that; say whether it is gone."""
+        if self.segments is not None:
+            if not wait and not self.segments.are_through():
+                return False
+            self.segments.wait_through()
+        if self.buffer is not None and not self.cache.is_keeper:
+            self.cache.buffers.give_back(self.buffer)
+        self.let_go()
+        self.is_over = True
+        return True
+
+    def let_go(self) -> None:
+        """Forget the buffer; what of it is still being sent is held by the courier."""
+        self.buffer = self.segments = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: buffers are made from the model's shape."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys a query sees."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens before the ones to come: the slice's start until the slice is in."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Most tokens the buffer holds."""
+        return self.cache.capacity
+
+    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        heads = self.shape.num_kv_heads
+        expected = (1, heads, self.shape.key_dim), (1, heads, self.shape.value_dim)
+        found = tuple((tensor.shape[0], tensor.shape[1], tensor.shape[3]) for tensor in (keys, values))
+        if found != expected:
+            raise ModelError(f"layer {self.layer_idx}: keys and values are {found}, {expected} were announced")
+        if self.cache.current is not None and not self.cache.current.attended:
+            raise ModelError(
+                f"layer {self.layer_idx}: the layer before it never attended to its keys through the cache"
+            )
+
+
+def _pieces(start: int, stop: int, chunk: int | None) -> Iterator[Range]:
+    """Cut a range where chunks begin."""
+    while start < stop:
+        end = stop if chunk is None else min(stop, (start // chunk + 1) * chunk)
+        yield start, end
+        start = end

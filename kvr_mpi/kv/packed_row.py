@@ -1,0 +1,179 @@
+"""Several documents in one row of tokens: the model reads its weights once for all of them.
+
+A packed row (1, tokens) holds some tokens of each document, one document behind the other, each with its own
+positions. A `PackedCache` takes every layer's keys and values apart again and gives each document's to its own
+`SliceCache`, which attends as if it were alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.attention import Scores, attend, attend_documents, takes_varlen
+from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.layer import SliceLayer
+
+
+class PackedLayer(CacheLayerMixin):
+    """One layer of all documents of a packed row."""
+
+    is_sliding = False
+
+    def __init__(self, cache: PackedCache, layer_idx: int, documents: Sequence[SliceLayer]) -> None:
+        super().__init__()
+        self.cache = cast("PackedCache", weakref.proxy(cache))  # see `SliceLayer`
+        self.layer_idx, self.documents, self.shape = layer_idx, documents, documents[0].shape
+        self.attended = True
+        # Views of whole buffers, (kv_heads, capacity, head_dim): narrowing these is all there is to do for a token.
+        self._whole = [layer.rows(0, layer.cache.capacity) for layer in documents] if cache.decodes else []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append each document's tokens of (1, kv_heads, tokens, head_dim) to its own buffer."""
+        cache = self.cache
+        cache.enter(self)
+        if not cache.decodes:
+            for layer, (first, last) in zip(self.documents, cache.bounds, strict=True):
+                layer.update(key_states[:, :, first:last], value_states[:, :, first:last])
+            return key_states, value_states
+        places = [
+            whole.select(2, length) for pair, length in zip(self._whole, cache.lengths, strict=True) for whole in pair
+        ]
+        tokens = zip(key_states.unbind(2), value_states.unbind(2), strict=True)
+        torch._foreach_copy_(places, list(itertools.chain.from_iterable(tokens)))
+        for layer, length in zip(self.documents, cache.lengths, strict=True):
+            layer.length = length + 1
+        return key_states, value_states
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scores: Scores,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend from each document's tokens to those before them.
+
+        Returns
+        -------
+        torch.Tensor
+            (1, heads, tokens, value_dim) in the query's dtype.
+        """
+        cache, self.attended = self.cache, True
+        if cache.decodes:
+            return self._attend_tokens(query, scores, sinks)
+        seen = self.shape.visibility
+        is_plain = all(layer.cache.prefix is None for layer in self.documents) and seen.chunk is None
+        if is_plain and takes_varlen(query, values, scores):
+            for layer in self.documents:
+                layer.attended = True
+            part = attend_documents(query, keys, values, scores, cache.edges, cache.longest, seen.window)
+            return (part if sinks is None else part.with_sinks(sinks)).out.to(query.dtype)
+        outs = [
+            layer.attend(query[:, :, first:last], keys[:, :, first:last], values[:, :, first:last], scores, sinks)
+            for layer, (first, last) in zip(self.documents, cache.bounds, strict=True)
+        ]
+        return torch.cat(outs, dim=2)
+
+    def _attend_tokens(self, query: torch.Tensor, scores: Scores, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Attend from one token of each document: what `SliceLayer.attend` does, without its detours."""
+        tokens = query.chunk(len(self.documents), dim=2)  # of one document it may be folded, and stays whole
+        outs = []
+        for token, (keys, values), before in zip(tokens, self._whole, self.cache.lengths, strict=True):
+            length = before + 1
+            low = self.shape.visibility.first_key(before)
+            part = attend(token, keys.narrow(2, low, length - low), values.narrow(2, low, length - low), scores)
+            outs.append((part if sinks is None else part.with_sinks(sinks)).out)
+        return torch.cat(outs, dim=2).to(query.dtype)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the documents have their buffers."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys a query sees; no mask is made of them."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Nothing that could be said of all documents: models are given every token's position."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Most tokens any of the buffers holds."""
+        return max(layer.cache.capacity for layer in self.documents)
+
+
+class PackedCache(Cache):
+    """The caches of several documents, seen by the model as one.
+
+    Parameters
+    ----------
+    documents : sequence of SliceCache
+        Each that of a keeper: prompts that begin, or answers that go on.
+    tokens : sequence of int
+        How many tokens of each document a row holds; one of each if answers go on.
+    """
+
+    in_parts = True
+
+    def __init__(self, documents: Sequence[SliceCache], tokens: Sequence[int]) -> None:
+        self.documents = documents
+        stops = list(itertools.accumulate(tokens))
+        self.bounds = list(zip([0, *stops], stops, strict=False))
+        self.edges = torch.tensor([0, *stops], dtype=torch.int32, device=documents[0].device)
+        self.longest = max(tokens)
+        self.decodes = not any(document.prefilling for document in documents)
+        assert not self.decodes or all(count == 1 for count in tokens), "one token of each answer at a time"
+        self.lengths = [0] * len(documents)  # of the documents, before this row
+        self.tail = contextlib.ExitStack()  # of a packed row several tokens are read: nothing is cut
+        self.current: PackedLayer | None = None
+        count = len(documents[0].layers)
+        layers = [PackedLayer(self, idx, [document.layers[idx] for document in documents]) for idx in range(count)]
+        super().__init__(layers=layers)
+        self.take_up()
+
+    @property
+    def attending(self) -> PackedLayer:
+        """The layer that was updated and has not attended yet."""
+        if self.current is None or self.current.attended:
+            raise ModelError("a layer attends without having updated the cache")
+        return self.current
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether prompts begin; otherwise answers go on."""
+        return not self.decodes
+
+    def whole_lengths(self) -> list[tuple[int, int]]:
+        """Of each document: its tokens in the row, and its length with them."""
+        if self.decodes:
+            return [(1, length + 1) for length in self.lengths]
+        rows = zip(self.documents, self.bounds, strict=True)
+        return [(last - first, document.prompt_tokens) for document, (first, last) in rows]
+
+    def take_up(self) -> list[int]:
+        """Note how long the documents are before the next row, and tell."""
+        self.current = None
+        self.lengths = [document.length for document in self.documents]
+        return self.lengths
+
+    def take_back(self) -> None:
+        """Forget the row that failed on its way through the layers."""
+        self.current = None
+        for document, length in zip(self.documents, self.lengths, strict=True):
+            document.step_back(length)
+
+    def enter(self, layer: PackedLayer) -> None:
+        """Let a layer be the one that attends next."""
+        if self.current is not None and not self.current.attended:
+            raise ModelError(f"layer {layer.layer_idx}: the layer before it never attended to its keys")
+        self.current, layer.attended, layer.is_initialized = layer, False, True

@@ -1,0 +1,223 @@
+"""How much memory a plan takes on each rank, before anything is computed.
+
+What a rank holds at most while it prefills its slice is (1) what it held before: weights and libraries, (2) buffers of
+keys and values: on the last rank of all layers and tokens, elsewhere of the layers in flight, and (3) the activations
+of one layer, which grow with the slice. The last are counted, not guessed: the model's own code runs on the ``meta``
+device, where tensors have shapes and no memory, and every tensor that is alive at once is added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvr_mpi.errors import DocumentError, ModelError
+from kvr_mpi.kv.cache import LAYERS_AHEAD, LAYERS_HELD
+from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.exchange import Exchange, MakeExchange, Relay
+from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.transport.pretended import PretendedChain
+
+# Activations of one layer are those of any other; the second layer runs while the first's are gone.
+LAYERS = 2
+GIB = 1 << 30
+# What the C library's heap takes for activations, over what is alive of them: it keeps what was freed, in pieces that
+# fit the next ones badly. Seen with SmolLM2: 1.9 to 3.0, mostly 2.3, for slices of 256 to 3700 tokens. A GPU's
+# allocator was not measured.
+HEAP_SHARE = 2.3
+
+
+class _Ledger(TorchDispatchMode):
+    """Adds up the bytes of all tensors that are alive at once, but for what was alive before.
+
+    What ``empty`` makes is left out: no model's layer calls it, our buffers of keys and values are made by it, and
+    they are counted apart.
+    """
+
+    def __init__(self, known: Any) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+        if func is not torch.ops.aten.empty.memory_format:
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    self._note(tensor.untyped_storage())
+        else:
+            self._known.add(out.untyped_storage()._cdata)
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._alive.values()))
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known and key not in self._alive:
+            self._alive[key] = StorageWeakRef(storage), storage.nbytes()
+
+
+@dataclass
+class Footprint:
+    """The memory a model's prefill takes, beyond the weights.
+
+    Parameters
+    ----------
+    shape : ModelShape
+    activations : callable
+        Bytes of one layer's activations for a slice of so many tokens behind a prefix as long.
+    heap_share : float
+        What is taken for them, over that.
+    """
+
+    shape: ModelShape
+    activations: Callable[[int], int]
+    heap_share: float = HEAP_SHARE
+    _known: dict[int, int] = field(default_factory=dict)
+
+    def prefill_bytes(self, partition: Partition, rank: int, *, reserve_tokens: int = 0, prefix_tokens: int = 0) -> int:
+        """Most bytes a rank of a chain takes for a prompt, beyond what it holds already.
+
+        The prompt's first `prefix_tokens` need not be computed. `rank` is the place of its slice in the prompt.
+        """
+        return self.exchange_bytes(Relay(partition, rank, prefix_tokens), reserve_tokens=reserve_tokens)
+
+    def exchange_bytes(self, exchange: Exchange, *, reserve_tokens: int = 0) -> int:
+        """Most bytes a rank takes for a prompt under any strategy, beyond what it holds already.
+
+        An upper bound: a rank that does not keep all is taken to hold as many layers as it may before it waits.
+        """
+        is_keeper = exchange.rank == exchange.keeper
+        layers = sorted((layer.elements for layer in self.shape.layers), reverse=True)
+        if not is_keeper:
+            layers = layers[: LAYERS_HELD + 1 + LAYERS_AHEAD]
+        tokens = exchange.capacity + (reserve_tokens if is_keeper else 0)
+        computed = sum(stop - start for start, stop in exchange.owned)
+        return tokens * sum(layers) * self.shape.dtype_bytes + self.activation_bytes(computed)
+
+    def activation_bytes(self, tokens: int) -> int:
+        """Bytes taken for one layer's activations, between the two nearest powers of two that were counted."""
+        below = max(1, 1 << (tokens.bit_length() - 1))
+        low, high = self._counted(below), self._counted(2 * below)
+        return int(self.heap_share * (low + (high - low) * (tokens - below) / below))
+
+    def _counted(self, tokens: int) -> int:
+        if tokens not in self._known:
+            self._known[tokens] = self.activations(tokens)
+        return self._known[tokens]
+
+
+def footprint_of(config: Any, dtype: torch.dtype, *, on_gpu: bool = False, in_parts: bool = True) -> Footprint:
+    """Prepare to count what a model of this configuration takes; no weights are needed.
+
+    Parameters
+    ----------
+    on_gpu : bool
+        Nothing is added for what the allocator keeps.
+    in_parts : bool
+        Attention is taken over, if the configuration lets it; otherwise the model's own makes its masks.
+
+    Raises
+    ------
+    ModelError
+        If a chain cannot cut it.
+    """
+    shape = probe_shape(config, dtype)
+    # Grouped experts have a meta kernel for bfloat16 only; their activations are counted in that and scaled.
+    has_experts = any("expert" in key for key in config.get_text_config().to_dict())
+    counted = torch.bfloat16 if has_experts else dtype
+    model = meta_model(config, counted)
+    in_parts = in_parts and shape.why_whole is None
+    try:
+        prepare_model(model, chain=True, in_parts=in_parts)
+    except ModelError:
+        in_parts = False
+        prepare_model(model, chain=True, in_parts=False)
+    meta = torch.device("meta")
+    loaded = LoadedModel(model, None, shape, "", "", counted, meta, attends_in_parts=in_parts)
+    layers = min(LAYERS, len(shape.layers))
+
+    def activations(tokens: int) -> int:
+        partition = Partition((0, tokens, 2 * tokens))
+        with on_meta(), _Ledger([*model.parameters(), *model.buffers()]) as ledger:
+            prefill_kvr(loaded, [0] * partition.tokens, partition, PretendedChain(), stop_after=layers)
+        return int(ledger.peak_bytes) * shape.dtype_bytes // counted.itemsize
+
+    try:
+        activations(1)
+    except (RuntimeError, NotImplementedError):  # an operation that meta does not know: only buffers are counted
+        return Footprint(shape, lambda tokens: 0)
+    return Footprint(shape, activations, 1.0 if on_gpu else HEAP_SHARE)
+
+
+def check_fits(
+    footprint: Footprint,
+    partition: Partition,
+    rooms: Sequence[int],
+    reserve_tokens: int,
+    make: MakeExchange = Relay,
+) -> None:
+    """Refuse a prompt that would not fit, before anything is computed; the same on every rank.
+
+    Parameters
+    ----------
+    rooms : sequence of int
+        Bytes each rank of the chain has left for prompts, in the order of their slices.
+    make : callable
+        The strategy's exchange.
+
+    Raises
+    ------
+    DocumentError
+        Saying how many ranks would do, if any number would.
+    """
+    size = len(rooms)
+    needs = [footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens) for rank in range(size)]
+    short = [rank for rank, (need, room) in enumerate(zip(needs, rooms, strict=True)) if need > room]
+    if not short:
+        return
+    rank, tokens = short[-1], partition.tokens
+    enough = ranks_that_fit(
+        footprint, tokens, min(rooms), reserve_tokens, make=make, slices_per_rank=partition.size // size
+    )
+    advice = f"{enough} ranks would do" if enough else "no number of ranks would do, since the last one keeps them all"
+    raise DocumentError(
+        f"a prompt of {tokens} tokens does not fit: rank {rank} of {size} needs {needs[rank] / GIB:.2f} GiB "
+        f"beside the weights and has {rooms[rank] / GIB:.2f} GiB; its keys and values alone take "
+        f"{tokens * footprint.shape.kv_bytes_per_token / GIB:.2f} GiB; {advice}"
+    )
+
+
+def ranks_that_fit(
+    footprint: Footprint,
+    tokens: int,
+    room: int,
+    reserve_tokens: int,
+    most: int = 4096,
+    *,
+    make: MakeExchange = Relay,
+    slices_per_rank: int = 1,
+) -> int | None:
+    """Find the least number of ranks over which an even split fits into `room` bytes on each; None if none does."""
+    size = 1
+    while size <= min(tokens // slices_per_rank, most):
+        partition = Partition.even(tokens, slices_per_rank * size)
+        ends = {0, size - 1}  # the ranks between hold less than the last, and no more than the one before it
+        if size > 1:
+            ends.add(size - 2)
+        needs = (footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens) for rank in ends)
+        if all(need <= room for need in needs):
+            return size
+        size = size + 1 if size < 16 else size + size // 8
+    return None

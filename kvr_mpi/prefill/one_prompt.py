@@ -1,0 +1,293 @@
+"""The ways to prefill one prompt, side by side: plain transformers, KV-Runahead, and its rivals; all exact.
+
+Stands between the plan (a `Partition`) and decoding (which reads `Prefill`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypedDict, Unpack
+
+import torch
+from transformers import DynamicCache
+
+from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.cache import SliceCache, SliceDoneError
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.transfers import Passage
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.exchange import AllGather, MakeExchange, Relay, Ring
+from kvr_mpi.prefill.failure import agree, is_out_of_memory, play_on
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.forwarder import Courier
+from kvr_mpi.transport.local import LocalTransport
+
+
+@dataclass(slots=True)
+class Prefill:
+    """What a rank has after a prompt: on the keeper (of a chain the last rank), logits and the whole cache."""
+
+    partition: Partition
+    cache: Any
+    logits: torch.Tensor | None  # (vocab_size,) float32; None on every rank but the keeper
+    seconds: float
+    wait_s: float = 0.0  # of them, waiting for other ranks' keys and values
+    sent_bytes: int = 0
+    last: int = 0  # the keeper's rank: it had the last slice
+    error: str | None = None  # memory ran out, here or (on the last rank) anywhere in the chain: there is no cache
+    marks_s: Sequence[float] = ()  # when each layer's keys were made, by a clock that stands still in waits
+    stalled_s: float = 0.0  # and of them, waiting for the link to take what this rank sent
+    strategy: str = "kvr"  # that was used: a name of `registry.STRATEGIES`
+
+
+class Options(TypedDict, total=False):
+    """What any way over several ranks can be told; see `prefill_by`."""
+
+    reserve_tokens: int
+    stop_after: int | None
+    prefix: SharedPrefix | None
+    last: int | None
+    courier: Courier | None
+    spares_chain: bool
+    keeps_all: bool
+
+
+@torch.inference_mode()
+def prefill_single(model: Any, ids: Sequence[int], device: torch.device) -> Prefill:
+    """Prefill on one rank with plain transformers: any architecture, and the truth the others are held to."""
+    began = time.perf_counter()
+    cache = plain_cache(model)
+    logits = run_model(model, torch.tensor([ids], device=device), cache)
+    _computed(device)
+    return Prefill(Partition((0, len(ids))), cache, logits, time.perf_counter() - began, strategy="single")
+
+
+def plain_cache(model: Any) -> DynamicCache:
+    """Make an empty cache of transformers' for a model."""
+    return DynamicCache(config=model.config)
+
+
+def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
+    """Compute what all prompts begin with, once, on every rank that will take part in one.
+
+    Raises
+    ------
+    ModelError
+        If that depends on how the prompts go on.
+    """
+    if kinds := depends_on_length(loaded.model):
+        raise ModelError(
+            f"{loaded.shape.architecture}: its rotary embedding ({kinds}) depends on the whole prompt's length, so "
+            f"what prompts begin with cannot be computed once for all of them"
+        )
+    cache = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport()).cache
+    states = {layer.layer_idx: layer.packed() for layer in cache.layers if layer.shape.states}
+    return SharedPrefix(tuple(ids), [layer.buffer for layer in cache.layers], states)
+
+
+def prefill_kvr(
+    loaded: LoadedModel, ids: Sequence[int], partition: Partition, chain: Transport, **options: Unpack[Options]
+) -> Prefill:
+    """Prefill on a chain of ranks, each computing its slice (KV-Runahead, section 4).
+
+    Parameters
+    ----------
+    partition : Partition
+        One slice for each rank of `chain`, in the order of the prompt; with a prefix the first slice includes it.
+    **options
+        Of `prefill_by`.
+    """
+    return prefill_by(Relay, loaded, ids, partition, chain, **options)
+
+
+def prefill_tsp(
+    loaded: LoadedModel,
+    ids: Sequence[int],
+    chain: Transport,
+    *,
+    dense: bool,
+    saves_last_layer: bool = False,
+    **options: Unpack[Options],
+) -> Prefill:
+    """Prefill with even slices and an all-gather in every layer (the paper's baseline, section 3, Fig. 3 a)."""
+    make = partial(AllGather, dense=dense, saves_last_layer=saves_last_layer)
+    name = "tsp-dense" if dense else "tsp-causal"
+    return prefill_by(make, loaded, ids, Partition.even(len(ids), chain.size), chain, strategy=name, **options)
+
+
+def prefill_ring(
+    loaded: LoadedModel,
+    ids: Sequence[int],
+    chain: Transport,
+    *,
+    saves_last_layer: bool = False,
+    **options: Unpack[Options],
+) -> Prefill:
+    """Prefill with zigzag ring attention; by itself rank 0 ends with the last token."""
+    make = partial(Ring, saves_last_layer=saves_last_layer)
+    return prefill_by(make, loaded, ids, Partition.even(len(ids), 2 * chain.size), chain, strategy="ring", **options)
+
+
+@torch.inference_mode()
+def prefill_by(
+    make: MakeExchange,
+    loaded: LoadedModel,
+    ids: Sequence[int],
+    partition: Partition,
+    chain: Transport,
+    *,
+    strategy: str = "kvr",
+    reserve_tokens: int = 0,
+    stop_after: int | None = None,
+    prefix: SharedPrefix | None = None,
+    last: int | None = None,
+    courier: Courier | None = None,
+    spares_chain: bool = False,
+    keeps_all: bool = False,
+) -> Prefill:
+    """Prefill on several ranks, which come to each other's keys and values by an exchange.
+
+    Parameters
+    ----------
+    make : callable
+        Makes the exchange for each place of the slices.
+    ids : sequence of int
+        The whole prompt, the same on every rank.
+    partition : Partition
+        The prompt's slices, as the exchange takes them; with a prefix the first slice includes it.
+    strategy : str
+        The exchange's name.
+    reserve_tokens, stop_after
+        See `SliceCache`.
+    prefix : SharedPrefix or None
+        What the prompt begins with, if it has been computed: nobody does so again.
+    last : int or None
+        The rank that has the last slice, and ends with the cache; the places of the slices are turned round the ranks
+        for that. None: places are ranks.
+    courier : Courier or None
+        One that goes on from prompt to prompt, with the ranks of `chain`: what this rank still has to send when it
+        has computed goes beside the next prompt. None: everything is sent when this returns.
+    spares_chain : bool
+        If memory runs out on a rank it takes part in the transfers to the end, so that the others come through;
+        `Prefill.error` says so there and on the rank with the last slice. Otherwise the error is raised. The same on
+        all ranks.
+    keeps_all : bool
+        The rank with the last slice is to end with the keys and values of all tokens, even in layers with a window or
+        chunks.
+    """
+    partition.check_tokens(len(ids))
+    loaded.shape.check_ids(ids)
+    known = 0
+    if prefix is not None:
+        prefix.check(ids)
+        partition.check_prefix(prefix.tokens)
+        known = prefix.tokens
+    make = partial(make, sends_all=keeps_all or not loaded.attends_in_parts)
+    rotation = 0 if last is None else (last - make(partition, 0, known).keeper) % chain.size
+    exchange = make(partition, (chain.rank - rotation) % chain.size, known)
+    if not isinstance(exchange, Relay):
+        _check_parallel(loaded, strategy)
+    began = time.perf_counter()
+    own = None
+    if courier is None and chain.size > 1:
+        own = courier = Courier(chain, forwards=exchange.forwards, on_gpu=loaded.device.type == "cuda")
+    passage = None
+    if courier is not None and chain.size > 1:
+        passage = Passage(courier, partition.size, len(loaded.shape.layers), rotation)
+    cache = SliceCache(
+        loaded.shape,
+        exchange,
+        passage,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        reserve_tokens=reserve_tokens,
+        prefix=prefix,
+        stop_after=stop_after,
+        cuts_last_layer=loaded.cuts_last_layer,
+        in_parts=loaded.attends_in_parts,
+    )
+    mine = [token for first, last in exchange.owned for token in ids[first:last]]
+    logits = failure = None
+    try:
+        cache.begin()
+        with contextlib.suppress(SliceDoneError):
+            logits = run_model(loaded.model, torch.tensor([mine], device=loaded.device), cache)
+        cache.settle()
+    except BaseException as error:
+        if not spares_chain or not is_out_of_memory(error):
+            if courier is not None:
+                courier.abandon()
+            raise
+        failure = str(error).splitlines()[0]
+    if failure is not None:  # and the error, with all that it held, is forgotten
+        play_on(cache)
+    failed = agree(cache, failure is not None) if spares_chain else []
+    _computed(loaded.device)
+    seconds = time.perf_counter() - began
+    cache.finish()
+    if own is not None:
+        own.close()
+    has_logits = cache.is_keeper and stop_after is None and not failed
+    told = None
+    if failed:
+        computed = [sum(stop - start for start, stop in make(partition, place, known).owned) for place in failed]
+        ranks = [place if passage is None else passage.rank_of(place) for place in failed]
+        told = _say(ranks, computed, failure, partition.tokens, chain.size)
+    return Prefill(
+        partition,
+        None if failed else cache,
+        logits if has_logits else None,
+        seconds,
+        wait_s=passage.wait_s if passage else 0.0,
+        sent_bytes=passage.sent_bytes if passage else 0,
+        last=(exchange.keeper + rotation) % chain.size,
+        error=told,
+        marks_s=cache.marks_s,
+        stalled_s=passage.stalled_s if passage else 0.0,
+        strategy=strategy,
+    )
+
+
+def _check_parallel(loaded: LoadedModel, strategy: str) -> None:
+    """Refuse models whose ranks have to go on where others have ended, which only a chain does.
+
+    A rank of a ring has two stretches, so that positions have to be given.
+
+    Raises
+    ------
+    ModelError
+        Saying why.
+    """
+    why = "its recurrent layers go on from a state" if loaded.shape.has_states else None
+    if not loaded.attends_in_parts:
+        why = "its attention cannot be taken over in parts"
+    elif strategy == "ring" and loaded.shape.counts_cache:
+        why = "its attention temperature counts from the length of the cache"
+    elif strategy == "ring" and "position_ids" not in inspect.signature(loaded.model.forward).parameters:
+        why = "it counts positions itself, and takes none"
+    if why is not None:
+        raise ModelError(f"{loaded.shape.architecture}: {why}, so it runs as a chain (strategy = 'kvr') or single only")
+
+
+def _say(ranks: Sequence[int], computed: Sequence[int], failure: str | None, tokens: int, size: int) -> str:
+    """Say which ranks of the chain ran out of memory, and what to do about it."""
+    why = f" ({failure})" if failure else ""
+    return (
+        f"a prompt of {tokens} tokens: of the {size} rank(s) of its chain rank {', '.join(map(str, ranks))} ran out of "
+        f"memory with a slice of {', '.join(map(str, computed))} tokens{why}; use longer chains, or less of it for "
+        f"other prompts (parallel.memory_gib)"
+    )
+
+
+def _computed(device: torch.device) -> None:
+    """Return when a GPU has done what it was told: only then is the time a time to first token."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,239 @@
+"""The strategies, one line each: how each is cut, run, forecast and verified, and what it needs of a model.
+
+Stands above the prefill, which runs them, and the cost model, which forecasts them. Jobs, ``kvr bench``, ``kvr
+verify``, ``kvr plan`` and ``kvr simulate`` take their strategies from here: a new one is a class that keeps the
+`Exchange` protocol, and an entry in `STRATEGIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvr_mpi.costs.costmodel import chain_seconds, ring_seconds, single_seconds, tsp_seconds
+from kvr_mpi.errors import ModelError
+from kvr_mpi.partition import Partition
+
+if TYPE_CHECKING:  # what runs strategies is imported when they run: forecasts need no torch
+    from typing import Unpack
+
+    from kvr_mpi.costs.costmodel import Costs, RelayKind
+    from kvr_mpi.model import LoadedModel
+    from kvr_mpi.prefill.exchange import Exchange, MakeExchange
+    from kvr_mpi.prefill.one_prompt import Options, Prefill
+    from kvr_mpi.transport import Transport
+
+# What jobs choose when told to choose, and how much faster than a chain the other has to be forecast: forecasts of the
+# two are not surer of each other than that, and a chain sends less at a time and holds less.
+AUTO = "auto"
+MARGIN = 0.03
+
+
+class Forecast(Protocol):
+    """Seconds to the first token of slices of these lengths, in the order of the prompt."""
+
+    def __call__(self, costs: Costs, lengths: Sequence[float], relay: RelayKind = "cut-through") -> float:
+        """Forecast; only a relay asks how the prefix is passed on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a strategy runs, and what that takes; `make` is None for plain transformers on one rank."""
+
+    make: MakeExchange | None
+    seconds: Forecast
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to prefill a prompt.
+
+    name : in jobs, records, tables and plots.
+    about : in a few words.
+    ours : as it runs in jobs.
+    published : as its authors have it, without what we lend it; None: that is the same.
+    stretches : slices of each rank.
+    has_cuts : whether its slices are searched, measured or looked up; else they are even.
+    in_jobs : whether jobs can ask for it.
+    needs_parts : whether it attends to a prefix in parts, in another order than the prompt's.
+    """
+
+    name: str
+    about: str
+    ours: Way
+    published: Way | None = None
+    stretches: int = 1
+    has_cuts: bool = False
+    in_jobs: bool = False
+    needs_parts: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one rank does it alone, with plain transformers."""
+        return self.ours.make is None
+
+    def way(self, *, lends: bool) -> Way:
+        """Give it as it runs in jobs, or as published."""
+        return self.ours if lends or self.published is None else self.published
+
+    def cut_evenly(self, tokens: int, ranks: int, known: int = 0) -> Partition:
+        """Cut a prompt into slices of one length, behind the tokens that are known already."""
+        return Partition.even(tokens - known, self.stretches * ranks).behind(known)
+
+    def exchanges(self, partition: Partition, known: int = 0) -> list[Exchange]:
+        """Make the exchange of every rank, first slice first."""
+        make = self.ours.make
+        assert make is not None, self.name
+        return [make(partition, place, known) for place in range(partition.size // self.stretches)]
+
+    def seconds(self, costs: Costs, partition: Partition, known: int = 0) -> float:
+        """Forecast the time to the first token, in jobs; nobody computes the first `known` tokens."""
+        first, *others = partition.lengths
+        return self.ours.seconds(costs.behind(known), [first - known, *others])
+
+    def prefill(
+        self,
+        loaded: LoadedModel,
+        ids: Sequence[int],
+        partition: Partition,
+        chain: Transport,
+        *,
+        lends: bool = True,
+        **options: Unpack[Options],
+    ) -> Prefill:
+        """Prefill a prompt; every rank of the chain calls this."""
+        from kvr_mpi.prefill.one_prompt import prefill_by, prefill_single
+
+        make = self.way(lends=lends).make
+        if make is None:
+            return prefill_single(loaded.model, ids, loaded.device)
+        return prefill_by(make, loaded, ids, partition, chain, strategy=self.name, **options)
+
+    def misfit(self, loaded: LoadedModel) -> str | None:
+        """Say why a model that runs in chains does not run so; None if it does."""
+        if not self.needs_parts:
+            return None
+        name = loaded.shape.architecture
+        if not loaded.attends_in_parts:
+            return f"{name} attends to a whole prefix at once, and a {self.name} brings it in parts"
+        if self.stretches > 1 and loaded.shape.counts_cache:
+            return (
+                f"{name} counts positions from the length of its cache, and a rank of a {self.name} has two stretches"
+            )
+        if loaded.shape.has_states:
+            return f"{name} has layers whose state goes from token to token, and a {self.name} has no such order"
+        return None
+
+    def check(self, loaded: LoadedModel, tokens: int = 12) -> None:
+        """Prove on a few tokens that it gives this model's own logits; chains are proven by `check_chain`, before.
+
+        Raises
+        ------
+        ModelError
+            If the model cannot run so, or the logits differ.
+        """
+        if not self.needs_parts:
+            return
+        why = self.misfit(loaded)
+        if why is not None:
+            raise ModelError(f"parallel.strategy = {self.name!r}: {why}; use strategy = 'kvr' for this model")
+        error, allowed = self._error(loaded, min(tokens, loaded.shape.max_tokens or tokens))
+        if not error <= allowed:
+            raise ModelError(
+                f"{loaded.shape.architecture}: on {tokens} tokens a {self.name} differs from one rank by {error:.1e} "
+                f"of the logits' spread (allowed {allowed:.0e}); use strategy = 'kvr' for this model"
+            )
+
+    def _error(self, loaded: LoadedModel, tokens: int) -> tuple[float, float]:
+        """Run it on three threads, and tell how far it is from one, and what rounding explains."""
+        from kvr_mpi.prefill.one_prompt import prefill_kvr
+        from kvr_mpi.prefill.self_check import allowed_error, error_share
+        from kvr_mpi.transport.local import LocalTransport, run_local
+
+        ids = loaded.shape.sample_ids(tokens)
+        truth = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport()).logits
+        cut = self.cut_evenly(tokens, 3)
+        ranks = run_local(3, lambda rank: self.prefill(loaded, ids, cut, rank).logits)
+        (found,) = (logits for logits in ranks if logits is not None)
+        assert truth is not None
+        error = error_share(found, truth)
+        return error, allowed_error(loaded.dtype)
+
+
+def _exchange(name: str, **options: Any) -> MakeExchange:
+    """Make exchanges of a class of `prefill.exchange`."""
+
+    def make(partition: Partition, rank: int, prefix_tokens: int = 0, *, sends_all: bool = False) -> Exchange:
+        from kvr_mpi.prefill import exchange
+
+        made: Exchange = getattr(exchange, name)(partition, rank, prefix_tokens, sends_all=sends_all, **options)
+        return made
+
+    return make
+
+
+def _single(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cut-through") -> float:
+    return single_seconds(costs, sum(lengths))
+
+
+def _tsp(dense: bool) -> Forecast:
+    return lambda costs, lengths, relay="cut-through": tsp_seconds(costs, sum(lengths), len(lengths), dense=dense)
+
+
+def _ring(saves_last_layer: bool) -> Forecast:
+    return lambda costs, lengths, relay="cut-through": ring_seconds(
+        costs, sum(lengths), len(lengths) // 2, saves_last_layer=saves_last_layer
+    )
+
+
+STRATEGIES: Mapping[str, Strategy] = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("single", "plain transformers, one rank", Way(None, _single), in_jobs=True, needs_parts=False),
+        Strategy(
+            "tsp-dense",
+            "even slices, an all-gather in every layer, the whole rectangle computed",
+            Way(_exchange("AllGather", dense=True), _tsp(True)),
+        ),
+        Strategy(
+            "tsp-causal",
+            "the same without what lies behind a slice",
+            Way(_exchange("AllGather", dense=False, saves_last_layer=True), _tsp(False)),
+            published=Way(_exchange("AllGather", dense=False), _tsp(False)),
+        ),
+        Strategy(
+            "ring",
+            "zigzag ring attention",
+            Way(_exchange("Ring", saves_last_layer=True), _ring(True)),
+            published=Way(_exchange("Ring"), _ring(False)),
+            stretches=2,
+            in_jobs=True,
+        ),
+        Strategy(
+            "kvr",
+            "KV-Runahead: uneven slices, keys and values handed down the chain",
+            Way(_exchange("Relay"), chain_seconds),
+            has_cuts=True,
+            in_jobs=True,
+            needs_parts=False,
+        ),
+    )
+}
+KVR = STRATEGIES["kvr"]
+
+
+def candidates(name: str, loaded: LoadedModel | None = None) -> list[Strategy]:
+    """List what may run a job's prompts over several ranks, chains first; of a model, what it can run."""
+    if name != AUTO:
+        return [STRATEGIES[name]]
+    found = sorted(
+        (one for one in STRATEGIES.values() if one.in_jobs and not one.is_plain), key=lambda one: one is not KVR
+    )
+    return [one for one in found if loaded is None or one.misfit(loaded) is None]
+
+
+def fastest(seconds: Sequence[float]) -> int:
+    """Choose among candidates: the first, unless another is forecast to be faster by more than `MARGIN`."""
+    best = min(range(len(seconds)), key=lambda number: seconds[number])
+    return best if seconds[best] < (1 - MARGIN) * seconds[0] else 0

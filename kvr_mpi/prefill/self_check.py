@@ -1,0 +1,285 @@
+"""The self-check before every batch: this model's own logits, by a chain of threads, on a few tokens.
+
+An architecture whose attention does not go the way we think would otherwise give wrong answers for a whole corpus. What
+shows only in long prompts is compared without running them: rotary embeddings (``model.rope``) and masks
+(``model.masks``, at every prefill).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.model.prepacked import forget_packed
+from kvr_mpi.model.rope import check_rotary
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single
+from kvr_mpi.prefill.packed import decode_packed, prefill_packed, why_never_packed
+from kvr_mpi.transport.local import LocalTransport, run_local
+
+LEAST_TOKENS = 12
+# Operations the check may take, so that it stays within seconds: a window larger than what that allows is not exceeded.
+MOST_FLOP = {"cpu": 2e12, "cuda": 2e14}
+# Runs of the whole model that a check takes.
+RUNS = 7
+# Decoded behind the prompt.
+NEXT_TOKEN = 5
+# What a model's code may raise where a chain, or another attention than its own, is not what it expects.
+FAILURES = (
+    ValueError,
+    TypeError,
+    RuntimeError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    AssertionError,
+)
+
+Say = Callable[[str], None]
+
+
+def allowed_error(dtype: torch.dtype) -> float:
+    """Room for the rounding of a type, as a share of the logits' spread; a wrong position or mask is far off."""
+    return {torch.float32: 1e-4, torch.float16: 2e-2}.get(dtype, 1e-1)
+
+
+def error_share(found: torch.Tensor, truth: torch.Tensor) -> float:
+    """Largest difference of logits, as a share of the true ones' spread; NaN if anything is."""
+    if not truth.numel():
+        return 0.0
+    found, truth = found.float(), truth.float()
+    spread = max(float(truth.max() - truth.min()), 1e-6)
+    return float((found - truth).abs().max()) / spread
+
+
+def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None = None) -> LoadedModel:
+    """Prove on a few tokens that chains give this model's own logits; leaves the model ready for chains.
+
+    Three ranks have slices of one token at both ends, since that takes paths of its own; two have a last slice that is
+    cut to its last token behind the last attention. The prompt is longer than the smallest window or chunk.
+
+    Parameters
+    ----------
+    tokens : int or None
+        Of the prompt; None: as many as it takes.
+    say : callable or None
+        Told why, if attention cannot be taken over.
+
+    Returns
+    -------
+    LoadedModel
+        The same, or without that cut if its code does not bear it, or with the model's own attention over the whole
+        prefix if that cannot be taken over. Weights that were laid out anew are forgotten if that is what makes the
+        difference.
+
+    Raises
+    ------
+    ModelError
+        If it cannot run as a chain, or the logits differ.
+    """
+    check_rotary(loaded.model, loaded.shape.max_tokens)
+    count = tokens or _tokens_for(loaded)
+    ids = loaded.shape.sample_ids(count)
+    prepare_model(loaded.model, chain=False)
+    if loaded.shape.why_single is not None:
+        raise ModelError(f"{loaded.shape.architecture}: {loaded.shape.why_single}; use strategy = 'single' for it")
+    try:
+        truth = _truth(loaded, ids)
+    except FAILURES as error:
+        raise ModelError(
+            f"{loaded.shape.architecture}: transformers' own code fails on {count} tokens "
+            f"({type(error).__name__}: {error}); neither chains nor strategy = 'single' can run it"
+        ) from error
+    why = loaded.shape.why_whole
+    if why is None and loaded.attends_in_parts:
+        try:
+            return _check_in_parts(loaded, ids, truth)
+        except ModelError as error:
+            why = str(error)
+    loaded = replace(loaded, attends_in_parts=False, cuts_last_layer=False)
+    prepare_model(loaded.model, chain=True, in_parts=False)
+    try:
+        _check_whole(loaded, ids, truth)
+    except ModelError as error:
+        raise ModelError(_why_refused(loaded, ids, why, str(error))) from error
+    if say is not None:
+        say(
+            f"{loaded.shape.architecture}: attention is the model's own, over the whole prefix of a layer at once, "
+            f"since it cannot be taken over in parts ({why}): exact, but slower than it could be"
+        )
+    return loaded
+
+
+def _check_whole(loaded: LoadedModel, ids: Sequence[int], truth: _Truth) -> None:
+    """Check chains of the model's own attention, at last without weights that were laid out anew."""
+    partitions = (Partition((0, 1, len(ids) - 1, len(ids))), Partition((0, len(ids) // 2, len(ids))))
+    try:
+        for partition in partitions:
+            _compare(loaded, ids, partition, truth)
+    except ModelError:
+        if not forget_packed(loaded.model):
+            raise
+        for partition in partitions:
+            _compare(loaded, ids, partition, truth)
+
+
+def _check_in_parts(loaded: LoadedModel, ids: Sequence[int], truth: _Truth) -> LoadedModel:
+    """Check chains that take attention over."""
+    prepare_model(loaded.model, chain=True)
+    tokens = len(ids)
+    try:
+        _compare(loaded, ids, Partition((0, 1, tokens - 1, tokens)), truth)
+    except ModelError:
+        if not forget_packed(loaded.model):
+            raise
+        _compare(loaded, ids, Partition((0, 1, tokens - 1, tokens)), truth)
+    halves = Partition((0, tokens // 2, tokens))
+    try:
+        _compare(loaded, ids, halves, truth)
+    except ModelError:
+        loaded = replace(loaded, cuts_last_layer=False)
+        _compare(loaded, ids, halves, truth)
+    return loaded
+
+
+def _tokens_for(loaded: LoadedModel) -> int:
+    """Tokens that exceed the smallest window or chunk, if the check stays short with so many."""
+    sizes = [layer.visibility.size for layer in loaded.shape.layers if layer.visibility.size]
+    weights = sum(weight.numel() for weight in loaded.model.parameters())
+    most = int(MOST_FLOP.get(loaded.device.type, MOST_FLOP["cpu"]) / (2 * weights * RUNS))
+    wanted = LEAST_TOKENS if not sizes else min(sizes) + LEAST_TOKENS
+    tokens = wanted if wanted <= max(most, LEAST_TOKENS) else LEAST_TOKENS
+    return min(tokens, loaded.shape.max_tokens or tokens)
+
+
+def _why_refused(loaded: LoadedModel, ids: Sequence[int], why_parts: str | None, why_whole: str) -> str:
+    """Say why a model runs neither way, and whether transformers itself could."""
+    name = loaded.shape.architecture
+    if not _goes_on_from_cache(loaded, ids):
+        return (
+            f"{name}: transformers' own code does not go on from its cache with several tokens, so no rank can go on "
+            f"where another has ended; use strategy = 'single' for it"
+        )
+    return (
+        f"{name} does not run as a chain: with attention in parts, {why_parts}; with its own attention, {why_whole}; "
+        f"use strategy = 'single' for it"
+    )
+
+
+@torch.inference_mode()
+def _goes_on_from_cache(loaded: LoadedModel, ids: Sequence[int]) -> bool:
+    """Whether plain transformers gives the same logits for a prompt in two pieces as for the whole."""
+    prepare_model(loaded.model, chain=False)
+    truth = prefill_single(loaded.model, ids, loaded.device).logits
+    assert truth is not None
+    cache, cut = plain_cache(loaded.model), len(ids) // 2
+    try:
+        run_model(loaded.model, torch.tensor([ids[:cut]], device=loaded.device), cache)
+        found = run_model(loaded.model, torch.tensor([ids[cut:]], device=loaded.device), cache)
+    except FAILURES:
+        return False
+    return error_share(found, truth) <= allowed_error(loaded.dtype)
+
+
+def _compare(loaded: LoadedModel, ids: Sequence[int], partition: Partition, truth: _Truth) -> None:
+    """Run a chain of threads, and raise `ModelError` unless it gives the true logits, and what they were made of."""
+    try:
+        found = run_local(
+            partition.size, lambda rank: prefill_kvr(loaded, ids, partition, rank, keeps_all=True, reserve_tokens=1)
+        )[-1]
+    except (ModelError, *FAILURES) as error:
+        reason = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+        raise ModelError(reason) from error
+    assert found.logits is not None and truth.prefill.logits is not None
+    pairs = [("the logits", found.logits, truth.prefill.logits)]
+    for layer_idx in range(len(loaded.shape.layers)):
+        for what, mine, theirs in held_pairs(found.cache, truth.prefill.cache, layer_idx):
+            pairs.append((f"{what} of layer {layer_idx}", mine, theirs))
+    _hold(pairs, len(ids), loaded.dtype)
+    _hold([("the logits of a decoded token", _decode(loaded, found), truth.decoded)], len(ids), loaded.dtype)
+
+
+def _hold(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]], tokens: int, dtype: torch.dtype) -> None:
+    allowed = allowed_error(dtype)
+    for what, mine, theirs in pairs:
+        share = error_share(mine, theirs)
+        if not share <= allowed:
+            raise ModelError(
+                f"on {tokens} tokens {what} of a chain differ from those of plain transformers by {share:.1e} of their "
+                f"spread (allowed {allowed:.0e})"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Truth:
+    """What plain transformers makes of a prompt, and of a token behind it."""
+
+    prefill: Prefill
+    decoded: torch.Tensor
+
+
+def _truth(loaded: LoadedModel, ids: Sequence[int]) -> _Truth:
+    again = prefill_single(loaded.model, ids, loaded.device)  # its cache is changed by decoding
+    decoded = _decode(loaded, again)
+    return _Truth(prefill_single(loaded.model, ids, loaded.device), decoded)
+
+
+@torch.inference_mode()
+def _decode(loaded: LoadedModel, prefill: Prefill) -> torch.Tensor:
+    token = loaded.shape.sample_ids(1, first=NEXT_TOKEN)
+    return run_model(loaded.model, torch.tensor([token], device=loaded.device), prefill.cache)
+
+
+def held_pairs(found: Any, truth: Any, layer_idx: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield what two caches hold of a layer, side by side: keys, values, and states, with a name."""
+    mine, theirs = layer_kv(found, layer_idx), layer_kv(truth, layer_idx)
+    if mine is not None and theirs is not None:
+        for what, one, other in zip(("keys", "values"), mine, theirs, strict=True):
+            kept = min(one.shape[0], other.shape[0])  # of a window only the last tokens may be held
+            yield what, one[one.shape[0] - kept :], other[other.shape[0] - kept :]
+    for kind in ("conv", "recurrent"):
+        states = getattr(found.layers[layer_idx], f"{kind}_states", {})
+        for index, state in states.items():
+            other = getattr(truth.layers[layer_idx], f"{kind}_states")[index]
+            if state is not None and other is not None:
+                yield f"the {kind} states", state, other
+
+
+def why_not_packed(loaded: LoadedModel) -> str | None:
+    """Try two small documents together and alone: say why this model cannot run packed, None if it can.
+
+    The model has to be prepared for chains (`prepare_model`).
+    """
+    if reason := why_never_packed(loaded):
+        return reason
+    prompts = [loaded.shape.sample_ids(many, first=11 * (many + 1)) for many in (7, 4)]
+    device = loaded.device
+    try:
+        alone = [
+            prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=1) for ids in prompts
+        ]
+        together = prefill_packed(loaded, prompts, reserve_tokens=1)
+        truths, founds = [each.logits for each in alone], [each.logits for each in together]
+        with torch.inference_mode():
+            truths += [run_model(loaded.model, torch.tensor([[5]], device=device), each.cache) for each in alone]
+        founds += list(decode_packed(loaded, PackedCache([each.cache for each in together], [1, 1]), [5, 5]))
+    except (ModelError, *FAILURES) as error:
+        return f"{loaded.shape.architecture} does not run packed ({type(error).__name__}: {error})"
+    for truth, found in zip(truths, founds, strict=True):
+        assert truth is not None and found is not None
+        share, allowed = error_share(found, truth), allowed_error(loaded.dtype)
+        if not share <= allowed:
+            return (
+                f"{loaded.shape.architecture}: two small documents together differ from each alone by {share:.1e} of "
+                f"the logits' spread (allowed {allowed:.0e})"
+            )
+    return None

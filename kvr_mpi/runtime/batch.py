@@ -1,0 +1,288 @@
+"""The main job: every document of a corpus, prefilled, answered and stored.
+
+The data's way, as in `run_job`: documents -> prompts -> plan -> chain prefill -> decode -> outputs -> report.
+Every rank knows the same corpus and computes the same shares of it. Each chain takes its documents from the front of
+its own list, and, when that is empty, from the list with most left: counters in one rank's memory say what is taken, so
+nobody coordinates. A job is gone through in rounds: one, if all chains have one length; else one for each length, the
+longest first, so that a rank joins ever shorter chains and never waits for a rank that waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from kvr_mpi.documents import Corpus, scan_corpus
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, CorpusError, exit_line
+from kvr_mpi.job import JobSpec
+from kvr_mpi.model import choose_device
+from kvr_mpi.report.log import Log
+from kvr_mpi.report.progress import Progress
+from kvr_mpi.report.table import print_summary, rows_of
+from kvr_mpi.runtime.chain_runner import Engine
+from kvr_mpi.runtime.desk import Desk
+from kvr_mpi.runtime.preflight import choose_chain_size
+from kvr_mpi.runtime.setup import Machine, Prepared, Say, prepare
+from kvr_mpi.runtime.stopping import STOP_SIGNALS, Stop, listening
+from kvr_mpi.runtime.worker import Crew, Kept, Tally
+from kvr_mpi.schedule.placement import deal
+from kvr_mpi.schedule.plan import agree, count_tokens, describe, duration, plan_documents
+from kvr_mpi.store.folder import Index, check_writable, index_run, read_records, run_files
+from kvr_mpi.store.lock import Owner
+from kvr_mpi.store.merge import merge_run
+from kvr_mpi.store.run import Run, known_corpus, open_run
+from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
+from kvr_mpi.transport.choose import open_transport
+from kvr_mpi.transport.counters import open_counters
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run, as opposed to what."""
+
+    machine: Machine
+    owner: Owner
+    overwrite: bool = False
+    resume: bool = False
+    retry_failed: bool = False
+    bar: bool = False
+    deadline_s: float | None = None  # Unix time at which the batch system ends the job
+    stop_signals: Sequence[str] = field(default=STOP_SIGNALS)
+
+
+def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> int:
+    """Run a whole job; every rank calls this.
+
+    Returns
+    -------
+    int
+        Exit code: 0; 65 if more documents have error records than `output.max_failed` allows; 75 if it was stopped
+        before the end.
+    """
+    folder = Path(spec.output.path)
+    stop = Stop(options.deadline_s)
+    with listening(stop, options.stop_signals, lambda why: _end_at_once(world, log, why)):
+        return _run(spec, options, world, log, folder, stop)
+
+
+def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder: Path, stop: Stop) -> int:
+    chain_size = together(world, lambda: choose_chain_size(spec, world.size))
+    log.root("reading the documents")
+    corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options).to_json())))
+    device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
+    ranks, reason = open_transport(world, spec.parallel.transport, device, cache_dir=options.machine.cache_dir)
+    log.root(reason)
+    chain = ranks.split(ranks.rank // chain_size)
+    prepared = prepare(spec, options.machine, ranks, chain, log.line)
+    run = on_root(world, lambda: _open(folder, prepared, corpus, options, log))
+    done = set(share_json(world, None if run is None else sorted(run.done | run.failed)))
+    todo = [number for number in range(len(corpus))[spec.documents.share] if corpus.entries[number].id not in done]
+    log.root(f"documents: {len(corpus)}" + (f", {len(done)} of them done already" if done else ""))
+    shares = share_out(prepared, corpus, todo, ranks, log)
+    counters = open_counters(world, Desk.SLOTS + shares.slots)
+    with (
+        closing(ShardWriter(folder, f"{world.rank:04d}", prepared.header())) as writer,
+        Progress(
+            log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0
+        ) as progress,
+    ):
+        check = None if run is None else run.check
+        desk = Desk(corpus, counters, writer, progress, stop, keeps_kv=spec.output.kv, check=check)
+        tally = work_through(prepared, ranks, shares, desk, log.line)
+    world.barrier()
+    left = len(todo) - counters.read()[Desk.DONE]
+    counters.close()
+    tallies = [Tally(**one) for one in share_json(world, gather_json(world, asdict(tally)))]
+    for line in _sum_up(tallies, len(todo) - left, progress.elapsed_s, shares.predicted_s):
+        log.root(line)
+    return int(share_json(world, on_root(world, lambda: _conclude(run, spec, left, stop, log))))
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Chains of one length, and which documents they begin with.
+
+    length : ranks of a chain.
+    lists : documents' numbers, for each chain.
+    works : how much work each document is: characters, or predicted milliseconds.
+    """
+
+    length: int
+    lists: list[list[int]]
+    works: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Which documents the chains begin with.
+
+    misfits : documents that fit on no chain, and why.
+    predicted_s : how long the whole takes, if that was planned.
+    """
+
+    rounds: list[Round]
+    misfits: dict[int, str] = field(default_factory=dict)
+    predicted_s: float | None = None
+
+    @property
+    def slots(self) -> int:
+        """Counters it takes."""
+        return sum(len(part.lists) for part in self.rounds)
+
+    @property
+    def work(self) -> int:
+        """Work of all documents."""
+        return sum(sum(part.works.values()) for part in self.rounds)
+
+
+def share_out(prepared: Prepared, corpus: Corpus, todo: Sequence[int], ranks: Transport, log: Log) -> Shares:
+    """Share documents among chains: as planned, or so that all chains of one length have as much; every rank alike."""
+    if prepared.costs is not None and prepared.spec.parallel.planned:
+        return _planned(prepared, corpus, todo, ranks, log)
+    size = choose_chain_size(prepared.spec, ranks.size)
+    return Shares([_round(corpus, todo, ranks.size // size, size)])
+
+
+def work_through(prepared: Prepared, ranks: Transport, shares: Shares, desk: Desk, say: Say) -> Tally:
+    """Do this rank's part of all rounds; every rank calls this."""
+    for number in list(shares.misfits)[ranks.rank :: ranks.size]:
+        desk.refuse(number, shares.misfits[number])
+    # All of them before any work: making chains waits for all ranks.
+    chains = [ranks.split(ranks.rank // part.length) for part in shares.rounds]
+    first_slot, tally, kept = Desk.SLOTS, Tally(), Kept(prepared.open_pool())
+    for part, chain in zip(shares.rounds, chains, strict=True):
+        block = ranks.rank // part.length
+        if block < len(part.lists):  # else the ranks were not divisible, and this one is left over
+            desk.work_from(part.lists, part.works, block, first_slot)
+            engine = Engine(prepared, chain, block * part.length, say)
+            tally.add(Crew(engine, desk, kept).run())
+        first_slot += len(part.lists)
+    tally.add(kept.drain(desk))
+    return tally
+
+
+def _round(corpus: Corpus, todo: Sequence[int], chains: int, length: int) -> Round:
+    """Share documents among chains that are all alike; the longest come first, so that all chains end together."""
+    works = {number: max(1, corpus.entries[number].chars) for number in todo}
+    lists = deal(list(works.items()), chains)
+    # Longest first only to within a factor of two: behind each other in a file, documents are read faster.
+    return Round(
+        length, [sorted(one, key=lambda number: (-works[number].bit_length(), number)) for one in lists], works
+    )
+
+
+def _planned(prepared: Prepared, corpus: Corpus, todo: Sequence[int], world: Transport, log: Log) -> Shares:
+    """Plan chains of all lengths."""
+    log.root("plan: counting tokens")
+    numbers = {corpus.entries[number].id: number for number in todo}
+    mine = (corpus.read(number) for number in todo[world.rank :: world.size])
+    tokens = count_tokens(prepared.loaded.tokenizer, mine, world)
+    texts = [(name, tokens[name]) for name in numbers]
+    plan = agree(world, plan_documents(prepared.spec, texts, world.size, prepared.forecast()))
+    for line in describe(plan):
+        log.root(f"plan: {line}")
+    rounds = []
+    for length in plan.chain_lengths:
+        part = Round(length, [[] for _ in range(world.size // length)], {})
+        for place in sorted(plan.placements, key=lambda place: place.start_s):
+            if place.ranks == length:
+                number = numbers[place.id]
+                part.lists[place.first_rank // length].append(number)
+                part.works[number] = max(1, round(1e3 * (place.end_s - place.start_s)))
+        rounds.append(part)
+    return Shares(rounds, {numbers[name]: why for name, _, why in plan.misfits}, plan.makespan_s)
+
+
+def _scan(spec: JobSpec, folder: Path, options: RunOptions) -> Corpus:
+    """List all documents; `check_job` has seen that they and the output folder can be had."""
+    check_writable(folder)
+    return scan_documents(spec, None if options.overwrite else known_corpus(folder))
+
+
+def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
+    """List a job's documents.
+
+    Parameters
+    ----------
+    known : Corpus, optional
+        An earlier list: files that have not changed since are not read.
+
+    Raises
+    ------
+    CorpusError
+        If there are none.
+    """
+    wanted = spec.documents
+    corpus = scan_corpus(
+        wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit, known=known
+    )
+    if not corpus.entries:
+        raise CorpusError(f"documents.path {wanted.path}: the files hold no document; expected at least one")
+    return corpus
+
+
+def _open(folder: Path, prepared: Prepared, corpus: Corpus, options: RunOptions, log: Log) -> Run:
+    """Make the output folder ours."""
+    return open_run(
+        folder,
+        prepared.header(),
+        corpus,
+        share=prepared.spec.documents.share,
+        overwrite=options.overwrite,
+        resume=options.resume,
+        retry_failed=options.retry_failed,
+        owner=options.owner,
+        say=log.line,
+    )
+
+
+def _end_at_once(world: Transport, log: Log, why: str) -> None:
+    log.line(why)
+    log.line(exit_line(EXIT_STOPPED))
+    world.abort(EXIT_STOPPED)
+
+
+def _sum_up(tallies: Sequence[Tally], documents: int, seconds: float, predicted_s: float | None) -> Iterator[str]:
+    """Say how fast it went."""
+    total = Tally()
+    for tally in tallies:
+        total.add(tally)
+    if not documents or seconds <= 0:
+        return
+    planned = "" if predicted_s is None else f" (planned: {duration(predicted_s)})"
+    busy = 100 * total.busy_s / total.phase_s if total.phase_s else 0
+    yield (
+        f"{documents} document(s) in {duration(seconds)}{planned}: {3600 * documents / seconds:.0f} an hour, "
+        f"{total.prompt_tokens / seconds:.0f} prompt tokens/s, {total.new_tokens / seconds:.1f} new tokens/s; "
+        f"ranks computed in {busy:.0f} % of their prefill time"
+    )
+
+
+def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -> int:
+    """Merge the results if that is cheap, print the table, and say how it went; counts come from the ledgers."""
+    assert run is not None, "on rank 0"
+    folder = Path(spec.output.path)
+    if left:
+        run.close()
+        log.line(exit_line(EXIT_STOPPED, f"{left} document(s) left: {stop.reason}"))
+        return EXIT_STOPPED
+    run.check(anew=True)  # merging replaces files: never in another folder
+    result = merge_run(folder, lambda: stop.heard or stop.is_over)
+    run.close()
+    index = index_run(folder) if run_files(folder) else Index({})  # a share may be empty
+    summary = index.summary()
+    print_summary(summary, read_records(index, rows_of(index)), result)
+    code, line = conclusion(spec, summary.done, summary.failed)
+    log.line(line)
+    return code
+
+
+def conclusion(spec: JobSpec, done: int, failed: int) -> tuple[int, str]:
+    """Return the exit code of a job that is through, and its last line."""
+    allowed = spec.output.failures_allowed(done + failed)
+    code = EXIT_BAD_DATA if failed > allowed else EXIT_OK
+    records = f"{failed} of {done + failed} document(s) failed, output.max_failed = {spec.output.max_failed!r}"
+    return code, exit_line(code, f"{records} allows {allowed}" if failed else f"all {done} document(s)")

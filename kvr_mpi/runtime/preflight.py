@@ -1,0 +1,217 @@
+"""What is wrong with a job, as far as it shows before anything is loaded: all at once, in about a second, no torch.
+
+Stands between a job as it was read and the batch. What is found here would be found later, too, after minutes in a
+queue and while models are loaded, and one thing at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvr_mpi.documents import find_files, first_rows, is_table
+from kvr_mpi.documents.prompts import check_system, check_template
+from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, OutputError
+from kvr_mpi.job import DocumentsSection, JobSpec, ModelSection
+from kvr_mpi.model import find_model
+from kvr_mpi.store.folder import check_fresh
+from kvr_mpi.tuning.table import load_table, table_files
+
+# Files that are looked into for the text field before it is held to be wrong.
+SAMPLED_FILES = 8
+INDEX = "model.safetensors.index.json"
+
+
+def check_job(spec: JobSpec, ranks: int, *, goes_on: bool, offline: bool) -> None:
+    """Check a job against the files it names and the ranks it has; nothing is written.
+
+    Parameters
+    ----------
+    spec : JobSpec
+    ranks : int
+        Of the whole job.
+    goes_on : bool
+        Results in the output folder are no reason to stop.
+    offline : bool
+        The hub is not asked, unless the job says otherwise.
+
+    Raises
+    ------
+    KvrError
+        With all findings in one message.
+    """
+    findings = list(_findings(spec, ranks, goes_on, offline))
+    if len(findings) == 1:
+        raise findings[0]
+    if findings:
+        listed = "".join(f"\n- {finding}" for finding in findings)
+        raise ConfigError(f"{len(findings)} things are wrong with this job:{listed}")
+
+
+def choose_chain_size(spec: JobSpec, ranks: int) -> int:
+    """Say how many ranks share one prompt; 1 to begin with, if that is to be planned.
+
+    Raises
+    ------
+    ConfigError
+        If the ranks cannot be divided so; the message lists what they can be divided into.
+    """
+    wanted = spec.parallel.ranks_per_chain
+    alone = spec.parallel.strategy == "single" or wanted == "auto"
+    size = 1 if alone else ranks if wanted == "all" else int(wanted)
+    if ranks % size:
+        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        raise ConfigError(
+            f"parallel.ranks_per_chain = {size}: {ranks} ranks cannot be divided into chains of {size}; "
+            f"choose one of {divisors}, 'auto' (planned for each document), or start a multiple of {size} ranks"
+        )
+    ratios = spec.parallel.ratios
+    if ratios is not None and len(ratios) != size:
+        raise ConfigError(
+            f"parallel.ratios = {ratios}: {len(ratios)} weights for a chain of {size} ranks; give one for each rank"
+        )
+    return size
+
+
+def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterator[KvrError]:
+    """Try one thing after the other."""
+    prompt, documents = spec.prompt, spec.documents
+    checks: list[Callable[[], object]] = [
+        partial(choose_chain_size, spec, ranks),
+        partial(_check_table, spec, ranks),
+        partial(check_template, prompt.template),
+        partial(check_template, prompt.reduce_template or prompt.template, "prompt.reduce_template"),
+        partial(check_system, prompt.system),
+        partial(_check_model, spec.model, offline if spec.model.offline is None else spec.model.offline),
+        *(partial(_check_documents, documents, path) for path in documents.path),
+        partial(_check_output, Path(spec.output.path), goes_on),
+    ]
+    if prompt.reduce_template is None:
+        del checks[3]
+    for check in checks:
+        try:
+            check()
+        except KvrError as error:
+            yield error
+
+
+def _check_table(spec: JobSpec, ranks: int) -> None:
+    """Refuse a lookup table that is not there, damaged, or for another number of ranks."""
+    parallel = spec.parallel
+    if parallel.table is None:
+        return
+    path = Path(parallel.table)
+    tables = [(file, load_table(file)) for file in table_files(path)]
+    if not tables:
+        raise ConfigError(f"parallel.table = {str(path)!r}: no *.json in this folder; make tables with kvr search")
+    size = ranks if parallel.ranks_per_chain == "all" else parallel.ranks_per_chain
+    if parallel.strategy == "single" or parallel.table_force or any(table.key.ranks == size for _, table in tables):
+        return
+    found = " | ".join(f"{file.name}: ranks is {table.key.ranks}, here it is {size}" for file, table in tables[:8])
+    raise ConfigError(
+        f"parallel.table = {str(path)!r} does not fit chains of {size} rank(s): {found}. Start as many ranks as a "
+        f"table is for, make one with kvr search, or name one file and set parallel.table_force = true"
+    )
+
+
+def _check_model(model: ModelSection, offline: bool) -> None:
+    """Look for a model's configuration and weights."""
+    source = find_model(model.path)
+    folder = Path(source.location)
+    if source.gguf_file is not None:
+        try:
+            with (folder / source.gguf_file).open("rb") as stream:
+                magic = stream.read(4)
+        except OSError as error:
+            raise ModelError(f"model.path {model.path!r} cannot be read: {error.strerror}") from error
+        if magic != b"GGUF":
+            raise ModelError(f"model.path {model.path!r} is no GGUF file: it begins with {magic!r}; copy it again")
+        return
+    if source.is_hub:
+        if offline:
+            _check_cached(model)
+        return
+    config = _read_json(model, folder / "config.json")
+    if not isinstance(config, dict):
+        raise ModelError(f"model.path {model.path!r}: {folder / 'config.json'} holds no JSON object; copy it again")
+    if not any(file.is_file() for file in folder.glob("*.safetensors")):
+        raise ModelError(
+            f"model.path {model.path!r}: the folder {folder} has a config.json but no *.safetensors weights; "
+            f"pickled weights (*.bin, *.pt) are not loaded, since they can run code: convert them first"
+        )
+    if (folder / INDEX).is_file():
+        index = _read_json(model, folder / INDEX)
+        names = index.get("weight_map") if isinstance(index, dict) else None
+        wanted = {name for name in names.values() if isinstance(name, str)} if isinstance(names, dict) else set()
+        missing = sorted(name for name in wanted if not (folder / name).is_file())
+        if missing:
+            raise ModelError(
+                f"model.path {model.path!r}: {len(missing)} of its {len(wanted)} files of weights are missing, such as "
+                f"{missing[0]}; copy the folder again"
+            )
+
+
+def _check_cached(model: ModelSection) -> None:
+    """Look for a model of the hub among local files."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+    except ValueError as error:
+        raise ModelError(f"model.path {model.path!r} is no id on the hub: {error}") from error
+    if not isinstance(found, str):
+        raise ModelError(
+            f"model.path {model.path!r} cannot be loaded: the hub is not to be asked (model.offline, or SLURM), and it "
+            f"is not among the local files; fetch it on a machine with internet (HF_HOME says where to), or name a "
+            f"folder"
+        )
+
+
+def _read_json(model: ModelSection, file: Path) -> Any:
+    try:
+        if not file.is_file():
+            raise ModelError(
+                f"model.path {model.path!r}: the folder {file.parent} has no {file.name}; expected a causal language "
+                f"model that transformers knows: config.json, *.safetensors and tokenizer files"
+            )
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"model.path {model.path!r}: {file} cannot be read: {error}; copy it again") from error
+
+
+def _check_documents(documents: DocumentsSection, path: str) -> None:
+    """Look for files behind a path, and for the text field in the first rows of some of them."""
+    files = [Path(file) for file, _ in find_files([path])]
+    if not all(map(is_table, files)):
+        return
+    names: set[str] = set()
+    for file in files[:SAMPLED_FILES]:
+        for row in first_rows(file, documents.text_field):
+            if isinstance(row.get(documents.text_field), str):
+                return
+            names.update(map(str, row))
+    if names:
+        raise CorpusError(
+            f"documents.text_field = {documents.text_field!r}: no text of that name in the first rows of "
+            f"{str(files[0])!r}{f' and {len(files[:SAMPLED_FILES]) - 1} more file(s)' if len(files) > 1 else ''}; "
+            f"their fields are {', '.join(sorted(names)[:20])}"
+        )
+
+
+def _check_output(folder: Path, goes_on: bool) -> None:
+    """Refuse a folder that cannot be made or written, or that holds the results of another run."""
+    if not goes_on:
+        check_fresh(folder)
+    try:
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        reason = "" if there.is_dir() else f"{there} is no folder"
+    except OSError as error:  # a name too long, a folder that cannot be entered
+        reason = error.strerror or str(error)
+    if not reason and not os.access(there, os.W_OK | os.X_OK):
+        reason = f"no permission to write in {there}"
+    if reason:
+        raise OutputError(f"output.path {str(folder)!r} cannot be written: {reason}")

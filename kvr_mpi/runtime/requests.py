@@ -1,0 +1,172 @@
+"""One document on its way: its prompts, what was answered to them, and in the end its record.
+
+Stands between the prompts and the waves that run them. A document is one prompt; one that is too long and may be split
+is several, whose answers make the next prompt, until one is left. Every rank of a chain goes the same way: what only
+one rank knows (an answer is decoded on one of them) is told to the others as an `Outcome`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvr_mpi.decode.sampling import Answer
+from kvr_mpi.documents import Document
+from kvr_mpi.documents.prompts import Frame, Prompt, encode_text, fit_prompt, split_text
+from kvr_mpi.errors import DocumentError
+from kvr_mpi.job import PromptSection
+from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.store.outputs import Record
+
+# Rounds of answers about answers before a document is given up.
+MAX_REDUCTIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How documents are asked: what all readings of a job share.
+
+    frame, reduce_frame : around a document's text, and around the answers about its parts.
+    """
+
+    tokenizer: Any
+    prompt: PromptSection
+    frame: Frame
+    reduce_frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one prompt, as all ranks of its chain are told."""
+
+    error: str = ""
+    text: str = ""
+    tokens: int = 0
+    new_tokens: int = 0
+    prefill_s: float = 0.0
+    wait_s: float = 0.0
+    decode_s: float = 0.0
+    strategy: str = ""
+
+
+@dataclass(slots=True)
+class Reading:
+    """A document and its prompts of the moment.
+
+    Parameters
+    ----------
+    document : Document
+    asking : Asking
+    work : int
+        How much work it is, in the job's unit, for the progress.
+
+    Raises
+    ------
+    DocumentError
+        If something is wrong with the document.
+    """
+
+    document: Document
+    asking: Asking
+    work: int
+    prompts: list[Prompt] = field(default_factory=list)
+    past: list[Outcome] = field(default_factory=list)  # of earlier prompts
+    _stage: int = 0
+    _text_ids: Sequence[int] = ()
+    _heard: dict[int, Outcome] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        document, asking = self.document, self.asking
+        if document.error is not None:
+            raise DocumentError(document.error)
+        ids = encode_text(asking.tokenizer, document.text)
+        if not ids:
+            raise DocumentError(
+                f"{document.id} has no tokens: this model's tokenizer drops all {document.chars} characters"
+            )
+        wanted = asking.prompt
+        if wanted.too_long == "split" and len(ids) > asking.frame.text_budget:
+            self._cut(ids, asking.frame)
+        else:
+            truncate = wanted.keep if wanted.too_long == "truncate" else None
+            self.prompts = [fit_prompt(asking.frame, ids, truncate=truncate)]
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the answer to the prompt of the moment is the document's."""
+        return len(self.prompts) == 1
+
+    def hear(self, part: int, outcome: Outcome) -> bool:
+        """Take what became of a part; with the last of them, make the next prompts and say so.
+
+        Raises
+        ------
+        DocumentError
+            If a part failed, or the answers got no shorter than the text.
+        """
+        self._heard[part] = outcome
+        if outcome.error:
+            raise DocumentError(f"part {part + 1} of {len(self.prompts)}: {outcome.error}")
+        if len(self._heard) < len(self.prompts):
+            return False
+        answers = [self._heard[number] for number in range(len(self.prompts))]
+        self._heard = {}
+        self.past += answers
+        text = "\n\n".join(answer.text for answer in answers)
+        ids = encode_text(self.asking.tokenizer, text)
+        if not text.strip() or len(ids) >= len(self._text_ids) or self._stage == MAX_REDUCTIONS:
+            raise DocumentError(
+                f"too long, and the {len(answers)} answers about its parts got no shorter than the text; lower "
+                f"generation.max_new_tokens, or set prompt.too_long = 'truncate'"
+            )
+        self._cut(ids, self.asking.reduce_frame)
+        return True
+
+    def outcome(self, part: int, prefill: Prefill, answer: Answer) -> Outcome:
+        """Sum up one prompt's answer."""
+        return Outcome(
+            text=answer.text,
+            tokens=self.prompts[part].tokens,
+            new_tokens=len(answer.token_ids),
+            prefill_s=prefill.seconds,
+            wait_s=prefill.wait_s,
+            decode_s=answer.seconds,
+            strategy=prefill.strategy,
+        )
+
+    def record(self, prefill: Prefill, answer: Answer) -> Record:
+        """Say what is to be stored of a document, after its final prompt."""
+        prompt = self.prompts[0]
+        outcomes = [*self.past, self.outcome(0, prefill, answer)]
+        tokens = sum(outcome.tokens for outcome in outcomes)
+        seconds = sum(outcome.prefill_s for outcome in outcomes)
+        return replace(
+            error_record(self.document, ""),
+            status="done",
+            answer=answer.text,
+            token_ids=answer.token_ids,
+            slices=prefill.partition.bounds,
+            prompt_sha256=prompt.sha256,
+            prompt_tokens=tokens,
+            dropped_tokens=prompt.dropped_tokens,
+            new_tokens=sum(outcome.new_tokens for outcome in outcomes),
+            finish_reason=answer.finish_reason,
+            strategy="+".join(dict.fromkeys(outcome.strategy for outcome in outcomes)),
+            ttft_s=seconds,
+            prefill_tokens_per_s=tokens / seconds,
+            wait_s=sum(outcome.wait_s for outcome in outcomes),
+            decode_s=sum(outcome.decode_s for outcome in outcomes),
+            parts=len(outcomes),
+        )
+
+    def _cut(self, ids: Sequence[int], frame: Frame) -> None:
+        self._text_ids, self._stage = ids, self._stage + 1
+        self.prompts = split_text(self.asking.tokenizer, frame, ids)
+
+
+def error_record(document: Document, reason: str) -> Record:
+    """Say what is to be stored of a document that cannot be done."""
+    sha256 = hashlib.sha256(document.text.encode()).hexdigest()
+    return Record(document.id, "error", error=reason, document_sha256=sha256)

@@ -1,0 +1,363 @@
+"""A job's model made ready on all ranks: loaded, checked against the settings, and measured as far as they ask for it.
+
+All that is done once, before the first document. `Engine` takes it from there, on one chain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from kvr_mpi.costs.costmodel import Costs
+from kvr_mpi.costs.solve import Rates, equal_time
+from kvr_mpi.decode.batch import Pool
+from kvr_mpi.decode.sampling import make_generation_config
+from kvr_mpi.documents.prompts import Frame
+from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.job import JobSpec
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.model import LoadedModel, load_model
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.prepacked import pack_weights, packed_bytes
+from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.partition import QUANTUM_TOKENS, Partition
+from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
+from kvr_mpi.prefill.one_prompt import compute_prefix
+from kvr_mpi.prefill.registry import AUTO, Strategy, candidates
+from kvr_mpi.prefill.self_check import check_chain, why_not_packed
+from kvr_mpi.runtime.host_memory import keep_heap, room_bytes
+from kvr_mpi.runtime.requests import Asking
+from kvr_mpi.schedule.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of, with_memory
+from kvr_mpi.store.outputs import Header
+from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
+from kvr_mpi.tuning.identity import key_of
+from kvr_mpi.tuning.lookup import describe_range, find_table
+from kvr_mpi.tuning.measure import measure_costs
+from kvr_mpi.tuning.probe import measure_rates
+from kvr_mpi.tuning.table import Table
+
+# Instructions shorter than this are computed with every prompt: to copy them would take as long.
+LEAST_PREFIX_TOKENS = 32
+# Slices are shown for this length if the model names no context.
+EXAMPLE_TOKENS = 8192
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a rank has to work with: from the command line and the environment."""
+
+    cache_dir: Path  # for converted models
+    cores: int = 1  # cores this process may use
+    threads: int | None = None  # CPU threads asked for in the environment
+    offline: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A job's model, ready on this rank, and what is known of all of them.
+
+    frame, reduce_frame : what is around a document's text, and around the answers about its parts.
+    why_alone : why prompts do not run packed; None if they do.
+    prefixes : what all prompts begin with, computed; the longest first.
+    footprint : to predict a prompt's memory; None for plain transformers, whose memory is not predicted.
+    rooms_bytes : what each rank of the job may take for prompts.
+    strategies : what may run a prompt; where there are several the fastest is chosen for each, chains if in doubt.
+    costs : of ranks and links, if chains are to be planned or strategies chosen.
+    rates : of all ranks, if slices are to be cut by time.
+    table : if the job names one.
+    """
+
+    spec: JobSpec
+    loaded: LoadedModel
+    frame: Frame
+    reduce_frame: Frame
+    generation: GenerationConfig
+    why_alone: str | None
+    prefixes: tuple[SharedPrefix, ...]
+    footprint: Footprint | None
+    rooms_bytes: list[int]
+    strategies: tuple[Strategy, ...]
+    costs: Costs | None
+    rates: list[Rates]
+    table: Table | None
+
+    @property
+    def asking(self) -> Asking:
+        """How documents are asked."""
+        return Asking(self.loaded.tokenizer, self.spec.prompt, self.frame, self.reduce_frame)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest prompt there can be; where the model names no context, of an example."""
+        return self.frame.max_tokens if self.loaded.shape.max_tokens else EXAMPLE_TOKENS
+
+    def chain_costs(self, first_rank: int, size: int) -> Costs:
+        """Costs of the ranks of one chain, measured or from the table."""
+        costs = self.table.rates.costs() if self.costs is None and self.table is not None else self.costs
+        assert costs is not None, "strategies are chosen by costs"
+        speeds = costs.speeds and costs.speeds[first_rank if self.costs else 0 :][:size]
+        return replace(costs, speeds=speeds if speeds and len(speeds) == size else None)
+
+    def open_pool(self) -> Pool:
+        """Make what decodes this rank's prompts."""
+        generation = self.spec.generation
+        return Pool(self.loaded, self.generation, stop=generation.stop, max_new_tokens=generation.max_new_tokens)
+
+    def forecast(self) -> Forecast:
+        """Say what a document takes on chains of any length, from what was measured here; for a planned job only."""
+        assert self.costs is not None and self.footprint is not None
+        forecast = forecast_measured(self.spec, self.costs, self.frame, "measured on these ranks")
+        forecast = replace(forecast, strategies=self.strategies)
+        return with_memory(forecast, self.footprint, min(self.rooms_bytes))
+
+    def header(self) -> Header:
+        """Say what the answers depend on, for the output files."""
+        spec, loaded = self.spec, self.loaded
+        identity = {
+            "model": loaded.fingerprint,
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "prompt": spec.prompt.model_dump(),
+            "generation": spec.generation.model_dump(),
+            "kv": spec.output.kv,
+            "frame": hashlib.sha256(json.dumps([self.frame.head, self.frame.tail]).encode()).hexdigest(),
+        }
+        return Header(
+            identity,
+            {"name": loaded.name, "architecture": loaded.shape.architecture, "dtype": identity["dtype"]},
+        )
+
+
+def prepare(
+    spec: JobSpec, machine: Machine, world: Transport, chain: Transport, say: Say, *, loaded: LoadedModel | None = None
+) -> Prepared:
+    """Make a job's model ready; every rank calls this.
+
+    Parameters
+    ----------
+    spec : JobSpec
+    machine : Machine
+    world, chain : Transport
+        All ranks of the job, and those that share this chain's prompts.
+    say : callable
+        For a line of text; called on rank 0 of the job only.
+    loaded : LoadedModel, optional
+        The job's model, if it is loaded already.
+
+    Raises
+    ------
+    ConfigError
+        If model, prompt or generation settings do not work together.
+    """
+    say = say if world.rank == 0 else _say_nothing
+    if loaded is None:
+        loaded = _load(spec, machine, world, say)
+        say(_describe(spec, loaded, world, chain))
+    plain = spec.parallel.strategy == "single"
+    if not plain:
+        say("checking on a few tokens that chains give this model's own logits")
+    loaded, frame, reduce_frame, generation = together(world, partial(_check, spec, loaded, say))
+    strategies, left_out = together(world, partial(_check_strategies, spec, loaded))
+    for line in left_out:
+        say(line)
+    why_alone = None if plain else together(world, partial(why_not_packed, loaded))
+    if why_alone is not None:
+        say(f"documents are decoded one by one: {why_alone}")
+    frames = () if plain else (frame, reduce_frame) if spec.prompt.too_long == "split" else (frame,)
+    if any(len(each.head) >= LEAST_PREFIX_TOKENS for each in frames):
+        say("computing the instructions that all prompts begin with")
+    prefixes = together(world, partial(_compute_prefixes, loaded, frames))
+    footprint = None
+    if not plain:
+        footprint = footprint_of(
+            loaded.model.config,
+            loaded.dtype,
+            on_gpu=loaded.device.type == "cuda",
+            in_parts=loaded.attends_in_parts,
+        )
+    rooms_bytes: list[int] = share_json(world, gather_json(world, _room(spec, loaded, world)))
+    costs = None
+    are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
+    if world.size > 1 and (spec.parallel.planned or are_chosen):
+        costs = _measure_costs(loaded, world, say)
+    rates = _measure_rates(spec, loaded, world, chain, costs, say)
+    if rates:
+        mine = rates if spec.parallel.planned else rates[world.rank - chain.rank :][: chain.size]
+        say(_describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
+    table = _find_table(spec, loaded, world, chain, say)
+    return Prepared(
+        spec=spec,
+        loaded=loaded,
+        frame=frame,
+        reduce_frame=reduce_frame,
+        generation=generation,
+        why_alone=why_alone,
+        prefixes=prefixes,
+        footprint=footprint,
+        rooms_bytes=rooms_bytes,
+        strategies=strategies,
+        costs=costs,
+        rates=rates,
+        table=table,
+    )
+
+
+def load_on_all(
+    world: Transport, path: str, *, packs: bool = True, say: Say | None = None, **arguments: Any
+) -> LoadedModel:
+    """Load a model on every rank, as fast as it runs there; every rank calls this.
+
+    Parameters
+    ----------
+    packs : bool
+        Lay its weights out anew for chains, where that pays.
+    say : callable, optional
+        For a line of text about that.
+    **arguments
+        Of `load_model`.
+    """
+    loaded = host_by_host(world, lambda: load_model(path, **arguments))
+    keep_heap()
+    if packs:
+        if say is not None and loaded.device.type == "cpu":
+            say("loaded; laying weights out for the processor")
+        pack_weights(loaded.model, room_bytes(loaded.device, world.local_size))
+    return loaded
+
+
+def _say_nothing(text: str) -> None:
+    """Stand in for rank 0's voice on other ranks."""
+
+
+def _load(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> LoadedModel:
+    """Load the model on every rank."""
+    threads = spec.parallel.threads or machine.threads
+    torch.set_num_threads(threads or max(1, machine.cores // world.local_size))
+    source = spec.model
+    arguments: dict[str, Any] = source.model_dump(exclude={"path", "offline"})
+    arguments |= {"offline": machine.offline if source.offline is None else source.offline}
+    arguments |= {"cache_dir": machine.cache_dir, "device_index": world.local_rank}
+    say(f"loading {source.path}")
+    return load_on_all(world, source.path, packs=spec.parallel.strategy != "single", say=say, **arguments)
+
+
+def _describe(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport) -> str:
+    """Say in a line what is loaded, and on what."""
+    chains = f"{world.size // chain.size} chain(s) of {chain.size} rank(s)"
+    if spec.parallel.planned:
+        chains = f"{world.size} rank(s) in chains as planned"
+    copied = packed_bytes(loaded.model)
+    weights = f", weights laid out for it ({copied / 1e9:.2f} GB more)" if copied else ""
+    return (
+        f"{loaded.shape.architecture}, {len(loaded.shape.layers)} layers, "
+        f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}{weights}; {chains}, "
+        f"{torch.get_num_threads()} thread(s) per rank; "
+        f"{loaded.shape.kv_bytes_per_token / 1024:.0f} KiB of keys and values per token"
+    )
+
+
+def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, Frame, Frame, GenerationConfig]:
+    """Make sure that model, strategy, prompt and generation settings go together."""
+    if spec.parallel.strategy == "single":
+        prepare_model(loaded.model, chain=False)
+    else:
+        loaded = check_chain(loaded, say=say)
+    if spec.output.kv and loaded.shape.has_states:
+        raise ConfigError(
+            f"output.kv = true: {loaded.shape.architecture} keeps states beside keys and values, and "
+            f"these are not stored yet; without them what is stored is no whole cache. Leave output.kv = false"
+        )
+    tokenizer, shape, template = loaded.tokenizer, loaded.shape, spec.prompt.template
+    frame = frame_of(spec, tokenizer, shape, template)
+    reduce_frame = frame_of(spec, tokenizer, shape, spec.prompt.reduce_template or template)
+    return (
+        loaded,
+        frame,
+        reduce_frame,
+        make_generation_config(loaded.model, spec.generation.transformers_settings()),
+    )
+
+
+def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strategy, ...], list[str]]:
+    """Make sure that the model runs as asked for; where that is left open, say what it cannot run, and why."""
+    asked, fitting, left_out = spec.parallel.strategy, [], []
+    for strategy in candidates(asked):
+        try:
+            strategy.check(loaded)
+            fitting.append(strategy)
+        except ModelError as error:
+            if asked != AUTO:
+                raise
+            left_out.append(f"strategy = 'auto' leaves {strategy.name} out: {error}")
+    return tuple(fitting), left_out
+
+
+def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame]) -> tuple[SharedPrefix, ...]:
+    """Compute once what all prompts begin with, for each frame: its instructions before the text."""
+    if depends_on_length(loaded.model):  # then so do those
+        return ()
+    heads = {frame.head for frame in frames if len(frame.head) >= LEAST_PREFIX_TOKENS}
+    return tuple(compute_prefix(loaded, head) for head in sorted(heads, key=len, reverse=True))
+
+
+def _room(spec: JobSpec, loaded: LoadedModel, world: Transport) -> int:
+    """Bytes this rank may take for prompts: most of what it has left."""
+    if spec.parallel.memory_gib is not None:
+        return int(spec.parallel.memory_gib * GIB)
+    devices = torch.cuda.device_count() if loaded.device.type == "cuda" else 1
+    return int(MEMORY_SHARE * room_bytes(loaded.device, -(-world.local_size // devices)))
+
+
+def _measure_costs(loaded: LoadedModel, world: Transport, say: Say) -> Costs:
+    """Measure ranks and links."""
+    say("measuring ranks and links, to plan with")
+    costs = measure_costs(loaded, world)
+    say(
+        f"measured links: {costs.link_bytes_per_s / 1e9:.2f} GB/s, {costs.link_latency_s * 1e6:.0f} us; a token "
+        f"decoded: {1e3 * (costs.layers * costs.launch_floor_s + costs.head_s):.1f} ms"
+    )
+    return costs
+
+
+def _measure_rates(
+    spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport, costs: Costs | None, say: Say
+) -> list[Rates]:
+    """Measure all ranks if slices are to be cut by time; what `costs` say is not measured again."""
+    if spec.parallel.partition != "equal_time" or (chain.size == 1 and costs is None):
+        return []
+    if costs is None:
+        say("probing how fast the ranks are, for slices of equal time")
+        return measure_rates(loaded, world)
+    token_s = costs.qkv_token_s + costs.rest_token_s
+    return [Rates(token_s / speed, costs.pair_s / speed) for speed in costs.speeds or (1.0,) * world.size]
+
+
+def _describe_rates(rates: Sequence[Rates], tokens: int) -> str:
+    """Say in a line how fast a rank is, and how a prompt of so many tokens would be cut."""
+    lengths = equal_time(tokens, rates)
+    return (
+        f"measured per layer: {rates[0].token_s * 1e6:.1f} us a token, {rates[0].pair_s * 1e9:.2f} ns a query-key "
+        f"pair; slices of equal time for {tokens} tokens: {Partition.by_ratio(tokens, lengths, QUANTUM_TOKENS)}"
+    )
+
+
+def _find_table(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport, say: Say) -> Table | None:
+    """Find the lookup table, and refuse one of something else before the batch begins."""
+    parallel = spec.parallel
+    if parallel.table is None or chain.size == 1:
+        return None
+    here, path = key_of(loaded, chain), Path(parallel.table)
+    table, differences = together(world, lambda: find_table(path, here, force=parallel.table_force))
+    say(f"slices by table: {table.key.model.name} on {table.key.hardware}, {describe_range(table)}")
+    if differences:
+        say(f"warning: used all the same (parallel.table_force): {'; '.join(differences)}")
+    return table

@@ -1,0 +1,256 @@
+"""What one document of a job takes on a chain of any length: slices, time, memory, and how that is known.
+
+Stands between the job and the plan. The prefill is the cost model's; decoding is a step for every new token, which
+the chain's last rank makes for all documents it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvr_mpi.costs.costmodel import Costs, chain_seconds, costs_of, equal_time_lengths
+from kvr_mpi.costs.hardware import load_hardware, profiles
+from kvr_mpi.costs.workload import workload_of
+from kvr_mpi.documents.prompts import Frame, count_parts, make_frame
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.job import JobSpec
+from kvr_mpi.model import ModelShape, Outline
+from kvr_mpi.partition import QUANTUM_TOKENS, Partition
+from kvr_mpi.prefill.exchange import Relay
+from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
+from kvr_mpi.prefill.registry import KVR, Strategy, candidates, fastest
+from kvr_mpi.schedule.times import Seconds
+from kvr_mpi.tuning.lookup import choose_slices
+from kvr_mpi.tuning.table import FOLDER, Table, load_table, table_files
+
+# Of a profile's memory; the rest goes to libraries and to gaps between tensors.
+MEMORY_SHARE = 0.95
+# Most documents a rank decodes together: beyond that, weights are read seldom enough.
+MOST_TOGETHER = 64
+
+
+def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str) -> Frame:
+    """Make the frame around a document's text, with room left for the answer.
+
+    Raises
+    ------
+    ConfigError
+        If prompt, answer and the model's context do not go together.
+    """
+    prompt = spec.prompt
+    context = prompt.max_tokens or shape.max_tokens or 1 << 62
+    if shape.max_tokens is not None and context > shape.max_tokens:
+        raise ConfigError(f"prompt.max_tokens = {context}: this model's context has {shape.max_tokens} tokens")
+    room = context - spec.generation.max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"generation.max_new_tokens = {spec.generation.max_new_tokens} leaves no room for a prompt in a "
+            f"context of {context} tokens; ask for fewer"
+        )
+    return make_frame(
+        tokenizer,
+        template,
+        system=prompt.system,
+        chat_template=prompt.chat_template,
+        max_prompt_tokens=room,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What one document takes on a chain of any length.
+
+    source : where the costs come from.
+    costs : of a rank, all alike.
+    even : whether slices are even; else they take equal time.
+    plain : whether one rank runs plain transformers (``strategy = "single"``).
+    frame : of the text; a document with more tokens than a prompt may have is answered in parts.
+    new_tokens : of an answer, at most.
+    step_s, step_token_s : decoding a token, and for each token before it.
+    row_s : decoding a token more in the same step, for another document.
+    load : documents for each rank; with many, they are decoded together, and by all ranks of a chain.
+    peak_bytes : most memory (tokens, ranks) takes on any rank; None if unknown.
+    memory_bytes : what each rank has; None if unknown.
+    cut : how (tokens, ranks) is cut where the job says so: by a lookup table.
+    strategies : what may run a prompt; of several the fastest, as in `registry.fastest`.
+    """
+
+    source: str
+    costs: Costs
+    even: bool
+    frame: Frame
+    new_tokens: int
+    step_s: float
+    step_token_s: float
+    row_s: float = 0.0
+    load: float = 0.0
+    plain: bool = False
+    peak_bytes: Callable[[int, int], float] | None = None
+    memory_bytes: float | None = None
+    cut: Callable[[int, int], Partition] | None = None
+    strategies: tuple[Strategy, ...] = (KVR,)
+
+    def strategy(self, tokens: int, ranks: int) -> Strategy:
+        """Say what runs a prompt on so many ranks; on one rank all that is not plain is a chain of one."""
+        known = [one for one in self.strategies if one.is_plain or 1 < ranks * one.stretches <= tokens]
+        if ranks == 1 or not known:
+            return self.strategies[0] if self.strategies[0].is_plain else KVR
+        if len(known) == 1:
+            return known[0]
+        return known[fastest([one.seconds(self.costs, self.cut_for(one, tokens, ranks)) for one in known])]
+
+    def slices(self, tokens: int, ranks: int) -> Partition:
+        """Cut a prompt as so many ranks would."""
+        return self.cut_for(self.strategy(tokens, ranks), tokens, ranks)
+
+    def cut_for(self, strategy: Strategy, tokens: int, ranks: int) -> Partition:
+        """Cut a prompt as so many ranks would under a strategy."""
+        if not strategy.has_cuts:
+            return strategy.cut_evenly(tokens, ranks)
+        if self.cut is not None and ranks > 1:
+            return self.cut(tokens, ranks)
+        ratios = [1.0] * ranks if self.even else equal_time_lengths(self.costs, tokens, ranks)
+        return Partition.by_ratio(tokens, ratios, QUANTUM_TOKENS)
+
+    def ttft_s(self, tokens: int, ranks: int) -> float:
+        """Time to the first token of one prompt; one shorter than the chain is done by its last rank."""
+        if 1 < ranks <= tokens:
+            strategy = self.strategy(tokens, ranks)
+            return strategy.seconds(self.costs, self.cut_for(strategy, tokens, ranks))
+        whole_s = chain_seconds(self.costs, [tokens])
+        # Our engine, on one rank too, computes of the last layer's attention only what the last token needs.
+        saved_s = 0.0 if self.costs.eager or self.plain else self.costs.pair_s * tokens**2 / 2
+        return max(whole_s - saved_s, self.costs.layers * self.costs.launch_floor_s)
+
+    def parts(self, tokens: int) -> list[int]:
+        """Tokens of a document's prompts: one, or those of its parts and then the one about their answers."""
+        most = self.frame.max_tokens
+        if tokens <= most:
+            return [tokens]
+        count = count_parts(self.frame, tokens)
+        around = most - self.frame.text_budget
+        return [-(-tokens // count)] * count + [min(most, around + count * self.new_tokens)]
+
+    def document_s(self, tokens: int, ranks: int, ttft_s: Seconds | None = None) -> float:
+        """Time of a whole document: all its prompts, each prefilled and answered.
+
+        Parameters
+        ----------
+        ttft_s : callable, optional
+            A faster way to ask for `ttft_s`.
+        """
+        prompts, ttft_s = self.parts(tokens), ttft_s or self.ttft_s
+        prefill_s = ttft_s(prompts[0], ranks) * max(1, len(prompts) - 1)
+        prefill_s += ttft_s(prompts[-1], ranks) if len(prompts) > 1 else 0.0
+        steps, together = max(0, self.new_tokens - 1), 1.0 if self.plain else min(max(1.0, self.load), MOST_TOGETHER)
+        step_s = (self.step_s + (together - 1) * self.row_s) / together
+        decode_s = steps * sum(step_s + self.step_token_s * prompt for prompt in prompts)
+        return prefill_s + decode_s / max(1.0, ranks * min(1.0, self.load))
+
+    def for_corpus(self, documents: int, ranks: int) -> Forecast:
+        """Forecast documents among so many others."""
+        return replace(self, load=documents / ranks)
+
+    def memory(self, tokens: int, ranks: int) -> float | None:
+        """Most bytes any rank of the chain holds, at most for the longest prompt there may be; None if unknown."""
+        return None if self.peak_bytes is None else self.peak_bytes(min(tokens, self.frame.max_tokens), ranks)
+
+    def fits(self, tokens: int, ranks: int) -> bool:
+        """Whether the ranks of a chain have the memory for a document; yes where it is unknown."""
+        needed = self.memory(tokens, ranks) if tokens and self.memory_bytes is not None else None
+        return needed is None or self.memory_bytes is None or needed <= self.memory_bytes
+
+
+def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) -> Forecast:
+    """Forecast from rates that were measured: a decoded token costs what a prompt of one token does."""
+    return Forecast(
+        source=source,
+        costs=replace(costs, speeds=None),
+        even=spec.parallel.partition == "even",
+        plain=spec.parallel.strategy == "single",
+        strategies=tuple(candidates(spec.parallel.strategy)),
+        frame=frame,
+        new_tokens=spec.generation.max_new_tokens,
+        step_s=costs.layers * costs.launch_floor_s + costs.head_s,
+        step_token_s=costs.layers * costs.pair_s,
+        row_s=costs.layers * (costs.qkv_token_s + costs.rest_token_s),
+    )
+
+
+def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardware: str | None) -> Forecast:
+    """Forecast without running anything: from a hardware profile, or else from a lookup table for this model.
+
+    Parameters
+    ----------
+    hardware : str or None
+        A shipped profile, a JSON file, or the name of the machine in a table; None: of the one machine there are
+        tables for.
+
+    Raises
+    ------
+    ConfigError
+        If neither is there, with the choices.
+    """
+    tables = _tables(spec, outline)
+    machines = sorted({table.key.hardware for table in tables})
+    if hardware is None and len(machines) != 1:
+        measured = f"{' or '.join(machines)} (measured, in tables), " if machines else ""
+        raise ConfigError(
+            f"nothing says how fast a rank is: choose with --hardware {measured}{', '.join(profiles())} (profiles), or "
+            f"a JSON file of the same keys; or measure a table of this model on the ranks themselves with kvr search"
+        )
+    if hardware in machines or hardware is None:
+        mine = [table for table in tables if table.key.hardware == (hardware or machines[0])]
+        best = min(mine, key=lambda table: (abs(table.key.ranks - ranks), table.key.ranks))
+        source = f"lookup table for {best.key.ranks} ranks of {best.key.hardware} ({best.key.device}); memory unknown"
+        forecast = forecast_measured(spec, best.rates.costs(), frame, source)
+        if spec.parallel.partition != "table":
+            return forecast
+        return replace(forecast, cut=lambda tokens, ranks: choose_slices(best, tokens, ranks).partition)
+    profile = load_hardware(hardware)
+    work = workload_of(outline.config, outline.dtype.itemsize)
+    forecast = forecast_measured(spec, costs_of(work, profile), frame, f"profile {profile.name}: {profile.source}")
+    forecast = replace(
+        forecast,
+        step_s=max(forecast.step_s, work.weight_bytes / profile.memory_bytes_per_s),
+        step_token_s=outline.shape.kv_bytes_per_token / profile.memory_bytes_per_s,
+    )
+    if forecast.plain:  # plain transformers' memory is not predicted
+        return forecast
+    footprint = footprint_of(outline.config, outline.dtype, on_gpu=True)  # profiles are of GPUs
+    return with_memory(forecast, footprint, MEMORY_SHARE * profile.memory_bytes, held_bytes=work.weight_bytes)
+
+
+def with_memory(forecast: Forecast, footprint: Footprint, memory_bytes: float, held_bytes: float = 0.0) -> Forecast:
+    """Add to a forecast what its prompts need on the fullest rank, and what a rank has.
+
+    Parameters
+    ----------
+    memory_bytes, held_bytes : float
+        What a rank has, and what of it is taken before a prompt comes.
+    """
+
+    def peak_bytes(tokens: int, ranks: int) -> float:
+        size = min(ranks, tokens)
+        strategy = forecast.strategy(tokens, size)
+        make = strategy.ours.make or Relay
+        partition = forecast.cut_for(strategy, tokens, size)
+        # The first slice is the longest, one of the end ranks keeps everything; between them the last but one has most.
+        ends = {0, max(0, size - 2), size - 1}
+        reserve = forecast.new_tokens
+        return held_bytes + max(
+            footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve) for rank in ends
+        )
+
+    return replace(forecast, peak_bytes=peak_bytes, memory_bytes=memory_bytes)
+
+
+def _tables(spec: JobSpec, outline: Outline) -> list[Table]:
+    """Tables of this model and dtype, where the job says tables are."""
+    place = Path(spec.parallel.table or FOLDER)
+    found = [load_table(file) for file in table_files(place)] if place.exists() else []
+    dtype = str(outline.dtype).removeprefix("torch.")
+    return [table for table in found if table.key.model.fingerprint == outline.fingerprint and table.key.dtype == dtype]

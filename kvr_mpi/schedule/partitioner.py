@@ -1,0 +1,70 @@
+"""How prompts are cut over the ranks of a chain: evenly, by weights, so that all take equal time, or by a table.
+
+Stands between the job, with what was measured or looked up for it, and the strategies, which take any `Partition`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvr_mpi.costs.solve import Rates, equal_time
+from kvr_mpi.job import ParallelSection
+from kvr_mpi.partition import QUANTUM_TOKENS, Partition
+from kvr_mpi.transport import Transport, share_json
+from kvr_mpi.tuning.lookup import choose_slices, describe_range
+from kvr_mpi.tuning.table import Table
+
+
+@dataclass
+class Cuts:
+    """What decides on the slices of one chain's prompts.
+
+    rates : of the chain's ranks, if they were measured.
+    table : if the job names one.
+    say : for a line of text, on the chain's first rank only.
+    """
+
+    parallel: ParallelSection
+    chain: Transport
+    rates: Sequence[Rates]
+    table: Table | None
+    say: Callable[[str], None]
+    _has_extrapolated: bool = field(default=False, init=False)
+
+    def cut(self, tokens: int, keeper: int, before: int) -> Partition:
+        """Cut so many tokens, behind `before` others that are known already; with a table, every rank calls this.
+
+        Parameters
+        ----------
+        keeper : int
+            The rank of the chain that has the last slice; the one behind it, cyclically, has the first.
+        """
+        if self.parallel.ratios is None and self.table is not None:
+            return self._look_up(self.table, tokens)
+        return self.propose(tokens, keeper, before)
+
+    def propose(self, tokens: int, keeper: int, before: int) -> Partition:
+        """Cut as `cut` does, without a word to the other ranks or the user."""
+        parallel, first = self.parallel, (keeper + 1) % self.chain.size
+        if self.rates and parallel.partition == "equal_time":
+            # Every token attends to those before, too: that makes it dearer, and is the same for all.
+            rates = [Rates(rate.token_s + rate.pair_s * before, rate.pair_s) for rate in self.rates]
+            return Partition.by_ratio(tokens, equal_time(tokens, [*rates[first:], *rates[:first]]), QUANTUM_TOKENS)
+        if parallel.ratios is not None:
+            return Partition.by_ratio(tokens, parallel.ratios, QUANTUM_TOKENS)
+        if self.table is not None:
+            return choose_slices(self.table, tokens, self.chain.size).partition
+        return Partition.even(tokens, self.chain.size)
+
+    def _look_up(self, table: Table, tokens: int) -> Partition:
+        """Cut by the table; beyond its entries by its rates, which is said once."""
+        choice = choose_slices(table, tokens, self.chain.size)
+        if choice.how == "extrapolated" and not self._has_extrapolated and self.chain.rank == 0:
+            self.say(
+                f"warning: the table was searched for {describe_range(table)}; a prompt of {tokens} tokens on "
+                f"{self.chain.size} ranks is beyond that: such prompts are cut by the table's fitted rates"
+            )
+        self._has_extrapolated |= choice.how == "extrapolated"
+        # One rank's word: beyond the entries a last bit may differ between processors.
+        return Partition(tuple(share_json(self.chain, choice.partition.bounds)))

@@ -1,0 +1,104 @@
+"""Which documents of a job go on which ranks.
+
+Stands between the job and the loop over its documents: `kvr plan` shows the plan, and a job with
+``parallel.ranks_per_chain = "auto"`` follows it. `forecast` says what a document takes, `schedule` does the
+scheduling; here is what is around it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, replace
+from typing import Any
+
+from kvr_mpi.documents import Document
+from kvr_mpi.documents.prompts import Frame, count_parts, encode_text
+from kvr_mpi.job import JobSpec, PromptSection
+from kvr_mpi.report.progress import clock_time
+from kvr_mpi.schedule.forecast import Forecast
+from kvr_mpi.schedule.placement import Placement, Schedule, schedule
+from kvr_mpi.schedule.times import sampled
+from kvr_mpi.transport import Transport, gather_json, share_json
+
+
+def prompt_tokens(prompt: PromptSection, frame: Frame, text_tokens: int) -> int:
+    """Tokens a document's prompts will have together; 0 where only an error is to be recorded."""
+    around = frame.max_tokens - frame.text_budget
+    if text_tokens == 0 or text_tokens <= frame.text_budget:
+        return text_tokens and text_tokens + around
+    if prompt.too_long == "split":
+        return text_tokens + around * count_parts(frame, text_tokens)
+    return frame.max_tokens if prompt.too_long == "truncate" else 0
+
+
+def count_tokens(tokenizer: Any, share: Iterable[Document], world: Transport) -> dict[str, int]:
+    """Tokens of documents' texts, each rank counting its share; every rank is given all."""
+    mine = {
+        document.id: len(encode_text(tokenizer, document.text)) if document.error is None else 0 for document in share
+    }
+    shares: list[dict[str, int]] = share_json(world, gather_json(world, mine))
+    return {name: tokens for share in shares for name, tokens in share.items()}
+
+
+def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, forecast: Forecast) -> Schedule:
+    """Schedule documents (id, tokens of text) on ranks."""
+    documents = [(name, prompt_tokens(spec.prompt, forecast.frame, tokens)) for name, tokens in texts]
+    forecast = forecast.for_corpus(len(documents), ranks)
+
+    def fits(tokens: int, length: int) -> bool:
+        return (length == 1 or spec.parallel.strategy != "single") and forecast.fits(tokens, length)
+
+    ttft_s = sampled(forecast.ttft_s)  # the time of a document is not smooth: beyond a length it is cut into parts
+
+    def seconds(tokens: int, length: int) -> float:
+        return forecast.document_s(tokens, length, ttft_s)
+
+    return schedule(documents, ranks, seconds, fits, min_efficiency=spec.parallel.min_efficiency, smooth=False)
+
+
+def agree(world: Transport, plan: Schedule) -> Schedule:
+    """Make sure that all ranks have one plan.
+
+    They compute it from the same data. But hosts of different make may round a last digit differently, and ranks that
+    disagree would wait for each other for ever; then the first rank's plan is everyone's.
+    """
+    places = [astuple(place) for place in plan.placements]
+    digest = hashlib.sha256(json.dumps([places, plan.misfits]).encode()).hexdigest()
+    digests = share_json(world, gather_json(world, digest))
+    if len(set(digests)) == 1:
+        return plan
+    shared = share_json(world, [places, plan.misfits])
+    placements = tuple(Placement(*place) for place in shared[0])
+    return replace(plan, placements=placements, misfits=tuple((name, tokens, why) for name, tokens, why in shared[1]))
+
+
+def describe(plan: Schedule) -> list[str]:
+    """Tell in a few lines how a corpus is shared, how long it takes, and how else it could have been."""
+    counts = {length: sum(place.ranks == length for place in plan.placements) for length in plan.chain_lengths}
+    shares = [f"{count} on chains of {length} ranks" for length, count in counts.items() if length > 1]
+    shares += [f"{counts[1]} on one rank each"] if 1 in counts else []
+    lines = ["documents: " + (", ".join(shares) or "none")]
+    if plan.misfits:
+        lines[0] += f"; {len(plan.misfits)} do not fit into memory"
+    if not plan.placements:
+        return lines
+    over = 100 * (plan.makespan_s / plan.lower_bound_s - 1)
+    lines.append(
+        f"predicted {duration(plan.makespan_s)}, {over:.1f} % over the lower bound {duration(plan.lower_bound_s)}"
+    )
+    alone = plan.data_parallel_s
+    lines.append(
+        "all on one rank each: "
+        + ("some do not fit" if alone is None else f"{duration(alone)} ({alone / plan.makespan_s:.2f} x)")
+    )
+    if plan.best_fixed is not None and plan.best_fixed[0] > 1:
+        length, seconds = plan.best_fixed
+        lines[-1] += f"; all on chains of {length}: {duration(seconds)} ({seconds / plan.makespan_s:.2f} x)"
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss, short times with two digits behind the point."""
+    return f"{seconds:.2f} s" if seconds < 100 else clock_time(seconds)

@@ -1,0 +1,148 @@
+"""Forecasts of every strategy over prompt lengths and numbers of ranks, no run.
+
+Stands on the registry of strategies and the cost model, under ``kvr simulate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvr_mpi.costs.costmodel import Costs, RelayKind, best_split, lower_bound_seconds
+from kvr_mpi.costs.equations import ttft_star
+from kvr_mpi.costs.workload import SHAPES, Workload, named_workload, workload_of
+from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.model import PACKAGE, find_model
+from kvr_mpi.prefill.registry import AUTO, KVR, STRATEGIES, candidates, fastest
+
+# A strategy with cuts of its own is shown with even slices and with the best found.
+EVEN, SEARCHED = "-e", "-s"
+NAMES = tuple(
+    name
+    for one in STRATEGIES.values()
+    for name in ([one.name + EVEN, one.name + SEARCHED] if one.has_cuts else [one.name])
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prompt length on one number of ranks.
+
+    ttft_s : seconds to the first token of each strategy, rivals as published (``single`` uses one rank).
+    auto : the strategy that a job with ``strategy = "auto"`` would take.
+    slices : bounds of kvr-s in tokens.
+    efficiency : of kvr-s: 1 if p ranks are p times as fast as one.
+    bound_s : TTFT(p), kvr-s without communication; star_s : TTFT*(p), eq. 3.
+    """
+
+    context_tokens: int
+    ranks: int
+    ttft_s: dict[str, float]
+    auto: str
+    slices: tuple[int, ...]
+    efficiency: float
+    bound_s: float
+    star_s: float
+
+    @property
+    def winner(self) -> str:
+        """The fastest strategy; of equals the simplest."""
+        return min(self.ttft_s, key=lambda name: self.ttft_s[name])
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values."""
+        return asdict(self) | {"winner": self.winner}
+
+
+def simulate(
+    work: Workload, costs: Costs, contexts: Sequence[int], ranks: Sequence[int], *, relay: RelayKind, quantum: int = 64
+) -> list[Row]:
+    """Forecast every length on every number of ranks.
+
+    Raises
+    ------
+    ConfigError
+        If a context is beyond the model's, or there are more ranks than tokens.
+    """
+    for tokens in contexts:
+        if work.max_tokens is not None and tokens > work.max_tokens:
+            longer = [name for name, shape in SHAPES.items() if (shape.max_tokens or tokens) >= tokens]
+            raise ConfigError(
+                f"{tokens} tokens are beyond the {work.max_tokens} of {work.name}; "
+                f"shapes for this length: {', '.join(longer)}"
+            )
+        if tokens < max(ranks):
+            raise ConfigError(
+                f"{max(ranks)} ranks for {tokens} tokens: every rank needs at least one; use at most {tokens} ranks"
+            )
+    return [_row(costs, tokens, size, relay, quantum) for tokens in contexts for size in ranks]
+
+
+def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, quantum: int) -> Row:
+    partition, searched_s = best_split(costs, tokens, ranks, relay, quantum)
+    ttft_s: dict[str, float] = {}
+    for one in STRATEGIES.values():
+        if one.is_plain or ranks > 1:
+            even_s = one.way(lends=False).seconds(costs, _evenly(tokens, one.stretches * ranks), relay)
+            ttft_s |= {one.name + EVEN: even_s, one.name + SEARCHED: searched_s} if one.has_cuts else {one.name: even_s}
+    single_s = ttft_s["single"]
+    return Row(
+        context_tokens=tokens,
+        ranks=ranks,
+        ttft_s=ttft_s,
+        auto=_choose(costs, tokens, ranks, relay, searched_s),
+        slices=partition.bounds,
+        efficiency=single_s / ranks / searched_s,
+        bound_s=lower_bound_seconds(costs, tokens, ranks),
+        star_s=ttft_star(single_s, ranks),
+    )
+
+
+def _evenly(tokens: int, slices: int) -> list[float]:
+    return [tokens / slices] * slices
+
+
+def _choose(costs: Costs, tokens: int, ranks: int, relay: RelayKind, searched_s: float) -> str:
+    """Name what a job would take, with the best slices where it cuts."""
+    choices = candidates(AUTO) if ranks > 1 else [KVR]
+    seconds = [
+        searched_s if one.has_cuts else one.ours.seconds(costs, _evenly(tokens, one.stretches * ranks), relay)
+        for one in choices
+    ]
+    return choices[fastest(seconds)].name
+
+
+def find_workload(model: str, is_offline: Callable[[], bool]) -> Workload:
+    """Take a named shape, or count the work of a model on disk or on the hub; its configuration is enough.
+
+    Parameters
+    ----------
+    is_offline : callable
+        Whether the hub must not be asked; called only where that matters, since it takes seconds to import.
+
+    Raises
+    ------
+    ConfigError
+        If it is neither, listing the shapes.
+    """
+    try:
+        return named_workload(model)
+    except ConfigError as error:
+        if not (Path(model).exists() or "/" in model or model.startswith(PACKAGE)):
+            raise ConfigError(
+                f"{error}; or name a model's folder, a .gguf file, or an id org/name on the hub"
+            ) from error
+    source = find_model(model)
+    import torch
+    from transformers import AutoConfig
+
+    options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    try:
+        config = AutoConfig.from_pretrained(
+            source.location, local_files_only=not source.is_hub or is_offline(), trust_remote_code=False, **options
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model {model!r}: its configuration cannot be read: {error}") from error
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    return workload_of(config, dtype.itemsize, name=model)

@@ -1,0 +1,127 @@
+"""Hold a table against the machine: a sweep of splits around every entry, and lengths between the entries.
+
+All splits of a length are run one after the other, and that several times over (interleaved), so that what disturbs
+one disturbs all.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvr_mpi.partition import QUANTUM_TOKENS, Partition
+from kvr_mpi.tuning.lookup import choose_slices
+from kvr_mpi.tuning.measure import Run
+from kvr_mpi.tuning.refit import Say
+from kvr_mpi.tuning.table import Table
+
+STEP_TOKENS, REACH = 64, 4
+REGRET_ALLOWED, FORECAST_ALLOWED = 0.01, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Regret:
+    """What the table's slices take, against the best of the sweep and against even ones; medians."""
+
+    context_tokens: int
+    chosen: Partition
+    chosen_s: float
+    best: Partition
+    best_s: float
+    even_s: float
+
+    @property
+    def ratio(self) -> float:
+        """What is lost to the best, relative; 0 if nothing is better."""
+        return self.chosen_s / self.best_s - 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether the table's slices are as good as they should be, and even ones are worse."""
+        return self.ratio <= REGRET_ALLOWED and self.even_s > self.chosen_s
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a length that was not searched takes, against what the table says."""
+
+    context_tokens: int
+    split: Partition
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted, less 1."""
+        return self.measured_s / self.predicted_s - 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is as near as it should be."""
+        return abs(self.ratio) <= FORECAST_ALLOWED
+
+
+def check_table(table: Table, contexts: Sequence[int], run: Run, trials: int, say: Say) -> bool:
+    """Check the entries for some lengths and the lengths between them; say what holds, and return whether all does."""
+    findings: list[Regret | Forecast] = []
+    for tokens in contexts:
+        regret = sweep(table, tokens, run, trials)
+        findings.append(regret)
+        say(
+            f"{_word(regret.holds)}: {tokens} tokens: {regret.chosen} takes {regret.chosen_s:.3f} s, the best of the "
+            f"sweep {regret.best} {regret.best_s:.3f} s ({100 * regret.ratio:+.1f} %, allowed "
+            f"{100 * REGRET_ALLOWED:.0f} %); even slices {100 * (regret.even_s / regret.chosen_s - 1):+.1f} %"
+        )
+    for below, above in pairwise(sorted(contexts)):
+        tokens = (below + above) // 2 // QUANTUM_TOKENS * QUANTUM_TOKENS
+        if below < tokens < above:
+            forecast = _forecast(table, tokens, run, trials)
+            findings.append(forecast)
+            say(
+                f"{_word(forecast.holds)}: {tokens} tokens, not searched: {forecast.split} takes "
+                f"{forecast.measured_s:.3f} s, forecast {forecast.predicted_s:.3f} s ({100 * forecast.ratio:+.1f} %, "
+                f"allowed {100 * FORECAST_ALLOWED:.0f} %)"
+            )
+    holding = sum(finding.holds for finding in findings)
+    say(f"{holding} of {len(findings)} hold, median of {trials} trial(s)")
+    return holding == len(findings)
+
+
+def sweep(table: Table, tokens: int, run: Run, trials: int) -> Regret:
+    """Run the table's slices, all splits around them in steps of 64 tokens, and even ones, interleaved.
+
+    With more than two ranks one bound is moved at a time.
+    """
+    chosen, even = choose_slices(table, tokens).partition, Partition.even(tokens, table.key.ranks)
+    splits = list(dict.fromkeys([chosen, *_around(chosen), even]))
+    times: dict[Partition, list[float]] = {split: [] for split in splits}
+    for _ in range(trials):
+        for split in splits:
+            times[split].append(run(split).ttft_s)
+    medians = {split: statistics.median(seconds) for split, seconds in times.items()}
+    best = min(splits, key=lambda split: medians[split])
+    return Regret(tokens, chosen, medians[chosen], best, medians[best], medians[even])
+
+
+def _forecast(table: Table, tokens: int, run: Run, trials: int) -> Forecast:
+    choice = choose_slices(table, tokens)
+    times = [run(choice.partition).ttft_s for _ in range(trials)]
+    return Forecast(tokens, choice.partition, choice.predicted_s, statistics.median(times))
+
+
+def _around(split: Partition) -> list[Partition]:
+    """Move every inner bound by some steps to both sides, if no slice becomes empty."""
+    found = []
+    for inner in range(1, split.size):
+        for step in range(-REACH, REACH + 1):
+            bounds = list(split.bounds)
+            bounds[inner] += step * STEP_TOKENS
+            if all(a < b for a, b in pairwise(bounds)):
+                found.append(Partition(tuple(bounds)))
+    return found
+
+
+def _word(holds: bool) -> str:
+    return "holds" if holds else "MISSED"

@@ -1,0 +1,82 @@
+"""Who we are: the model, what the ranks compute with, and the software, as a table states them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import socket
+import time
+from pathlib import Path
+
+import torch
+
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.transport import Transport, gather_json, share_json
+from kvr_mpi.tuning.table import Key, ModelIdentity, Provenance
+
+LIBRARIES = ("kvr-mpi", "torch", "transformers", "mpi4py")
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def key_of(loaded: LoadedModel, chain: Transport, hardware: str | None = None, ranks: int | None = None) -> Key:
+    """Say what a table measured on these ranks holds for; every rank calls this and gets the same.
+
+    Parameters
+    ----------
+    hardware : str or None
+        A name for the machine; None: made of its device's.
+    ranks : int or None
+        Of the chain that is meant, if it is not this one.
+    """
+    devices = share_json(chain, gather_json(chain, _device(loaded)))
+    device = "; ".join(dict.fromkeys(devices))[:1000]
+    return Key(
+        model=ModelIdentity(
+            name=loaded.name[-1000:], fingerprint=loaded.fingerprint, architecture=loaded.shape.architecture
+        ),
+        dtype=str(loaded.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        hardware=hardware or re.sub(r"[^A-Za-z0-9.]+", "-", device).strip("-.")[:60].strip("-.") or "unknown",
+        device=device,
+        ranks=ranks or chain.size,
+    )
+
+
+def provenance_of(chain: Transport, command: str, mpi: str) -> Provenance:
+    """Say how what follows is known; every rank calls this and gets the same."""
+    hosts = share_json(chain, gather_json(chain, socket.gethostname()))
+    versions = {name: _version(name) for name in LIBRARIES}
+    return Provenance(
+        date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        hosts=list(dict.fromkeys(hosts)),
+        processor=_processor(),
+        command=command[:1000],
+        versions={"python": platform.python_version(), **versions, "mpi": mpi[:1000] or "none"},
+    )
+
+
+def _device(loaded: LoadedModel) -> str:
+    if loaded.device.type == "cuda":
+        return torch.cuda.get_device_name(loaded.device)
+    return f"{_processor()}, {torch.get_num_threads()} thread(s)"
+
+
+def _processor() -> str:
+    """Name the processor; /proc/cpuinfo does so on most machines, Python on few."""
+    found = re.search(r"^(?:model name|cpu model|Model)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    name = found.group(1) if found else platform.processor() or platform.machine() or "unknown processor"
+    return " ".join(name.split())[:200]
+
+
+def _cpuinfo() -> str:
+    try:
+        return CPUINFO.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"

@@ -1,0 +1,126 @@
+"""What a table says of a prompt: its slices, interpolated between the two nearest entries (KVR-P, section 4.2).
+
+Stands between a `Table` and the `Partition` of one prompt; beyond the table's entries its rates and the cost model
+take over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from kvr_mpi.costs.costmodel import best_split, chain_seconds
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.partition import QUANTUM_TOKENS, Partition
+from kvr_mpi.tuning.grid import interpolate
+from kvr_mpi.tuning.table import Entry, Key, Table, differences_of, load_table, table_files
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The slices for one prompt.
+
+    how : ``entry``: searched for this very length; ``interpolated``: between two of them; ``extrapolated``: by the
+        table's rates alone, since the prompt is shorter or longer than all that was searched, or the chain has
+        another number of ranks.
+    """
+
+    partition: Partition
+    predicted_s: float
+    how: Literal["entry", "interpolated", "extrapolated"]
+
+
+def choose_slices(table: Table, tokens: int, ranks: int | None = None) -> Choice:
+    """Cut a prompt by a table.
+
+    Parameters
+    ----------
+    tokens : int
+        At least one for each rank.
+    ranks : int or None
+        Of the chain; None: the table's. For another number only its rates are of use.
+    """
+    ranks = ranks or table.key.ranks
+    costs = table.rates.costs()
+    lengths = [entry.context_tokens for entry in table.entries]
+    if ranks != table.key.ranks:
+        split, seconds = best_split(replace(costs, speeds=None), tokens, ranks, quantum=QUANTUM_TOKENS)
+        return Choice(split, seconds, "extrapolated")
+    if not lengths[0] <= tokens <= lengths[-1]:
+        split, seconds = best_split(costs, tokens, ranks, quantum=QUANTUM_TOKENS)
+        return Choice(split, seconds * _correction(table, tokens), "extrapolated")
+    for entry in table.entries:
+        if entry.context_tokens == tokens:
+            return Choice(entry.partition, entry.seconds, "entry")
+    shares = interpolate({entry.context_tokens: entry.shares for entry in table.entries}, tokens)
+    split = Partition.by_ratio(tokens, shares, QUANTUM_TOKENS)
+    return Choice(split, chain_seconds(costs, split.lengths) * _correction(table, tokens), "interpolated")
+
+
+def describe_range(table: Table) -> str:
+    """Say for what a table was searched."""
+    lengths = [entry.context_tokens for entry in table.entries]
+    return f"{len(lengths)} length(s) from {lengths[0]} to {lengths[-1]} tokens on {table.key.ranks} ranks"
+
+
+def _correction(table: Table, tokens: int) -> float:
+    """Interpolate, between the two nearest entries, what they took over what the table's rates say."""
+    costs = table.rates.costs()
+
+    def ratio(entry: Entry) -> tuple[float]:
+        return (entry.seconds / max(chain_seconds(costs, entry.partition.lengths), 1e-12),)
+
+    return interpolate({entry.context_tokens: ratio(entry) for entry in _nearest(table.entries, tokens)}, tokens)[0]
+
+
+def _nearest(entries: Sequence[Entry], tokens: int) -> list[Entry]:
+    """Return the entries below and above, or the one at the end."""
+    below = [entry for entry in entries if entry.context_tokens <= tokens][-1:]
+    above = [entry for entry in entries if entry.context_tokens >= tokens][:1]
+    return below + above
+
+
+def _differences(table: Table, here: Key) -> list[str]:
+    return differences_of(table.key, here, ("dtype", "device", "ranks"))
+
+
+def find_table(path: Path, here: Key, *, force: bool = False) -> tuple[Table, list[str]]:
+    """Load the table for what is here: a file, or the one of a folder that fits.
+
+    Parameters
+    ----------
+    path : Path
+        A table, or a folder of tables.
+    here : Key
+        What it is to be used for. A machine is known by what its ranks compute with, whatever it was called.
+    force : bool
+        Take a table for something else, and say in what it differs.
+
+    Returns
+    -------
+    (Table, list of str)
+        And in what it differs, if forced.
+
+    Raises
+    ------
+    ConfigError
+        If none fits, saying in what each differs, or more than one does.
+    """
+    found = [(file, load_table(file)) for file in table_files(path)]
+    if not found:
+        raise ConfigError(f"parallel.table = {str(path)!r}: no *.json in this folder; make tables with kvr search")
+    fitting = [(file, table) for file, table in found if not _differences(table, here)]
+    if len(fitting) == 1:
+        return fitting[0][1], []
+    if fitting:
+        names = ", ".join(file.name for file, _ in fitting)
+        raise ConfigError(f"parallel.table = {str(path)!r}: several tables fit ({names}); name one of them")
+    reasons = [f"{file.name}: {'; '.join(_differences(table, here))}" for file, table in found]
+    if force and len(found) == 1:
+        return found[0][1], reasons
+    raise ConfigError(
+        f"parallel.table = {str(path)!r} does not fit: {' | '.join(reasons[:8])}. Make one here with kvr search, or "
+        f"name one file and set parallel.table_force = true"
+    )

@@ -1,0 +1,237 @@
+"""Measure on this machine what the cost model computes with, and single instrumented runs of a chain.
+
+Stands between the ranks and the planner: `measure_costs` gives the first guess of all rates in seconds, `observe`
+runs one prompt under one partition and tells what every rank did meanwhile. Measuring is collective; deciding is
+not: rank 0 leads, the others `follow`, so that no rounding error can make two ranks take different ways.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median, median_low
+
+import torch
+
+from kvr_mpi.costs.costmodel import Costs
+from kvr_mpi.costs.solve import Rates
+from kvr_mpi.costs.workload import Workload, workload_of
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.transport import Transport, gather_json, share_json
+from kvr_mpi.transport.local import LocalTransport
+from kvr_mpi.tuning.probe import REPEATS, measure_rates
+
+TAG = 7103
+PING_ROUNDS, PING_REPEATS = 30, 3
+# A link is timed with growing messages, until one takes this long: a slow link is not to hold up the job.
+PING_S, PING_BYTES, PING_MAX_BYTES = 2e-3, 1 << 16, 1 << 25
+STOP = -1
+# Ranks are compared at a slice of this length.
+REFERENCE_TOKENS = 1024
+# One rank has no link; what the cost model is then told is never looked at.
+NO_LINK_BYTES_PER_S = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One prompt on a chain: what every rank found, all in seconds.
+
+    ttft_s : from a common start to the first token's logits.
+    busy_s : of every rank, its time without waiting and without short disturbances.
+    wait_s : of every rank, waiting for keys and values, or for the link to take them.
+    """
+
+    partition: Partition
+    ttft_s: float
+    busy_s: tuple[float, ...]
+    wait_s: tuple[float, ...]
+
+
+Run = Callable[[Partition], Observation]
+
+
+def observe(loaded: LoadedModel, chain: Transport, partition: Partition) -> Observation:
+    """Prefill one prompt of arbitrary tokens; every rank of the chain calls this, with the same partition."""
+    ids = loaded.shape.sample_ids(partition.tokens, 7919, 13)
+    chain.barrier()
+    prefill = prefill_kvr(loaded, ids, partition, chain)
+    waited_s = prefill.wait_s + prefill.stalled_s
+    kinds = getattr(loaded.model.config.get_text_config(), "layer_types", None) or []
+    busy_s = undisturbed_seconds(prefill.seconds - waited_s, prefill.marks_s, kinds)
+    everyone = share_json(chain, gather_json(chain, [prefill.seconds, busy_s, waited_s]))
+    seconds, busy, waits = zip(*everyone, strict=True)
+    return Observation(partition, seconds[-1], busy, waits)
+
+
+def undisturbed_seconds(busy_s: float, marks_s: Sequence[float], kinds: Sequence[str]) -> float:
+    """Time a rank computes, had every layer taken what the middle one of its kind took.
+
+    What disturbs a rank for a while, another process say, lengthens some layers; it tells nothing of the split.
+
+    Parameters
+    ----------
+    busy_s : float
+        Time without waiting.
+    marks_s : sequence of float
+        When each layer's keys were made, by a clock that stands still while the rank waits.
+    kinds : sequence of str
+        Of the layers; layers of one kind take equally long. Empty: all are alike.
+    """
+    steps: dict[str, list[float]] = defaultdict(list)
+    for layer, (before, after) in enumerate(pairwise(marks_s)):
+        steps[kinds[layer] if kinds else ""].append(after - before)
+    return busy_s + sum(len(times) * median(times) - sum(times) for times in steps.values())
+
+
+@contextmanager
+def leading(loaded: LoadedModel, chain: Transport) -> Iterator[Run]:
+    """On rank 0: yield a function that observes a partition on all ranks; in the end the others are let go."""
+
+    def run(partition: Partition) -> Observation:
+        share_json(chain, partition.bounds)
+        return observe(loaded, chain, partition)
+
+    yield run
+    share_json(chain, None)  # not after an exception: that ends all ranks
+
+
+def follow(loaded: LoadedModel, chain: Transport) -> None:
+    """On the other ranks: take part in what rank 0 orders until it has enough."""
+    while (bounds := share_json(chain, None)) is not None:
+        observe(loaded, chain, Partition(tuple(bounds)))
+
+
+def measure_costs(loaded: LoadedModel, world: Transport) -> Costs:
+    """Measure compute rates, fixed times and links, in a few seconds; every rank calls this and gets the same.
+
+    The model must be ready for chains (``seam.prepare_model``).
+
+    Returns
+    -------
+    Costs
+        Of the middle rank; `speeds` says what the others are, if they differ, in the order of `world`.
+    """
+    rates = measure_rates(loaded, world)
+    head_s, floor_s = _fixed_seconds(loaded, world)
+    latency_s, bytes_per_s = _measure_links(loaded, world)
+    shape = loaded.shape
+    kv_bytes = shape.kv_bytes_per_token / len(shape.layers)
+    work = workload_of(loaded.model.config, shape.dtype_bytes)
+    return _costs(work, rates, head_s, floor_s, kv_bytes, latency_s, bytes_per_s)
+
+
+def _costs(
+    work: Workload,
+    rates: Sequence[Rates],
+    head_s: float,
+    floor_s: float,
+    kv_bytes: float,
+    latency_s: float,
+    bytes_per_s: float,
+) -> Costs:
+    """Put what was measured into the cost model's terms."""
+    times = [rate.seconds(REFERENCE_TOKENS, 0) for rate in rates]
+    usual_s = median_low(times)
+    usual = rates[times.index(usual_s)]
+    before = work.qkv_flop / (work.qkv_flop + work.rest_flop)
+    return Costs(
+        layers=work.layers,
+        qkv_token_s=usual.token_s * before,
+        rest_token_s=usual.token_s * (1 - before),
+        pair_s=usual.pair_s,
+        eager=False,
+        layer_s=0.0,
+        launch_floor_s=floor_s,
+        kv_bytes=kv_bytes,
+        link_bytes_per_s=bytes_per_s,
+        link_latency_s=latency_s,
+        copy_token_s=0.0,
+        head_s=head_s,
+        speeds=None if len(set(times)) == 1 else tuple(usual_s / seconds for seconds in times),
+    )
+
+
+def _fixed_seconds(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
+    """Time of the model's head, and the least a layer takes: both from a prompt of one token, the slowest rank's."""
+    layers = len(loaded.shape.layers)
+
+    def fastest(stop_after: int | None) -> float:
+        times = []
+        for _ in range(REPEATS):
+            world.barrier()
+            times.append(prefill_kvr(loaded, [0], Partition((0, 1)), LocalTransport(), stop_after=stop_after).seconds)
+        return min(times)
+
+    fastest(None)
+    whole_s, body_s, first_s = fastest(None), fastest(layers), fastest(1)
+    floor_s = max(0.0, (body_s - first_s) / max(1, layers - 1))
+    found = [max(0.0, whole_s - body_s - floor_s), floor_s]  # the last layer's rest is in the difference
+    everyone = share_json(world, gather_json(world, found))
+    return max(head_s for head_s, _ in everyone), max(floor_s for _, floor_s in everyone)
+
+
+def _measure_links(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
+    """Latency and bandwidth from every rank to the next: of the slowest link, since a chain is as fast as that.
+
+    Links from even ranks come first, then those from odd ones, so that a rank has one neighbour at a time.
+    """
+    found = None
+    for parity in (0, 1):
+        sends = world.rank % 2 == parity
+        if sends and world.rank + 1 < world.size:
+            found = _ask(loaded, world)
+        elif not sends and world.rank > 0:
+            _answer(loaded, world)
+        world.barrier()
+    links = [link for link in share_json(world, gather_json(world, found)) if link]
+    if not links:
+        return 0.0, NO_LINK_BYTES_PER_S
+    return max(latency_s for latency_s, _ in links), min(bytes_per_s for _, bytes_per_s in links)
+
+
+def _ask(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
+    """Time messages to the rank behind, which answers each with one number."""
+    peer = world.rank + 1
+    word, echo = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+
+    def seconds(data: torch.Tensor) -> float:
+        began = time.perf_counter()
+        answer, sent = world.irecv(echo, peer, TAG), world.isend(data, peer, TAG)
+        answer.wait()
+        sent.wait()
+        return time.perf_counter() - began
+
+    def seconds_of(size: int) -> float:
+        data = torch.zeros(size, dtype=torch.uint8, device=loaded.device)
+        times = []
+        for _ in range(PING_REPEATS):
+            seconds(word.fill_(size))  # the other side has its buffer ready then
+            times.append(seconds(data))
+        return min(times)
+
+    latency_s = min(seconds(word) for _ in range(PING_ROUNDS)) / 2
+    size = PING_BYTES
+    while (taken_s := seconds_of(size)) < PING_S and size < PING_MAX_BYTES:
+        size *= 8
+    seconds(word.fill_(STOP))
+    return latency_s, size / max(taken_s - 2 * latency_s, 1e-9)
+
+
+def _answer(loaded: LoadedModel, world: Transport) -> None:
+    """Be the rank behind."""
+    peer = world.rank - 1
+    word, echo = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    while int(word) != STOP:
+        world.irecv(word, peer, TAG).wait()
+        data = torch.empty(max(0, int(word)), dtype=torch.uint8, device=loaded.device)
+        receive = world.irecv(data, peer, TAG) if len(data) else None
+        world.isend(echo, peer, TAG).wait()
+        if receive is not None:
+            receive.wait()
+            world.isend(echo, peer, TAG).wait()

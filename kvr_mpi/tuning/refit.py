@@ -1,0 +1,279 @@
+"""The best slices in at most four runs: measure, fit the few rates, solve on the cost model, measure again.
+
+Stands between `measure` (one instrumented run) and a table's entry. Where the paper measures a grid of splits
+(``search``), this measures what every rank did in one of them: that tells the rates, and the cost model knows what
+they mean for all other splits. The fit is a maximum a posteriori one: a run knows too little to tell all rates
+apart, so each has a prior around what was known before, tight for the ranks' speeds, which mostly differ by noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvr_mpi.costs.costmodel import Costs, best_split, chain_seconds, equal_time_lengths
+from kvr_mpi.errors import DataError
+from kvr_mpi.partition import Partition
+from kvr_mpi.tuning.measure import Observation, Run
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+# At most so many runs, and no more if after so many the fit asks for what has been run.
+MAX_RUNS, ENOUGH_RUNS = 4, 3
+# A run that takes this many times what was predicted, or a rank that is idle all the time, is repeated.
+ABSURD_RATIO, MAX_HICCUPS = 3.0, 3
+# Standard deviations of the priors, in logarithms.
+TOKEN_SD, PAIR_SD, LAYER_SD, COPY_SD, LINK_SD = 0.15, 0.15, 1.0, 1.0, 0.3
+SPEED_SD, DRIFT_SD = 0.02, 0.03
+DRIFT_FREEDOM, REWEIGHTINGS = 3.0, 3
+# And of what is measured: a rank's time and the whole chain's, beside the drift they share in a run.
+BUSY_SD, TTFT_SD = 0.01, 0.02
+# How far the cost model may be off, where it is weighed against a measured time.
+MODEL_SD = 0.02
+RATES = 5  # parameters before those of ranks and runs
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Refit:
+    """What a refit ended with.
+
+    forecasts_s : of every split that was run, what was predicted before its first run.
+    runs : everything that was run, hiccups included.
+    """
+
+    best: Partition
+    costs: Costs
+    observations: list[Observation] = field(default_factory=list)
+    forecasts_s: dict[Partition, float] = field(default_factory=dict)
+    runs: int = 0
+
+    def add(self, seen: Observation, predicted_s: float, runs: int) -> None:
+        """Keep a run, the last of several if there were hiccups."""
+        self.runs += runs
+        self.observations.append(seen)
+        self.forecasts_s.setdefault(seen.partition, predicted_s)
+
+    def times_of(self, split: Partition) -> list[float]:
+        """Measured times of some slices."""
+        return [seen.ttft_s for seen in self.observations if seen.partition == split]
+
+
+def refit(
+    tokens: int, costs: Costs, ranks: int, run: Run, say: Say, *, quantum: int, max_runs: int = MAX_RUNS
+) -> Refit:
+    """Find the slices for one length.
+
+    Parameters
+    ----------
+    costs : Costs
+        What is known so far; all that matters is that it is not far off.
+    run : callable
+        Runs one partition.
+    quantum : int
+        Inner bounds are multiples of this.
+    max_runs : int
+        Runs allowed, hiccups not counted.
+
+    Raises
+    ------
+    DataError
+        If times are no numbers, again and again.
+    """
+    split = Partition.by_ratio(tokens, equal_time_lengths(costs, tokens, ranks), quantum)
+    predicted_s = chain_seconds(costs, split.lengths)
+    result = Refit(split, costs)
+    say(f"{tokens} tokens: equal-time split {split}, predicted {predicted_s:.3f} s")
+    while len(result.observations) < max_runs:
+        seen, runs = steady(split, predicted_s, run, say)
+        result.add(seen, predicted_s, runs)
+        result.costs = fit(costs, result.observations)
+        waited = max(seen.wait_s) / seen.ttft_s
+        say(
+            f"  run {len(result.observations)}: {split} took {seen.ttft_s:.3f} s (predicted {predicted_s:.3f} s, "
+            f"{100 * (seen.ttft_s / predicted_s - 1):+.1f} %); busy {_list(seen.busy_s)} s, "
+            f"longest wait {100 * waited:.1f} %"
+        )
+        split, predicted_s = best_split(result.costs, tokens, ranks, quantum=quantum)
+        if split in result.forecasts_s and len(result.observations) >= ENOUGH_RUNS:
+            say(f"  the fitted rates ask for {split}, predicted {predicted_s:.3f} s: there we have been")
+            break
+    result.best = _choose(result)
+    return result
+
+
+def fit(start: Costs, observations: Sequence[Observation]) -> Costs:
+    """Fit rates to what was observed, with the start as prior.
+
+    Parameters are logarithms: tokens, pairs, a layer's overhead, copies, the link, each rank's speed, and for each
+    run a drift that all its times share (another clock, another neighbour), which is not kept. Drifts have a Student
+    distribution, fitted by reweighting: one run that was disturbed is not to spoil what the others tell.
+    """
+    start = _fillable(start)
+    rates = RATES + observations[0].partition.size
+    drifts = len(observations)
+    deviations = np.array(
+        [TOKEN_SD, PAIR_SD, LAYER_SD, COPY_SD, LINK_SD] + [SPEED_SD] * (rates - RATES) + [DRIFT_SD] * drifts
+    )
+    found: Array = np.zeros(len(deviations))
+    for _ in range(REWEIGHTINGS):
+        found = _descend(start, observations, found, deviations)
+        unlikely = (found[rates:] / DRIFT_SD) ** 2
+        deviations[rates:] = DRIFT_SD * np.sqrt((DRIFT_FREEDOM + unlikely) / (DRIFT_FREEDOM + 1))
+    return _scaled(start, found[:rates])
+
+
+def _descend(start: Costs, observations: Sequence[Observation], theta: Array, deviations: Array) -> Array:
+    """Least squares by Gauss and Newton; a step that leads up (the model has kinks) is halved."""
+    found, step, best = theta, np.zeros_like(theta), math.inf
+    for _ in range(20):
+        misses, slopes = _misses(start, observations, theta)
+        misses = np.concatenate([misses, theta / deviations])
+        loss = float(misses @ misses)
+        if loss > best * (1 - 1e-6):
+            if np.abs(step).max() < 1e-3:
+                break
+            step = step / 2
+        else:
+            best, found = loss, theta
+            slopes = np.concatenate([slopes, np.diag(1 / deviations)])
+            step = np.asarray(np.linalg.lstsq(slopes, -misses, rcond=None)[0], dtype=np.float64)
+        theta = found + step
+    return found
+
+
+def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:
+    """Time every rank of a chain computes, by the terms of the cost model; (ranks,).
+
+    All ranks but the last leave the last layer when its keys and values are made, and the last one attends there
+    from its last token only.
+    """
+    own = np.asarray(lengths, dtype=float)
+    before = np.cumsum(own) - own
+    speeds = np.ones(len(own)) if costs.speeds is None else np.asarray(costs.speeds)
+    pairs = own * before + own * own * (1.0 if costs.eager else 0.5)
+    qkv_s = costs.layer_s / 2 + own * costs.qkv_token_s / speeds
+    attention_s = (pairs * costs.pair_s + before * costs.copy_token_s) / speeds
+    rest_s = costs.layer_s / 2 + own * costs.rest_token_s / speeds
+    layer_s = np.maximum(qkv_s + attention_s + rest_s, costs.launch_floor_s)
+    busy_s = (costs.layers - 1) * layer_s + qkv_s
+    busy_s[-1] += rest_s[-1] + costs.head_s
+    return np.asarray(busy_s)
+
+
+def _misses(start: Costs, observations: Sequence[Observation], theta: Array) -> tuple[Array, Array]:
+    """How far the fit is off, in standard deviations, and how that changes with every parameter."""
+    ranks = observations[0].partition.size
+    rates = theta[: RATES + ranks]
+    drifts = theta[RATES + ranks :]
+
+    def logs(moved: Array, chains: Array | None = None) -> tuple[Array, Array]:
+        costs = _scaled(start, moved)
+        busy = np.log([busy_seconds(costs, seen.partition.lengths) for seen in observations])
+        if chains is None:
+            chains = np.log([chain_seconds(costs, seen.partition.lengths) for seen in observations])
+        return busy, chains
+
+    def flat(busy: Array, chains: Array) -> Array:
+        return np.concatenate([busy / BUSY_SD, chains[:, None] / TTFT_SD], axis=1).ravel()
+
+    busy, chains = logs(rates)
+    seen_busy = np.log([np.maximum(seen.busy_s, 1e-9) for seen in observations])
+    seen_chains = np.log([seen.ttft_s for seen in observations])
+    misses = flat(busy + drifts[:, None] - seen_busy, chains + drifts - seen_chains)
+    columns, small = [], 1e-4
+    for at in range(len(rates)):
+        moved = rates.copy()
+        moved[at] += small
+        # What one rank's speed does to the chain is left to its busy time: it saves a run of the model per rank.
+        columns.append((flat(*logs(moved, None if at < RATES else chains)) - flat(busy, chains)) / small)
+    for run in range(len(observations)):
+        only = np.eye(len(observations))[run]
+        columns.append(flat(np.tile(only[:, None], ranks), only))
+    return misses, np.stack(columns, axis=1)
+
+
+def _fillable(costs: Costs) -> Costs:
+    """Give what was measured as nothing a little, so that a factor can make something of it."""
+    token_s = costs.qkv_token_s + costs.rest_token_s
+    return replace(
+        costs,
+        pair_s=max(costs.pair_s, 1e-7 * token_s),
+        layer_s=max(costs.layer_s, 0.1 * costs.launch_floor_s, token_s),
+        copy_token_s=max(costs.copy_token_s, costs.kv_bytes / costs.link_bytes_per_s, 1e-4 * token_s),
+    )
+
+
+def _scaled(costs: Costs, factors: Array) -> Costs:
+    """Apply logarithmic factors of tokens, pairs, layers, copies, the link, and each rank's speed."""
+    token, pair, layer, copy, link, *speeds = map(float, np.exp(np.clip(factors, -5, 5)))
+    nominal = costs.speeds or (1.0,) * len(speeds)
+    return replace(
+        costs,
+        qkv_token_s=costs.qkv_token_s * token,
+        rest_token_s=costs.rest_token_s * token,
+        pair_s=costs.pair_s * pair,
+        layer_s=costs.layer_s * layer,
+        copy_token_s=costs.copy_token_s * copy,
+        link_bytes_per_s=costs.link_bytes_per_s * link,
+        speeds=tuple(speed * factor for speed, factor in zip(nominal, speeds, strict=True)),
+    )
+
+
+def steady(split: Partition, predicted_s: float, run: Run, say: Say) -> tuple[Observation, int]:
+    """Run a split; what is no number or absurd is repeated, and the shortest of what is a number is taken.
+
+    Returns
+    -------
+    (Observation, int)
+        And how many runs it took.
+
+    Raises
+    ------
+    DataError
+        If times are no numbers, again and again.
+    """
+    numbers: list[Observation] = []
+    for runs in range(1, MAX_HICCUPS + 1):
+        seen = run(split)
+        if all(math.isfinite(time) and time > 0 for time in (seen.ttft_s, *seen.busy_s)):
+            if seen.ttft_s < ABSURD_RATIO * predicted_s:
+                return seen, runs
+            numbers.append(seen)
+        again = "again" if runs < MAX_HICCUPS else "given up"
+        say(f"  {split} took {seen.ttft_s} s (busy {_list(seen.busy_s)} s), predicted {predicted_s:.3f} s: {again}")
+    if not numbers:
+        raise DataError(
+            f"{split}: {MAX_HICCUPS} runs gave no times (the last: {seen.ttft_s} s, busy {_list(seen.busy_s)} s); "
+            f"expected positive seconds: look at the ranks' clocks with kvr doctor, and search again"
+        )
+    say(f"  {split} is that slow: the shortest of {len(numbers)} run(s) is taken")
+    return min(numbers, key=lambda seen: seen.ttft_s), MAX_HICCUPS
+
+
+def _choose(result: Refit) -> Partition:
+    """Weigh what was measured against what the model says: a single fast run may be luck, the model may be off."""
+
+    def expected_of(split: Partition) -> float:
+        times = result.times_of(split)
+        predicted = math.log(chain_seconds(result.costs, split.lengths))
+        miss = float(np.mean(np.log(times))) - predicted
+        # The mean of n runs with a standard deviation of DRIFT_SD each, beside a model off by MODEL_SD; what lies
+        # further off tells of a disturbance, and little of the split.
+        weight = MODEL_SD**2 / (MODEL_SD**2 + DRIFT_SD**2 / len(times) + miss**2)
+        return predicted + weight * miss
+
+    return min(result.forecasts_s, key=expected_of)
+
+
+def _list(seconds: Sequence[float]) -> str:
+    shown = [f"{second:.3f}" for second in seconds]
+    return " ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-2:]])
