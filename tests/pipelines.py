@@ -18,7 +18,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exchange import Relay, Ring
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_by, prefill_single
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.forwarder import Courier
+from kvr_mpi.transport.forwarder import Forwarder
 
 LAYERS = 3
 MODELS = ("llama-gqa", "mistral-window", "falcon-mqa", "gpt2", "gpt-oss-sinks")
@@ -124,7 +124,7 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
         The largest error of any logits.
     """
     prefixes = {name: compute_prefix(tiny(name), range(1, 11)) for name in {prompt.model for prompt in prompts}}
-    courier = Courier(chain)
+    forwarder = Forwarder(chain)
     worst = 0.0
     for prompt, truth in zip(prompts, logits, strict=True):
         told(prompt.fails)
@@ -137,7 +137,7 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
             strategy=prompt.strategy,
             prefix=prefixes[prompt.model] if prompt.prefix_tokens else None,
             last=prompt.last,
-            courier=courier,
+            forwarder=forwarder,
             spares_chain=True,
         )
         told(None)
@@ -153,5 +153,5 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
             worst = max(worst, float((prefill.logits - truth).abs().max()))
         else:
             assert prefill.logits is None
-    courier.close()
+    forwarder.close()
     return worst

@@ -6,23 +6,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvr_mpi.kv import attention
-from kvr_mpi.kv.attention import Part, Scores, attend, attend_window
+from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, attend_window
 
 
 def reference(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scores: Scores,
+    params: AttentionParams,
     seen: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention as in the text book, in float64."""
     group = query.shape[1] // keys.shape[1]
     keys, values = (tensor.double().repeat_interleave(group, dim=1) for tensor in (keys, values))
-    score = query.double() @ keys.transpose(-1, -2) * scores.scale
-    if scores.softcap is not None:
-        score = torch.tanh(score / scores.softcap) * scores.softcap
+    score = query.double() @ keys.transpose(-1, -2) * params.scale
+    if params.softcap is not None:
+        score = torch.tanh(score / params.softcap) * params.softcap
     if seen is not None:
         score = score.masked_fill(~seen, float("-inf"))
     if sinks is not None:
@@ -52,25 +52,25 @@ def test_parts_merge_to_the_whole(
     kv_heads: int, group: int, queries: int, cuts: list[int], softcap: float | None, value_dim: int
 ) -> None:
     query, keys, values = tensors(kv_heads * group, kv_heads, queries, sum(cuts), 16, value_dim)
-    scores = Scores(0.25, softcap)
-    part: Part | None = None
+    params = AttentionParams(0.25, softcap)
+    part: PartialAttention | None = None
     at = 0
     for cut in cuts:
-        piece = attend(query, keys[:, :, at : at + cut], values[:, :, at : at + cut], scores)
+        piece = attend(query, keys[:, :, at : at + cut], values[:, :, at : at + cut], params)
         part = piece if part is None else part.merge(piece)
         at += cut
     assert part is not None
-    torch.testing.assert_close(part.out.double(), reference(query, keys, values, scores), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(part.out.double(), reference(query, keys, values, params), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("queries", [1, 2, 33])
 def test_causal_sees_nothing_behind_the_query(queries: int, softcap: float | None) -> None:
     query, keys, values = tensors(6, 2, queries, queries, 16)
-    scores = Scores(0.25, softcap)
+    params = AttentionParams(0.25, softcap)
     seen = torch.ones(queries, queries, dtype=torch.bool).tril()
-    found = attend(query, keys, values, scores, causal=True).out
-    torch.testing.assert_close(found.double(), reference(query, keys, values, scores, seen), atol=2e-6, rtol=1e-5)
+    found = attend(query, keys, values, params, causal=True).out
+    torch.testing.assert_close(found.double(), reference(query, keys, values, params, seen), atol=2e-6, rtol=1e-5)
 
 
 @settings(max_examples=30, deadline=None)
@@ -78,31 +78,34 @@ def test_causal_sees_nothing_behind_the_query(queries: int, softcap: float | Non
 def test_window(queries: int, before: int, window: int) -> None:
     query, keys, values = tensors(4, 2, queries, before + queries, 16)
     behind = torch.arange(queries)[:, None] + before - torch.arange(before + queries)
-    expected = reference(query, keys, values, Scores(0.25), (behind >= 0) & (behind < window))
-    found = attend_window(query, keys, values, Scores(0.25), window).out
+    expected = reference(query, keys, values, AttentionParams(0.25), (behind >= 0) & (behind < window))
+    found = attend_window(query, keys, values, AttentionParams(0.25), window).out
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
 
 
 def test_sinks_take_their_share() -> None:
     query, keys, values = tensors(4, 2, 9, 20, 16)
     sinks = torch.tensor([-1.0, 0.0, 2.0, 30.0])
-    expected = reference(query, keys, values, Scores(0.25), sinks=sinks)
-    found = attend(query, keys, values, Scores(0.25)).with_sinks(sinks).out
+    expected = reference(query, keys, values, AttentionParams(0.25), sinks=sinks)
+    found = attend(query, keys, values, AttentionParams(0.25)).with_sinks(sinks).out
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
 
 
 def test_small_score_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     query, keys, values = tensors(4, 2, 50, 70, 16)
-    whole = attend(query, keys, values, Scores(0.25, 5.0))
+    whole = attend(query, keys, values, AttentionParams(0.25, 5.0))
     monkeypatch.setattr(attention, "MAX_SCORES", 4 * 70 * 7)
-    blocks = attend(query, keys, values, Scores(0.25, 5.0))
+    blocks = attend(query, keys, values, AttentionParams(0.25, 5.0))
     torch.testing.assert_close(whole.out, blocks.out)
     torch.testing.assert_close(whole.lse, blocks.lse)
 
 
 def test_far_scores_do_not_overflow() -> None:
     query, keys, values = tensors(2, 2, 3, 8, 16)
-    near, far = attend(query, keys, values, Scores(0.25)), attend(query * 400, keys, values, Scores(0.25))
+    near, far = (
+        attend(query, keys, values, AttentionParams(0.25)),
+        attend(query * 400, keys, values, AttentionParams(0.25)),
+    )
     merged = near.merge(far)
     assert torch.isfinite(merged.out).all()
     assert torch.isfinite(merged.lse).all()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from constants import ROOT
 
-from kvr_mpi.decode.batch import Pool
+from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.sampling import make_generation_config
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.documents.prompts import encode_text, fit_prompt, make_frame
@@ -48,7 +48,7 @@ def test_a_chain_finds_planted_facts(smollm: LoadedModel) -> None:
     asked = [fact for fact in FACTS if fact["document"] in ("incident-report.md", "bridge-inspection.md")]
     config = make_generation_config(smollm.model, {"do_sample": False})
     prepare_model(smollm.model, chain=True)
-    pool = Pool(smollm, config, stop=(), max_new_tokens=24)
+    pool = DecodeBatch(smollm, config, stop=(), max_new_tokens=24)
     for fact in asked:
         template = f"{{text}}\n\nQuestion: {fact['question']}\nAnswer:"
         frame = make_frame(smollm.tokenizer, template, chat_template=False, max_prompt_tokens=2048)

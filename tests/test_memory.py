@@ -119,6 +119,6 @@ def test_limits_of_control_groups_are_found(tmp_path: Path) -> None:
 
 def test_room_is_shared_by_the_ranks_of_a_host() -> None:
     cpu = torch.device("cpu")
-    alone, shared = memory.room_bytes(cpu, 1), memory.room_bytes(cpu, 4)
+    alone, shared = memory.free_bytes(cpu, 1), memory.free_bytes(cpu, 4)
     assert 0 < shared < alone
     assert memory.held_bytes(cpu) > 50e6

@@ -17,7 +17,7 @@ from test_packed import alone, long_rope, one_thread, other_prompt
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationConfig
 
-from kvr_mpi.decode.batch import Finished, Pool
+from kvr_mpi.decode.batch import DecodeBatch, Finished
 from kvr_mpi.decode.sampling import Answer, make_generation_config
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
@@ -43,12 +43,14 @@ def ready(name: str, *, chain: bool = True) -> LoadedModel:
     return loaded
 
 
-def make_pool(loaded: LoadedModel, *, new_tokens: int = NEW_TOKENS, stop: Sequence[str] = (), **config: Any) -> Pool:
+def make_pool(
+    loaded: LoadedModel, *, new_tokens: int = NEW_TOKENS, stop: Sequence[str] = (), **config: Any
+) -> DecodeBatch:
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | config
-    return Pool(loaded, GenerationConfig(**settings), stop=stop, max_new_tokens=new_tokens)
+    return DecodeBatch(loaded, GenerationConfig(**settings), stop=stop, max_new_tokens=new_tokens)
 
 
-def answers(pool: Pool, steps: int = 1000) -> dict[str, Finished]:
+def answers(pool: DecodeBatch, steps: int = 1000) -> dict[str, Finished]:
     """Step until all is answered."""
     found: dict[str, Finished] = {}
     while pool.running:
@@ -369,7 +371,7 @@ def test_smollm_answers_real_texts_together(smollm: LoadedModel) -> None:
         for ids in prompts
     ]
     prepare_model(smollm.model, chain=True)
-    pool = Pool(smollm, config, stop=(), max_new_tokens=8)
+    pool = DecodeBatch(smollm, config, stop=(), max_new_tokens=8)
     for at, prefill in enumerate(prefill_packed(smollm, prompts, reserve_tokens=8)):
         pool.add(str(at), prefill, prompts[at], 0)
     found = answers(pool)

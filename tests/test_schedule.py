@@ -117,7 +117,7 @@ def test_a_plan_has_every_document_once_and_every_rank_in_one_place(
 ) -> None:
     plan = schedule(documents, ranks, seconds, fits)
     placed = {place.id: place.tokens for place in plan.placements}
-    lost = {name: tokens for name, tokens, _ in plan.misfits}
+    lost = {name: tokens for name, tokens, _ in plan.does_not_fit}
     assert len(placed) == len(plan.placements) and not placed.keys() & lost.keys()
     assert placed | lost == dict(documents)
     assert all(not fits(tokens, ranks) for tokens in lost.values())
@@ -272,9 +272,9 @@ def test_memory_makes_a_chain_longer_and_says_so() -> None:
 def test_what_fits_nowhere_is_reported_with_what_would_do() -> None:
     plan = schedule([("huge", 400_000), ("small", 10)], 4, seconds, only_short_ones_fit)
     assert [place.id for place in plan.placements] == ["small"]
-    ((name, tokens, reason),) = plan.misfits
+    ((name, tokens, reason),) = plan.does_not_fit
     assert (name, tokens) == ("huge", 400_000) and "start 8 ranks" in reason
-    ((_, _, reason),) = schedule([("huge", 9)], 2, seconds, lambda tokens, ranks: False).misfits
+    ((_, _, reason),) = schedule([("huge", 9)], 2, seconds, lambda tokens, ranks: False).does_not_fit
     assert "no number of ranks" in reason
 
 

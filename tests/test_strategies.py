@@ -254,14 +254,14 @@ def test_a_rings_memory_is_that_of_whole_buffers() -> None:
     loaded = tiny("llama-gqa")
     footprint = footprint_of(loaded.model.config, loaded.dtype)
     cut, kv_bytes = RING.cut_evenly(1000, 2), loaded.shape.kv_bytes_per_token
-    keeper, other = (footprint.exchange_bytes(one, reserve_tokens=24) for one in RING.exchanges(cut))
+    decode_rank, other = (footprint.exchange_bytes(one, reserve_tokens=24) for one in RING.exchanges(cut))
     computed = footprint.activation_bytes(500)
-    assert (keeper, other) == (1024 * kv_bytes + computed, 1000 * kv_bytes + computed)
+    assert (decode_rank, other) == (1024 * kv_bytes + computed, 1000 * kv_bytes + computed)
     make = RING.ours.make
     assert make is not None
-    check_fits(footprint, cut, [keeper, other], 24, make)
+    check_fits(footprint, cut, [decode_rank, other], 24, make)
     with pytest.raises(DocumentError, match=r"1000 tokens does not fit: rank 1 of 2 needs .*; [0-9]+ ranks would do"):
-        check_fits(footprint, cut, [keeper, other - 1], 24, make)
+        check_fits(footprint, cut, [decode_rank, other - 1], 24, make)
 
 
 def test_plans_name_the_strategy(job: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from models import COMMON, STATES, WHOLE, prompt, tiny
 from test_chain import chain, greedy, single
 from transformers import masking_utils
 
-from kvr_mpi.decode.batch import Pool
+from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.sampling import make_generation_config
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.kv.cache import layer_kv
@@ -200,7 +200,7 @@ def test_an_answer_that_outgrows_its_frequencies_is_that_of_generate() -> None:
     loaded = replace(loaded, tokenizer=tokenizer)
     prepare_model(loaded.model, chain=True)
     for bounds in [(0, 40), (0, 25, 40)]:
-        pool = Pool(loaded, config, stop=(), max_new_tokens=new_tokens)
+        pool = DecodeBatch(loaded, config, stop=(), max_new_tokens=new_tokens)
         pool.add("one", chain(loaded, ids, bounds, new_tokens), ids, 0)
         finished: list[Any] = []
         while not finished:

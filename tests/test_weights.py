@@ -14,7 +14,7 @@ from kvr_mpi.bench.prompts import Trial
 from kvr_mpi.model import prepacked as weights
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.last_token import LastRow
-from kvr_mpi.model.prepacked import PackedProduct, pack_weights, packed_bytes, unpacked, use_packed
+from kvr_mpi.model.prepacked import PrepackedProduct, prepack_weights, prepacked_bytes, unpacked, use_prepacked
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.prefill.self_check import check_chain
@@ -32,7 +32,7 @@ def packed() -> Any:
 
     def make(name: str) -> Any:
         loaded = tiny(name)
-        pack_weights(loaded.model, ROOM)
+        prepack_weights(loaded.model, ROOM)
         made.append(loaded.model)
         return loaded
 
@@ -42,7 +42,7 @@ def packed() -> Any:
 
 
 def forwards(model: torch.nn.Module) -> int:
-    return sum(isinstance(vars(module).get("forward"), PackedProduct) for module in model.modules())
+    return sum(isinstance(vars(module).get("forward"), PrepackedProduct) for module in model.modules())
 
 
 def linears(model: torch.nn.Module) -> int:
@@ -57,7 +57,7 @@ def test_the_product_is_the_same(shape: tuple[int, ...], bias: bool, dtype: torc
     layer = torch.nn.Linear(48, 80, bias=bias, dtype=dtype)
     rows = torch.randn(shape, dtype=dtype)
     with torch.inference_mode():
-        found, expected = PackedProduct(layer)(rows), layer(rows)
+        found, expected = PrepackedProduct(layer)(rows), layer(rows)
     assert found.shape == expected.shape and found.dtype == dtype
     torch.testing.assert_close(found, expected, atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=1e-2)
 
@@ -65,7 +65,7 @@ def test_the_product_is_the_same(shape: tuple[int, ...], bias: bool, dtype: torc
 def test_rows_that_do_not_lie_one_behind_the_other() -> None:
     layer, rows = torch.nn.Linear(48, 80), torch.randn(48, 33).t()[::2]
     with torch.inference_mode():
-        torch.testing.assert_close(PackedProduct(layer)(rows), layer(rows), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(PrepackedProduct(layer)(rows), layer(rows), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -103,8 +103,8 @@ def test_they_are_used_while_ours_runs_and_only_then(packed: Any) -> None:
 def test_rivals_have_them_if_they_are_lent(
     packed: Any, monkeypatch: pytest.MonkeyPatch, strategy: str, lends: bool, expected: bool
 ) -> None:
-    loaded, calls, right = packed("llama-gqa"), [], PackedProduct.__call__
-    monkeypatch.setattr(PackedProduct, "__call__", lambda self, rows: calls.append(1) or right(self, rows))
+    loaded, calls, right = packed("llama-gqa"), [], PrepackedProduct.__call__
+    monkeypatch.setattr(PrepackedProduct, "__call__", lambda self, rows: calls.append(1) or right(self, rows))
     prepare_model(loaded.model, chain=True)
     partition = Partition((0, 64)) if strategy == "kvr-e" else None
     footprint = footprint_of(loaded.model.config, loaded.dtype)
@@ -115,7 +115,7 @@ def test_rivals_have_them_if_they_are_lent(
 
 def test_the_last_layer_is_cut_all_the_same() -> None:
     layer, rows = torch.nn.Linear(48, 80), torch.randn(1, 33, 48)
-    product = PackedProduct(layer)
+    product = PrepackedProduct(layer)
     with torch.inference_mode(), LastRow(33):
         assert product(rows).shape == (1, 1, 80)
 
@@ -123,30 +123,30 @@ def test_the_last_layer_is_cut_all_the_same() -> None:
 def test_memory_is_left_for_prompts() -> None:
     model = tiny("llama-gqa").model
     need = sum(module.weight.nbytes for module in model.modules() if type(module) is torch.nn.Linear)
-    pack_weights(model, 4 * need - 1)
-    assert packed_bytes(model) == 0
-    pack_weights(model, 4 * need)
-    assert packed_bytes(model) == need
+    prepack_weights(model, 4 * need - 1)
+    assert prepacked_bytes(model) == 0
+    prepack_weights(model, 4 * need)
+    assert prepacked_bytes(model) == need
     weights.forget_packed(model)
-    assert packed_bytes(model) == 0
+    assert prepacked_bytes(model) == 0
 
 
 def test_other_types_and_machines_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     half = torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=torch.float16))
-    pack_weights(half, ROOM)
-    assert packed_bytes(half) == 0
+    prepack_weights(half, ROOM)
+    assert prepacked_bytes(half) == 0
     plain = torch.nn.Sequential(torch.nn.Linear(8, 8))
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    pack_weights(plain, ROOM)
-    assert packed_bytes(plain) == 0 and not use_packed(plain, True)
+    prepack_weights(plain, ROOM)
+    assert prepacked_bytes(plain) == 0 and not use_prepacked(plain, True)
 
 
 def test_a_product_that_is_wrong_here_is_not_used(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = packed("llama-gqa")
-    right = PackedProduct.__call__
-    monkeypatch.setattr(PackedProduct, "__call__", lambda self, rows: 1.1 * right(self, rows))
+    right = PrepackedProduct.__call__
+    monkeypatch.setattr(PrepackedProduct, "__call__", lambda self, rows: 1.1 * right(self, rows))
     check_chain(loaded)
-    assert forwards(loaded.model) == 0 and packed_bytes(loaded.model) == 0
+    assert forwards(loaded.model) == 0 and prepacked_bytes(loaded.model) == 0
 
 
 def test_parts_that_are_wrong_without_them_are_not_taken_over(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.batch import share_out, work_through
 from kvr_mpi.runtime.desk import Desk
 from kvr_mpi.runtime.preflight import choose_chain_size
-from kvr_mpi.runtime.requests import Reading
-from kvr_mpi.runtime.setup import Machine, Prepared, prepare
+from kvr_mpi.runtime.requests import DocumentRequest
+from kvr_mpi.runtime.setup import JobSetup, Machine, prepare
 from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.worker import Tally
 from kvr_mpi.store.shards import ShardWriter
@@ -132,7 +132,7 @@ def bench_corpus(
         raise ConfigError("prompt.too_long = 'split': generate cannot do that; compare with 'truncate' or 'error'")
     with pinned(ranks) as cores:
         log.root(f"{ranks.size} rank(s), {cores} core(s) each; {len(corpus)} documents; {repeats} repetition(s)")
-        ready: dict[str, Prepared] = {}
+        ready: dict[str, JobSetup] = {}
         for way in ways:
             if way in OURS:
                 mine = _spec_for(spec, way)
@@ -159,7 +159,7 @@ def _spec_for(spec: JobSpec, way: str) -> JobSpec:
     return spec.model_copy(update={"parallel": parallel})
 
 
-def _ours(prepared: Prepared, corpus: Corpus, numbers: Sequence[int], control: Transport, ranks: Transport) -> Run:
+def _ours(prepared: JobSetup, corpus: Corpus, numbers: Sequence[int], control: Transport, ranks: Transport) -> Run:
     """Do documents as a job does, with their answers stored in a folder that is removed afterwards."""
     with _folder(prepared.spec, control) as folder:
         control.barrier()
@@ -218,7 +218,7 @@ class _FirstToken(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def _generate(prepared: Prepared, corpus: Corpus, ranks: Transport, batch_size: int) -> Run:
+def _generate(prepared: JobSetup, corpus: Corpus, ranks: Transport, batch_size: int) -> Run:
     """Answer the corpus with transformers' generate on rank 0, with all cores of its host."""
     found = None
     if ranks.rank == 0:
@@ -228,13 +228,15 @@ def _generate(prepared: Prepared, corpus: Corpus, ranks: Transport, batch_size: 
     return Run(**share_json(ranks, found))
 
 
-def _generate_here(prepared: Prepared, corpus: Corpus, batch_size: int) -> Run:
+def _generate_here(prepared: JobSetup, corpus: Corpus, batch_size: int) -> Run:
     model, device = prepared.loaded.model, prepared.loaded.device
     began = time.perf_counter()
     prompts = []
     for number in range(len(corpus)):
         try:
-            prompts += [prompt.ids for prompt in Reading(corpus.read(number), prepared.asking, 0).prompts]
+            prompts += [
+                prompt.ids for prompt in DocumentRequest(corpus.read(number), prepared.prompt_config, 0).prompts
+            ]
         except DocumentError:
             continue
     prompts.sort(key=len)  # alike lengths together: the least padding

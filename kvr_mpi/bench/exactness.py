@@ -170,7 +170,7 @@ class Case:
 
     name: str
     size: int
-    keeper: int
+    decode_rank: int
     tokens: int
     run: Callable[[LoadedModel, LocalTransport], Prefill]
 
@@ -209,7 +209,7 @@ def _with_prefix(ids: Sequence[int], loaded: LoadedModel, rank: LocalTransport) 
 def _differs(case: Case, ranks: Sequence[LoadedModel], truth: Answer) -> str | None:
     """Run a case on threads, decode where its cache is, and say where that differs from the truth."""
     prefills = run_local(case.size, lambda rank: case.run(ranks[rank.rank], rank))
-    return difference(_decode(ranks[case.keeper].model, prefills[case.keeper], case.tokens), truth)
+    return difference(_decode(ranks[case.decode_rank].model, prefills[case.decode_rank], case.tokens), truth)
 
 
 def _plain(model: Any, ids: Sequence[int], tokens: int, first: int | None = None) -> Answer:

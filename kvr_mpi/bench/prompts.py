@@ -44,7 +44,7 @@ class Run:
     """One prompt under one strategy: what the ranks together found."""
 
     ttft_s: float  # from a common start to the first token's logits
-    wait_s: float  # the keeper's wait for keys and values
+    wait_s: float  # the decode rank's wait for keys and values
     link_bytes: int  # the most any rank sent
     cpu_s: float  # processor time of all ranks together, from start to end; waiting sleeps and takes none
     peak_bytes: tuple[int, ...]  # the most memory each rank has held, weights included

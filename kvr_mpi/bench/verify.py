@@ -84,11 +84,11 @@ def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: 
             plain = truth if exact is loaded else _plain(loaded, ids)
         world.barrier()
         prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
-        for name, keeper, strategy in _strategies(loaded, world, tokens, draw):
+        for name, decode_rank, strategy in _strategies(loaded, world, tokens, draw):
             prefill = strategy(ids)
-            result = _result(loaded, prefill) if world.rank == keeper else None
+            result = _result(loaded, prefill) if world.rank == decode_rank else None
             del prefill
-            found = _to_root(result, loaded, world, keeper, tokens)
+            found = _to_root(result, loaded, world, decode_rank, tokens)
             finding = None
             if found is not None and truth is not None and plain is not None:
                 finding = _compare(name, tokens, found, truth, plain)
@@ -98,7 +98,7 @@ def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: 
 def _strategies(
     loaded: LoadedModel, world: Transport, tokens: int, draw: random.Random
 ) -> Iterator[tuple[str, int, Run]]:
-    """Name, keeper, and how to run it: those of jobs as in jobs, the others as published."""
+    """Name, decode rank, and how to run it: those of jobs as in jobs, the others as published."""
     for one in STRATEGIES.values():
         if one.is_plain or one.misfit(loaded) is not None:
             continue
@@ -109,10 +109,10 @@ def _strategies(
                 return one.prefill(loaded, ids, cut, world, lends=one.in_jobs, reserve_tokens=NEW_TOKENS)
 
             name = f"{one.name} {how} {partition}" if how else one.name
-            yield name, one.exchanges(partition)[0].keeper, run
+            yield name, one.exchanges(partition)[0].decode_rank, run
 
 
-def misfits(loaded: LoadedModel) -> list[str]:
+def does_not_fit(loaded: LoadedModel) -> list[str]:
     """Say which strategies this model cannot run, and why."""
     reasons = ((one.name, one.misfit(loaded)) for one in STRATEGIES.values())
     return [f"{name} is left out: {why}" for name, why in reasons if why is not None]
@@ -159,9 +159,11 @@ def _kept(layer: LayerShape, tokens: int) -> int:
     return tokens if layer.visibility.size is None else min(tokens, layer.visibility.size - 1)
 
 
-def _to_root(result: _Result | None, loaded: LoadedModel, world: Transport, keeper: int, tokens: int) -> _Result | None:
-    """Bring the keeper's result to rank 0."""
-    if keeper == 0 or world.rank not in (0, keeper):
+def _to_root(
+    result: _Result | None, loaded: LoadedModel, world: Transport, decode_rank: int, tokens: int
+) -> _Result | None:
+    """Bring the decode rank's result to rank 0."""
+    if decode_rank == 0 or world.rank not in (0, decode_rank):
         return result
     if result is not None:
         sends = [world.isend(result.logits, 0, LOGITS_TAG), world.isend(result.tokens, 0, TOKENS_TAG)]
@@ -182,9 +184,9 @@ def _to_root(result: _Result | None, loaded: LoadedModel, world: Transport, keep
                 torch.empty(*shape, layer.value_dim, dtype=loaded.dtype),
             )
         )
-    receives = [world.irecv(logits, keeper, LOGITS_TAG), world.irecv(written, keeper, TOKENS_TAG)]
+    receives = [world.irecv(logits, decode_rank, LOGITS_TAG), world.irecv(written, decode_rank, TOKENS_TAG)]
     for keys, values in kv:
-        receives += [world.irecv(keys, keeper, KEYS_TAG), world.irecv(values, keeper, VALUES_TAG)]
+        receives += [world.irecv(keys, decode_rank, KEYS_TAG), world.irecv(values, decode_rank, VALUES_TAG)]
     for receive in receives:
         receive.wait()
     return _Result(logits, written, kv)

@@ -173,7 +173,7 @@ def _as_json(found: Schedule, forecast: Forecast) -> dict[str, Any]:
         "data_parallel_s": found.data_parallel_s,
         "fixed_s": {str(length): seconds for length, seconds in found.fixed_s},
         "documents": [_columns(place, forecast) for place in found.placements],
-        "misfits": [{"id": name, "tokens": tokens, "reason": why} for name, tokens, why in found.misfits],
+        "misfits": [{"id": name, "tokens": tokens, "reason": why} for name, tokens, why in found.does_not_fit],
     }
 
 
@@ -216,7 +216,7 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
     console.print(table)
     if limit and len(rows) > limit:
         click.echo(f"... and {len(rows) - limit} more; --limit-rows 0 prints all, --json what is known of each")
-    for name, _, why in found.misfits:
+    for name, _, why in found.does_not_fit:
         click.echo(f"FITS NOWHERE: {printable(name)}: {why}")
 
 

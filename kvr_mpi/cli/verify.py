@@ -63,7 +63,7 @@ def verify(
     world = connect()
 
     def work() -> int:
-        from kvr_mpi.bench.verify import NEW_TOKENS, misfits
+        from kvr_mpi.bench.verify import NEW_TOKENS, does_not_fit
         from kvr_mpi.bench.verify import verify as verify_all
         from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
         from kvr_mpi.errors import ConfigError
@@ -88,7 +88,7 @@ def verify(
 
         chosen = together(world, choose)
         checked = together(world, lambda: check_chain(loaded))
-        for line in misfits(checked):
+        for line in does_not_fit(checked):
             log.root(line)
         failed = count = 0
         for finding in verify_all(checked, links, chosen, seed):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from kvr_mpi.decode.sampling import Answer, Rules, Writing
+from kvr_mpi.decode.sampling import Answer, DecodeSequence, SamplingParams
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel
@@ -42,10 +42,10 @@ class Finished:
 class _Running:
     key: str
     prefill: Prefill
-    writing: Writing
+    writing: DecodeSequence
 
 
-class Pool:
+class DecodeBatch:
     """Documents that are being answered on this rank.
 
     Parameters
@@ -69,7 +69,7 @@ class Pool:
         self, loaded: LoadedModel, config: GenerationConfig, *, stop: Sequence[str], max_new_tokens: int
     ) -> None:
         self._loaded = loaded
-        self._rules = Rules(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
+        self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
         self._running: list[_Running] = []
         self._aside: list[_Running] = []  # no memory for their next token until another document leaves
         self._finished: list[Finished] = []
@@ -93,14 +93,14 @@ class Pool:
         key : str
             Comes back in `Finished`.
         prefill : Prefill
-            Of the keeper: with logits and the whole cache, and room for ``max_new_tokens``.
+            Of the decode rank: with logits and the whole cache, and room for ``max_new_tokens``.
         prompt_ids : sequence of int
             All of them, for the processors that look back.
         seed : int
             For sampling: the same seed, prompt and settings give the same answer.
         """
-        assert prefill.logits is not None, "only the keeper of a chain can decode"
-        document = _Running(key, prefill, Writing(self._rules, prompt_ids, seed, prefill.logits.device))
+        assert prefill.logits is not None, "only the decode rank of a chain can decode"
+        document = _Running(key, prefill, DecodeSequence(self._rules, prompt_ids, seed, prefill.logits.device))
         self._running.append(document)
         if document.writing.finish_reason is None:
             document.writing.write(int(document.writing.choose(prefill.logits)))

@@ -1,7 +1,7 @@
 """Which token comes next, and when an answer ends.
 
 That is transformers' business: a `GenerationConfig`, the logits processors it makes, its stop strings. Stands between
-the logits, which a `Pool` computes for all documents at once, and the answers.
+the logits, which a `DecodeBatch` computes for all documents at once, and the answers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make_generation_config(model: Any, settings: dict[str, Any]) -> GenerationCo
     return config
 
 
-class Rules:
+class SamplingParams:
     """How all documents of a job are answered.
 
     Parameters
@@ -72,7 +72,7 @@ class Rules:
         return self.model._get_logits_processor(self.config, input_ids_seq_length=prompt_tokens, device=device)
 
 
-class Writing:
+class DecodeSequence:
     """One answer while it is written.
 
     Parameters
@@ -93,7 +93,7 @@ class Writing:
         See `Answer`; None while there is more to write.
     """
 
-    def __init__(self, rules: Rules, prompt_ids: Sequence[int], seed: int, device: torch.device) -> None:
+    def __init__(self, rules: SamplingParams, prompt_ids: Sequence[int], seed: int, device: torch.device) -> None:
         self._rules, self._prompt_tokens, self._began = rules, len(prompt_ids), time.perf_counter()
         self._ids = torch.empty(1, len(prompt_ids) + rules.max_new_tokens, dtype=torch.long, device=device)
         self._ids[0, : len(prompt_ids)] = torch.tensor(prompt_ids, device=device)

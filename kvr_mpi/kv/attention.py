@@ -21,7 +21,7 @@ WINDOW_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class AttentionParams:
     """How a layer turns query-key products into scores."""
 
     scale: float
@@ -29,7 +29,7 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartialAttention:
     """Attention over some of the keys: normalised output and log-sum-exp of its scores.
 
     ``out`` is float32 (1, heads, queries, value_dim), ``lse`` float32 (1, heads, queries).
@@ -38,78 +38,84 @@ class Part:
     out: torch.Tensor
     lse: torch.Tensor
 
-    def merge(self, other: Part) -> Part:
+    def merge(self, other: PartialAttention) -> PartialAttention:
         """Join with attention over other keys."""
         weight = torch.sigmoid(other.lse - self.lse).unsqueeze(-1)
-        return Part(torch.lerp(self.out, other.out, weight), torch.logaddexp(self.lse, other.lse))
+        return PartialAttention(torch.lerp(self.out, other.out, weight), torch.logaddexp(self.lse, other.lse))
 
-    def join(self, behind: Part) -> Part:
+    def join(self, behind: PartialAttention) -> PartialAttention:
         """Put the queries of another part behind these."""
-        return Part(torch.cat([self.out, behind.out], dim=2), torch.cat([self.lse, behind.lse], dim=2))
+        return PartialAttention(torch.cat([self.out, behind.out], dim=2), torch.cat([self.lse, behind.lse], dim=2))
 
-    def merge_behind(self, at: int, other: Part) -> None:
+    def merge_behind(self, at: int, other: PartialAttention) -> None:
         """Join the queries from `at` on with their attention over other keys, in place."""
-        behind = Part(self.out[:, :, at:], self.lse[:, :, at:])
+        behind = PartialAttention(self.out[:, :, at:], self.lse[:, :, at:])
         behind.out.lerp_(other.out, torch.sigmoid(other.lse - behind.lse).unsqueeze(-1))
         torch.logaddexp(behind.lse, other.lse, out=behind.lse)
 
-    def with_sinks(self, sinks: torch.Tensor) -> Part:
+    def with_sinks(self, sinks: torch.Tensor) -> PartialAttention:
         """Let one learned score per head (heads,) take its share of the softmax and give nothing."""
         sinks = sinks.float().view(1, -1, 1)
-        return Part(self.out * torch.sigmoid(self.lse - sinks).unsqueeze(-1), torch.logaddexp(self.lse, sinks))
+        return PartialAttention(
+            self.out * torch.sigmoid(self.lse - sinks).unsqueeze(-1), torch.logaddexp(self.lse, sinks)
+        )
 
 
 def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, *, causal: bool = False
-) -> Part:
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, *, causal: bool = False
+) -> PartialAttention:
     """Attend to all keys, or (`causal`, as many queries as keys) to those not behind the query."""
-    if scores.softcap is None and keys.shape[-1] == values.shape[-1]:
+    if params.softcap is None and keys.shape[-1] == values.shape[-1]:
         if query.device.type in ("cpu", "meta"):  # meta: only shapes are asked for
             heads, queries = query.shape[1:3]
             if queries == 1:  # decoding: the group's heads as queries read the keys once instead of once each
                 query = query.view(1, keys.shape[1], -1, query.shape[-1])
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query, keys, values, 0.0, causal, attn_mask=None, scale=scores.scale
+                query, keys, values, 0.0, causal, attn_mask=None, scale=params.scale
             )
-            return Part(out.float().reshape(1, heads, queries, -1), lse.float().reshape(1, heads, queries))
-        if takes_varlen(query, values, scores):
+            return PartialAttention(out.float().reshape(1, heads, queries, -1), lse.float().reshape(1, heads, queries))
+        if takes_varlen(query, values, params):
             longest = query.shape[2], keys.shape[2]
             of_queries, of_keys = (torch.tensor([0, each], dtype=torch.int32, device=query.device) for each in longest)
-            return _attend_varlen(query, keys, values, scores, (of_queries, of_keys), longest, -1, causal)
-    return _attend_blocks(query, keys, values, scores, offset=0 if causal else None, window=None)
+            return _attend_varlen(query, keys, values, params, (of_queries, of_keys), longest, -1, causal)
+    return _attend_blocks(query, keys, values, params, offset=0 if causal else None, window=None)
 
 
-def attend_window(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, window: int) -> Part:
+def attend_window(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, window: int
+) -> PartialAttention:
     """Attend to the last `window` keys up to each query; the last query stands at the last key."""
-    return _attend_blocks(query, keys, values, scores, offset=keys.shape[2] - query.shape[2], window=window)
+    return _attend_blocks(query, keys, values, params, offset=keys.shape[2] - query.shape[2], window=window)
 
 
-def attend_masked(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, offset: int) -> Part:
+def attend_masked(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, offset: int
+) -> PartialAttention:
     """Attend to all keys, and mask those behind each query; the first query stands at key `offset`.
 
     The whole rectangle is computed, as the paper's TSP does it: for a baseline, not for use.
     """
-    if scores.softcap is None and keys.shape[-1] == values.shape[-1] and query.device.type in ("cpu", "meta"):
+    if params.softcap is None and keys.shape[-1] == values.shape[-1] and query.device.type in ("cpu", "meta"):
         behind = torch.arange(keys.shape[2], device=query.device) > torch.arange(
             offset, offset + query.shape[2], device=query.device
         ).unsqueeze(1)
         mask = torch.zeros(behind.shape, dtype=query.dtype, device=query.device).masked_fill_(behind, float("-inf"))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys, values, 0.0, False, attn_mask=mask, scale=scores.scale
+            query, keys, values, 0.0, False, attn_mask=mask, scale=params.scale
         )
-        return Part(out.float(), lse.float())
-    return _attend_blocks(query, keys, values, scores, offset=offset, window=None, dense=True)
+        return PartialAttention(out.float(), lse.float())
+    return _attend_blocks(query, keys, values, params, offset=offset, window=None, dense=True)
 
 
 def attend_documents(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scores: Scores,
+    params: AttentionParams,
     edges: torch.Tensor,
     longest: int,
     window: int | None,
-) -> Part:
+) -> PartialAttention:
     """Attend causally within each of the documents that lie one behind the other in a row, at once, on a GPU.
 
     Parameters
@@ -122,12 +128,12 @@ def attend_documents(
         See only the last `window` keys, one's own included.
     """
     left = -1 if window is None else window - 1
-    return _attend_varlen(query, keys, values, scores, (edges, edges), (longest, longest), left, True)
+    return _attend_varlen(query, keys, values, params, (edges, edges), (longest, longest), left, True)
 
 
-def takes_varlen(query: torch.Tensor, values: torch.Tensor, scores: Scores) -> bool:
+def takes_varlen(query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> bool:
     """Whether the flash attention of GPUs can do this."""
-    is_plain = scores.softcap is None and query.shape[-1] == values.shape[-1]
+    is_plain = params.softcap is None and query.shape[-1] == values.shape[-1]
     return is_plain and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -135,12 +141,12 @@ def _attend_varlen(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scores: Scores,
+    params: AttentionParams,
     edges: tuple[torch.Tensor, torch.Tensor],
     longest: tuple[int, int],
     left: int,
     causal: bool,
-) -> Part:
+) -> PartialAttention:
     """Flash attention on a GPU, which takes token-major tensors and so reads our buffers as they lie."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -153,24 +159,24 @@ def _attend_varlen(
         longest[0],
         longest[1],
         return_aux=AuxRequest(lse=True),
-        scale=scores.scale,
+        scale=params.scale,
         window_size=(left, 0 if causal else -1),
         enable_gqa=True,
     )
     # The log-sum-exp comes as (heads, queries), whatever varlen_attn's own documentation says.
-    return Part(out.transpose(0, 1).unsqueeze(0).float(), lse.view(1, *query.shape[1:3]).float())
+    return PartialAttention(out.transpose(0, 1).unsqueeze(0).float(), lse.view(1, *query.shape[1:3]).float())
 
 
 def _attend_blocks(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scores: Scores,
+    params: AttentionParams,
     *,
     offset: int | None,
     window: int | None,
     dense: bool = False,
-) -> Part:
+) -> PartialAttention:
     """Attend on any device, in blocks of queries so that the scores stay small.
 
     Parameters
@@ -193,9 +199,9 @@ def _attend_blocks(
         low = 0 if window is None or offset is None else max(0, offset + first - window + 1)
         high = length if offset is None or dense else offset + last
         folded = query[0, :, first:last].reshape(kv_heads, -1, query.shape[-1])  # the group joins the queries
-        score = torch.matmul(folded.float(), keys[0, :, low:high].float().transpose(-1, -2)) * scores.scale
-        if scores.softcap is not None:
-            score = torch.tanh(score / scores.softcap) * scores.softcap
+        score = torch.matmul(folded.float(), keys[0, :, low:high].float().transpose(-1, -2)) * params.scale
+        if params.softcap is not None:
+            score = torch.tanh(score / params.softcap) * params.softcap
         score = score.view(heads, last - first, high - low)
         if offset is not None:
             behind = (
@@ -210,4 +216,4 @@ def _attend_blocks(
         out = torch.matmul(weights, values[0, :, low:high].float())
         outs.append(out.view(heads, last - first, -1))
         lses.append(lse)
-    return Part(torch.cat(outs, dim=1).unsqueeze(0), torch.cat(lses, dim=1).unsqueeze(0))
+    return PartialAttention(torch.cat(outs, dim=1).unsqueeze(0), torch.cat(lses, dim=1).unsqueeze(0))

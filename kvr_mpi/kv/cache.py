@@ -18,7 +18,7 @@ from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.states import EmptyLayer, StateAndSliceLayer, StateAndWholeLayer, StateLayer
-from kvr_mpi.kv.transfers import Passage
+from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.kv.whole import WholeLayer
 from kvr_mpi.model import LayerShape, ModelShape
 from kvr_mpi.prefill.exchange import Exchange
@@ -34,21 +34,21 @@ class SliceDoneError(Exception):
 
 
 class SliceCache(Cache):
-    """The cache of one rank's part of one prompt; on the keeper, of the whole prompt and then the answer.
+    """The cache of one rank's part of one prompt; on the decode rank, of the whole prompt and then the answer.
 
     Parameters
     ----------
     shape : ModelShape
     exchange : Exchange
         The strategy, on this rank.
-    passage : Passage or None
+    transfers : Passage or None
         The prompt's way over this rank; None if it is the only one.
     prefix : SharedPrefix or None
         Keys and values of the first tokens, which are there already.
     dtype, device
         Of the model's keys and values.
     reserve_tokens : int
-        Room for tokens to be decoded after the prompt, on the keeper.
+        Room for tokens to be decoded after the prompt, on the decode rank.
     stop_after : int or None
         Leave the model after this many layers (for timing a few of them).
     in_parts : bool
@@ -61,7 +61,7 @@ class SliceCache(Cache):
         self,
         shape: ModelShape,
         exchange: Exchange,
-        passage: Passage | None,
+        transfers: PromptTransfers | None,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -71,14 +71,14 @@ class SliceCache(Cache):
         cuts_last_layer: bool = True,
         in_parts: bool = True,
     ) -> None:
-        self.exchange, self.passage, self.prefix = exchange, passage, prefix
+        self.exchange, self.transfers, self.prefix = exchange, transfers, prefix
         self.dtype, self.device = dtype, device
-        self.is_keeper = passage is None or exchange.rank == exchange.keeper
+        self.is_decode_rank = transfers is None or exchange.rank == exchange.decode_rank
         self.start, self.prompt_tokens = exchange.owned[0][0], exchange.partition.tokens
-        self.capacity = exchange.capacity + (reserve_tokens if self.is_keeper else 0)
+        self.capacity = exchange.capacity + (reserve_tokens if self.is_decode_rank else 0)
         self.in_parts, self.first_position = in_parts, shape.first_position
         self.tail = contextlib.ExitStack()  # what is entered behind the last attention, until the model returns
-        self.marks_s: list[float] = []  # a clock that stands still while the rank waits, at every layer's keys
+        self.layer_times_s: list[float] = []  # a clock that stands still while the rank waits, at every layer's keys
         self.prefilling = True
         self.current: SliceLayer | None = None
         self._held: list[Any] = []
@@ -90,7 +90,7 @@ class SliceCache(Cache):
         self.cuts_last_layer = cuts_last_layer and in_parts and not shape.layers[self._last].states
         super().__init__(layers=layers)
         filled = [layer.shape for layer in layers[: None if self._stop is None else self._stop + 1 + LAYERS_AHEAD]]
-        self.buffers = LayerBuffers(filled, self.capacity, keeps=self.is_keeper, dtype=dtype, device=device)
+        self.buffers = LayerBuffers(filled, self.capacity, keeps=self.is_decode_rank, dtype=dtype, device=device)
 
     @property
     def length(self) -> int:
@@ -99,8 +99,8 @@ class SliceCache(Cache):
 
     def begin(self) -> None:
         """Post the first layers' receives, before anything is computed."""
-        if self.passage is not None:
-            self.passage.begin()
+        if self.transfers is not None:
+            self.transfers.begin()
         self._post_up_to(LAYERS_AHEAD)
 
     @property
@@ -124,14 +124,14 @@ class SliceCache(Cache):
         """Begin a layer: those before are through, `LAYERS_AHEAD` are posted; again: nothing."""
         if layer_idx <= self._begun:
             return
-        waits_s = 0.0 if self.passage is None else self.passage.wait_s + self.passage.stalled_s
-        self.marks_s += [time.perf_counter() - waits_s] * (layer_idx - self._begun)
+        waits_s = 0.0 if self.transfers is None else self.transfers.wait_s + self.transfers.send_wait_s
+        self.layer_times_s += [time.perf_counter() - waits_s] * (layer_idx - self._begun)
         through = self.layers[max(self._begun, 0) : layer_idx]
         self._begun = layer_idx
         for layer in through:
             layer.leave()
         self._post_up_to(layer_idx + 1 + LAYERS_AHEAD)
-        if not self.is_keeper:
+        if not self.is_decode_rank:
             self._held += through
             while self._held and self._held[0].release(wait=len(self._held) > LAYERS_HELD):
                 self._held.pop(0)
@@ -146,7 +146,7 @@ class SliceCache(Cache):
         """
         if not self.layers[layer_idx].is_complete:
             return
-        is_read = self.is_keeper or not self.exchange.saves_last_layer
+        is_read = self.is_decode_rank or not self.exchange.saves_last_layer
         if layer_idx == self._stop or (layer_idx == self._last and not is_read):
             raise SliceDoneError
 
@@ -157,7 +157,7 @@ class SliceCache(Cache):
 
     def finish(self) -> None:
         """End the prefill: what is still being sent goes on by itself; from now on tokens are decoded."""
-        if not self.is_keeper:
+        if not self.is_decode_rank:
             for layer in self.layers:
                 layer.let_go()
         self.prefilling = False

@@ -18,8 +18,8 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import Part, Scores, attend, attend_window
-from kvr_mpi.kv.transfers import LayerSegments, Range
+from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, attend_window
+from kvr_mpi.kv.transfers import LayerTransfers, Range
 from kvr_mpi.model import LayerShape
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class SliceLayer(CacheLayerMixin):
         self.is_by_heads = False
         self.buffer: torch.Tensor | None = None
         self.is_over: bool = False  # let go of, with everything sent
-        self.segments: LayerSegments | None = (
-            None if cache.passage is None else LayerSegments(cache.passage, layer_idx, shape.visibility)
+        self.segments: LayerTransfers | None = (
+            None if cache.transfers is None else LayerTransfers(cache.transfers, layer_idx, shape.visibility)
         )
 
     def post(self) -> None:
@@ -104,7 +104,7 @@ class SliceLayer(CacheLayerMixin):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scores: Scores,
+        params: AttentionParams,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend from the tokens last appended to those up to each that it sees.
@@ -122,15 +122,15 @@ class SliceLayer(CacheLayerMixin):
         query = query[:, :, skipped:]
         sees_all = self.shape.visibility.sees_all(self.length)
         if self.cache.prefilling and not skipped and sees_all:
-            part = self.cache.exchange.attend(self, query, keys, values, scores)
+            part = self.cache.exchange.attend(self, query, keys, values, params)
         else:
-            part = self._attend_collected(query, scores, skipped)
+            part = self._attend_collected(query, params, skipped)
         if sinks is not None:
             part = part.with_sinks(sinks)
         out = part.out.to(query.dtype)
         return torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
 
-    def _attend_collected(self, query: torch.Tensor, scores: Scores, skipped: int) -> Part:
+    def _attend_collected(self, query: torch.Tensor, params: AttentionParams, skipped: int) -> PartialAttention:
         """Attend once everything is here: decoded tokens, the only token that is read, or a window or chunks."""
         if self.segments is not None:
             self.segments.collect()
@@ -142,21 +142,21 @@ class SliceLayer(CacheLayerMixin):
         for first, last in pieces:
             some = query if len(pieces) == 1 else query[:, :, at : at + last - first]
             at += last - first
-            piece = self._attend_range(some, first, last, scores)
+            piece = self._attend_range(some, first, last, params)
             part = piece if part is None else part.join(piece)
         assert part is not None
         return part
 
-    def _attend_range(self, query: torch.Tensor, first: int, last: int, scores: Scores) -> Part:
+    def _attend_range(self, query: torch.Tensor, first: int, last: int, params: AttentionParams) -> PartialAttention:
         """Attend from the tokens of a range, all of one chunk if there are chunks, to those they see."""
         seen = self.shape.visibility
         low = seen.first_key(first)
         if last - first == 1:
-            return attend(query, *self.rows(low, last), scores)
+            return attend(query, *self.rows(low, last), params)
         if not seen.sees_all(last) and seen.window is not None:
-            return attend_window(query, *self.rows(low, last), scores, seen.window)
-        part = attend(query, *self.rows(first, last), scores, causal=True)
-        return part.merge(attend(query, *self.rows(low, first), scores)) if low < first else part
+            return attend_window(query, *self.rows(low, last), params, seen.window)
+        part = attend(query, *self.rows(first, last), params, causal=True)
+        return part.merge(attend(query, *self.rows(low, first), params)) if low < first else part
 
     def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a range of tokens, as views (1, kv_heads, tokens, head_dim)."""
@@ -194,14 +194,14 @@ class SliceLayer(CacheLayerMixin):
             if not wait and not self.segments.are_through():
                 return False
             self.segments.wait_through()
-        if self.buffer is not None and not self.cache.is_keeper:
+        if self.buffer is not None and not self.cache.is_decode_rank:
             self.cache.buffers.give_back(self.buffer)
         self.let_go()
         self.is_over = True
         return True
 
     def let_go(self) -> None:
-        """Forget the buffer; what of it is still being sent is held by the courier."""
+        """Forget the buffer; what of it is still being sent is held by the forwarder."""
         self.buffer = self.segments = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

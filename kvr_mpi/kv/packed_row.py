@@ -17,7 +17,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import Scores, attend, attend_documents, takes_varlen
+from kvr_mpi.kv.attention import AttentionParams, attend, attend_documents, takes_varlen
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.layer import SliceLayer
 
@@ -59,7 +59,7 @@ class PackedLayer(CacheLayerMixin):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scores: Scores,
+        params: AttentionParams,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend from each document's tokens to those before them.
@@ -71,28 +71,28 @@ class PackedLayer(CacheLayerMixin):
         """
         cache, self.attended = self.cache, True
         if cache.decodes:
-            return self._attend_tokens(query, scores, sinks)
+            return self._attend_tokens(query, params, sinks)
         seen = self.shape.visibility
         is_plain = all(layer.cache.prefix is None for layer in self.documents) and seen.chunk is None
-        if is_plain and takes_varlen(query, values, scores):
+        if is_plain and takes_varlen(query, values, params):
             for layer in self.documents:
                 layer.attended = True
-            part = attend_documents(query, keys, values, scores, cache.edges, cache.longest, seen.window)
+            part = attend_documents(query, keys, values, params, cache.edges, cache.longest, seen.window)
             return (part if sinks is None else part.with_sinks(sinks)).out.to(query.dtype)
         outs = [
-            layer.attend(query[:, :, first:last], keys[:, :, first:last], values[:, :, first:last], scores, sinks)
+            layer.attend(query[:, :, first:last], keys[:, :, first:last], values[:, :, first:last], params, sinks)
             for layer, (first, last) in zip(self.documents, cache.bounds, strict=True)
         ]
         return torch.cat(outs, dim=2)
 
-    def _attend_tokens(self, query: torch.Tensor, scores: Scores, sinks: torch.Tensor | None) -> torch.Tensor:
+    def _attend_tokens(self, query: torch.Tensor, params: AttentionParams, sinks: torch.Tensor | None) -> torch.Tensor:
         """Attend from one token of each document: what `SliceLayer.attend` does, without its detours."""
         tokens = query.chunk(len(self.documents), dim=2)  # of one document it may be folded, and stays whole
         outs = []
         for token, (keys, values), before in zip(tokens, self._whole, self.cache.lengths, strict=True):
             length = before + 1
             low = self.shape.visibility.first_key(before)
-            part = attend(token, keys.narrow(2, low, length - low), values.narrow(2, low, length - low), scores)
+            part = attend(token, keys.narrow(2, low, length - low), values.narrow(2, low, length - low), params)
             outs.append((part if sinks is None else part.with_sinks(sinks)).out)
         return torch.cat(outs, dim=2).to(query.dtype)
 
@@ -118,7 +118,7 @@ class PackedCache(Cache):
     Parameters
     ----------
     documents : sequence of SliceCache
-        Each that of a keeper: prompts that begin, or answers that go on.
+        Each that of a decode rank: prompts that begin, or answers that go on.
     tokens : sequence of int
         How many tokens of each document a row holds; one of each if answers go on.
     """

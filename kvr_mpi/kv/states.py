@@ -19,7 +19,7 @@ from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.layer import SliceLayer
-from kvr_mpi.kv.transfers import LayerSegments
+from kvr_mpi.kv.transfers import LayerTransfers
 from kvr_mpi.kv.whole import WholeLayer
 from kvr_mpi.model import LayerShape, StateShape
 
@@ -41,8 +41,8 @@ class StateLayer(LinearAttentionLayer):
         self.dtype, self.device = cache.dtype, cache.device
         self.buffer: torch.Tensor | None = None
         self.is_over: bool = False
-        self.segments: LayerSegments | None = (
-            None if cache.passage is None else LayerSegments(cache.passage, layer_idx, shape.visibility)
+        self.segments: LayerTransfers | None = (
+            None if cache.transfers is None else LayerTransfers(cache.transfers, layer_idx, shape.visibility)
         )
         self._incoming: torch.Tensor | None = None
         self._updated: set[tuple[str, int]] = set()
@@ -92,7 +92,7 @@ class StateLayer(LinearAttentionLayer):
         elif cache.prefix is not None and cache.prefilling:
             self._incoming = cache.prefix.states[self.layer_idx].clone()
             self._expect()
-        if self.segments is not None and cache.exchange.rank < cache.exchange.keeper:
+        if self.segments is not None and cache.exchange.rank < cache.exchange.decode_rank:
             self.segments.announce_states(cache.exchange.rank + 1, cache.exchange.rank)
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
@@ -113,7 +113,7 @@ class StateLayer(LinearAttentionLayer):
     def leave(self) -> None:
         """Send the states if that has not been done: the layer is through when the next is begun."""
         place = self.cache.exchange.rank
-        if not self._is_sent and self.segments is not None and place < self.cache.exchange.keeper:
+        if not self._is_sent and self.segments is not None and place < self.cache.exchange.decode_rank:
             self.segments.send_states(self.packed(), place + 1, place)
         self._is_sent = True
 
@@ -144,7 +144,11 @@ class StateLayer(LinearAttentionLayer):
     def play_on(self) -> None:
         """Take part in the transfers of a prompt that has failed here: what is sent has no meaning."""
         StateLayer.post(self)
-        if self.segments is not None and self.cache.exchange.rank < self.cache.exchange.keeper and not self._is_sent:
+        if (
+            self.segments is not None
+            and self.cache.exchange.rank < self.cache.exchange.decode_rank
+            and not self._is_sent
+        ):
             nothing = torch.zeros(self.state_bytes, dtype=torch.uint8, device=self.cache.device)
             self.segments.send_states(nothing, self.cache.exchange.rank + 1, self.cache.exchange.rank)
             self._is_sent = True
@@ -160,7 +164,7 @@ class StateLayer(LinearAttentionLayer):
         return True
 
     def let_go(self) -> None:
-        """Forget the states; what is still being sent is held by the courier."""
+        """Forget the states; what is still being sent is held by the forwarder."""
         self._values = {"conv": {}, "recurrent": {}}
         self._incoming = self.segments = None
 
@@ -218,7 +222,7 @@ class StateAndSliceLayer(StateLayer, SliceLayer):
         buffer, cache = self.buffer, self.cache
         if not StateLayer.release(self, wait=wait):
             return False
-        if buffer is not None and not cache.is_keeper:
+        if buffer is not None and not cache.is_decode_rank:
             cache.buffers.give_back(buffer)
         return True
 

@@ -1,6 +1,6 @@
 """One prompt's way over one rank: its neighbours, its messages' tags, and each layer's segments under way.
 
-Stands between the strategies (``exchange``), which say what goes where, and the `Courier`, which carries it.
+Stands between the strategies (``exchange``), which say what goes where, and the `Forwarder`, which carries it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kvr_mpi.model.masks import FULL, Visibility
-from kvr_mpi.transport.forwarder import Courier, Parcel
+from kvr_mpi.transport.forwarder import Forwarder, Transfer
 
 Range = tuple[int, int]
 
 
-class Passage:
+class PromptTransfers:
     """What all layers of a prompt share on a rank that is one of several, and what the transfers took.
 
     Parameters
     ----------
-    courier : Courier
+    forwarder : Forwarder
         To the other ranks of the chain.
     segments : int
         Number of segments the prompt is cut into, over all ranks.
@@ -30,22 +30,22 @@ class Passage:
         The rank of the chain that has the first slice; the others follow.
     """
 
-    def __init__(self, courier: Courier, segments: int, layers: int, rotation: int) -> None:
-        self.courier, self.segments, self.layers, self.rotation = courier, segments, layers, rotation
+    def __init__(self, forwarder: Forwarder, segments: int, layers: int, rotation: int) -> None:
+        self.forwarder, self.segments, self.layers, self.rotation = forwarder, segments, layers, rotation
         self.wait_s = 0.0  # for other ranks' keys and values
-        self.stalled_s = 0.0  # for the link to take what is sent
+        self.send_wait_s = 0.0  # for the link to take what is sent
         self.sent_bytes = 0  # what is passed on included
         self._turn = 0
 
     def begin(self) -> None:
         """Begin, when no more than one earlier prompt is under way on this rank."""
         began = time.perf_counter()
-        self._turn = self.courier.begin()
-        self.stalled_s += time.perf_counter() - began
+        self._turn = self.forwarder.begin()
+        self.send_wait_s += time.perf_counter() - began
 
     def rank_of(self, place: int) -> int:
         """Tell which rank of the chain has the slice at this place."""
-        return (place + self.rotation) % self.courier.transport.size
+        return (place + self.rotation) % self.forwarder.transport.size
 
     def tag(self, layer_idx: int, segment: int) -> int:
         """Tell a segment's messages from all others of this prompt and of its neighbours."""
@@ -57,27 +57,27 @@ class Passage:
         return self.tag(self.layers + 1 + layer_idx, place)
 
 
-class LayerSegments:
+class LayerTransfers:
     """One layer's segments on their way to, over and from this rank; ranks are named by the place of their slice.
 
     Asking twice for the same is asking once, so that a post that was broken off can be repeated.
     """
 
-    def __init__(self, passage: Passage, layer_idx: int, visibility: Visibility = FULL) -> None:
-        self.passage, self.layer_idx, self.visibility = passage, layer_idx, visibility
+    def __init__(self, prompt: PromptTransfers, layer_idx: int, visibility: Visibility = FULL) -> None:
+        self.prompt, self.layer_idx, self.visibility = prompt, layer_idx, visibility
         self.buffer: torch.Tensor | None = None  # (tokens, elements)
         self._slots: list[torch.Tensor] = []  # instead of a buffer; a transfer takes the next one in turn
         self._elements = 0
-        self._arriving: dict[int, tuple[Parcel, Range]] = {}  # by segment, in the order they were posted
-        self._states: Parcel | None = None  # to come
-        self._parcels: list[Parcel] = []
-        self._state_parcels: list[Parcel] = []
+        self._arriving: dict[int, tuple[Transfer, Range]] = {}  # by segment, in the order they were posted
+        self._states: Transfer | None = None  # to come
+        self._transfers: list[Transfer] = []
+        self._state_transfers: list[Transfer] = []
         self._asked: set[tuple[str, int, int]] = set()
 
     def announce(self, dest: int, segment: int, bounds: Range) -> None:
         """Say that a segment will be sent, in the order in which `dest` receives from here."""
         if self._is_new("announce", dest, segment):
-            self.passage.courier.announce(self.passage.rank_of(dest), self.passage.tag(self.layer_idx, segment))
+            self.prompt.forwarder.announce(self.prompt.rank_of(dest), self.prompt.tag(self.layer_idx, segment))
             self._asked.add(("announce", dest, segment))
         if self._slots:  # there is nothing to compute first
             self.send(bounds, dest, segment)
@@ -86,11 +86,11 @@ class LayerSegments:
         """Send a segment."""
         if not self._is_new("send", dest, segment):
             return
-        passage, rows = self.passage, self._rows(bounds)
-        parcel = passage.courier.send(rows, passage.rank_of(dest), passage.tag(self.layer_idx, segment))
+        prompt, rows = self.prompt, self._rows(bounds)
+        transfer = prompt.forwarder.send(rows, prompt.rank_of(dest), prompt.tag(self.layer_idx, segment))
         self._asked.add(("send", dest, segment))
-        passage.sent_bytes += rows.nbytes
-        self._parcels.append(parcel)
+        prompt.sent_bytes += rows.nbytes
+        self._transfers.append(transfer)
 
     def receive(
         self,
@@ -103,57 +103,57 @@ class LayerSegments:
         """Post the receive of a segment, to be passed on or not; from the token `forward_from` on if that is told."""
         if not self._is_new("receive", source, segment):
             return
-        passage, rows = self.passage, self._rows(bounds)
-        onward = None if forward_to is None else passage.rank_of(forward_to)
-        tag = passage.tag(self.layer_idx, segment)
+        prompt, rows = self.prompt, self._rows(bounds)
+        onward = None if forward_to is None else prompt.rank_of(forward_to)
+        tag = prompt.tag(self.layer_idx, segment)
         skipped = 0 if forward_from is None else forward_from - bounds[0]
         if self._slots:
             skipped *= self._elements
-        parcel = passage.courier.receive(rows, passage.rank_of(source), tag, onward, skipped)
+        transfer = prompt.forwarder.receive(rows, prompt.rank_of(source), tag, onward, skipped)
         self._asked.add(("receive", source, segment))
-        passage.sent_bytes += 0 if onward is None else rows[skipped:].nbytes
-        self._arriving[segment] = parcel, bounds
-        self._parcels.append(parcel)
+        prompt.sent_bytes += 0 if onward is None else rows[skipped:].nbytes
+        self._arriving[segment] = transfer, bounds
+        self._transfers.append(transfer)
 
     def announce_states(self, dest: int, place: int) -> None:
         """Say that states will be sent, after the segments that were announced before."""
         if self._is_new("announce", dest, -1):
-            self.passage.courier.announce(self.passage.rank_of(dest), self.passage.state_tag(self.layer_idx, place))
+            self.prompt.forwarder.announce(self.prompt.rank_of(dest), self.prompt.state_tag(self.layer_idx, place))
             self._asked.add(("announce", dest, -1))
 
     def send_states(self, states: torch.Tensor, dest: int, place: int) -> None:
         """Send this rank's states (bytes,) of the layer."""
         if not self._is_new("send", dest, -1):
             return
-        passage = self.passage
+        prompt = self.prompt
         self._asked.add(("send", dest, -1))
-        passage.sent_bytes += states.nbytes
-        tag = passage.state_tag(self.layer_idx, place)
-        self._state_parcels.append(passage.courier.send(states, passage.rank_of(dest), tag))
+        prompt.sent_bytes += states.nbytes
+        tag = prompt.state_tag(self.layer_idx, place)
+        self._state_transfers.append(prompt.forwarder.send(states, prompt.rank_of(dest), tag))
 
     def receive_states(self, states: torch.Tensor, source: int) -> None:
         """Post the receive of the states (bytes,) of the rank before."""
         if not self._is_new("receive", source, -1):
             return
-        passage = self.passage
-        tag = passage.state_tag(self.layer_idx, source)
+        prompt = self.prompt
+        tag = prompt.state_tag(self.layer_idx, source)
         self._asked.add(("receive", source, -1))
-        self._states = passage.courier.receive(states, passage.rank_of(source), tag)
-        self._state_parcels.append(self._states)
+        self._states = prompt.forwarder.receive(states, prompt.rank_of(source), tag)
+        self._state_transfers.append(self._states)
 
     def wait_for_states(self) -> None:
         """Return when the states of the rank before are here; the time is counted."""
         if self._states is not None:
             began = time.perf_counter()
-            self.passage.courier.wait(self._states)
-            self.passage.wait_s += time.perf_counter() - began
+            self.prompt.forwarder.wait(self._states)
+            self.prompt.wait_s += time.perf_counter() - began
             self._states = None
 
     def wait_for(self, segment: int) -> None:
         """Return when a segment is here; the time is counted."""
         began = time.perf_counter()
-        self.passage.courier.wait(self._arriving.pop(segment)[0])
-        self.passage.wait_s += time.perf_counter() - began
+        self.prompt.forwarder.wait(self._arriving.pop(segment)[0])
+        self.prompt.wait_s += time.perf_counter() - began
 
     def collect(self) -> None:
         """Return when all segments are here."""
@@ -172,14 +172,16 @@ class LayerSegments:
 
     def are_through(self) -> bool:
         """Say whether all of them are here and gone on, and help them along."""
-        return all(self.passage.courier.is_through(parcel) for parcel in (*self._parcels, *self._state_parcels))
+        return all(
+            self.prompt.forwarder.is_through(transfer) for transfer in (*self._transfers, *self._state_transfers)
+        )
 
     def wait_through(self) -> None:
         """Return when all of them are here and gone on; the time is counted."""
         began = time.perf_counter()
-        for parcel in (*self._parcels, *self._state_parcels):
-            self.passage.courier.wait_through(parcel)
-        self.passage.stalled_s += time.perf_counter() - began
+        for transfer in (*self._transfers, *self._state_transfers):
+            self.prompt.forwarder.wait_through(transfer)
+        self.prompt.send_wait_s += time.perf_counter() - began
 
     def do_without(self, slots: Sequence[torch.Tensor], elements: int) -> None:
         """Have memory for a few segments only: transfers take them in turn, and none has a meaning.
@@ -198,9 +200,9 @@ class LayerSegments:
 
     def _rows(self, bounds: Range) -> torch.Tensor:
         if self._slots:
-            before = len(self._parcels) - len(self._slots)
+            before = len(self._transfers) - len(self._slots)
             if before >= 0:
-                self.passage.courier.wait_through(self._parcels[before])
-            return self._slots[len(self._parcels) % len(self._slots)][: (bounds[1] - bounds[0]) * self._elements]
+                self.prompt.forwarder.wait_through(self._transfers[before])
+            return self._slots[len(self._transfers) % len(self._slots)][: (bounds[1] - bounds[0]) * self._elements]
         assert self.buffer is not None
         return self.buffer[bounds[0] : bounds[1]]

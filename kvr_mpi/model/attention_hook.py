@@ -17,20 +17,20 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import Scores
+from kvr_mpi.kv.attention import AttentionParams
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.packed_row import PackedCache, PackedLayer
 from kvr_mpi.model.last_token import LastRow
 from kvr_mpi.model.masks import MaskRequest, Visibility, request_mask
-from kvr_mpi.model.prepacked import use_packed
+from kvr_mpi.model.prepacked import use_prepacked
 from kvr_mpi.model.rope import embed_whole_lengths, whole_lengths
 from kvr_mpi.model.shape import cache_argument
 
 ATTENTION = "kvr"
 
 
-class _SdpaSeam(TorchFunctionMode):
+class _SdpaHook(TorchFunctionMode):
     """Send scaled_dot_product_attention calls to the cache, for models that call it themselves (Falcon, ...)."""
 
     def __init__(self, cache: SliceCache | PackedCache) -> None:
@@ -50,9 +50,9 @@ class _SdpaSeam(TorchFunctionMode):
         mask, query, scale = call.get("attn_mask"), call["query"], call.get("scale")
         if mask is not None and mask.numel() != 1:
             raise ModelError("it adds its own mask or bias to attention")
-        scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale)
+        params = AttentionParams(query.shape[-1] ** -0.5 if scale is None else scale)
         layer = self.cache.attending
-        out = layer.attend(query, call["key"], call["value"], scores, None)
+        out = layer.attend(query, call["key"], call["value"], params, None)
         _leave_to_last(layer)
         return out
 
@@ -100,8 +100,8 @@ def _attention(
         raise ModelError("its attention is not causal")
     if kv_chain.prefilling and not query.is_meta:  # there masks have no values
         _check_mask(attention_mask, layer.shape.visibility, sliding_window)
-    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
-    out = layer.attend(query, key, value, scores, s_aux)
+    params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
+    out = layer.attend(query, key, value, params, s_aux)
     _leave_to_last(layer)
     return out.transpose(1, 2), None
 
@@ -140,7 +140,7 @@ def prepare_model(model: Any, *, chain: bool, in_parts: bool = True) -> None:
     ModelError
         If attention cannot be taken over.
     """
-    use_packed(model, chain)
+    use_prepacked(model, chain)
     embed_whole_lengths(model)
     if not (chain and in_parts):
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
@@ -191,7 +191,7 @@ def _run(model: Any, options: dict[str, Any], cache: Any) -> torch.Tensor:
             logits = model(**options, kv_chain=cache).logits
     else:  # a mask of one element: the model makes none of its own, and the seam ignores it
         mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=options["input_ids"].device)
-        with cache.tail, _SdpaSeam(cache):
+        with cache.tail, _SdpaHook(cache):
             logits = model(**options, attention_mask=mask).logits
     found: torch.Tensor = logits
     return found

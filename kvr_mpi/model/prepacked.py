@@ -26,7 +26,7 @@ _HAS_BF16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
 MULTIPLY: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 
 
-class PackedProduct:
+class PrepackedProduct:
     """What a `torch.nn.Linear` computes, with its weights laid out anew."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
@@ -44,30 +44,30 @@ class PackedProduct:
 
 
 # Kept beside the models and not in them: a copy of a model, in another dtype maybe, is a plain one.
-_PRODUCTS: WeakKeyDictionary[torch.nn.Module, PackedProduct] = WeakKeyDictionary()
+_PRODUCTS: WeakKeyDictionary[torch.nn.Module, PrepackedProduct] = WeakKeyDictionary()
 
 
-def pack_weights(model: torch.nn.Module, room_bytes: int) -> None:
+def prepack_weights(model: torch.nn.Module, free_bytes: int) -> None:
     """Lay a model's weights out for the processor, if it is of a kind that gains by it and memory allows.
 
-    They are used from the next `use_packed` on.
+    They are used from the next `use_prepacked` on.
 
     Parameters
     ----------
     model : torch.nn.Module
-    room_bytes : int
+    free_bytes : int
         Memory that is left.
     """
     layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
     need = sum(layer.weight.nbytes for layer in layers)
-    if need > COPY_SHARE * room_bytes or not all(_gains(layer.weight) for layer in layers):
+    if need > COPY_SHARE * free_bytes or not all(_gains(layer.weight) for layer in layers):
         return
     with torch.inference_mode():
         for layer in layers:
-            _PRODUCTS[layer] = PackedProduct(layer)
+            _PRODUCTS[layer] = PrepackedProduct(layer)
 
 
-def packed_bytes(model: torch.nn.Module) -> int:
+def prepacked_bytes(model: torch.nn.Module) -> int:
     """Memory that the weights take once more for being laid out."""
     return sum(_PRODUCTS[module].nbytes for module in model.modules() if module in _PRODUCTS)
 
@@ -81,8 +81,8 @@ def _gains(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def use_packed(model: torch.nn.Module, yes: bool) -> bool:
-    """Multiply with the weights as `pack_weights` laid them out, or as they were; say whether they were laid out."""
+def use_prepacked(model: torch.nn.Module, yes: bool) -> bool:
+    """Multiply with the weights as `prepack_weights` laid them out, or as they were; say whether they were laid out."""
     found = False
     for module in model.modules():
         product = _PRODUCTS.get(module)
@@ -97,7 +97,7 @@ def use_packed(model: torch.nn.Module, yes: bool) -> bool:
 
 def forget_packed(model: torch.nn.Module) -> bool:
     """Go on without the weights that were laid out, for good; say whether there were any."""
-    found = use_packed(model, False)
+    found = use_prepacked(model, False)
     for module in model.modules():
         _PRODUCTS.pop(module, None)
     return found
@@ -106,9 +106,9 @@ def forget_packed(model: torch.nn.Module) -> bool:
 @contextmanager
 def unpacked(model: Any) -> Iterator[None]:
     """Run a model with its weights as they were, and as they are now again afterwards."""
-    was = any(isinstance(vars(module).get("forward"), PackedProduct) for module in model.modules())
-    use_packed(model, False)
+    was = any(isinstance(vars(module).get("forward"), PrepackedProduct) for module in model.modules())
+    use_prepacked(model, False)
     try:
         yield
     finally:
-        use_packed(model, was)
+        use_prepacked(model, was)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kvr_mpi.kv.attention import Part, Scores, attend, attend_masked
-from kvr_mpi.kv.transfers import LayerSegments, Range
+from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, attend_masked
+from kvr_mpi.kv.transfers import LayerTransfers, Range
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import Partition
 
@@ -28,21 +28,21 @@ class Exchange(Protocol):
     rank: int
     partition: Partition  # of the prompt
     owned: list[Range]  # the tokens this rank computes
-    keeper: int  # the rank that ends with all keys and values, and the last token
+    decode_rank: int  # the rank that ends with all keys and values, and the last token
     capacity: int  # tokens a layer's buffer holds
     forwards: bool  # whether this rank passes segments on
     saves_last_layer: bool  # whether what nobody reads of the last layer is left out
     slots: int  # segments a rank without buffers has to have room for, so that no rank waits for ever (``failure``)
 
-    def post(self, layer: LayerSegments) -> None:
+    def post(self, layer: LayerTransfers) -> None:
         """Announce the layer's sends and post its receives, before it computes."""
 
-    def share(self, layer: LayerSegments) -> None:
+    def share(self, layer: LayerTransfers) -> None:
         """Send this rank's own segment, which is in the buffer now."""
 
     def attend(
-        self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
-    ) -> Part:
+        self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> PartialAttention:
         """Attend from the owned tokens to all tokens up to each."""
 
     def longest_segment(self) -> int:
@@ -86,13 +86,13 @@ class Relay:
     slots = 1
 
     def __init__(self, partition: Partition, rank: int, prefix_tokens: int = 0, *, sends_all: bool = False) -> None:
-        self.partition, self.rank, self.keeper = partition, rank, partition.size - 1
+        self.partition, self.rank, self.decode_rank = partition, rank, partition.size - 1
         self.prefix_tokens, self.sends_all = prefix_tokens, sends_all
         self.owned = [self._bounds(rank)]
         self.capacity = partition.stop(rank)
-        self.forwards = 0 < rank < self.keeper
+        self.forwards = 0 < rank < self.decode_rank
 
-    def post(self, layer: LayerSegments) -> None:
+    def post(self, layer: LayerTransfers) -> None:
         """Receive every predecessor's segment from the rank before, nearest first."""
         if own := self._seen_behind(self.rank, self.rank, layer.visibility):
             layer.announce(self.rank + 1, self.rank, own)
@@ -102,7 +102,7 @@ class Relay:
                 to, first = (self.rank + 1, onward[0]) if onward else (None, None)
                 layer.receive(bounds, self.rank - 1, segment, to, first)
 
-    def share(self, layer: LayerSegments) -> None:
+    def share(self, layer: LayerTransfers) -> None:
         """Send the own segment to the rank behind."""
         if own := self._seen_behind(self.rank, self.rank, layer.visibility):
             layer.send(own, self.rank + 1, self.rank)
@@ -114,7 +114,7 @@ class Relay:
 
     def _seen_behind(self, segment: int, rank: int, visibility: Visibility) -> Range | None:
         """Which tokens of a segment `rank` hands to the next rank; None if that one, and those after it, see none."""
-        if rank >= self.keeper:
+        if rank >= self.decode_rank:
             return None
         first, last = self._bounds(segment)
         if not self.sends_all:
@@ -122,14 +122,14 @@ class Relay:
         return (first, last) if first < last else None
 
     def attend(
-        self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
-    ) -> Part:
+        self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> PartialAttention:
         """Own slice first, then what all prompts begin with, then what comes, segment by segment."""
-        part = attend(query, keys, values, scores, causal=query.shape[2] > 1)
+        part = attend(query, keys, values, params, causal=query.shape[2] > 1)
         if self.prefix_tokens:
-            part = part.merge(attend(query, *layer.rows(0, self.prefix_tokens), scores))
+            part = part.merge(attend(query, *layer.rows(0, self.prefix_tokens), params))
         for first, last in layer.segments.arrivals() if layer.segments is not None else ():
-            part = part.merge(attend(query, *layer.rows(first, last), scores))
+            part = part.merge(attend(query, *layer.rows(first, last), params))
         return part
 
     def longest_segment(self) -> int:
@@ -158,7 +158,7 @@ class AllGather:
         dense: bool,
         saves_last_layer: bool = False,
     ) -> None:
-        self.partition, self.rank, self.keeper = partition, rank, partition.size - 1
+        self.partition, self.rank, self.decode_rank = partition, rank, partition.size - 1
         self.prefix_tokens = prefix_tokens
         self.owned = [self._bounds(rank)]
         self.capacity = partition.tokens
@@ -167,7 +167,7 @@ class AllGather:
         self.dense = dense
         self.saves_last_layer = saves_last_layer and not dense
 
-    def post(self, layer: LayerSegments) -> None:
+    def post(self, layer: LayerTransfers) -> None:
         """Receive every other rank's segment from itself."""
         for dest in self._others():
             layer.announce(dest, self.rank, self.owned[0])
@@ -175,22 +175,22 @@ class AllGather:
             if segment != self.rank:
                 layer.receive(self._bounds(segment), segment, segment)
 
-    def share(self, layer: LayerSegments) -> None:
+    def share(self, layer: LayerTransfers) -> None:
         """Send the own segment to every other rank, the next one first."""
         for dest in self._others():
             layer.send(self.owned[0], dest, self.rank)
 
     def attend(
-        self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
-    ) -> Part:
+        self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> PartialAttention:
         """Everything has to be here first."""
         if layer.segments is not None:
             layer.segments.collect()
         start = self.owned[0][0]
         if self.dense:
-            return attend_masked(query, *layer.rows(0, self.capacity), scores, start)
-        part = attend(query, keys, values, scores, causal=query.shape[2] > 1)
-        return part.merge(attend(query, *layer.rows(0, start), scores)) if start else part
+            return attend_masked(query, *layer.rows(0, self.capacity), params, start)
+        part = attend(query, keys, values, params, causal=query.shape[2] > 1)
+        return part.merge(attend(query, *layer.rows(0, start), params)) if start else part
 
     def longest_segment(self) -> int:
         """Of all."""
@@ -215,7 +215,7 @@ class Ring:
     layer is left out if that is lent to it.
     """
 
-    keeper = 0  # owns the last stretch
+    decode_rank = 0  # owns the last stretch
     slots = 4  # both stretches of two ranks: what comes in can wait for nothing but what came in before
 
     def __init__(
@@ -234,7 +234,7 @@ class Ring:
         self.capacity = partition.tokens
         self.forwards = self.size > 2
 
-    def post(self, layer: LayerSegments) -> None:
+    def post(self, layer: LayerTransfers) -> None:
         """Receive every other rank's two stretches from the rank before, nearest first."""
         for half, bounds in zip((self.rank, 2 * self.size - 1 - self.rank), self.owned, strict=True):
             layer.announce((self.rank + 1) % self.size, half, bounds)
@@ -244,31 +244,31 @@ class Ring:
                 to = (self.rank + 1) % self.size if passes_on else None
                 layer.receive(bounds, (self.rank - 1) % self.size, half, to)
 
-    def share(self, layer: LayerSegments) -> None:
+    def share(self, layer: LayerTransfers) -> None:
         """Send both own stretches to the rank behind."""
         for half, bounds in zip((self.rank, 2 * self.size - 1 - self.rank), self.owned, strict=True):
             layer.send(bounds, (self.rank + 1) % self.size, half)
 
     def attend(
-        self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
-    ) -> Part:
+        self, layer: SliceLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> PartialAttention:
         """Own stretches first, then each source's as it comes: from both, or to both, whichever is before the other."""
         near = self.owned[0]
         cut = near[1] - near[0]
         # The far stretch sees all of the near one: together they are causal.
-        whole = attend(query, keys, values, scores, causal=True)
+        whole = attend(query, keys, values, params, causal=True)
         if self.prefix_tokens:
-            whole = whole.merge(attend(query, *layer.rows(0, self.prefix_tokens), scores))
+            whole = whole.merge(attend(query, *layer.rows(0, self.prefix_tokens), params))
         for source in self._sources():
             assert layer.segments is not None
             layer.segments.wait_for(source)
             layer.segments.wait_for(2 * self.size - 1 - source)
             first, second = self._halves_of(source)
             if source < self.rank:
-                whole = whole.merge(attend(query, *layer.rows(*first), scores))
+                whole = whole.merge(attend(query, *layer.rows(*first), params))
                 continue
             for bounds in [(first[0], second[1])] if first[1] == second[0] else [first, second]:
-                whole.merge_behind(cut, attend(query[:, :, cut:], *layer.rows(*bounds), scores))
+                whole.merge_behind(cut, attend(query[:, :, cut:], *layer.rows(*bounds), params))
         return whole
 
     def longest_segment(self) -> int:

@@ -48,34 +48,35 @@ def play_on(cache: SliceCache) -> None:
 def agree(cache: SliceCache, has_failed: bool) -> list[int]:
     """Tell the rank that keeps the prompt whether this one has failed; every rank calls it when its part is computed.
 
-    Words go the way of the segments, from each place of the slices to the next, and end at the keeper.
+    Words go the way of the segments, from each place of the slices to the next, and end at the decode rank.
 
     Returns
     -------
     list of int
-        On the keeper the places whose ranks have failed, first slice first; on the others only whether they have
+        On the decode rank the places whose ranks have failed, first slice first; on the others only whether they have
         themselves.
     """
-    passage, place = cache.passage, cache.exchange.rank
-    if passage is None:
+    transfers, place = cache.transfers, cache.exchange.rank
+    if transfers is None:
         return [place] if has_failed else []
-    courier, size, keeper = passage.courier, passage.courier.transport.size, cache.exchange.keeper
-    step = (place - keeper - 1) % size  # of the way: the keeper is at the last one, whoever is behind it at the first
+    forwarder, size, decode_rank = transfers.forwarder, transfers.forwarder.transport.size, cache.exchange.decode_rank
+    # Of the way: the decode rank is at the last one, the rank after it at the first.
+    step = (place - decode_rank - 1) % size
 
     def tag(step: int) -> int:
-        return passage.tag(passage.layers, step)
+        return transfers.tag(transfers.layers, step)
 
-    behind = None if place == keeper else passage.rank_of(place + 1)
+    behind = None if place == decode_rank else transfers.rank_of(place + 1)
     if behind is not None:
-        courier.announce(behind, tag(step))
-    words, parcels = [], []
+        forwarder.announce(behind, tag(step))
+    words, receives = [], []
     for source in reversed(range(step)):
         word = torch.zeros(1, dtype=torch.int64, device=cache.device)
-        parcels.append(courier.receive(word, passage.rank_of(place - 1), tag(source), behind))
-        words.append(((keeper + 1 + source) % size, word))
+        receives.append(forwarder.receive(word, transfers.rank_of(place - 1), tag(source), behind))
+        words.append(((decode_rank + 1 + source) % size, word))
     if behind is not None:
-        courier.send(torch.full((1,), int(has_failed), dtype=torch.int64, device=cache.device), behind, tag(step))
+        forwarder.send(torch.full((1,), int(has_failed), dtype=torch.int64, device=cache.device), behind, tag(step))
         return [place] if has_failed else []
-    for parcel in parcels:
-        courier.wait(parcel)
+    for receive in receives:
+        forwarder.wait(receive)
     return sorted([place] * has_failed + [source for source, word in words if int(word)])

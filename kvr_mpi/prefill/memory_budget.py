@@ -98,11 +98,11 @@ class Footprint:
 
         An upper bound: a rank that does not keep all is taken to hold as many layers as it may before it waits.
         """
-        is_keeper = exchange.rank == exchange.keeper
+        is_decode_rank = exchange.rank == exchange.decode_rank
         layers = sorted((layer.elements for layer in self.shape.layers), reverse=True)
-        if not is_keeper:
+        if not is_decode_rank:
             layers = layers[: LAYERS_HELD + 1 + LAYERS_AHEAD]
-        tokens = exchange.capacity + (reserve_tokens if is_keeper else 0)
+        tokens = exchange.capacity + (reserve_tokens if is_decode_rank else 0)
         computed = sum(stop - start for start, stop in exchange.owned)
         return tokens * sum(layers) * self.shape.dtype_bytes + self.activation_bytes(computed)
 

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache, SliceDoneError
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.transfers import Passage
+from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.rope import depends_on_length
@@ -27,24 +27,24 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exchange import AllGather, MakeExchange, Relay, Ring
 from kvr_mpi.prefill.failure import agree, is_out_of_memory, play_on
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.forwarder import Courier
+from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport
 
 
 @dataclass(slots=True)
 class Prefill:
-    """What a rank has after a prompt: on the keeper (of a chain the last rank), logits and the whole cache."""
+    """What a rank has after a prompt: on the decode rank (of a chain the last rank), logits and the whole cache."""
 
     partition: Partition
     cache: Any
-    logits: torch.Tensor | None  # (vocab_size,) float32; None on every rank but the keeper
+    logits: torch.Tensor | None  # (vocab_size,) float32; None on every rank but the decode rank
     seconds: float
     wait_s: float = 0.0  # of them, waiting for other ranks' keys and values
     sent_bytes: int = 0
-    last: int = 0  # the keeper's rank: it had the last slice
+    last: int = 0  # the decode rank: it had the last slice
     error: str | None = None  # memory ran out, here or (on the last rank) anywhere in the chain: there is no cache
-    marks_s: Sequence[float] = ()  # when each layer's keys were made, by a clock that stands still in waits
-    stalled_s: float = 0.0  # and of them, waiting for the link to take what this rank sent
+    layer_times_s: Sequence[float] = ()  # when each layer's keys were made, by a clock that stands still in waits
+    send_wait_s: float = 0.0  # and of them, waiting for the link to take what this rank sent
     strategy: str = "kvr"  # that was used: a name of `registry.STRATEGIES`
 
 
@@ -55,7 +55,7 @@ class Options(TypedDict, total=False):
     stop_after: int | None
     prefix: SharedPrefix | None
     last: int | None
-    courier: Courier | None
+    forwarder: Forwarder | None
     spares_chain: bool
     keeps_all: bool
 
@@ -149,7 +149,7 @@ def prefill_by(
     stop_after: int | None = None,
     prefix: SharedPrefix | None = None,
     last: int | None = None,
-    courier: Courier | None = None,
+    forwarder: Forwarder | None = None,
     spares_chain: bool = False,
     keeps_all: bool = False,
 ) -> Prefill:
@@ -172,7 +172,7 @@ def prefill_by(
     last : int or None
         The rank that has the last slice, and ends with the cache; the places of the slices are turned round the ranks
         for that. None: places are ranks.
-    courier : Courier or None
+    forwarder : Forwarder or None
         One that goes on from prompt to prompt, with the ranks of `chain`: what this rank still has to send when it
         has computed goes beside the next prompt. None: everything is sent when this returns.
     spares_chain : bool
@@ -191,21 +191,21 @@ def prefill_by(
         partition.check_prefix(prefix.tokens)
         known = prefix.tokens
     make = partial(make, sends_all=keeps_all or not loaded.attends_in_parts)
-    rotation = 0 if last is None else (last - make(partition, 0, known).keeper) % chain.size
+    rotation = 0 if last is None else (last - make(partition, 0, known).decode_rank) % chain.size
     exchange = make(partition, (chain.rank - rotation) % chain.size, known)
     if not isinstance(exchange, Relay):
         _check_parallel(loaded, strategy)
     began = time.perf_counter()
     own = None
-    if courier is None and chain.size > 1:
-        own = courier = Courier(chain, forwards=exchange.forwards, on_gpu=loaded.device.type == "cuda")
-    passage = None
-    if courier is not None and chain.size > 1:
-        passage = Passage(courier, partition.size, len(loaded.shape.layers), rotation)
+    if forwarder is None and chain.size > 1:
+        own = forwarder = Forwarder(chain, forwards=exchange.forwards, on_gpu=loaded.device.type == "cuda")
+    transfers = None
+    if forwarder is not None and chain.size > 1:
+        transfers = PromptTransfers(forwarder, partition.size, len(loaded.shape.layers), rotation)
     cache = SliceCache(
         loaded.shape,
         exchange,
-        passage,
+        transfers,
         dtype=loaded.dtype,
         device=loaded.device,
         reserve_tokens=reserve_tokens,
@@ -223,8 +223,8 @@ def prefill_by(
         cache.settle()
     except BaseException as error:
         if not spares_chain or not is_out_of_memory(error):
-            if courier is not None:
-                courier.abandon()
+            if forwarder is not None:
+                forwarder.abandon()
             raise
         failure = str(error).splitlines()[0]
     if failure is not None:  # and the error, with all that it held, is forgotten
@@ -235,23 +235,23 @@ def prefill_by(
     cache.finish()
     if own is not None:
         own.close()
-    has_logits = cache.is_keeper and stop_after is None and not failed
+    has_logits = cache.is_decode_rank and stop_after is None and not failed
     told = None
     if failed:
         computed = [sum(stop - start for start, stop in make(partition, place, known).owned) for place in failed]
-        ranks = [place if passage is None else passage.rank_of(place) for place in failed]
+        ranks = [place if transfers is None else transfers.rank_of(place) for place in failed]
         told = _say(ranks, computed, failure, partition.tokens, chain.size)
     return Prefill(
         partition,
         None if failed else cache,
         logits if has_logits else None,
         seconds,
-        wait_s=passage.wait_s if passage else 0.0,
-        sent_bytes=passage.sent_bytes if passage else 0,
-        last=(exchange.keeper + rotation) % chain.size,
+        wait_s=transfers.wait_s if transfers else 0.0,
+        sent_bytes=transfers.sent_bytes if transfers else 0,
+        last=(exchange.decode_rank + rotation) % chain.size,
         error=told,
-        marks_s=cache.marks_s,
-        stalled_s=passage.stalled_s if passage else 0.0,
+        layer_times_s=cache.layer_times_s,
+        send_wait_s=transfers.send_wait_s if transfers else 0.0,
         strategy=strategy,
     )
 

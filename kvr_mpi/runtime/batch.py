@@ -21,12 +21,12 @@ from kvr_mpi.model import choose_device
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
-from kvr_mpi.runtime.chain_runner import Engine
+from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.desk import Desk
 from kvr_mpi.runtime.preflight import choose_chain_size
-from kvr_mpi.runtime.setup import Machine, Prepared, Say, prepare
+from kvr_mpi.runtime.setup import JobSetup, Machine, Say, prepare
 from kvr_mpi.runtime.stopping import STOP_SIGNALS, Stop, listening
-from kvr_mpi.runtime.worker import Crew, Kept, Tally
+from kvr_mpi.runtime.worker import ChainWorker, Kept, Tally
 from kvr_mpi.schedule.placement import deal
 from kvr_mpi.schedule.plan import agree, count_tokens, describe, duration, plan_documents
 from kvr_mpi.store.folder import Index, check_writable, index_run, read_records, run_files
@@ -119,12 +119,12 @@ class Round:
 class Shares:
     """Which documents the chains begin with.
 
-    misfits : documents that fit on no chain, and why.
+    does_not_fit : documents that fit on no chain, and why.
     predicted_s : how long the whole takes, if that was planned.
     """
 
     rounds: list[Round]
-    misfits: dict[int, str] = field(default_factory=dict)
+    does_not_fit: dict[int, str] = field(default_factory=dict)
     predicted_s: float | None = None
 
     @property
@@ -138,7 +138,7 @@ class Shares:
         return sum(sum(part.works.values()) for part in self.rounds)
 
 
-def share_out(prepared: Prepared, corpus: Corpus, todo: Sequence[int], ranks: Transport, log: Log) -> Shares:
+def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Transport, log: Log) -> Shares:
     """Share documents among chains: as planned, or so that all chains of one length have as much; every rank alike."""
     if prepared.costs is not None and prepared.spec.parallel.planned:
         return _planned(prepared, corpus, todo, ranks, log)
@@ -146,19 +146,19 @@ def share_out(prepared: Prepared, corpus: Corpus, todo: Sequence[int], ranks: Tr
     return Shares([_round(corpus, todo, ranks.size // size, size)])
 
 
-def work_through(prepared: Prepared, ranks: Transport, shares: Shares, desk: Desk, say: Say) -> Tally:
+def work_through(prepared: JobSetup, ranks: Transport, shares: Shares, desk: Desk, say: Say) -> Tally:
     """Do this rank's part of all rounds; every rank calls this."""
-    for number in list(shares.misfits)[ranks.rank :: ranks.size]:
-        desk.refuse(number, shares.misfits[number])
+    for number in list(shares.does_not_fit)[ranks.rank :: ranks.size]:
+        desk.refuse(number, shares.does_not_fit[number])
     # All of them before any work: making chains waits for all ranks.
     chains = [ranks.split(ranks.rank // part.length) for part in shares.rounds]
-    first_slot, tally, kept = Desk.SLOTS, Tally(), Kept(prepared.open_pool())
+    first_slot, tally, kept = Desk.SLOTS, Tally(), Kept(prepared.open_decode_batch())
     for part, chain in zip(shares.rounds, chains, strict=True):
         block = ranks.rank // part.length
         if block < len(part.lists):  # else the ranks were not divisible, and this one is left over
             desk.work_from(part.lists, part.works, block, first_slot)
-            engine = Engine(prepared, chain, block * part.length, say)
-            tally.add(Crew(engine, desk, kept).run())
+            engine = ChainRunner(prepared, chain, block * part.length, say)
+            tally.add(ChainWorker(engine, desk, kept).run())
         first_slot += len(part.lists)
     tally.add(kept.drain(desk))
     return tally
@@ -174,7 +174,7 @@ def _round(corpus: Corpus, todo: Sequence[int], chains: int, length: int) -> Rou
     )
 
 
-def _planned(prepared: Prepared, corpus: Corpus, todo: Sequence[int], world: Transport, log: Log) -> Shares:
+def _planned(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], world: Transport, log: Log) -> Shares:
     """Plan chains of all lengths."""
     log.root("plan: counting tokens")
     numbers = {corpus.entries[number].id: number for number in todo}
@@ -193,7 +193,7 @@ def _planned(prepared: Prepared, corpus: Corpus, todo: Sequence[int], world: Tra
                 part.lists[place.first_rank // length].append(number)
                 part.works[number] = max(1, round(1e3 * (place.end_s - place.start_s)))
         rounds.append(part)
-    return Shares(rounds, {numbers[name]: why for name, _, why in plan.misfits}, plan.makespan_s)
+    return Shares(rounds, {numbers[name]: why for name, _, why in plan.does_not_fit}, plan.makespan_s)
 
 
 def _scan(spec: JobSpec, folder: Path, options: RunOptions) -> Corpus:
@@ -224,7 +224,7 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
     return corpus
 
 
-def _open(folder: Path, prepared: Prepared, corpus: Corpus, options: RunOptions, log: Log) -> Run:
+def _open(folder: Path, prepared: JobSetup, corpus: Corpus, options: RunOptions, log: Log) -> Run:
     """Make the output folder ours."""
     return open_run(
         folder,

@@ -17,12 +17,12 @@ from kvr_mpi.prefill.memory_budget import check_fits
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.registry import KVR, Strategy
-from kvr_mpi.runtime.requests import Asking
-from kvr_mpi.runtime.setup import Prepared, Say
-from kvr_mpi.schedule.partitioner import Cuts
+from kvr_mpi.runtime.requests import PromptConfig
+from kvr_mpi.runtime.setup import JobSetup, Say
+from kvr_mpi.schedule.partitioner import Partitioner
 from kvr_mpi.schedule.strategy_choice import Choice, choose_strategies
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.forwarder import Courier
+from kvr_mpi.transport.forwarder import Forwarder
 
 # A slice below this is not worth a rank of its own.
 LEAST_SLICE_TOKENS = 64
@@ -30,7 +30,7 @@ LEAST_SLICE_TOKENS = 64
 PACK_TOKENS = 2048
 
 
-class Engine:
+class ChainRunner:
     """A model on a chain of ranks, ready to answer documents.
 
     Every rank of the chain gives the same prompts in the same order to `prefill`.
@@ -46,21 +46,21 @@ class Engine:
         For a line of text.
     """
 
-    def __init__(self, prepared: Prepared, chain: Transport, first_rank: int, say: Say) -> None:
+    def __init__(self, prepared: JobSetup, chain: Transport, first_rank: int, say: Say) -> None:
         self.chain = chain
         self._prepared, self._spec, self._loaded = prepared, prepared.spec, prepared.loaded
-        self._rooms_bytes = prepared.rooms_bytes[first_rank:][: chain.size]
+        self._free_bytes = prepared.free_bytes[first_rank:][: chain.size]
         rates = prepared.rates[first_rank:][: chain.size]
-        self._cuts = Cuts(self._spec.parallel, chain, rates, prepared.table, say)
+        self._cuts = Partitioner(self._spec.parallel, chain, rates, prepared.table, say)
         # On one rank there is nothing to choose: whatever hands keys and values on is a chain of one.
         self._strategy = prepared.strategies[0] if chain.size > 1 or prepared.strategies[0].is_plain else KVR
         self._choices = self._choose(first_rank, say) if chain.size > 1 and len(prepared.strategies) > 1 else {}
         self._chosen: dict[tuple[int, int], Strategy] = {}
 
     @property
-    def asking(self) -> Asking:
+    def prompt_config(self) -> PromptConfig:
         """How documents are asked."""
-        return self._prepared.asking
+        return self._prepared.prompt_config
 
     @property
     def new_tokens(self) -> int:
@@ -72,31 +72,31 @@ class Engine:
         text = f"{self._spec.generation.seed} {document_id}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
-    def open_courier(self) -> Courier | None:
+    def open_forwarder(self) -> Forwarder | None:
         """Make what carries keys and values from prompt to prompt; None on a rank alone."""
         on_gpu = self._loaded.device.type == "cuda"
-        return Courier(self.chain, on_gpu=on_gpu) if self.chain.size > 1 else None
+        return Forwarder(self.chain, on_gpu=on_gpu) if self.chain.size > 1 else None
 
-    def prefill(self, prompt: Prompt, keeper: int, courier: Courier | None) -> Prefill:
+    def prefill(self, prompt: Prompt, decode_rank: int, forwarder: Forwarder | None) -> Prefill:
         """Prefill over the chain, with one of its ranks last.
 
         Parameters
         ----------
-        keeper : int
+        decode_rank : int
             The rank that ends with logits and cache.
-        courier : Courier or None
-            Of `open_courier`.
+        forwarder : Forwarder or None
+            Of `open_forwarder`.
         """
         strategy = self._strategy_of(prompt)
         return strategy.prefill(
             self._loaded,
             prompt.ids,
-            self._partition(strategy, prompt, keeper),
+            self._partition(strategy, prompt, decode_rank),
             self.chain,
             reserve_tokens=self.new_tokens,
             prefix=self._prefix_of(prompt),
-            last=keeper,
-            courier=courier,
+            last=decode_rank,
+            forwarder=forwarder,
             spares_chain=True,
             keeps_all=self._spec.output.kv,
         )
@@ -135,7 +135,7 @@ class Engine:
         self._loaded.shape.check_ids(prompt.ids)
         if self._prepared.footprint is None:
             return
-        rooms = [min(self._rooms_bytes)] * self.chain.size
+        rooms = [min(self._free_bytes)] * self.chain.size
         if self.goes_alone(prompt):
             check_fits(self._prepared.footprint, Partition((0, prompt.tokens)), rooms[:1], self.new_tokens)
         else:
@@ -143,15 +143,15 @@ class Engine:
             partition = self._partition(strategy, prompt, self.chain.size - 1)
             check_fits(self._prepared.footprint, partition, rooms, self.new_tokens, strategy.ours.make or Relay)
 
-    def has_room(self, prompt: Prompt, keeper: int, kept_bytes: Sequence[int]) -> bool:
+    def has_room(self, prompt: Prompt, decode_rank: int, kept_bytes: Sequence[int]) -> bool:
         """Whether a prompt fits beside what the ranks of the chain keep already; the same on every rank."""
         if self._prepared.footprint is None:  # plain transformers' memory is not predicted: one at a time
             return False
-        rooms = self._rooms_bytes
+        rooms = self._free_bytes
         if self.goes_alone(prompt):
             need = self.kept_bytes(prompt) + self._prepared.footprint.activation_bytes(PACK_TOKENS)
-            return need + kept_bytes[keeper] <= rooms[keeper]
-        needs = self._needs(self._strategy_of(prompt), prompt, keeper)
+            return need + kept_bytes[decode_rank] <= rooms[decode_rank]
+        needs = self._needs(self._strategy_of(prompt), prompt, decode_rank)
         return all(need + kept <= room for need, kept, room in zip(needs, kept_bytes, rooms, strict=True))
 
     def _prefix_of(self, prompt: Prompt) -> SharedPrefix | None:
@@ -162,19 +162,19 @@ class Engine:
         prefix = self._prefix_of(prompt)
         return prefix.tokens if prefix else 0
 
-    def _partition(self, strategy: Strategy, prompt: Prompt, keeper: int) -> Partition:
+    def _partition(self, strategy: Strategy, prompt: Prompt, decode_rank: int) -> Partition:
         """Cut a prompt for the chain with this rank of it last; nobody computes what is known."""
         known = self._known(prompt)
         if not strategy.has_cuts:
             return strategy.cut_evenly(prompt.tokens, self.chain.size, known)
-        return self._cuts.cut(prompt.tokens - known, keeper, known).behind(known)
+        return self._cuts.cut(prompt.tokens - known, decode_rank, known).behind(known)
 
-    def _needs(self, strategy: Strategy, prompt: Prompt, keeper: int) -> list[int]:
+    def _needs(self, strategy: Strategy, prompt: Prompt, decode_rank: int) -> list[int]:
         """Bytes each rank of the chain takes for a prompt while it is prefilled."""
         assert self._prepared.footprint is not None
         size, needs = self.chain.size, [0] * self.chain.size
-        for exchange in strategy.exchanges(self._partition(strategy, prompt, keeper), self._known(prompt)):
-            rank = (keeper + exchange.rank - exchange.keeper) % size
+        for exchange in strategy.exchanges(self._partition(strategy, prompt, decode_rank), self._known(prompt)):
+            rank = (decode_rank + exchange.rank - exchange.decode_rank) % size
             needs[rank] = self._prepared.footprint.exchange_bytes(exchange, reserve_tokens=self.new_tokens)
         return needs
 
@@ -185,7 +185,7 @@ class Engine:
             return self._strategy
         key = prompt.tokens, known
         if key not in self._chosen:
-            order, room = self._choices[known].order(prompt.tokens - known), min(self._rooms_bytes)
+            order, room = self._choices[known].order(prompt.tokens - known), min(self._free_bytes)
             fitting = (one for one in order if max(self._needs(one, prompt, self.chain.size - 1)) <= room)
             self._chosen[key] = next(fitting, order[0])
         return self._chosen[key]

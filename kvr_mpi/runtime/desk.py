@@ -14,7 +14,7 @@ from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.requests import error_record
 from kvr_mpi.runtime.stopping import Stop
-from kvr_mpi.runtime.worker import Crew
+from kvr_mpi.runtime.worker import ChainWorker
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.transport.counters import Counters
@@ -110,7 +110,7 @@ class Desk:
         """Store why a document is not done."""
         self.hand_in(error_record(self._corpus.read(number), reason), 0)
 
-    def take(self, crew: Crew) -> int | None:
+    def take(self, crew: ChainWorker) -> int | None:
         """Take the next document's number; None if there is none, or it is not to be begun."""
         assert self._queue is not None, "work_from comes first"
         self.look()

@@ -46,7 +46,7 @@ def held_bytes(device: torch.device) -> int:
     return _status("VmRSS")
 
 
-def room_bytes(device: torch.device, sharers: int) -> int:
+def free_bytes(device: torch.device, sharers: int) -> int:
     """Bytes this process may still take.
 
     Parameters

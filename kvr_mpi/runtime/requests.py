@@ -25,7 +25,7 @@ MAX_REDUCTIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class PromptConfig:
     """How documents are asked: what all readings of a job share.
 
     frame, reduce_frame : around a document's text, and around the answers about its parts.
@@ -52,13 +52,13 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Reading:
+class DocumentRequest:
     """A document and its prompts of the moment.
 
     Parameters
     ----------
     document : Document
-    asking : Asking
+    prompt_config : Asking
     work : int
         How much work it is, in the job's unit, for the progress.
 
@@ -69,7 +69,7 @@ class Reading:
     """
 
     document: Document
-    asking: Asking
+    prompt_config: PromptConfig
     work: int
     prompts: list[Prompt] = field(default_factory=list)
     past: list[Outcome] = field(default_factory=list)  # of earlier prompts
@@ -78,20 +78,20 @@ class Reading:
     _heard: dict[int, Outcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        document, asking = self.document, self.asking
+        document, prompt_config = self.document, self.prompt_config
         if document.error is not None:
             raise DocumentError(document.error)
-        ids = encode_text(asking.tokenizer, document.text)
+        ids = encode_text(prompt_config.tokenizer, document.text)
         if not ids:
             raise DocumentError(
                 f"{document.id} has no tokens: this model's tokenizer drops all {document.chars} characters"
             )
-        wanted = asking.prompt
-        if wanted.too_long == "split" and len(ids) > asking.frame.text_budget:
-            self._cut(ids, asking.frame)
+        wanted = prompt_config.prompt
+        if wanted.too_long == "split" and len(ids) > prompt_config.frame.text_budget:
+            self._cut(ids, prompt_config.frame)
         else:
             truncate = wanted.keep if wanted.too_long == "truncate" else None
-            self.prompts = [fit_prompt(asking.frame, ids, truncate=truncate)]
+            self.prompts = [fit_prompt(prompt_config.frame, ids, truncate=truncate)]
 
     @property
     def is_final(self) -> bool:
@@ -115,13 +115,13 @@ class Reading:
         self._heard = {}
         self.past += answers
         text = "\n\n".join(answer.text for answer in answers)
-        ids = encode_text(self.asking.tokenizer, text)
+        ids = encode_text(self.prompt_config.tokenizer, text)
         if not text.strip() or len(ids) >= len(self._text_ids) or self._stage == MAX_REDUCTIONS:
             raise DocumentError(
                 f"too long, and the {len(answers)} answers about its parts got no shorter than the text; lower "
                 f"generation.max_new_tokens, or set prompt.too_long = 'truncate'"
             )
-        self._cut(ids, self.asking.reduce_frame)
+        self._cut(ids, self.prompt_config.reduce_frame)
         return True
 
     def outcome(self, part: int, prefill: Prefill, answer: Answer) -> Outcome:
@@ -163,7 +163,7 @@ class Reading:
 
     def _cut(self, ids: Sequence[int], frame: Frame) -> None:
         self._text_ids, self._stage = ids, self._stage + 1
-        self.prompts = split_text(self.asking.tokenizer, frame, ids)
+        self.prompts = split_text(self.prompt_config.tokenizer, frame, ids)
 
 
 def error_record(document: Document, reason: str) -> Record:

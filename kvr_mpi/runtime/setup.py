@@ -1,6 +1,6 @@
 """A job's model made ready on all ranks: loaded, checked against the settings, and measured as far as they ask for it.
 
-All that is done once, before the first document. `Engine` takes it from there, on one chain.
+All that is done once, before the first document. `ChainRunner` takes it from there, on one chain.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from kvr_mpi.costs.costmodel import Costs
 from kvr_mpi.costs.solve import Rates, equal_time
-from kvr_mpi.decode.batch import Pool
+from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.sampling import make_generation_config
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError
@@ -26,15 +26,15 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.model.prepacked import pack_weights, packed_bytes
+from kvr_mpi.model.prepacked import prepack_weights, prepacked_bytes
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix
 from kvr_mpi.prefill.registry import AUTO, Strategy, candidates
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
-from kvr_mpi.runtime.host_memory import keep_heap, room_bytes
-from kvr_mpi.runtime.requests import Asking
+from kvr_mpi.runtime.host_memory import free_bytes, keep_heap
+from kvr_mpi.runtime.requests import PromptConfig
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of, with_memory
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
@@ -63,14 +63,14 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class JobSetup:
     """A job's model, ready on this rank, and what is known of all of them.
 
     frame, reduce_frame : what is around a document's text, and around the answers about its parts.
     why_alone : why prompts do not run packed; None if they do.
     prefixes : what all prompts begin with, computed; the longest first.
     footprint : to predict a prompt's memory; None for plain transformers, whose memory is not predicted.
-    rooms_bytes : what each rank of the job may take for prompts.
+    free_bytes : what each rank of the job may take for prompts.
     strategies : what may run a prompt; where there are several the fastest is chosen for each, chains if in doubt.
     costs : of ranks and links, if chains are to be planned or strategies chosen.
     rates : of all ranks, if slices are to be cut by time.
@@ -85,16 +85,16 @@ class Prepared:
     why_alone: str | None
     prefixes: tuple[SharedPrefix, ...]
     footprint: Footprint | None
-    rooms_bytes: list[int]
+    free_bytes: list[int]
     strategies: tuple[Strategy, ...]
     costs: Costs | None
     rates: list[Rates]
     table: Table | None
 
     @property
-    def asking(self) -> Asking:
+    def prompt_config(self) -> PromptConfig:
         """How documents are asked."""
-        return Asking(self.loaded.tokenizer, self.spec.prompt, self.frame, self.reduce_frame)
+        return PromptConfig(self.loaded.tokenizer, self.spec.prompt, self.frame, self.reduce_frame)
 
     @property
     def longest_tokens(self) -> int:
@@ -108,17 +108,17 @@ class Prepared:
         speeds = costs.speeds and costs.speeds[first_rank if self.costs else 0 :][:size]
         return replace(costs, speeds=speeds if speeds and len(speeds) == size else None)
 
-    def open_pool(self) -> Pool:
+    def open_decode_batch(self) -> DecodeBatch:
         """Make what decodes this rank's prompts."""
         generation = self.spec.generation
-        return Pool(self.loaded, self.generation, stop=generation.stop, max_new_tokens=generation.max_new_tokens)
+        return DecodeBatch(self.loaded, self.generation, stop=generation.stop, max_new_tokens=generation.max_new_tokens)
 
     def forecast(self) -> Forecast:
         """Say what a document takes on chains of any length, from what was measured here; for a planned job only."""
         assert self.costs is not None and self.footprint is not None
         forecast = forecast_measured(self.spec, self.costs, self.frame, "measured on these ranks")
         forecast = replace(forecast, strategies=self.strategies)
-        return with_memory(forecast, self.footprint, min(self.rooms_bytes))
+        return with_memory(forecast, self.footprint, min(self.free_bytes))
 
     def header(self) -> Header:
         """Say what the answers depend on, for the output files."""
@@ -139,7 +139,7 @@ class Prepared:
 
 def prepare(
     spec: JobSpec, machine: Machine, world: Transport, chain: Transport, say: Say, *, loaded: LoadedModel | None = None
-) -> Prepared:
+) -> JobSetup:
     """Make a job's model ready; every rank calls this.
 
     Parameters
@@ -184,7 +184,7 @@ def prepare(
             on_gpu=loaded.device.type == "cuda",
             in_parts=loaded.attends_in_parts,
         )
-    rooms_bytes: list[int] = share_json(world, gather_json(world, _room(spec, loaded, world)))
+    free_bytes: list[int] = share_json(world, gather_json(world, _room(spec, loaded, world)))
     costs = None
     are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
     if world.size > 1 and (spec.parallel.planned or are_chosen):
@@ -194,7 +194,7 @@ def prepare(
         mine = rates if spec.parallel.planned else rates[world.rank - chain.rank :][: chain.size]
         say(_describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
     table = _find_table(spec, loaded, world, chain, say)
-    return Prepared(
+    return JobSetup(
         spec=spec,
         loaded=loaded,
         frame=frame,
@@ -203,7 +203,7 @@ def prepare(
         why_alone=why_alone,
         prefixes=prefixes,
         footprint=footprint,
-        rooms_bytes=rooms_bytes,
+        free_bytes=free_bytes,
         strategies=strategies,
         costs=costs,
         rates=rates,
@@ -230,7 +230,7 @@ def load_on_all(
     if packs:
         if say is not None and loaded.device.type == "cpu":
             say("loaded; laying weights out for the processor")
-        pack_weights(loaded.model, room_bytes(loaded.device, world.local_size))
+        prepack_weights(loaded.model, free_bytes(loaded.device, world.local_size))
     return loaded
 
 
@@ -255,7 +255,7 @@ def _describe(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Trans
     chains = f"{world.size // chain.size} chain(s) of {chain.size} rank(s)"
     if spec.parallel.planned:
         chains = f"{world.size} rank(s) in chains as planned"
-    copied = packed_bytes(loaded.model)
+    copied = prepacked_bytes(loaded.model)
     weights = f", weights laid out for it ({copied / 1e9:.2f} GB more)" if copied else ""
     return (
         f"{loaded.shape.architecture}, {len(loaded.shape.layers)} layers, "
@@ -314,7 +314,7 @@ def _room(spec: JobSpec, loaded: LoadedModel, world: Transport) -> int:
     if spec.parallel.memory_gib is not None:
         return int(spec.parallel.memory_gib * GIB)
     devices = torch.cuda.device_count() if loaded.device.type == "cuda" else 1
-    return int(MEMORY_SHARE * room_bytes(loaded.device, -(-world.local_size // devices)))
+    return int(MEMORY_SHARE * free_bytes(loaded.device, -(-world.local_size // devices)))
 
 
 def _measure_costs(loaded: LoadedModel, world: Transport, say: Say) -> Costs:

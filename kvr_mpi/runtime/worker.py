@@ -2,7 +2,7 @@
 
 Stands between the engine, which runs one prompt, and the batch, which has the documents. A wave goes on until the
 ranks' memory is full or nothing is left. While it does, prompts follow each other through the chain without a barrier,
-each with another rank last (the *keeper*, which keeps the cache), so that all ranks come to hold their share; prompts
+each with another rank last (the *decode rank*, which keeps the cache), so that all ranks come to hold their share; prompts
 too short for a chain are prefilled packed, by one rank each. Then every rank decodes all it holds at once, and a new
 wave begins when a quarter is left: what has not ended yet goes on with the next wave's.
 
@@ -17,13 +17,13 @@ from collections import deque
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
-from kvr_mpi.decode.batch import Finished, Pool
+from kvr_mpi.decode.batch import DecodeBatch, Finished
 from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.runtime.chain_runner import PACK_TOKENS, Engine
-from kvr_mpi.runtime.requests import Outcome, Reading, error_record
+from kvr_mpi.runtime.chain_runner import PACK_TOKENS, ChainRunner
+from kvr_mpi.runtime.requests import DocumentRequest, Outcome, error_record
 from kvr_mpi.schedule.forecast import MOST_TOGETHER
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.transport import gather_json, share_json
@@ -35,7 +35,7 @@ WAVE_S = 300.0
 class Desk(Protocol):
     """Where documents come from and results go."""
 
-    def take(self, crew: Crew) -> int | None:
+    def take(self, crew: ChainWorker) -> int | None:
         """Take the next document's number; None if there is none, or none is to be begun."""
 
     def read(self, number: int) -> tuple[Document, int]:
@@ -56,11 +56,11 @@ class Desk(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PromptRequest:
     """One prompt of a document."""
 
     key: str
-    reading: Reading
+    reading: DocumentRequest
     part: int
 
     @property
@@ -85,16 +85,16 @@ class Kept:
     pool : Pool
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: DecodeBatch) -> None:
         self.pool = pool
-        self.tasks: dict[str, Task] = {}
+        self.tasks: dict[str, PromptRequest] = {}
 
-    def add(self, task: Task, prefill: Prefill, seed: int) -> None:
+    def add(self, task: PromptRequest, prefill: Prefill, seed: int) -> None:
         """Take in a prompt behind its prefill."""
         self.tasks[task.key] = task
         self.pool.add(task.key, prefill, task.prompt.ids, seed)
 
-    def step(self) -> list[tuple[Task, Finished]]:
+    def step(self) -> list[tuple[PromptRequest, Finished]]:
         """Write one token of every answer, and return those that are finished."""
         return [(self.tasks.pop(finished.key), finished) for finished in self.pool.step()]
 
@@ -110,7 +110,7 @@ class Kept:
         return tally
 
 
-def hand_in(desk: Desk, task: Task, finished: Finished) -> None:
+def hand_in(desk: Desk, task: PromptRequest, finished: Finished) -> None:
     """Store the answer to a document's final prompt, or why there is none."""
     reading = task.reading
     if finished.answer is None:
@@ -129,7 +129,7 @@ class Tally:
     prompt_tokens: int = 0  # of prompts this rank kept
     new_tokens: int = 0
 
-    def count(self, task: Task, finished: Finished) -> None:
+    def count(self, task: PromptRequest, finished: Finished) -> None:
         """Count an answer."""
         if finished.answer is not None:
             self.prompt_tokens += task.prompt.tokens
@@ -141,7 +141,7 @@ class Tally:
             setattr(self, spec.name, getattr(self, spec.name) + getattr(other, spec.name))
 
 
-class Crew:
+class ChainWorker:
     """One rank's view of its chain at work.
 
     Parameters
@@ -153,14 +153,14 @@ class Crew:
         What this rank decodes; with what earlier crews left in it.
     """
 
-    def __init__(self, engine: Engine, desk: Desk, kept: Kept) -> None:
+    def __init__(self, engine: ChainRunner, desk: Desk, kept: Kept) -> None:
         self._engine, self._desk, self._chain, self._mine = engine, desk, engine.chain, kept
-        self._courier = engine.open_courier()
-        self._packs: list[Task] = []  # to be prefilled by this rank alone
+        self._forwarder = engine.open_forwarder()
+        self._packs: list[PromptRequest] = []  # to be prefilled by this rank alone
         self._told: list[tuple[str, Outcome]] = []  # by this rank, when the wave ends
         # The same on every rank:
-        self._waiting: deque[Task] = deque()
-        self._parted: dict[str, Task] = {}  # parts of documents that are split, until their outcome is known
+        self._waiting: deque[PromptRequest] = deque()
+        self._parted: dict[str, PromptRequest] = {}  # parts of documents that are split, until their outcome is known
         self._kept_bytes = [0] * self._chain.size
         self._kept = [0] * self._chain.size
         self._numbers = self._numbers_begun = 0
@@ -180,8 +180,8 @@ class Crew:
                 self._decode(leaving=more)
                 self._meet()
             self._work += self._wave_work
-        if self._courier is not None:
-            self._courier.close()
+        if self._forwarder is not None:
+            self._forwarder.close()
         return self._tally
 
     def _chain_is_over(self) -> bool:
@@ -240,7 +240,7 @@ class Crew:
         document, work = self._desk.read(number)
         self._wave_work += work
         try:
-            reading = Reading(document, self._engine.asking, work)
+            reading = DocumentRequest(document, self._engine.prompt_config, work)
             for prompt in reading.prompts:
                 self._engine.check_fits(prompt)
         except DocumentError as error:
@@ -248,10 +248,10 @@ class Crew:
         else:
             self._wait(reading)
 
-    def _wait(self, reading: Reading) -> None:
+    def _wait(self, reading: DocumentRequest) -> None:
         for part in range(len(reading.prompts)):
             self._numbers += 1
-            task = Task(f"{self._chain.size}.{self._numbers}", reading, part)
+            task = PromptRequest(f"{self._chain.size}.{self._numbers}", reading, part)
             self._waiting.append(task)
             if not reading.is_final:
                 self._parted[task.key] = task
@@ -264,33 +264,33 @@ class Crew:
     def _begin_next(self) -> bool:
         """Prefill the next prompt, if there is room for it; say whether there was."""
         task, engine = self._waiting[0], self._engine
-        keeper = self._next_keeper()
+        decode_rank = self._next_decode_rank()
         if any(self._kept) and (
-            self._kept[keeper] >= MOST_TOGETHER or not engine.has_room(task.prompt, keeper, self._kept_bytes)
+            self._kept[decode_rank] >= MOST_TOGETHER or not engine.has_room(task.prompt, decode_rank, self._kept_bytes)
         ):
             return False
         self._waiting.popleft()
         self._numbers_begun += 1
         if engine.new_tokens:
-            self._kept[keeper] += 1
-            self._kept_bytes[keeper] += engine.kept_bytes(task.prompt)
+            self._kept[decode_rank] += 1
+            self._kept_bytes[decode_rank] += engine.kept_bytes(task.prompt)
         if engine.goes_alone(task.prompt):
-            if self._chain.rank == keeper:
+            if self._chain.rank == decode_rank:
                 self._packs.append(task)
         else:
-            prefill = engine.prefill(task.prompt, keeper, self._courier)
-            self._tally.busy_s += prefill.seconds - prefill.wait_s - prefill.stalled_s
-            if self._chain.rank == keeper:
+            prefill = engine.prefill(task.prompt, decode_rank, self._forwarder)
+            self._tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
+            if self._chain.rank == decode_rank:
                 self._keep(task, prefill)
         return True
 
-    def _next_keeper(self) -> int:
+    def _next_decode_rank(self) -> int:
         """Choose the rank that keeps the next prompt: in turn, as long as all keep as much."""
         ranks = range(self._chain.size)
         turn = self._numbers_begun % self._chain.size
         return min(ranks, key=lambda rank: (self._kept[rank], self._kept_bytes[rank], (rank - turn) % len(ranks)))
 
-    def _keep(self, task: Task, prefill: Prefill) -> None:
+    def _keep(self, task: PromptRequest, prefill: Prefill) -> None:
         """Take a prompt that was prefilled into the pool."""
         self._desk.look()
         if prefill.error is not None:
@@ -321,7 +321,7 @@ class Crew:
             else:
                 self._told.append((task.key, task.reading.outcome(task.part, finished.prefill, finished.answer)))
 
-    def _fail(self, task: Task, reason: str) -> None:
+    def _fail(self, task: PromptRequest, reason: str) -> None:
         """Take note of a prompt that failed on this rank."""
         if task.reading.is_final:
             self._desk.hand_in(error_record(task.reading.document, reason), task.reading.work)
@@ -363,9 +363,9 @@ class Crew:
             self._refuse(reading.document, reading.work, str(error))
 
 
-def _packs(tasks: list[Task]) -> list[list[Task]]:
+def _packs(tasks: list[PromptRequest]) -> list[list[PromptRequest]]:
     """Group prompts, as they come, so that none but a single one exceeds `PACK_TOKENS`."""
-    packs: list[list[Task]] = []
+    packs: list[list[PromptRequest]] = []
     room = 0
     for task in tasks:
         room -= task.prompt.tokens

@@ -17,7 +17,7 @@ from kvr_mpi.tuning.table import Table
 
 
 @dataclass
-class Cuts:
+class Partitioner:
     """What decides on the slices of one chain's prompts.
 
     rates : of the chain's ranks, if they were measured.
@@ -32,21 +32,21 @@ class Cuts:
     say: Callable[[str], None]
     _has_extrapolated: bool = field(default=False, init=False)
 
-    def cut(self, tokens: int, keeper: int, before: int) -> Partition:
+    def cut(self, tokens: int, decode_rank: int, before: int) -> Partition:
         """Cut so many tokens, behind `before` others that are known already; with a table, every rank calls this.
 
         Parameters
         ----------
-        keeper : int
+        decode_rank : int
             The rank of the chain that has the last slice; the one behind it, cyclically, has the first.
         """
         if self.parallel.ratios is None and self.table is not None:
             return self._look_up(self.table, tokens)
-        return self.propose(tokens, keeper, before)
+        return self.propose(tokens, decode_rank, before)
 
-    def propose(self, tokens: int, keeper: int, before: int) -> Partition:
+    def propose(self, tokens: int, decode_rank: int, before: int) -> Partition:
         """Cut as `cut` does, without a word to the other ranks or the user."""
-        parallel, first = self.parallel, (keeper + 1) % self.chain.size
+        parallel, first = self.parallel, (decode_rank + 1) % self.chain.size
         if self.rates and parallel.partition == "equal_time":
             # Every token attends to those before, too: that makes it dearer, and is the same for all.
             rates = [Rates(rate.token_s + rate.pair_s * before, rate.pair_s) for rate in self.rates]

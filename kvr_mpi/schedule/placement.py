@@ -52,7 +52,7 @@ class Schedule:
     """A corpus on ranks.
 
     placements : in an order all ranks can follow: longest chains first, then as the corpus has them.
-    misfits : (id, tokens, reason) of documents that fit on no chain.
+    does_not_fit : (id, tokens, reason) of documents that fit on no chain.
     lower_bound_s : no schedule ends sooner; `area_bound_s` (least rank time over the ranks) and `longest_bound_s` (the
         longest document on its fastest chain) are weaker.
     fixed_s : (length, makespan) of running all documents on chains of one length, where that is possible.
@@ -60,7 +60,7 @@ class Schedule:
 
     ranks: int
     placements: tuple[Placement, ...]
-    misfits: tuple[tuple[str, int, str], ...]
+    does_not_fit: tuple[tuple[str, int, str], ...]
     makespan_s: float
     lower_bound_s: float
     area_bound_s: float
@@ -140,7 +140,7 @@ def schedule(
     by_id = sorted(documents)
     times = tabulate_times([tokens for _, tokens in by_id], lengths, sampled(seconds) if smooth else seconds, fits)
     possible = [row < NEVER for row in times.min(axis=1, initial=NEVER).tolist()]
-    misfits = tuple(
+    does_not_fit = tuple(
         (name, tokens, _misfit(tokens, ranks, fits))
         for (name, tokens), fine in zip(by_id, possible, strict=True)
         if not fine
@@ -155,7 +155,7 @@ def schedule(
     return Schedule(
         ranks=ranks,
         placements=_lay_out(by_id, order, choice, lengths),
-        misfits=misfits,
+        does_not_fit=does_not_fit,
         makespan_s=choice.plan.makespan / 1e6,
         lower_bound_s=lower / 1e6,
         area_bound_s=area / 1e6,

@@ -65,13 +65,15 @@ def agree(world: Transport, plan: Schedule) -> Schedule:
     disagree would wait for each other for ever; then the first rank's plan is everyone's.
     """
     places = [astuple(place) for place in plan.placements]
-    digest = hashlib.sha256(json.dumps([places, plan.misfits]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([places, plan.does_not_fit]).encode()).hexdigest()
     digests = share_json(world, gather_json(world, digest))
     if len(set(digests)) == 1:
         return plan
-    shared = share_json(world, [places, plan.misfits])
+    shared = share_json(world, [places, plan.does_not_fit])
     placements = tuple(Placement(*place) for place in shared[0])
-    return replace(plan, placements=placements, misfits=tuple((name, tokens, why) for name, tokens, why in shared[1]))
+    return replace(
+        plan, placements=placements, does_not_fit=tuple((name, tokens, why) for name, tokens, why in shared[1])
+    )
 
 
 def describe(plan: Schedule) -> list[str]:
@@ -80,8 +82,8 @@ def describe(plan: Schedule) -> list[str]:
     shares = [f"{count} on chains of {length} ranks" for length, count in counts.items() if length > 1]
     shares += [f"{counts[1]} on one rank each"] if 1 in counts else []
     lines = ["documents: " + (", ".join(shares) or "none")]
-    if plan.misfits:
-        lines[0] += f"; {len(plan.misfits)} do not fit into memory"
+    if plan.does_not_fit:
+        lines[0] += f"; {len(plan.does_not_fit)} do not fit into memory"
     if not plan.placements:
         return lines
     over = 100 * (plan.makespan_s / plan.lower_bound_s - 1)

@@ -1,7 +1,7 @@
 """Transfers that go on while the rank computes, and segments that are passed on the moment they arrive.
 
 MPI moves nothing by itself: a transfer posted before a long computation mostly runs after it, unless somebody
-calls MPI in between. A `Courier` calls it from a thread, once a millisecond, and hands a received segment on to
+calls MPI in between. A `Forwarder` calls it from a thread, once a millisecond, and hands a received segment on to
 the next rank without waiting for the computation to reach it (cut-through).
 
 Prompts follow each other over the same ranks without a barrier: what is left of one when this rank has computed its
@@ -45,8 +45,8 @@ class _PartOfRequest:
         return
 
 
-class Parcel:
-    """One transfer in a courier's care, and the one that passes it on, if it is to be passed on.
+class Transfer:
+    """One transfer in a forwarder's care, and the one that passes it on, if it is to be passed on.
 
     Of what is received the rows from `onward_from` on are passed on.
     """
@@ -60,7 +60,7 @@ class Parcel:
         self.request: Request | None = None  # None: to be sent when its turn comes
         self.received: Request | None = None  # for one that passes on: the request that has filled its tensor
         self.arrived = False
-        self.onward: Parcel | None = None
+        self.onward: Transfer | None = None
 
     @property
     def through(self) -> bool:
@@ -68,7 +68,7 @@ class Parcel:
         return self.arrived and (self.dest is None or (self.onward is not None and self.onward.arrived))
 
 
-class Courier:
+class Forwarder:
     """Carries the segments of one prompt after the other over one rank; close it when the last one is through.
 
     Parameters
@@ -84,17 +84,17 @@ class Courier:
     def __init__(self, transport: Transport, *, forwards: bool | None = None, on_gpu: bool = False) -> None:
         self.transport = transport
         self._prompt = 0  # the number of the one that has begun last
-        self._pending: list[Parcel] = []
+        self._pending: list[Transfer] = []
         # Where messages have no tags: those to come, by destination, in the order the other side receives them.
         self._turns: dict[int, deque[int]] = defaultdict(deque)
-        self._early: dict[tuple[int, int], Parcel] = {}
+        self._early: dict[tuple[int, int], Transfer] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._failure: BaseException | None = None
         # On one host the receiver's own wait moves the bytes of host memory; a thread would only take the core's time.
         forwards = transport.size > 2 if forwards is None else forwards
         needs_thread = forwards or on_gpu or transport.local_size < transport.size
-        self._thread = threading.Thread(target=self._run, daemon=True, name="courier") if needs_thread else None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="forwarder") if needs_thread else None
         if self._thread is not None:
             self._thread.start()
 
@@ -110,14 +110,14 @@ class Courier:
             with self._lock:
                 self._turns[dest].append(tag)
 
-    def send(self, tensor: torch.Tensor, dest: int, tag: int) -> Parcel:
-        """Begin to send; the tensor must stay as it is until the parcel is done."""
+    def send(self, tensor: torch.Tensor, dest: int, tag: int) -> Transfer:
+        """Begin to send; the tensor must stay as it is until the transfer is done."""
         with self._lock:
-            return self._send(Parcel(tensor, tag, self._prompt), dest)
+            return self._send(Transfer(tensor, tag, self._prompt), dest)
 
     def receive(
         self, tensor: torch.Tensor, source: int, tag: int, forward_to: int | None = None, forward_from: int = 0
-    ) -> Parcel:
+    ) -> Transfer:
         """Begin to receive in place; what has arrived is sent on to `forward_to` at once, and so announced.
 
         Parameters
@@ -126,32 +126,32 @@ class Courier:
             The first row that is sent on.
         """
         with self._lock:
-            parcel = Parcel(tensor, tag, self._prompt, forward_to, forward_from)
-            parcel.request = self.transport.irecv(tensor, source, tag)
+            transfer = Transfer(tensor, tag, self._prompt, forward_to, forward_from)
+            transfer.request = self.transport.irecv(tensor, source, tag)
             if forward_to is not None and not self.transport.has_tags:
                 self._turns[forward_to].append(tag)
-            self._pending.append(parcel)
-            return parcel
+            self._pending.append(transfer)
+            return transfer
 
-    def has_arrived(self, parcel: Parcel) -> bool:
-        """Say whether a parcel is here (or, if sent, gone), and help it along."""
-        if not parcel.arrived:
+    def has_arrived(self, transfer: Transfer) -> bool:
+        """Say whether a transfer is here (or, if sent, gone), and help it along."""
+        if not transfer.arrived:
             self._poll()
-        return parcel.arrived
+        return transfer.arrived
 
-    def is_through(self, parcel: Parcel) -> bool:
-        """Say whether a parcel's buffer is free, and help it along."""
-        if not parcel.through:
+    def is_through(self, transfer: Transfer) -> bool:
+        """Say whether a transfer's buffer is free, and help it along."""
+        if not transfer.through:
             self._poll()
-        return parcel.through
+        return transfer.through
 
-    def wait(self, parcel: Parcel) -> None:
-        """Return when a parcel is here."""
-        self._until(lambda: self.has_arrived(parcel))
+    def wait(self, transfer: Transfer) -> None:
+        """Return when a transfer is here."""
+        self._until(lambda: self.has_arrived(transfer))
 
-    def wait_through(self, parcel: Parcel) -> None:
-        """Return when a parcel's buffer is free."""
-        self._until(lambda: self.is_through(parcel))
+    def wait_through(self, transfer: Transfer) -> None:
+        """Return when a transfer's buffer is free."""
+        self._until(lambda: self.is_through(transfer))
 
     def settle(self) -> None:
         """Wait until everything is received and sent on."""
@@ -174,7 +174,7 @@ class Courier:
     def _is_through_before(self, prompt: int) -> bool:
         self._poll()
         with self._lock:
-            return all(parcel.prompt >= prompt for parcel in (*self._pending, *self._early.values()))
+            return all(transfer.prompt >= prompt for transfer in (*self._pending, *self._early.values()))
 
     def _until(self, done: Callable[[], bool]) -> None:
         looks = 0
@@ -183,36 +183,38 @@ class Courier:
             if looks > SPINS:
                 time.sleep(PAUSE_S)
 
-    def _send(self, parcel: Parcel, dest: int) -> Parcel:
+    def _send(self, transfer: Transfer, dest: int) -> Transfer:
         if self.transport.has_tags:
-            self._hand_over(parcel, dest)
-            return parcel
-        self._early[dest, parcel.tag] = parcel
+            self._hand_over(transfer, dest)
+            return transfer
+        self._early[dest, transfer.tag] = transfer
         turns = self._turns[dest]
         while turns and (dest, turns[0]) in self._early:
             self._hand_over(self._early.pop((dest, turns.popleft())), dest)
-        return parcel
+        return transfer
 
-    def _hand_over(self, parcel: Parcel, dest: int) -> None:
-        parcel.request = self.transport.isend(parcel.tensor, dest, parcel.tag, parcel.received)
-        parcel.received = None
-        self._pending.append(parcel)
+    def _hand_over(self, transfer: Transfer, dest: int) -> None:
+        transfer.request = self.transport.isend(transfer.tensor, dest, transfer.tag, transfer.received)
+        transfer.received = None
+        self._pending.append(transfer)
 
     def _poll(self) -> None:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            for parcel in [parcel for parcel in self._pending if parcel.request is not None and parcel.request.test()]:
-                self._pending.remove(parcel)
-                if parcel.dest is not None:
-                    parcel.onward = Parcel(parcel.tensor[parcel.onward_from :], parcel.tag, parcel.prompt)
-                    parcel.onward.received = parcel.request
-                    if parcel.onward_from and parcel.request is not None:
-                        total = parcel.tensor.nbytes
-                        start = total - parcel.onward.tensor.nbytes
-                        parcel.onward.received = _PartOfRequest(parcel.request, start, total)
-                    self._send(parcel.onward, parcel.dest)
-                parcel.request, parcel.arrived = None, True
+            for transfer in [
+                transfer for transfer in self._pending if transfer.request is not None and transfer.request.test()
+            ]:
+                self._pending.remove(transfer)
+                if transfer.dest is not None:
+                    transfer.onward = Transfer(transfer.tensor[transfer.onward_from :], transfer.tag, transfer.prompt)
+                    transfer.onward.received = transfer.request
+                    if transfer.onward_from and transfer.request is not None:
+                        total = transfer.tensor.nbytes
+                        start = total - transfer.onward.tensor.nbytes
+                        transfer.onward.received = _PartOfRequest(transfer.request, start, total)
+                    self._send(transfer.onward, transfer.dest)
+                transfer.request, transfer.arrived = None, True
 
     def _run(self) -> None:
         import torch

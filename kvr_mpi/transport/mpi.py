@@ -19,7 +19,7 @@ from kvr_mpi.transport.mpi_query import library_version
 if TYPE_CHECKING:
     import torch
 
-    from kvr_mpi.transport.staging import Lane
+    from kvr_mpi.transport.staging import Staging
 
 Handing = Literal["host", "direct", "staged"]
 
@@ -166,7 +166,7 @@ class MpiTransport:
         from mpi4py import MPI
 
         self.comm, self._handing = comm, handing
-        self._lane: Lane | None = None
+        self._lane: Staging | None = None
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         host = comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = host.Get_rank(), host.Get_size()
@@ -205,11 +205,11 @@ class MpiTransport:
     def _takes(self, data: torch.Tensor) -> bool:
         return not data.is_cuda and self._handing != "staged"
 
-    def _lane_for(self, data: torch.Tensor) -> Lane:
-        from kvr_mpi.transport.staging import Lane
+    def _lane_for(self, data: torch.Tensor) -> Staging:
+        from kvr_mpi.transport.staging import Staging
 
         if self._lane is None:
-            self._lane = Lane(data.device, direct=self._handing == "direct")
+            self._lane = Staging(data.device, direct=self._handing == "direct")
         return self._lane
 
     def barrier(self) -> None:

@@ -37,7 +37,7 @@ class _Passed:
         return True
 
 
-class Lane:
+class Staging:
     """One rank's way from its device's memory to what MPI reads, and back.
 
     Parameters
@@ -102,7 +102,7 @@ class Lane:
 class _Start:
     """A transfer that begins when its mark is passed."""
 
-    def __init__(self, lane: Lane, ready: Mark, start: Start, data: torch.Tensor) -> None:
+    def __init__(self, lane: Staging, ready: Mark, start: Start, data: torch.Tensor) -> None:
         self.lane, self.ready, self._start, self._data = lane, ready, start, data
         self._request: Request | None = None
 
@@ -134,7 +134,7 @@ class LaneSend:
         The same bytes in host memory, if they have just come that way: passed on without another copy.
     """
 
-    def __init__(self, lane: Lane, data: torch.Tensor, start: Start, landed: torch.Tensor | None = None) -> None:
+    def __init__(self, lane: Staging, data: torch.Tensor, start: Start, landed: torch.Tensor | None = None) -> None:
         self._held = data  # its memory must not be reused before it is read
         if landed is not None:
             self._request = start(landed)
@@ -157,7 +157,7 @@ class LaneReceive:
     ``landed`` is the message in host memory, once it is there; None if it comes directly.
     """
 
-    def __init__(self, lane: Lane, into: torch.Tensor, start: Start) -> None:
+    def __init__(self, lane: Staging, into: torch.Tensor, start: Start) -> None:
         self._lane, self._into = lane, into
         self._free = lane.mark()  # what was computed in this memory before is read when this is passed
         self._whole: Mark | None = None

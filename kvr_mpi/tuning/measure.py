@@ -61,15 +61,15 @@ def observe(loaded: LoadedModel, chain: Transport, partition: Partition) -> Obse
     ids = loaded.shape.sample_ids(partition.tokens, 7919, 13)
     chain.barrier()
     prefill = prefill_kvr(loaded, ids, partition, chain)
-    waited_s = prefill.wait_s + prefill.stalled_s
+    waited_s = prefill.wait_s + prefill.send_wait_s
     kinds = getattr(loaded.model.config.get_text_config(), "layer_types", None) or []
-    busy_s = undisturbed_seconds(prefill.seconds - waited_s, prefill.marks_s, kinds)
+    busy_s = undisturbed_seconds(prefill.seconds - waited_s, prefill.layer_times_s, kinds)
     everyone = share_json(chain, gather_json(chain, [prefill.seconds, busy_s, waited_s]))
     seconds, busy, waits = zip(*everyone, strict=True)
     return Observation(partition, seconds[-1], busy, waits)
 
 
-def undisturbed_seconds(busy_s: float, marks_s: Sequence[float], kinds: Sequence[str]) -> float:
+def undisturbed_seconds(busy_s: float, layer_times_s: Sequence[float], kinds: Sequence[str]) -> float:
     """Time a rank computes, had every layer taken what the middle one of its kind took.
 
     What disturbs a rank for a while, another process say, lengthens some layers; it tells nothing of the split.
@@ -78,13 +78,13 @@ def undisturbed_seconds(busy_s: float, marks_s: Sequence[float], kinds: Sequence
     ----------
     busy_s : float
         Time without waiting.
-    marks_s : sequence of float
+    layer_times_s : sequence of float
         When each layer's keys were made, by a clock that stands still while the rank waits.
     kinds : sequence of str
         Of the layers; layers of one kind take equally long. Empty: all are alike.
     """
     steps: dict[str, list[float]] = defaultdict(list)
-    for layer, (before, after) in enumerate(pairwise(marks_s)):
+    for layer, (before, after) in enumerate(pairwise(layer_times_s)):
         steps[kinds[layer] if kinds else ""].append(after - before)
     return busy_s + sum(len(times) * median(times) - sum(times) for times in steps.values())
 

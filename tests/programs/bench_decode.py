@@ -21,7 +21,7 @@ import torch
 from transformers import GenerationConfig
 
 from kvr_mpi.cli.environment import read_environment
-from kvr_mpi.decode.batch import Pool
+from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
@@ -50,16 +50,16 @@ def make_prefill(loaded: LoadedModel, tokens: int, reserve_tokens: int) -> Prefi
     return Prefill(partition, cache, torch.randn(loaded.shape.vocab_size), 0.0)
 
 
-def make_pool(loaded: LoadedModel, documents: int, tokens: int, reserve_tokens: int) -> Pool:
+def make_pool(loaded: LoadedModel, documents: int, tokens: int, reserve_tokens: int) -> DecodeBatch:
     """Documents about to be answered, with an answer that does not end."""
     config = GenerationConfig(do_sample=False, eos_token_id=None)
-    pool = Pool(loaded, config, stop=(), max_new_tokens=reserve_tokens)
+    pool = DecodeBatch(loaded, config, stop=(), max_new_tokens=reserve_tokens)
     for document in range(documents):
         pool.add(str(document), make_prefill(loaded, tokens, reserve_tokens), [5] * tokens, document)
     return pool
 
 
-def step_s(pool: Pool, steps: int) -> float:
+def step_s(pool: DecodeBatch, steps: int) -> float:
     """Seconds a step takes."""
     began = time.perf_counter()
     for _ in range(steps):

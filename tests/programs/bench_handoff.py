@@ -3,7 +3,7 @@
 mpirun -n 2 python bench_handoff.py [--mib 16] [--rounds 41] [--transport mpi] [--json FILE]
 
 Each round sends one message there and one back in every way, in turn: a plain Send and Recv of a numpy buffer, our
-transport, and our transport in the care of a courier without and with its thread. Buffers are made once.
+transport, and our transport in the care of a forwarder without and with its thread. Buffers are made once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.choose import NAMES, open_transport
-from kvr_mpi.transport.forwarder import Courier
+from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.mpi import connect
 
 
@@ -57,15 +57,15 @@ def carried(world: Transport, buffers: tuple[torch.Tensor, torch.Tensor], *, thr
     out, into = buffers
 
     def ping() -> None:
-        courier = Courier(world, forwards=thread)
-        courier.announce(1 - world.rank, 2)
-        receive = courier.receive(into, 1 - world.rank, 2)
+        forwarder = Forwarder(world, forwards=thread)
+        forwarder.announce(1 - world.rank, 2)
+        receive = forwarder.receive(into, 1 - world.rank, 2)
         if world.rank == 0:
-            courier.wait(courier.send(out, 1, 2))
-        courier.wait(receive)
+            forwarder.wait(forwarder.send(out, 1, 2))
+        forwarder.wait(receive)
         if world.rank == 1:
-            courier.wait(courier.send(out, 0, 2))
-        courier.close()
+            forwarder.wait(forwarder.send(out, 0, 2))
+        forwarder.close()
 
     return ping
 
@@ -87,8 +87,8 @@ def main() -> None:
     ways = {
         "plain mpi4py": plain(buffers, world.rank),
         "transport": bare(world, buffers),
-        "courier": carried(world, buffers, thread=False),
-        "courier with its thread": carried(world, buffers, thread=True),
+        "forwarder": carried(world, buffers, thread=False),
+        "forwarder with its thread": carried(world, buffers, thread=True),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(wanted.rounds + 2):

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.cli import kvr_run
-from kvr_mpi.runtime.chain_runner import Engine
+from kvr_mpi.runtime.chain_runner import ChainRunner
 
-prefill, calls = Engine.prefill, 0
+prefill, calls = ChainRunner.prefill, 0
 
 
-def breaking(engine: Engine, *args: Any) -> Any:
+def breaking(engine: ChainRunner, *args: Any) -> Any:
     global calls
     calls += 1
     if calls == 2 and engine.chain.rank == 1:
@@ -28,6 +28,6 @@ def breaking(engine: Engine, *args: Any) -> Any:
 
 
 job, *marker = sys.argv[1:]
-Engine.prefill = breaking  # type: ignore[method-assign]
+ChainRunner.prefill = breaking  # type: ignore[method-assign]
 sys.argv = ["kvr-run", job]
 kvr_run()
