@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvr_mpi.costs.costmodel import Costs, best_split, chain_seconds
+from kvr_mpi.costs.costmodel import best_split, chain_seconds
+from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.tuning.table import Entry, Key, ModelIdentity, Provenance, Rates, Table
 
 # SmolLM2 on a core of a small machine.

@@ -15,8 +15,9 @@ from models import VOCAB, tiny
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exchange import Relay, Ring
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_by, prefill_single
+from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.ring import Ring
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 

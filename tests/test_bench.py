@@ -12,7 +12,7 @@ from models import tiny
 from kvr_mpi.bench.prompts import STRATEGIES
 from kvr_mpi.bench.verify import verify
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill import exchange
+from kvr_mpi.prefill import relay
 from kvr_mpi.transport.local import run_local
 from kvr_mpi.tuning.grid import grid_search, interpolate
 
@@ -112,7 +112,7 @@ def test_verify_in_bfloat16(tiny_model_dir: Path, mpirun: Any, kvr: Path) -> Non
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_verify_notices_a_lost_token(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = exchange.attend
+    attend = relay.attend
 
     def forgetful(query: Any, keys: Any, values: Any, scores: Any, *, causal: bool = False) -> Any:
         if not causal and keys.shape[2] > 1:  # leaves out the first token of every stretch before the own slice
@@ -120,7 +120,7 @@ def test_verify_notices_a_lost_token(broken: bool, monkeypatch: pytest.MonkeyPat
         return attend(query, keys, values, scores, causal=causal)
 
     if broken:
-        monkeypatch.setattr(exchange, "attend", forgetful)
+        monkeypatch.setattr(relay, "attend", forgetful)
     loaded = tiny("llama-gqa")
     findings = run_local(2, lambda rank: list(verify(loaded, rank, [40])))
     assert findings[0] == findings[1] and len(findings[0]) == 7

@@ -16,9 +16,9 @@ from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE, prompt, tiny
 from kvr_mpi.errors import ModelError, PartitionError, TransportError
 from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, run_next
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -35,7 +35,7 @@ def greedy(model: Any, prefill: Prefill, count: int) -> list[int]:
         for _ in range(count):
             assert logits is not None
             tokens.append(int(logits.argmax()))
-            logits = run_model(model, torch.tensor([[tokens[-1]]]), prefill.cache)
+            logits = run_next(model, prefill, torch.tensor([[tokens[-1]]]))
     return tokens
 
 

@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvr_mpi.costs.costmodel import (
-    Costs,
     RelayKind,
     best_split,
     chain_seconds,
     chains_seconds,
-    costs_of,
     equal_time_lengths,
     lower_bound_seconds,
     ring_seconds,
@@ -33,6 +31,7 @@ from kvr_mpi.costs.equations import (
     ttft_star,
 )
 from kvr_mpi.costs.hardware import load_hardware
+from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.workload import named_workload
 from kvr_mpi.errors import PartitionError
 from kvr_mpi.partition import Partition

@@ -18,10 +18,10 @@ from kvr_mpi.kv import packed_row as row
 from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel, probe_shape
-from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill import packed
-from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr
+from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr, run_next
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
 from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.transport.local import LocalTransport
@@ -75,7 +75,7 @@ def test_prompts_together_are_prompts_alone(name: str) -> None:
     for token in (7, 150, 3):  # and behind them one token each, over the windows' edges
         logits = decode_packed(loaded, cache, [token] * len(prompts))
         with torch.inference_mode():
-            truths = [run_model(loaded.model, torch.tensor([[token]]), each.cache) for each in apart]
+            truths = [run_next(loaded.model, each, torch.tensor([[token]])) for each in apart]
         torch.testing.assert_close(logits, torch.stack(truths), atol=1e-4, rtol=0)
     for found, truth in zip(together, apart, strict=True):
         check_equal(loaded, replace_logits(found), replace_logits(truth))
@@ -218,12 +218,12 @@ def test_models_that_run_packed_are_let(name: str) -> None:
 
 def test_models_that_would_answer_wrongly_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing crashes, but the second document's tokens stand at wrong positions."""
-    run_packed = packed.run_packed
+    run_model = packed.run_model
 
-    def run_wrongly(model: Any, ids: Any, positions: Any, cache: Any, keep: Any) -> torch.Tensor:
-        return run_packed(model, ids, torch.arange(ids.shape[1]).unsqueeze(0), cache, keep)
+    def run_wrongly(model: Any, ids: Any, cache: Any, *, positions: Any, keep: Any) -> torch.Tensor:
+        return run_model(model, ids, cache, positions=torch.arange(ids.shape[1]).unsqueeze(0), keep=keep)
 
-    monkeypatch.setattr(packed, "run_packed", run_wrongly)
+    monkeypatch.setattr(packed, "run_model", run_wrongly)
     for name in ("llama-gqa", "gpt2", "opt", "falcon-mqa"):
         assert "differ from each alone" in str(why_not_packed(ready(name)))
 

@@ -15,7 +15,8 @@ from click.testing import CliRunner, Result
 from made_tables import a_table
 
 from kvr_mpi.cli.plan import plan as plan_command
-from kvr_mpi.costs.costmodel import Costs, single_seconds
+from kvr_mpi.costs.costmodel import single_seconds
+from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Frame, encode_text, split_text
 from kvr_mpi.errors import EXIT_USAGE, ConfigError, KvrError

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from made_tables import COSTS
 
-from kvr_mpi.costs.costmodel import Costs, best_split, chain_seconds, costs_of
+from kvr_mpi.costs.costmodel import best_split, chain_seconds
 from kvr_mpi.costs.hardware import load_hardware
+from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.workload import named_workload
 from kvr_mpi.errors import DataError
 from kvr_mpi.partition import Partition

@@ -13,8 +13,8 @@ from test_chain import NEW_TOKENS, chain, greedy, single
 from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exchange import Ring
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_ring, prefill_tsp
+from kvr_mpi.prefill.ring import Ring
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 RIVALS: dict[str, Callable[..., Prefill]] = {

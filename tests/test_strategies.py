@@ -240,7 +240,7 @@ def test_models_that_cannot_go_round_are_refused_by_name() -> None:
 
 
 def test_a_ring_that_answers_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvr_mpi.prefill.exchange import Ring
+    from kvr_mpi.prefill.ring import Ring
 
     loaded = tiny("llama-gqa")
     prepare_model(loaded.model, chain=True)

@@ -20,9 +20,10 @@ from kvr_mpi.errors import DocumentError, KvrError
 from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel, probe_shape
-from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.model.attention_hook import prepare_model, run_plain
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import (
+    PLAIN,
     Prefill,
     compute_prefix,
     plain_cache,
@@ -30,6 +31,7 @@ from kvr_mpi.prefill.one_prompt import (
     prefill_ring,
     prefill_single,
     prefill_tsp,
+    run_next,
 )
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
@@ -221,8 +223,8 @@ def _plain(model: Any, ids: Sequence[int], tokens: int, first: int | None = None
     cache = plain_cache(model)
     with torch.inference_mode():
         for part in (ids[:first], ids[first:]):
-            logits = run_model(model, torch.tensor([part]), cache)
-    return _decode(model, Prefill(Partition((0, len(ids))), cache, logits, seconds=0.0), tokens)
+            logits = run_plain(model, torch.tensor([part]), cache)
+    return _decode(model, Prefill(Partition((0, len(ids))), cache, logits, seconds=0.0, strategy=PLAIN), tokens)
 
 
 @torch.inference_mode()
@@ -232,7 +234,7 @@ def _decode(model: Any, prefill: Prefill, count: int) -> Answer:
     kv, logits, tokens, steps = _copy_kv(prefill.cache), prefill.logits, list[int](), list[torch.Tensor]()
     for _ in range(count):
         tokens.append(int(logits.argmax()))
-        logits = run_model(model, torch.tensor([[tokens[-1]]]), prefill.cache)
+        logits = run_next(model, prefill, torch.tensor([[tokens[-1]]]))
         steps.append(logits)
     return Answer(prefill.logits, kv, tokens, steps)
 

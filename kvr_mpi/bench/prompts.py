@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from kvr_mpi.bench.cores import all_cores, pinned, plain
-from kvr_mpi.costs.costmodel import Costs
+from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.prepacked import unpacked

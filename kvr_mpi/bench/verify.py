@@ -17,10 +17,10 @@ import torch
 
 from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.model import LayerShape, LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.prepacked import unpacked
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_single
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_single, run_next
 from kvr_mpi.prefill.registry import STRATEGIES, Strategy
 from kvr_mpi.transport import Transport, share_json
 
@@ -150,7 +150,7 @@ def _result(loaded: LoadedModel, prefill: Prefill) -> _Result:
     logits, written = prefill.logits, []
     for _ in range(NEW_TOKENS):
         written.append(int(logits.argmax()))
-        logits = run_model(loaded.model, torch.tensor([[written[-1]]], device=loaded.device), prefill.cache)
+        logits = run_next(loaded.model, prefill, torch.tensor([[written[-1]]], device=loaded.device))
     return _Result(prefill.logits.cpu(), torch.tensor(written), kv)
 
 

@@ -15,7 +15,7 @@ from kvr_mpi.cli.bench import DEFAULT_MODEL
 from kvr_mpi.cli.launch import transport_option
 
 if TYPE_CHECKING:
-    from kvr_mpi.costs.costmodel import Costs
+    from kvr_mpi.costs.layer_costs import Costs
     from kvr_mpi.model import LoadedModel
     from kvr_mpi.transport import Transport
     from kvr_mpi.tuning.measure import Run
@@ -167,8 +167,8 @@ def _target(output: Path, key: Key, replace: bool) -> _Target:
 
 def _costs(loaded: LoadedModel, chain: Transport, profile: str | None) -> Costs:
     """Measure, or take a profile's word."""
-    from kvr_mpi.costs.costmodel import costs_of
     from kvr_mpi.costs.hardware import load_hardware
+    from kvr_mpi.costs.layer_costs import costs_of
     from kvr_mpi.costs.workload import workload_of
     from kvr_mpi.transport import together
     from kvr_mpi.tuning.measure import measure_costs

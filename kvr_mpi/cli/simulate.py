@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from kvr_mpi.costs.costmodel import Costs, RelayKind
+    from kvr_mpi.costs.costmodel import RelayKind
     from kvr_mpi.costs.hardware import Hardware
+    from kvr_mpi.costs.layer_costs import Costs
     from kvr_mpi.costs.workload import Workload
     from kvr_mpi.schedule.simulate import Row
 
@@ -74,7 +75,7 @@ def simulate(
             raise ConfigError("--paper, --score and --plot: give one of them")
         _score(score, load_hardware(hardware or "a100-80gb"), json_file, csv_file)
         return
-    from kvr_mpi.costs.costmodel import costs_of
+    from kvr_mpi.costs.layer_costs import costs_of
     from kvr_mpi.schedule.simulate import find_workload
     from kvr_mpi.schedule.simulate import simulate as forecast
 

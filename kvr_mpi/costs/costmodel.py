@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from kvr_mpi.costs.descent import descend, exchanged, neighbours
 from kvr_mpi.costs.events import cut_through, store_and_forward
+from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.errors import PartitionError
 from kvr_mpi.partition import Partition
@@ -28,101 +28,9 @@ EVENTS_LOOKED_AT = 20_000_000
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvr_mpi.costs.hardware import Hardware
-    from kvr_mpi.costs.workload import Workload
-
     Array = NDArray[np.float64]
 
 RelayKind = Literal["cut-through", "store-and-forward"]
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What a rank takes for a layer, in seconds.
-
-    layers : of the model.
-    qkv_token_s, rest_token_s : a token before and after attention.
-    pair_s : one query attending to one key, all heads.
-    eager : whether the whole rectangle slice x keys is computed and masked, and the LM head applied to all tokens.
-    layer_s : overhead of a layer, where there are more ranks than one.
-    launch_floor_s : a layer cannot be launched faster than this.
-    kv_bytes : keys and values of a token in a layer.
-    link_bytes_per_s, link_latency_s : of the link between neighbours, one direction.
-    copy_token_s : a token of the prefix that was received, whatever attends to it.
-    head_s : LM head, one token.
-    gather_floor_per_rank_s : added to the launch floor by an all-gather, times the ranks.
-    gather_copy_token_s : an all-gather's copy_token_s.
-    gather_link_share : of the link's bandwidth an all-gather gets.
-    speeds : of each rank, 1 the nominal; None if all are alike.
-    has_states : a rank begins a layer when the rank before it has ended it (recurrent layers).
-    """
-
-    layers: int
-    qkv_token_s: float
-    rest_token_s: float
-    pair_s: float
-    eager: bool
-    layer_s: float
-    launch_floor_s: float
-    kv_bytes: float
-    link_bytes_per_s: float
-    link_latency_s: float
-    copy_token_s: float = 0.0
-    head_s: float = 0.0
-    gather_floor_per_rank_s: float = 0.0
-    gather_copy_token_s: float = 0.0
-    gather_link_share: float = 1.0
-    speeds: tuple[float, ...] | None = None
-    has_states: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse costs no machine has."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
-                raise PartitionError(f"costs.{field.name} = {value}: expected a finite number, not negative")
-        if self.link_bytes_per_s == 0 or self.layers < 1 or self.qkv_token_s + self.rest_token_s + self.pair_s == 0:
-            raise PartitionError("costs: expected at least one layer, a link that carries bytes, and tokens that cost")
-        if self.speeds is not None and not all(speed > 0 and math.isfinite(speed) for speed in self.speeds):
-            raise PartitionError(f"costs.speeds = {self.speeds}: expected positive numbers")
-
-    def behind(self, tokens: int) -> Costs:
-        """Of tokens behind so many others that are known already: each attends to those, too."""
-        return replace(self, rest_token_s=self.rest_token_s + tokens * self.pair_s) if tokens else self
-
-
-def costs_of(work: Workload, hardware: Hardware, *, link_bytes_per_s: float | None = None) -> Costs:
-    """Divide a model's work by a machine's rates.
-
-    Parameters
-    ----------
-    link_bytes_per_s : float, optional
-        Instead of the profile's.
-    """
-    hardware = hardware.as_run_by(work.name)
-    eager = hardware.attention == "eager"
-    pair_s = work.pair_flop / hardware.attention_flop_per_s + (work.heads * hardware.score_s if eager else 0.0)
-    head_s = work.head_flop / hardware.gemm_flop_per_s
-    if not eager:  # for one token all of the head's weights are read, two bytes for two operations
-        head_s = max(head_s, work.head_flop / hardware.memory_bytes_per_s)
-    return Costs(
-        layers=work.layers,
-        qkv_token_s=work.qkv_flop / hardware.gemm_flop_per_s,
-        rest_token_s=work.rest_flop / hardware.gemm_flop_per_s,
-        pair_s=pair_s,
-        eager=eager,
-        layer_s=hardware.layer_overhead_s,
-        launch_floor_s=hardware.launch_floor_s,
-        kv_bytes=work.kv_bytes,
-        link_bytes_per_s=link_bytes_per_s or hardware.link_bytes_per_s,
-        link_latency_s=hardware.link_latency_s,
-        copy_token_s=hardware.kv_copies * 2 * work.kv_bytes / hardware.memory_bytes_per_s,  # read and written
-        head_s=head_s,
-        gather_floor_per_rank_s=hardware.gather_floor_per_rank_s,
-        gather_copy_token_s=hardware.gather_kv_copies * 2 * work.kv_bytes / hardware.memory_bytes_per_s,
-        gather_link_share=hardware.gather_link_share,
-        has_states=work.has_states,
-    )
 
 
 def chain_seconds(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cut-through") -> float:

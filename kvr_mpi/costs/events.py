@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvr_mpi.costs.costmodel import Costs
+    from kvr_mpi.costs.layer_costs import Costs
 
     Array = NDArray[np.float64]
 

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.sampling import Answer, DecodeSequence, SamplingParams
-from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import is_out_of_memory
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, run_next
 from kvr_mpi.prefill.packed import decode_packed
 from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.transport.local import LocalTransport
@@ -106,7 +103,7 @@ class DecodeBatch:
             document.writing.write(int(document.writing.choose(prefill.logits)))
         if document.writing.finish_reason is not None:
             self._leave(document)
-        elif isinstance(prefill.cache, SliceCache) and self._loaded.device.type == "cpu":
+        elif not prefill.is_plain and self._loaded.device.type == "cpu":
             for layer in prefill.cache.layers:
                 layer.lay_by_heads()
 
@@ -125,7 +122,7 @@ class DecodeBatch:
         packed: list[_Running] = []
         alone: list[_Running] = []
         for document in self._running:
-            (packed if isinstance(document.prefill.cache, SliceCache) else alone).append(document)
+            (alone if document.prefill.is_plain else packed).append(document)
         if len(packed) > 1 and not self._is_checked:
             self._is_checked, self.why_alone = True, why_not_packed(self._loaded)
         rows = 1 if self.why_alone is not None else self.rows or len(packed) or 1
@@ -155,7 +152,7 @@ class DecodeBatch:
             self.rows = -(-len(group) // 2)
             self._step(group[: self.rows])
             self._step(group[self.rows :])
-        elif len(self._running) > 1 and isinstance(group[0].prefill.cache, SliceCache):
+        elif len(self._running) > 1 and not group[0].prefill.is_plain:
             self._running.remove(group[0])
             self._aside.append(group[0])
         else:
@@ -169,7 +166,7 @@ class DecodeBatch:
             return torch.stack(logits)
         last = [document.writing.token_ids[-1] for document in group]
         if len(group) == 1:
-            return self._run_alone(group[0].prefill.cache, last[0]).unsqueeze(0)
+            return self._run_alone(group[0].prefill, last[0]).unsqueeze(0)
         members = tuple(group)
         if members not in self._packs:
             self._packs[members] = PackedCache([each.prefill.cache for each in group], [1] * len(group))
@@ -183,7 +180,7 @@ class DecodeBatch:
     def _run_anew(self, document: _Running) -> torch.Tensor:
         """Compute prompt and answer anew on this rank; logits (vocab_size,) behind them."""
         ids, loaded = document.writing.ids.tolist(), self._loaded
-        if isinstance(document.prefill.cache, SliceCache):
+        if not document.prefill.is_plain:
             room = self._rules.max_new_tokens - len(document.writing.token_ids)
             anew = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=room)
         else:
@@ -193,15 +190,16 @@ class DecodeBatch:
         assert anew.logits is not None
         return anew.logits
 
-    def _run_alone(self, cache: Any, token: int) -> torch.Tensor:
+    def _run_alone(self, prefill: Prefill, token: int) -> torch.Tensor:
         """Compute logits (vocab_size,) behind one more token of one document."""
         ids = torch.tensor([[token]], device=self._loaded.device)
-        if not isinstance(cache, SliceCache):
-            return run_model(self._loaded.model, ids, cache)
+        if prefill.is_plain:
+            return run_next(self._loaded.model, prefill, ids)
+        cache = prefill.cache
         length = cache.length
         cache.note_states()
         try:
-            return run_model(self._loaded.model, ids, cache)
+            return run_next(self._loaded.model, prefill, ids)
         except BaseException:
             cache.step_back(length)
             raise

@@ -14,18 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
+from kvr_mpi.model.attention_hook import AttentionParams
+
 # Largest score block the portable path makes, in elements (256 MiB in float32).
 MAX_SCORES = 1 << 26
 # Queries that share one band of keys under a sliding window.
 WINDOW_BLOCK = 256
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionParams:
-    """How a layer turns query-key products into scores."""
-
-    scale: float
-    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +47,10 @@ class PartialAttention:
         behind.out.lerp_(other.out, torch.sigmoid(other.lse - behind.lse).unsqueeze(-1))
         torch.logaddexp(behind.lse, other.lse, out=behind.lse)
 
-    def with_sinks(self, sinks: torch.Tensor) -> PartialAttention:
-        """Let one learned score per head (heads,) take its share of the softmax and give nothing."""
+    def with_sinks(self, sinks: torch.Tensor | None) -> PartialAttention:
+        """Let one learned score per head (heads,) take its share of the softmax and give nothing; once, at the end."""
+        if sinks is None:
+            return self
         sinks = sinks.float().view(1, -1, 1)
         return PartialAttention(
             self.out * torch.sigmoid(self.lse - sinks).unsqueeze(-1), torch.logaddexp(self.lse, sinks)

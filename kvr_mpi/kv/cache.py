@@ -15,13 +15,14 @@ from transformers.cache_utils import Cache
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.buffers import LayerBuffers
+from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.states import EmptyLayer, StateAndSliceLayer, StateAndWholeLayer, StateLayer
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.kv.whole import WholeLayer
 from kvr_mpi.model import LayerShape, ModelShape
-from kvr_mpi.prefill.exchange import Exchange
+from kvr_mpi.model.last_token import LastRow
 
 # Layers whose receives are posted before they compute.
 LAYERS_AHEAD = 2
@@ -115,6 +116,23 @@ class SliceCache(Cache):
         if self.current is None or self.current.attended:
             raise ModelError("a layer attends without having updated the cache")
         return self.current
+
+    def after_attention(self, layer: SliceLayer) -> None:
+        """Let what follows the last layer's attention be computed for the last token only."""
+        if self.cuts_last_layer and layer.fresh > 1 and self.reads_only_last(layer.layer_idx):
+            self.tail.enter_context(LastRow(layer.fresh))
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """Positions of this rank's tokens (1, tokens), where the model cannot count them: a rank has two stretches."""
+        if not self.prefilling or len(self.exchange.owned) == 1:
+            return None
+        stretches = [torch.arange(first, last, device=self.device) for first, last in self.exchange.owned]
+        return torch.cat(stretches).unsqueeze(0) + self.first_position
+
+    def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
+        """Tokens to be run, and the prompt's length with them and with those of it that ranks after this one have."""
+        return [(tokens, self.prompt_tokens if self.prefilling else self.length + tokens)]
 
     def reads_only_last(self, layer_idx: int) -> bool:
         """Whether only the last token's output of this layer is ever read: the prompt's last layer."""

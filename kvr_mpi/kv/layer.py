@@ -12,18 +12,45 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, attend_window
-from kvr_mpi.kv.transfers import LayerTransfers, Range
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_window
+from kvr_mpi.kv.buffers import LayerBuffers
+from kvr_mpi.kv.exchange import Exchange
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers, Range
 from kvr_mpi.model import LayerShape
+from kvr_mpi.model.attention_hook import AttentionParams
 
-if TYPE_CHECKING:
-    from kvr_mpi.kv.cache import SliceCache
+
+class LayersOwner(Protocol):
+    """What a layer needs of the cache it belongs to (`cache.SliceCache`)."""
+
+    exchange: Exchange
+    transfers: PromptTransfers | None
+    prefix: SharedPrefix | None
+    buffers: LayerBuffers
+    dtype: torch.dtype
+    device: torch.device
+    start: int
+    capacity: int
+    prefilling: bool
+    is_decode_rank: bool
+    in_parts: bool
+    current: SliceLayer | None
+
+    def reads_only_last(self, layer_idx: int) -> bool:
+        """Whether only the last token's output of this layer is ever read."""
+
+    def advance(self, layer_idx: int) -> None:
+        """Begin a layer."""
+
+    def leave_if_done(self, layer_idx: int) -> None:
+        """Leave the model where nobody reads on."""
 
 
 class SliceLayer(CacheLayerMixin):
@@ -31,10 +58,10 @@ class SliceLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, cache: SliceCache, layer_idx: int, shape: LayerShape) -> None:
+    def __init__(self, cache: LayersOwner, layer_idx: int, shape: LayerShape) -> None:
         super().__init__()
         # Two that hold each other would hold their memory until Python looks for such circles.
-        self.cache = cast("SliceCache", weakref.proxy(cache))
+        self.cache = cast("LayersOwner", weakref.proxy(cache))
         self.layer_idx, self.shape = layer_idx, shape
         self.length = cache.start
         self.fresh = 0  # tokens last appended
@@ -105,7 +132,6 @@ class SliceLayer(CacheLayerMixin):
         keys: torch.Tensor,
         values: torch.Tensor,
         params: AttentionParams,
-        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend from the tokens last appended to those up to each that it sees.
 
@@ -125,9 +151,7 @@ class SliceLayer(CacheLayerMixin):
             part = self.cache.exchange.attend(self, query, keys, values, params)
         else:
             part = self._attend_collected(query, params, skipped)
-        if sinks is not None:
-            part = part.with_sinks(sinks)
-        out = part.out.to(query.dtype)
+        out = part.with_sinks(params.sinks).out.to(query.dtype)
         return torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
 
     def _attend_collected(self, query: torch.Tensor, params: AttentionParams, skipped: int) -> PartialAttention:

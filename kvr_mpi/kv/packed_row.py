@@ -17,9 +17,10 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import AttentionParams, attend, attend_documents, takes_varlen
+from kvr_mpi.kv.attention import attend, attend_documents, takes_varlen
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.layer import SliceLayer
+from kvr_mpi.model.attention_hook import AttentionParams
 
 
 class PackedLayer(CacheLayerMixin):
@@ -60,7 +61,6 @@ class PackedLayer(CacheLayerMixin):
         keys: torch.Tensor,
         values: torch.Tensor,
         params: AttentionParams,
-        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend from each document's tokens to those before them.
 
@@ -71,21 +71,21 @@ class PackedLayer(CacheLayerMixin):
         """
         cache, self.attended = self.cache, True
         if cache.decodes:
-            return self._attend_tokens(query, params, sinks)
+            return self._attend_tokens(query, params)
         seen = self.shape.visibility
         is_plain = all(layer.cache.prefix is None for layer in self.documents) and seen.chunk is None
         if is_plain and takes_varlen(query, values, params):
             for layer in self.documents:
                 layer.attended = True
             part = attend_documents(query, keys, values, params, cache.edges, cache.longest, seen.window)
-            return (part if sinks is None else part.with_sinks(sinks)).out.to(query.dtype)
+            return part.with_sinks(params.sinks).out.to(query.dtype)
         outs = [
-            layer.attend(query[:, :, first:last], keys[:, :, first:last], values[:, :, first:last], params, sinks)
+            layer.attend(query[:, :, first:last], keys[:, :, first:last], values[:, :, first:last], params)
             for layer, (first, last) in zip(self.documents, cache.bounds, strict=True)
         ]
         return torch.cat(outs, dim=2)
 
-    def _attend_tokens(self, query: torch.Tensor, params: AttentionParams, sinks: torch.Tensor | None) -> torch.Tensor:
+    def _attend_tokens(self, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
         """Attend from one token of each document: what `SliceLayer.attend` does, without its detours."""
         tokens = query.chunk(len(self.documents), dim=2)  # of one document it may be folded, and stays whole
         outs = []
@@ -93,7 +93,7 @@ class PackedLayer(CacheLayerMixin):
             length = before + 1
             low = self.shape.visibility.first_key(before)
             part = attend(token, keys.narrow(2, low, length - low), values.narrow(2, low, length - low), params)
-            outs.append((part if sinks is None else part.with_sinks(sinks)).out)
+            outs.append(part.with_sinks(params.sinks).out)
         return torch.cat(outs, dim=2).to(query.dtype)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -134,7 +134,7 @@ class PackedCache(Cache):
         self.decodes = not any(document.prefilling for document in documents)
         assert not self.decodes or all(count == 1 for count in tokens), "one token of each answer at a time"
         self.lengths = [0] * len(documents)  # of the documents, before this row
-        self.tail = contextlib.ExitStack()  # of a packed row several tokens are read: nothing is cut
+        self.tail = contextlib.ExitStack()  # nothing is cut
         self.current: PackedLayer | None = None
         count = len(documents[0].layers)
         layers = [PackedLayer(self, idx, [document.layers[idx] for document in documents]) for idx in range(count)]
@@ -153,7 +153,14 @@ class PackedCache(Cache):
         """Whether prompts begin; otherwise answers go on."""
         return not self.decodes
 
-    def whole_lengths(self) -> list[tuple[int, int]]:
+    def after_attention(self, layer: PackedLayer) -> None:
+        """Nothing to do: of a packed row several tokens are read."""
+
+    @property
+    def positions(self) -> None:
+        """Nothing: whoever packs a row gives the tokens' positions."""
+
+    def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """Of each document: its tokens in the row, and its length with them."""
         if self.decodes:
             return [(1, length + 1) for length in self.lengths]

@@ -12,19 +12,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.layer import SliceLayer
+from kvr_mpi.kv.layer import LayersOwner, SliceLayer
 from kvr_mpi.kv.transfers import LayerTransfers
 from kvr_mpi.kv.whole import WholeLayer
 from kvr_mpi.model import LayerShape, StateShape
-
-if TYPE_CHECKING:
-    from kvr_mpi.kv.cache import SliceCache
 
 # Every state begins at a multiple of this in a message: views of another type need that.
 ALIGNMENT_BYTES = 64
@@ -33,10 +30,10 @@ ALIGNMENT_BYTES = 64
 class StateLayer(LinearAttentionLayer):
     """The states of one layer on one rank."""
 
-    def __init__(self, cache: SliceCache, layer_idx: int, shape: LayerShape) -> None:
+    def __init__(self, cache: LayersOwner, layer_idx: int, shape: LayerShape) -> None:
         self._values: dict[str, dict[int, torch.Tensor | None]] = {}
         super().__init__(number_of_states=1 + max(state.index for state in shape.states))
-        self.cache = cast("SliceCache", weakref.proxy(cache))
+        self.cache = cast("LayersOwner", weakref.proxy(cache))
         self.layer_idx, self.shape = layer_idx, shape
         self.dtype, self.device = cache.dtype, cache.device
         self.buffer: torch.Tensor | None = None
@@ -208,7 +205,7 @@ class StateLayer(LinearAttentionLayer):
 class StateAndSliceLayer(StateLayer, SliceLayer):
     """A layer with attention that is taken over, and states."""
 
-    def __init__(self, cache: SliceCache, layer_idx: int, shape: LayerShape) -> None:
+    def __init__(self, cache: LayersOwner, layer_idx: int, shape: LayerShape) -> None:
         SliceLayer.__init__(self, cache, layer_idx, shape)
         StateLayer.__init__(self, cache, layer_idx, shape)
 

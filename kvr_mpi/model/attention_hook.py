@@ -8,32 +8,80 @@ model's own attention runs over what the cache returns (``whole``).
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import AttentionParams
-from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.layer import SliceLayer
-from kvr_mpi.kv.packed_row import PackedCache, PackedLayer
-from kvr_mpi.model.last_token import LastRow
 from kvr_mpi.model.masks import MaskRequest, Visibility, request_mask
 from kvr_mpi.model.prepacked import use_prepacked
 from kvr_mpi.model.rope import embed_whole_lengths, whole_lengths
-from kvr_mpi.model.shape import cache_argument
+from kvr_mpi.model.shape import LayerShape, cache_argument
 
 ATTENTION = "kvr"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """How a layer turns query-key products into weights of its values.
+
+    scale : products are multiplied by it.
+    softcap : scores are bent to stay within it (Gemma 2).
+    sinks : one learned score per head (heads,) that takes its share of the softmax and gives nothing (gpt-oss).
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+class AttendingLayer(Protocol):
+    """One layer of a cache, between its update and its attention."""
+
+    layer_idx: int
+    shape: LayerShape
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Attend from (1, heads, tokens, head_dim) to all that is before; (1, heads, tokens, value_dim)."""
+
+
+class HookedCache(Protocol):
+    """What the hook asks of a cache: all it knows of one."""
+
+    in_parts: bool  # whether attention is taken over; else the model's own runs over what the cache returns
+    tail: contextlib.ExitStack  # entered by `after_attention`, until the model returns
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether a prompt's tokens are run; otherwise answers go on."""
+
+    @property
+    def attending(self) -> AttendingLayer:
+        """The layer that was updated and has not attended yet."""
+
+    def after_attention(self, layer: Any) -> None:
+        """Take note that a layer has attended."""
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """Positions of the tokens to be run (1, tokens), if the model cannot count them."""
+
+    def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
+        """Of each document: its tokens to be run, and its whole length with them (`rope.whole_lengths`)."""
 
 
 class _SdpaHook(TorchFunctionMode):
     """Send scaled_dot_product_attention calls to the cache, for models that call it themselves (Falcon, ...)."""
 
-    def __init__(self, cache: SliceCache | PackedCache) -> None:
+    def __init__(self, cache: HookedCache) -> None:
         super().__init__()
         self.cache = cache
 
@@ -52,8 +100,8 @@ class _SdpaHook(TorchFunctionMode):
             raise ModelError("it adds its own mask or bias to attention")
         params = AttentionParams(query.shape[-1] ** -0.5 if scale is None else scale)
         layer = self.cache.attending
-        out = layer.attend(query, call["key"], call["value"], params, None)
-        _leave_to_last(layer)
+        out = layer.attend(query, call["key"], call["value"], params)
+        self.cache.after_attention(layer)
         return out
 
 
@@ -79,7 +127,7 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    kv_chain: SliceCache | PackedCache | None = None,
+    kv_chain: HookedCache | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -100,9 +148,9 @@ def _attention(
         raise ModelError("its attention is not causal")
     if kv_chain.prefilling and not query.is_meta:  # there masks have no values
         _check_mask(attention_mask, layer.shape.visibility, sliding_window)
-    params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
-    out = layer.attend(query, key, value, params, s_aux)
-    _leave_to_last(layer)
+    params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    out = layer.attend(query, key, value, params)
+    kv_chain.after_attention(layer)
     return out.transpose(1, 2), None
 
 
@@ -116,15 +164,6 @@ def _check_mask(mask: Any, announced: Visibility, told_window: int | None) -> No
     # A window as long as the context lets every token see all.
     if told_window is not None and told_window != asked.window and (asked.size or told_window < mask.longest):
         raise ModelError(f"its attention is told a window of {told_window} tokens, and its mask lets it see {asked}")
-
-
-def _leave_to_last(layer: SliceLayer | PackedLayer) -> None:
-    """Let what follows the last layer's attention be computed for the last token only."""
-    if not isinstance(layer, SliceLayer):  # of a packed row several tokens are read
-        return
-    cache = layer.cache
-    if cache.cuts_last_layer and layer.fresh > 1 and cache.reads_only_last(layer.layer_idx):
-        cache.tail.enter_context(LastRow(layer.fresh))
 
 
 def prepare_model(model: Any, *, chain: bool, in_parts: bool = True) -> None:
@@ -162,72 +201,68 @@ def _check_own_calls(model: Any) -> None:
             raise ModelError(f"it calls attention itself, with masks of its own ({name})")
 
 
-def run_model(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    """Run tokens (1, tokens) through the model behind what its cache holds.
+def run_plain(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    """Run tokens (1, tokens) through the model as transformers does, with a cache of its own.
 
     Returns
     -------
     torch.Tensor
         Logits of the last token (vocab_size,), float32.
     """
+    tokens = ids.shape[1]
+    try:
+        before = int(cache.get_seq_length())
+    except ValueError:  # a cache of states only: nothing in such a model depends on its length
+        before = 0
     options: dict[str, Any] = {"input_ids": ids, cache_argument(model): cache, "use_cache": True}
-    if isinstance(cache, SliceCache) and cache.prefilling and len(cache.exchange.owned) > 1:
-        positions = [torch.arange(first, last, device=ids.device) for first, last in cache.exchange.owned]
-        options["position_ids"] = torch.cat(positions).unsqueeze(0) + cache.first_position
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+    if takes(model, "logits_to_keep"):
         options["logits_to_keep"] = 1
-    with whole_lengths([(ids.shape[1], _length_behind(ids.shape[1], cache))]):
-        logits = _run(model, options, cache)
-    last: torch.Tensor = logits[0, -1].float()
+    with whole_lengths([(tokens, before + tokens)]):
+        last: torch.Tensor = model(**options).logits[0, -1].float()
     return last
 
 
-def _run(model: Any, options: dict[str, Any], cache: Any) -> torch.Tensor:
-    """Run the model with its attention as `prepare_model` has chosen it; logits (1, tokens, vocab_size)."""
-    if not isinstance(cache, (SliceCache, PackedCache)) or not cache.in_parts:
-        logits = model(**options).logits
-    elif model.config._attn_implementation == ATTENTION:
-        with cache.tail:
-            logits = model(**options, kv_chain=cache).logits
-    else:  # a mask of one element: the model makes none of its own, and the seam ignores it
-        mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=options["input_ids"].device)
-        with cache.tail, _SdpaHook(cache):
-            logits = model(**options, attention_mask=mask).logits
-    found: torch.Tensor = logits
-    return found
-
-
-def _length_behind(tokens: int, cache: Any) -> int:
-    """Length of a prompt with these tokens, and with those of it that ranks behind this one have."""
-    if isinstance(cache, SliceCache) and cache.prefilling:
-        return cache.prompt_tokens
-    try:
-        return tokens + int(cache.get_seq_length())
-    except ValueError:  # a cache of states only: nothing in such a model depends on its length
-        return tokens
-
-
-def run_packed(
-    model: Any, ids: torch.Tensor, positions: torch.Tensor, cache: PackedCache, keep: torch.Tensor
+def run_model(
+    model: Any,
+    ids: torch.Tensor,
+    cache: HookedCache,
+    *,
+    positions: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run tokens (1, tokens) of several documents through the model, each behind what its own cache holds.
+    """Run tokens (1, tokens) through the model after what its cache holds.
 
     Parameters
     ----------
-    positions : torch.Tensor
-        Of each token in its document (1, tokens).
-    keep : torch.Tensor
-        Which tokens' logits are read (rows,).
+    positions : torch.Tensor, optional
+        Of each token in its document (1, tokens); by default as the cache or the model counts.
+    keep : torch.Tensor, optional
+        Which tokens' logits are read (rows,); by default the last one's.
 
     Returns
     -------
     torch.Tensor
         Their logits (rows, vocab_size), float32.
     """
-    options: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "past_key_values": cache, "use_cache": True}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = keep
-    with whole_lengths(cache.whole_lengths()):
-        logits = _run(model, options, cache)[0]
-    rows: torch.Tensor = (logits if "logits_to_keep" in options else logits[keep]).float()
-    return rows
+    options: dict[str, Any] = {"input_ids": ids, cache_argument(model): cache, "use_cache": True}
+    if positions is None:
+        positions = cache.positions
+    if positions is not None:
+        options["position_ids"] = positions
+    cuts = takes(model, "logits_to_keep")
+    if cuts:
+        options["logits_to_keep"] = 1 if keep is None else keep
+    with whole_lengths(cache.whole_lengths(ids.shape[1])), cache.tail, contextlib.ExitStack() as hook:
+        if cache.in_parts and model.config._attn_implementation == ATTENTION:
+            options["kv_chain"] = cache
+        elif cache.in_parts:  # a mask of one element: the model makes none of its own, and the hook ignores it
+            options["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=ids.device)
+            hook.enter_context(_SdpaHook(cache))
+        logits = model(**options).logits[0]
+    rows: torch.Tensor = logits[-1:] if keep is None else logits if cuts else logits[keep]
+    return rows.float()
+
+
+def takes(model: Any, argument: str) -> bool:
+    """Whether a model's forward takes an argument by this name."""
+    return argument in inspect.signature(model.forward).parameters

@@ -6,7 +6,6 @@ Stands between the plan (a `Partition`) and decoding (which reads `Prefill`).
 from __future__ import annotations
 
 import contextlib
-import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,17 +17,23 @@ from transformers import DynamicCache
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache, SliceDoneError
+from kvr_mpi.kv.exchange import MakeExchange
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.model.attention_hook import run_model, run_plain, takes
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exchange import AllGather, MakeExchange, Relay, Ring
+from kvr_mpi.prefill.all_gather import AllGather
 from kvr_mpi.prefill.failure import agree, is_out_of_memory, play_on
+from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.ring import Ring
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport
+
+# The strategy that is plain transformers.
+PLAIN = "single"
 
 
 @dataclass(slots=True)
@@ -46,6 +51,11 @@ class Prefill:
     layer_times_s: Sequence[float] = ()  # when each layer's keys were made, by a clock that stands still in waits
     send_wait_s: float = 0.0  # and of them, waiting for the link to take what this rank sent
     strategy: str = "kvr"  # that was used: a name of `registry.STRATEGIES`
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the cache is plain transformers' own."""
+        return self.strategy == PLAIN
 
 
 class Options(TypedDict, total=False):
@@ -65,9 +75,14 @@ def prefill_single(model: Any, ids: Sequence[int], device: torch.device) -> Pref
     """Prefill on one rank with plain transformers: any architecture, and the truth the others are held to."""
     began = time.perf_counter()
     cache = plain_cache(model)
-    logits = run_model(model, torch.tensor([ids], device=device), cache)
+    logits = run_plain(model, torch.tensor([ids], device=device), cache)
     _computed(device)
-    return Prefill(Partition((0, len(ids))), cache, logits, time.perf_counter() - began, strategy="single")
+    return Prefill(Partition((0, len(ids))), cache, logits, time.perf_counter() - began, strategy=PLAIN)
+
+
+def run_next(model: Any, prefill: Prefill, ids: torch.Tensor) -> torch.Tensor:
+    """Run tokens (1, tokens) after all that has been run before; logits of the last (vocab_size,), float32."""
+    return run_plain(model, ids, prefill.cache) if prefill.is_plain else run_model(model, ids, prefill.cache)[0]
 
 
 def plain_cache(model: Any) -> DynamicCache:
@@ -219,7 +234,7 @@ def prefill_by(
     try:
         cache.begin()
         with contextlib.suppress(SliceDoneError):
-            logits = run_model(loaded.model, torch.tensor([mine], device=loaded.device), cache)
+            logits = run_model(loaded.model, torch.tensor([mine], device=loaded.device), cache)[0]
         cache.settle()
     except BaseException as error:
         if not spares_chain or not is_out_of_memory(error):
@@ -271,7 +286,7 @@ def _check_parallel(loaded: LoadedModel, strategy: str) -> None:
         why = "its attention cannot be taken over in parts"
     elif strategy == "ring" and loaded.shape.counts_cache:
         why = "its attention temperature counts from the length of the cache"
-    elif strategy == "ring" and "position_ids" not in inspect.signature(loaded.model.forward).parameters:
+    elif strategy == "ring" and not takes(loaded.model, "position_ids"):
         why = "it counts positions itself, and takes none"
     if why is not None:
         raise ModelError(f"{loaded.shape.architecture}: {why}, so it runs as a chain (strategy = 'kvr') or single only")

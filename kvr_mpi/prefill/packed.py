@@ -15,11 +15,11 @@ from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import run_packed
+from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exchange import Relay
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
+from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.transport.local import LocalTransport
 
 
@@ -92,7 +92,7 @@ def _prefill_row(
     positions = torch.cat([torch.arange(start, len(ids), device=device) for ids in prompts]).unsqueeze(0)
     positions += loaded.shape.first_position
     last_rows = torch.tensor([last - 1 for _, last in packed.bounds], device=device)
-    logits = run_packed(loaded.model, row, positions, packed, last_rows)
+    logits = run_model(loaded.model, row, packed, positions=positions, keep=last_rows)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - began
@@ -124,12 +124,12 @@ def decode_packed(loaded: LoadedModel, cache: PackedCache, tokens: Sequence[int]
     if full:
         raise ValueError(f"a cache of {full[0]} tokens is full; reserve room for the tokens to be decoded")
     try:
-        return run_packed(
+        return run_model(
             loaded.model,
             torch.tensor([list(tokens)], device=device),
-            torch.tensor([positions], device=device) + loaded.shape.first_position,
             cache,
-            torch.arange(len(tokens), device=device),
+            positions=torch.tensor([positions], device=device) + loaded.shape.first_position,
+            keep=torch.arange(len(tokens), device=device),
         )
     except BaseException:
         cache.take_back()

@@ -7,6 +7,7 @@ verify``, ``kvr plan`` and ``kvr simulate`` take their strategies from here: a n
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,9 +19,10 @@ from kvr_mpi.partition import Partition
 if TYPE_CHECKING:  # what runs strategies is imported when they run: forecasts need no torch
     from typing import Unpack
 
-    from kvr_mpi.costs.costmodel import Costs, RelayKind
+    from kvr_mpi.costs.costmodel import RelayKind
+    from kvr_mpi.costs.layer_costs import Costs
+    from kvr_mpi.kv.exchange import Exchange, MakeExchange
     from kvr_mpi.model import LoadedModel
-    from kvr_mpi.prefill.exchange import Exchange, MakeExchange
     from kvr_mpi.prefill.one_prompt import Options, Prefill
     from kvr_mpi.transport import Transport
 
@@ -162,12 +164,13 @@ class Strategy:
 
 
 def _exchange(name: str, **options: Any) -> MakeExchange:
-    """Make exchanges of a class of `prefill.exchange`."""
+    """Make a strategy's exchanges, by their module and class in this room; they are imported when they run."""
 
     def make(partition: Partition, rank: int, prefix_tokens: int = 0, *, sends_all: bool = False) -> Exchange:
-        from kvr_mpi.prefill import exchange
-
-        made: Exchange = getattr(exchange, name)(partition, rank, prefix_tokens, sends_all=sends_all, **options)
+        module, _, kind = name.partition(":")
+        made: Exchange = getattr(importlib.import_module(f"kvr_mpi.prefill.{module}"), kind)(
+            partition, rank, prefix_tokens, sends_all=sends_all, **options
+        )
         return made
 
     return make
@@ -194,26 +197,26 @@ STRATEGIES: Mapping[str, Strategy] = {
         Strategy(
             "tsp-dense",
             "even slices, an all-gather in every layer, the whole rectangle computed",
-            Way(_exchange("AllGather", dense=True), _tsp(True)),
+            Way(_exchange("all_gather:AllGather", dense=True), _tsp(True)),
         ),
         Strategy(
             "tsp-causal",
             "the same without what lies behind a slice",
-            Way(_exchange("AllGather", dense=False, saves_last_layer=True), _tsp(False)),
-            published=Way(_exchange("AllGather", dense=False), _tsp(False)),
+            Way(_exchange("all_gather:AllGather", dense=False, saves_last_layer=True), _tsp(False)),
+            published=Way(_exchange("all_gather:AllGather", dense=False), _tsp(False)),
         ),
         Strategy(
             "ring",
             "zigzag ring attention",
-            Way(_exchange("Ring", saves_last_layer=True), _ring(True)),
-            published=Way(_exchange("Ring"), _ring(False)),
+            Way(_exchange("ring:Ring", saves_last_layer=True), _ring(True)),
+            published=Way(_exchange("ring:Ring"), _ring(False)),
             stretches=2,
             in_jobs=True,
         ),
         Strategy(
             "kvr",
             "KV-Runahead: uneven slices, keys and values handed down the chain",
-            Way(_exchange("Relay"), chain_seconds),
+            Way(_exchange("relay:Relay"), chain_seconds),
             has_cuts=True,
             in_jobs=True,
             needs_parts=False,

@@ -17,11 +17,11 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.model.attention_hook import prepare_model, run_plain
 from kvr_mpi.model.prepacked import forget_packed
 from kvr_mpi.model.rope import check_rotary
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single
+from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, run_next
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed, why_never_packed
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -183,8 +183,8 @@ def _goes_on_from_cache(loaded: LoadedModel, ids: Sequence[int]) -> bool:
     assert truth is not None
     cache, cut = plain_cache(loaded.model), len(ids) // 2
     try:
-        run_model(loaded.model, torch.tensor([ids[:cut]], device=loaded.device), cache)
-        found = run_model(loaded.model, torch.tensor([ids[cut:]], device=loaded.device), cache)
+        run_plain(loaded.model, torch.tensor([ids[:cut]], device=loaded.device), cache)
+        found = run_plain(loaded.model, torch.tensor([ids[cut:]], device=loaded.device), cache)
     except FAILURES:
         return False
     return error_share(found, truth) <= allowed_error(loaded.dtype)
@@ -236,7 +236,7 @@ def _truth(loaded: LoadedModel, ids: Sequence[int]) -> _Truth:
 @torch.inference_mode()
 def _decode(loaded: LoadedModel, prefill: Prefill) -> torch.Tensor:
     token = loaded.shape.sample_ids(1, first=NEXT_TOKEN)
-    return run_model(loaded.model, torch.tensor([token], device=loaded.device), prefill.cache)
+    return run_next(loaded.model, prefill, torch.tensor([token], device=loaded.device))
 
 
 def held_pairs(found: Any, truth: Any, layer_idx: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -270,7 +270,7 @@ def why_not_packed(loaded: LoadedModel) -> str | None:
         together = prefill_packed(loaded, prompts, reserve_tokens=1)
         truths, founds = [each.logits for each in alone], [each.logits for each in together]
         with torch.inference_mode():
-            truths += [run_model(loaded.model, torch.tensor([[5]], device=device), each.cache) for each in alone]
+            truths += [run_next(loaded.model, each, torch.tensor([[5]], device=device)) for each in alone]
         founds += list(decode_packed(loaded, PackedCache([each.cache for each in together], [1, 1]), [5, 5]))
     except (ModelError, *FAILURES) as error:
         return f"{loaded.shape.architecture} does not run packed ({type(error).__name__}: {error})"

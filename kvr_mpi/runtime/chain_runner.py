@@ -12,11 +12,11 @@ from functools import partial
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exchange import Relay
 from kvr_mpi.prefill.memory_budget import check_fits
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.registry import KVR, Strategy
+from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.runtime.requests import PromptConfig
 from kvr_mpi.runtime.setup import JobSetup, Say
 from kvr_mpi.schedule.partitioner import Partitioner

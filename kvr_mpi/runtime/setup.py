@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from kvr_mpi.costs.costmodel import Costs
+from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.sampling import make_generation_config

@@ -11,17 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.costs.costmodel import Costs, chain_seconds, costs_of, equal_time_lengths
+from kvr_mpi.costs.costmodel import chain_seconds, equal_time_lengths
 from kvr_mpi.costs.hardware import load_hardware, profiles
+from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.workload import workload_of
 from kvr_mpi.documents.prompts import Frame, count_parts, make_frame
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import ModelShape, Outline
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.prefill.exchange import Relay
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
 from kvr_mpi.prefill.registry import KVR, Strategy, candidates, fastest
+from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.schedule.times import Seconds
 from kvr_mpi.tuning.lookup import choose_slices
 from kvr_mpi.tuning.table import FOLDER, Table, load_table, table_files

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvr_mpi.costs.costmodel import Costs, RelayKind, best_split, lower_bound_seconds
+from kvr_mpi.costs.costmodel import RelayKind, best_split, lower_bound_seconds
 from kvr_mpi.costs.equations import ttft_star
+from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.workload import SHAPES, Workload, named_workload, workload_of
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import PACKAGE, find_model

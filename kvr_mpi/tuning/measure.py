@@ -17,7 +17,7 @@ from statistics import median, median_low
 
 import torch
 
-from kvr_mpi.costs.costmodel import Costs
+from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.costs.workload import Workload, workload_of
 from kvr_mpi.model import LoadedModel

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvr_mpi.costs.costmodel import Costs, best_split, chain_seconds, equal_time_lengths
+from kvr_mpi.costs.costmodel import best_split, chain_seconds, equal_time_lengths
+from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import DataError
 from kvr_mpi.partition import Partition
 from kvr_mpi.tuning.measure import Observation, Run

@@ -19,7 +19,7 @@ from typing import IO, Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvr_mpi.costs.costmodel import Costs
+from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.disk import create
 from kvr_mpi.errors import ConfigError, DataError, OutputError
 from kvr_mpi.partition import Partition

@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvr_mpi.costs.costmodel import Costs, best_split, chain_seconds
+from kvr_mpi.costs.costmodel import best_split, chain_seconds
+from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.tuning.grid import grid_search

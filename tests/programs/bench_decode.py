@@ -26,8 +26,8 @@ from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exchange import Relay
 from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.runtime.setup import load_on_all
 from kvr_mpi.transport.local import LocalTransport
 

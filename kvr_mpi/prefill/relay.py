@@ -1,0 +1,90 @@
+"""KV-Runahead's way between ranks: segments go down the chain (section 4.1, Fig. 5)."""
+
+from __future__ import annotations
+
+import torch
+
+from kvr_mpi.kv.attention import PartialAttention, attend
+from kvr_mpi.kv.exchange import SegmentedLayer
+from kvr_mpi.kv.transfers import LayerTransfers, Range
+from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.masks import Visibility
+from kvr_mpi.partition import Partition
+
+
+class Relay:
+    """KV-Runahead: segments go down the chain, each passed on as it arrives (section 4.1; cut-through is ours).
+
+    A rank attends to its own slice while the prefix is on its way, and then to each segment of the prefix, the
+    nearest first: it has the shortest way. Of a layer with a window or chunks only those tokens travel that the rank
+    behind, or one behind that, still sees.
+
+    Parameters
+    ----------
+    prefix_tokens : int
+        The first tokens, which every rank has already; the first slice begins behind them.
+    sends_all : bool
+        Send all tokens of all layers: they are kept, or the model's own mask is to hide them.
+    """
+
+    saves_last_layer = True
+    slots = 1
+
+    def __init__(self, partition: Partition, rank: int, prefix_tokens: int = 0, *, sends_all: bool = False) -> None:
+        self.partition, self.rank, self.decode_rank = partition, rank, partition.size - 1
+        self.prefix_tokens, self.sends_all = prefix_tokens, sends_all
+        self.owned = [self._bounds(rank)]
+        self.capacity = partition.stop(rank)
+        self.forwards = 0 < rank < self.decode_rank
+
+    def post(self, layer: LayerTransfers) -> None:
+        """Receive every predecessor's segment from the rank before, nearest first."""
+        if own := self._seen_behind(self.rank, self.rank, layer.visibility):
+            layer.announce(self.rank + 1, self.rank, own)
+        for segment in reversed(range(self.rank)):
+            onward = self._seen_behind(segment, self.rank, layer.visibility)
+            if bounds := self._seen_behind(segment, self.rank - 1, layer.visibility):
+                to, first = (self.rank + 1, onward[0]) if onward else (None, None)
+                layer.receive(bounds, self.rank - 1, segment, to, first)
+
+    def share(self, layer: LayerTransfers) -> None:
+        """Send the own segment to the rank behind."""
+        if own := self._seen_behind(self.rank, self.rank, layer.visibility):
+            layer.send(own, self.rank + 1, self.rank)
+
+    def first_held(self, visibility: Visibility) -> int:
+        """Position of the first token from which on this rank has all keys and values of such a layer."""
+        first = 0 if self.sends_all or not self.rank else visibility.first_key(self.owned[0][0])
+        return 0 if first <= self.prefix_tokens else first
+
+    def _seen_behind(self, segment: int, rank: int, visibility: Visibility) -> Range | None:
+        """Which tokens of a segment `rank` hands to the next rank; None if that one, and those after it, see none."""
+        if rank >= self.decode_rank:
+            return None
+        first, last = self._bounds(segment)
+        if not self.sends_all:
+            first = max(first, visibility.first_key(self._bounds(rank + 1)[0]))
+        return (first, last) if first < last else None
+
+    def attend(
+        self,
+        layer: SegmentedLayer,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        params: AttentionParams,
+    ) -> PartialAttention:
+        """Own slice first, then what all prompts begin with, then what comes, segment by segment."""
+        part = attend(query, keys, values, params, causal=query.shape[2] > 1)
+        if self.prefix_tokens:
+            part = part.merge(attend(query, *layer.rows(0, self.prefix_tokens), params))
+        for first, last in layer.segments.arrivals() if layer.segments is not None else ():
+            part = part.merge(attend(query, *layer.rows(first, last), params))
+        return part
+
+    def longest_segment(self) -> int:
+        """Of its own and of those before."""
+        return max(last - first for first, last in map(self._bounds, range(self.rank + 1)))
+
+    def _bounds(self, rank: int) -> Range:
+        return max(self.partition.start(rank), self.prefix_tokens), self.partition.stop(rank)
