@@ -25,13 +25,13 @@ from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
-from kvr_mpi.runtime.batch import share_out, work_through
-from kvr_mpi.runtime.desk import Desk
+from kvr_mpi.runtime.batch import open_post, share_out, work_through
 from kvr_mpi.runtime.preflight import choose_chain_size
 from kvr_mpi.runtime.requests import DocumentRequest
 from kvr_mpi.runtime.setup import JobSetup, Machine, prepare
+from kvr_mpi.runtime.slots import FIRST_LIST, Slot
 from kvr_mpi.runtime.stopping import Stop
-from kvr_mpi.runtime.worker import Tally
+from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json
 from kvr_mpi.transport.counters import open_counters
@@ -165,16 +165,16 @@ def _ours(prepared: JobSetup, corpus: Corpus, numbers: Sequence[int], control: T
         control.barrier()
         began = time.perf_counter()
         shares = share_out(prepared, corpus, numbers, ranks, Log(1))
-        counters = open_counters(control, Desk.SLOTS + shares.slots)
+        counters = open_counters(control, FIRST_LIST + shares.slots)
         quiet = Progress(Log(control.rank), len(numbers), shares.work, silent=True)
         with closing(ShardWriter(folder, f"{control.rank:04d}", prepared.header())) as writer:
-            desk = Desk(corpus, counters, writer, quiet, Stop(), keeps_kv=prepared.spec.output.kv)
-            tally = work_through(prepared, ranks, shares, desk, Log(1).line)
+            post = open_post(prepared, corpus, counters, writer, quiet, Stop())
+            work_through(prepared, ranks, shares, post, counters, Log(1).line)
         control.barrier()
         seconds = time.perf_counter() - began
-        done = counters.read()[Desk.DONE]
+        done = counters.read()[Slot.DONE]
         counters.close()
-    found = share_json(control, gather_json(control, [asdict(tally), seconds]))
+    found = share_json(control, gather_json(control, [asdict(post.tally), seconds]))
     tallies = [Tally(**one) for one, _ in found]
     seconds = max(one for _, one in found)
     return Run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from transformers import GenerationConfig
@@ -24,25 +25,27 @@ from kvr_mpi.prefill.packed import decode_packed
 from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.transport.local import LocalTransport
 
+K = TypeVar("K")
+
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """A document that left the pool: with an answer, or with what went wrong."""
+class Finished(Generic[K]):
+    """A document that left the batch: with an answer, or with what went wrong."""
 
-    key: str
+    key: K
     prefill: Prefill  # with all its keys and values; without a cache after an error
     answer: Answer | None
     error: str | None = None
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
-    key: str
+class _Running(Generic[K]):
+    key: K
     prefill: Prefill
     writing: DecodeSequence
 
 
-class DecodeBatch:
+class DecodeBatch(Generic[K]):
     """Documents that are being answered on this rank.
 
     Parameters
@@ -67,10 +70,10 @@ class DecodeBatch:
     ) -> None:
         self._loaded = loaded
         self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
-        self._running: list[_Running] = []
-        self._aside: list[_Running] = []  # no memory for their next token until another document leaves
-        self._finished: list[Finished] = []
-        self._packs: dict[tuple[_Running, ...], PackedCache] = {}
+        self._running: list[_Running[K]] = []
+        self._aside: list[_Running[K]] = []  # no memory for their next token until another document leaves
+        self._finished: list[Finished[K]] = []
+        self._packs: dict[tuple[_Running[K], ...], PackedCache] = {}
         self._is_checked = False
         self._anew_at = begins_anew_at(loaded.model)
         self.why_alone: str | None = None
@@ -81,13 +84,18 @@ class DecodeBatch:
         """Documents that `step` has not handed out yet."""
         return len(self._running) + len(self._aside) + len(self._finished)
 
+    @property
+    def keys(self) -> list[K]:
+        """Keys of the documents that `step` has not handed out yet."""
+        return [one.key for one in self._running + self._aside] + [one.key for one in self._finished]
+
     @torch.inference_mode()
-    def add(self, key: str, prefill: Prefill, prompt_ids: Sequence[int], seed: int) -> None:
-        """Take in a document behind its prefill, which chooses its first token.
+    def add(self, key: K, prefill: Prefill, prompt_ids: Sequence[int], seed: int) -> None:
+        """Take in a document after its prefill, which chooses its first token.
 
         Parameters
         ----------
-        key : str
+        key : object
             Comes back in `Finished`.
         prefill : Prefill
             Of the decode rank: with logits and the whole cache, and room for ``max_new_tokens``.
@@ -108,7 +116,7 @@ class DecodeBatch:
                 layer.lay_by_heads()
 
     @torch.inference_mode()
-    def step(self) -> list[Finished]:
+    def step(self) -> list[Finished[K]]:
         """Write one token of every document, and hand out those that are answered."""
         if not self._running and self._aside:  # no memory for any of them: one has to give its own back
             self._running.append(self._aside.pop(0))
@@ -117,10 +125,10 @@ class DecodeBatch:
         finished, self._finished = self._finished, []
         return finished
 
-    def _groups(self) -> list[list[_Running]]:
+    def _groups(self) -> list[list[_Running[K]]]:
         """Divide the documents into those that step in one row."""
-        packed: list[_Running] = []
-        alone: list[_Running] = []
+        packed: list[_Running[K]] = []
+        alone: list[_Running[K]] = []
         for document in self._running:
             (alone if document.prefill.is_plain else packed).append(document)
         if len(packed) > 1 and not self._is_checked:
@@ -129,7 +137,7 @@ class DecodeBatch:
         groups = -(-len(packed) // rows)
         return [packed[at::groups] for at in range(groups)] + [[document] for document in alone]
 
-    def _step(self, group: list[_Running]) -> None:
+    def _step(self, group: list[_Running[K]]) -> None:
         """Write one token of each of a group; if there is no memory for that, in halves, from now on."""
         try:
             logits = self._run(group)
@@ -158,7 +166,7 @@ class DecodeBatch:
         else:
             self._leave(group[0], f"there is no memory for its next token, not even alone: {what}")
 
-    def _run(self, group: list[_Running]) -> torch.Tensor:
+    def _run(self, group: list[_Running[K]]) -> torch.Tensor:
         """Compute logits (documents, vocab_size) behind the last token of each."""
         anew = [document for document in group if self._begins_anew(document)]
         if anew:
@@ -172,12 +180,12 @@ class DecodeBatch:
             self._packs[members] = PackedCache([each.prefill.cache for each in group], [1] * len(group))
         return decode_packed(self._loaded, self._packs[members], last)
 
-    def _begins_anew(self, document: _Running) -> bool:
+    def _begins_anew(self, document: _Running[K]) -> bool:
         """Whether transformers' ``generate`` would now compute the whole cache anew (`begins_anew_at`)."""
         ids = document.writing.ids
         return self._anew_at is not None and len(ids) == self._anew_at and len(document.writing.token_ids) > 0
 
-    def _run_anew(self, document: _Running) -> torch.Tensor:
+    def _run_anew(self, document: _Running[K]) -> torch.Tensor:
         """Compute prompt and answer anew on this rank; logits (vocab_size,) behind them."""
         ids, loaded = document.writing.ids.tolist(), self._loaded
         if not document.prefill.is_plain:
@@ -204,7 +212,7 @@ class DecodeBatch:
             cache.step_back(length)
             raise
 
-    def _leave(self, document: _Running, error: str | None = None) -> None:
+    def _leave(self, document: _Running[K], error: str | None = None) -> None:
         """Let a document go; what was put aside may find memory now."""
         self._running.remove(document)
         self._packs.clear()

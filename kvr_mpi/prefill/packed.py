@@ -22,6 +22,9 @@ from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.transport.local import LocalTransport
 
+# Tokens of a packed forward.
+PACK_TOKENS = 2048
+
 
 def prefill_packed(
     loaded: LoadedModel,

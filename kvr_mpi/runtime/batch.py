@@ -9,7 +9,7 @@ longest first, so that a rank joins ever shorter chains and never waits for a ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,13 +22,18 @@ from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.runtime.chain_runner import ChainRunner
-from kvr_mpi.runtime.desk import Desk
+from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.preflight import choose_chain_size
+from kvr_mpi.runtime.requests import error_record
+from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.setup import JobSetup, Machine, Say, prepare
-from kvr_mpi.runtime.stopping import STOP_SIGNALS, Stop, listening
-from kvr_mpi.runtime.worker import ChainWorker, Kept, Tally
+from kvr_mpi.runtime.slots import FIRST_LIST, Slot
+from kvr_mpi.runtime.stopping import STOP_SIGNALS, SharedStop, Stop, listening
+from kvr_mpi.runtime.tally import Tally, describe_throughput
+from kvr_mpi.runtime.work_queue import WorkQueue
+from kvr_mpi.runtime.worker import ChainWorker, Post
 from kvr_mpi.schedule.placement import deal
-from kvr_mpi.schedule.plan import agree, count_tokens, describe, duration, plan_documents
+from kvr_mpi.schedule.plan import agree, count_tokens, describe, plan_documents
 from kvr_mpi.store.folder import Index, check_writable, index_run, read_records, run_files
 from kvr_mpi.store.lock import Owner
 from kvr_mpi.store.merge import merge_run
@@ -36,7 +41,7 @@ from kvr_mpi.store.run import Run, known_corpus, open_run
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport
-from kvr_mpi.transport.counters import open_counters
+from kvr_mpi.transport.counters import Counters, open_counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     todo = [number for number in range(len(corpus))[spec.documents.share] if corpus.entries[number].id not in done]
     log.root(f"documents: {len(corpus)}" + (f", {len(done)} of them done already" if done else ""))
     shares = share_out(prepared, corpus, todo, ranks, log)
-    counters = open_counters(world, Desk.SLOTS + shares.slots)
+    counters = open_counters(world, FIRST_LIST + shares.slots)
     with (
         closing(ShardWriter(folder, f"{world.rank:04d}", prepared.header())) as writer,
         Progress(
@@ -90,13 +95,13 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
         ) as progress,
     ):
         check = None if run is None else run.check
-        desk = Desk(corpus, counters, writer, progress, stop, keeps_kv=spec.output.kv, check=check)
-        tally = work_through(prepared, ranks, shares, desk, log.line)
+        post = open_post(prepared, corpus, counters, writer, progress, stop, check)
+        work_through(prepared, ranks, shares, post, counters, log.line)
     world.barrier()
-    left = len(todo) - counters.read()[Desk.DONE]
+    left = len(todo) - counters.read()[Slot.DONE]
     counters.close()
-    tallies = [Tally(**one) for one in share_json(world, gather_json(world, asdict(tally)))]
-    for line in _sum_up(tallies, len(todo) - left, progress.elapsed_s, shares.predicted_s):
+    tallies = [Tally(**one) for one in share_json(world, gather_json(world, asdict(post.tally)))]
+    for line in describe_throughput(tallies, len(todo) - left, progress.elapsed_s, shares.predicted_s):
         log.root(line)
     return int(share_json(world, on_root(world, lambda: _conclude(run, spec, left, stop, log))))
 
@@ -146,22 +151,38 @@ def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Tr
     return Shares([_round(corpus, todo, ranks.size // size, size)])
 
 
-def work_through(prepared: JobSetup, ranks: Transport, shares: Shares, desk: Desk, say: Say) -> Tally:
+def open_post(
+    setup: JobSetup,
+    corpus: Corpus,
+    counters: Counters,
+    writer: ShardWriter,
+    progress: Progress,
+    stop: Stop,
+    check: Callable[[], None] | None = None,
+) -> Post:
+    """Put together what this rank works with: documents, results, answers under way."""
+    sink = ResultSink(writer, counters, progress, keeps_kv=setup.spec.output.kv)
+    shared, tally = SharedStop(stop, counters, check), Tally()
+    decodes = setup.spec.generation.max_new_tokens > 0
+    decoder = Decoder(setup.open_decode_batch(), sink, shared, tally, decodes=decodes)
+    return Post(corpus, sink, decoder, shared, tally)
+
+
+def work_through(setup: JobSetup, ranks: Transport, shares: Shares, post: Post, counters: Counters, say: Say) -> None:
     """Do this rank's part of all rounds; every rank calls this."""
     for number in list(shares.does_not_fit)[ranks.rank :: ranks.size]:
-        desk.refuse(number, shares.does_not_fit[number])
+        post.sink.write_record(error_record(post.corpus.read(number), shares.does_not_fit[number]), 0)
     # All of them before any work: making chains waits for all ranks.
     chains = [ranks.split(ranks.rank // part.length) for part in shares.rounds]
-    first_slot, tally, kept = Desk.SLOTS, Tally(), Kept(prepared.open_decode_batch())
+    first_slot = FIRST_LIST
     for part, chain in zip(shares.rounds, chains, strict=True):
         block = ranks.rank // part.length
         if block < len(part.lists):  # else the ranks were not divisible, and this one is left over
-            desk.work_from(part.lists, part.works, block, first_slot)
-            engine = ChainRunner(prepared, chain, block * part.length, say)
-            tally.add(ChainWorker(engine, desk, kept).run())
+            queue = WorkQueue(part.lists, part.works, block, counters, first_slot)
+            runner = ChainRunner(setup, chain, block * part.length, say)
+            ChainWorker(runner, queue, post).run()
         first_slot += len(part.lists)
-    tally.add(kept.drain(desk))
-    return tally
+    post.decoder.decode()
 
 
 def _round(corpus: Corpus, todo: Sequence[int], chains: int, length: int) -> Round:
@@ -243,22 +264,6 @@ def _end_at_once(world: Transport, log: Log, why: str) -> None:
     log.line(why)
     log.line(exit_line(EXIT_STOPPED))
     world.abort(EXIT_STOPPED)
-
-
-def _sum_up(tallies: Sequence[Tally], documents: int, seconds: float, predicted_s: float | None) -> Iterator[str]:
-    """Say how fast it went."""
-    total = Tally()
-    for tally in tallies:
-        total.add(tally)
-    if not documents or seconds <= 0:
-        return
-    planned = "" if predicted_s is None else f" (planned: {duration(predicted_s)})"
-    busy = 100 * total.busy_s / total.phase_s if total.phase_s else 0
-    yield (
-        f"{documents} document(s) in {duration(seconds)}{planned}: {3600 * documents / seconds:.0f} an hour, "
-        f"{total.prompt_tokens / seconds:.0f} prompt tokens/s, {total.new_tokens / seconds:.1f} new tokens/s; "
-        f"ranks computed in {busy:.0f} % of their prefill time"
-    )
 
 
 def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -> int:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from kvr_mpi.documents.prompts import Prompt
+from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import check_fits
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.prefill.packed import prefill_packed
-from kvr_mpi.prefill.registry import KVR, Strategy
+from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
+from kvr_mpi.prefill.registry import KVR, STRATEGIES, Strategy
 from kvr_mpi.prefill.relay import Relay
-from kvr_mpi.runtime.requests import PromptConfig
+from kvr_mpi.runtime.requests import PromptConfig, PromptRequest
 from kvr_mpi.runtime.setup import JobSetup, Say
 from kvr_mpi.schedule.partitioner import Partitioner
 from kvr_mpi.schedule.strategy_choice import Choice, choose_strategies
@@ -26,8 +28,39 @@ from kvr_mpi.transport.forwarder import Forwarder
 
 # A slice below this is not worth a rank of its own.
 LEAST_SLICE_TOKENS = 64
-# Tokens of a packed forward.
-PACK_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a prompt is run, in words that go from rank to rank.
+
+    strategy : its name; None if one rank prefills the prompt, packed with others.
+    bounds : of its slices.
+    """
+
+    strategy: str | None
+    bounds: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPrompt:
+    """A prompt and how a chain runs it; made once, the same on every rank.
+
+    prefix : what it begins with, if that has been computed already.
+    decode_rank : the rank of the chain that has the last slice, and ends with logits and cache.
+    partition : its slices; None if one rank prefills it, packed with others.
+    """
+
+    prompt: Prompt
+    prefix: SharedPrefix | None
+    decode_rank: int
+    strategy: Strategy
+    partition: Partition | None
+
+    @property
+    def known_tokens(self) -> int:
+        """Its first tokens, which nobody computes."""
+        return self.prefix.tokens if self.prefix else 0
 
 
 class ChainRunner:
@@ -46,21 +79,21 @@ class ChainRunner:
         For a line of text.
     """
 
-    def __init__(self, prepared: JobSetup, chain: Transport, first_rank: int, say: Say) -> None:
+    def __init__(self, setup: JobSetup, chain: Transport, first_rank: int, say: Say) -> None:
         self.chain = chain
-        self._prepared, self._spec, self._loaded = prepared, prepared.spec, prepared.loaded
-        self._free_bytes = prepared.free_bytes[first_rank:][: chain.size]
-        rates = prepared.rates[first_rank:][: chain.size]
-        self._cuts = Partitioner(self._spec.parallel, chain, rates, prepared.table, say)
+        self._setup, self._spec, self._loaded = setup, setup.spec, setup.loaded
+        self._free_bytes = setup.free_bytes[first_rank:][: chain.size]
+        rates = setup.rates[first_rank:][: chain.size]
+        self._partitioner = Partitioner(self._spec.parallel, chain, rates, setup.table, say)
         # On one rank there is nothing to choose: whatever hands keys and values on is a chain of one.
-        self._strategy = prepared.strategies[0] if chain.size > 1 or prepared.strategies[0].is_plain else KVR
-        self._choices = self._choose(first_rank, say) if chain.size > 1 and len(prepared.strategies) > 1 else {}
+        self._strategy = setup.strategies[0] if chain.size > 1 or setup.strategies[0].is_plain else KVR
+        self._choices = self._choose(first_rank, say) if chain.size > 1 and len(setup.strategies) > 1 else {}
         self._chosen: dict[tuple[int, int], Strategy] = {}
 
     @property
     def prompt_config(self) -> PromptConfig:
         """How documents are asked."""
-        return self._prepared.prompt_config
+        return self._setup.prompt_config
 
     @property
     def new_tokens(self) -> int:
@@ -77,138 +110,159 @@ class ChainRunner:
         on_gpu = self._loaded.device.type == "cuda"
         return Forwarder(self.chain, on_gpu=on_gpu) if self.chain.size > 1 else None
 
-    def prefill(self, prompt: Prompt, decode_rank: int, forwarder: Forwarder | None) -> Prefill:
-        """Prefill over the chain, with one of its ranks last.
+    def plan(self, request: PromptRequest, decode_rank: int) -> Route:
+        """Decide how a prompt is run with this rank of the chain last; only the chain's first rank does.
+
+        Other ranks are told, since what is rounded here could be rounded differently on another processor.
+        """
+        prompt = request.prompt
+        known = self._known(prompt)
+        if self._goes_alone(prompt, known):
+            return Route(None, None)
+        strategy = self._choose_strategy(prompt.tokens, known)
+        return Route(strategy.name, self._cut(strategy, prompt.tokens, known, decode_rank).bounds)
+
+    def planned(self, prompt: Prompt, decode_rank: int, route: Route) -> PlannedPrompt:
+        """Put together what a route says of a prompt."""
+        partition = None if route.bounds is None else Partition(tuple(route.bounds))
+        strategy = KVR if route.strategy is None else STRATEGIES[route.strategy]
+        return PlannedPrompt(prompt, self._prefix_of(prompt), decode_rank, strategy, partition)
+
+    def why_too_large(self, request: PromptRequest, decode_rank: int, route: Route) -> str | None:
+        """Say why a prompt fits on no empty chain, and how many ranks would do; None if it does."""
+        planned, footprint = self.planned(request.prompt, decode_rank, route), self._setup.footprint
+        try:
+            self._loaded.shape.check_ids(request.prompt.ids)
+            if footprint is None:
+                return None
+            free, whole = [min(self._free_bytes)], Partition((0, request.prompt.tokens))
+            if planned.partition is None:
+                check_fits(footprint, whole, free, self.new_tokens)
+            else:
+                make = planned.strategy.ours.make or Relay
+                check_fits(footprint, planned.partition, free * self.chain.size, self.new_tokens, make)
+        except DocumentError as error:
+            return str(error)
+        return None
+
+    def fits_beside(self, request: PromptRequest, decode_rank: int, route: Route, held_bytes: Sequence[int]) -> bool:
+        """Whether a prompt fits beside what the ranks of the chain hold already."""
+        planned, footprint = self.planned(request.prompt, decode_rank, route), self._setup.footprint
+        if footprint is None:  # plain transformers' memory is not predicted: one at a time
+            return False
+        if planned.partition is None:
+            needs = [0] * self.chain.size
+            needs[decode_rank] = self.held_bytes_of(planned.prompt) + footprint.activation_bytes(PACK_TOKENS)
+        else:
+            needs = self._needs(planned.strategy, planned.partition, planned.known_tokens, decode_rank)
+        return all(
+            not need or need + held <= free
+            for need, held, free in zip(needs, held_bytes, self._free_bytes, strict=True)
+        )
+
+    def held_bytes(self, request: PromptRequest) -> int:
+        """Bytes of a prompt's cache on the rank that decodes it, with room for the answer."""
+        return self.held_bytes_of(request.prompt)
+
+    def held_bytes_of(self, prompt: Prompt) -> int:
+        """Bytes of a prompt's cache, with room for the answer."""
+        return (prompt.tokens + self.new_tokens) * self._loaded.shape.kv_bytes_per_token
+
+    def prefill(self, planned: PlannedPrompt, forwarder: Forwarder | None) -> Prefill:
+        """Prefill over the chain; every rank of it gives the same prompts in the same order.
 
         Parameters
         ----------
-        decode_rank : int
-            The rank that ends with logits and cache.
         forwarder : Forwarder or None
             Of `open_forwarder`.
         """
-        strategy = self._strategy_of(prompt)
-        return strategy.prefill(
+        assert planned.partition is not None, "it goes alone"
+        return planned.strategy.prefill(
             self._loaded,
-            prompt.ids,
-            self._partition(strategy, prompt, decode_rank),
+            planned.prompt.ids,
+            planned.partition,
             self.chain,
             reserve_tokens=self.new_tokens,
-            prefix=self._prefix_of(prompt),
-            last=decode_rank,
+            prefix=planned.prefix,
+            last=planned.decode_rank,
             forwarder=forwarder,
             spares_chain=True,
             keeps_all=self._spec.output.kv,
         )
 
-    def prefill_packed(self, prompts: Sequence[Prompt]) -> list[Prefill]:
+    def prefill_packed(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
         """Prefill short prompts in one forward, on this rank alone."""
-        prefixes = [self._prefix_of(prompt) for prompt in prompts]
-        prefix = prefixes[0] if all(one is prefixes[0] for one in prefixes) else None
-        ids = [prompt.ids for prompt in prompts]
-        rows = [ids] if self._prepared.why_alone is None else [[one] for one in ids]
+        prefix = row[0].prefix if all(one.prefix is row[0].prefix for one in row) else None
+        ids = [planned.prompt.ids for planned in row]
+        rows = [ids] if self._setup.why_alone is None else [[one] for one in ids]
         return [
             prefill
             for row in rows
             for prefill in prefill_packed(self._loaded, row, reserve_tokens=self.new_tokens, prefix=prefix)
         ]
 
-    def goes_alone(self, prompt: Prompt) -> bool:
+    def _goes_alone(self, prompt: Prompt, known: int) -> bool:
         """Whether a prompt is too short to be cut: one rank prefills it, packed with others."""
         if self._strategy.is_plain:
             return False
-        size, tokens = self.chain.size, prompt.tokens - self._known(prompt)
+        size, tokens = self.chain.size, prompt.tokens - known
         return tokens < LEAST_SLICE_TOKENS * size or (size == 1 and 2 * tokens <= PACK_TOKENS)
-
-    def kept_bytes(self, prompt: Prompt) -> int:
-        """Bytes of a prompt's cache on the rank that keeps it, with room for the answer."""
-        return (prompt.tokens + self.new_tokens) * self._loaded.shape.kv_bytes_per_token
-
-    def check_fits(self, prompt: Prompt) -> None:
-        """Refuse a prompt that fits on no empty chain; the same on every rank.
-
-        Raises
-        ------
-        DocumentError
-            Saying how many ranks would do.
-        """
-        self._loaded.shape.check_ids(prompt.ids)
-        if self._prepared.footprint is None:
-            return
-        rooms = [min(self._free_bytes)] * self.chain.size
-        if self.goes_alone(prompt):
-            check_fits(self._prepared.footprint, Partition((0, prompt.tokens)), rooms[:1], self.new_tokens)
-        else:
-            strategy = self._strategy_of(prompt)
-            partition = self._partition(strategy, prompt, self.chain.size - 1)
-            check_fits(self._prepared.footprint, partition, rooms, self.new_tokens, strategy.ours.make or Relay)
-
-    def has_room(self, prompt: Prompt, decode_rank: int, kept_bytes: Sequence[int]) -> bool:
-        """Whether a prompt fits beside what the ranks of the chain keep already; the same on every rank."""
-        if self._prepared.footprint is None:  # plain transformers' memory is not predicted: one at a time
-            return False
-        rooms = self._free_bytes
-        if self.goes_alone(prompt):
-            need = self.kept_bytes(prompt) + self._prepared.footprint.activation_bytes(PACK_TOKENS)
-            return need + kept_bytes[decode_rank] <= rooms[decode_rank]
-        needs = self._needs(self._strategy_of(prompt), prompt, decode_rank)
-        return all(need + kept <= room for need, kept, room in zip(needs, kept_bytes, rooms, strict=True))
 
     def _prefix_of(self, prompt: Prompt) -> SharedPrefix | None:
         """Find what the prompt begins with, if that is computed already."""
-        return next((one for one in self._prepared.prefixes if prompt.ids[: one.tokens] == one.ids), None)
+        return next((one for one in self._setup.prefixes if prompt.ids[: one.tokens] == one.ids), None)
 
     def _known(self, prompt: Prompt) -> int:
         prefix = self._prefix_of(prompt)
         return prefix.tokens if prefix else 0
 
-    def _partition(self, strategy: Strategy, prompt: Prompt, decode_rank: int) -> Partition:
+    def _cut(self, strategy: Strategy, tokens: int, known: int, decode_rank: int) -> Partition:
         """Cut a prompt for the chain with this rank of it last; nobody computes what is known."""
-        known = self._known(prompt)
         if not strategy.has_cuts:
-            return strategy.cut_evenly(prompt.tokens, self.chain.size, known)
-        return self._cuts.cut(prompt.tokens - known, decode_rank, known).behind(known)
+            return strategy.cut_evenly(tokens, self.chain.size, known)
+        return self._partitioner.cut(tokens - known, decode_rank, known).behind(known)
 
-    def _needs(self, strategy: Strategy, prompt: Prompt, decode_rank: int) -> list[int]:
+    def _needs(self, strategy: Strategy, partition: Partition, known: int, decode_rank: int) -> list[int]:
         """Bytes each rank of the chain takes for a prompt while it is prefilled."""
-        assert self._prepared.footprint is not None
+        assert self._setup.footprint is not None
         size, needs = self.chain.size, [0] * self.chain.size
-        for exchange in strategy.exchanges(self._partition(strategy, prompt, decode_rank), self._known(prompt)):
+        for exchange in strategy.exchanges(partition, known):
             rank = (decode_rank + exchange.rank - exchange.decode_rank) % size
-            needs[rank] = self._prepared.footprint.exchange_bytes(exchange, reserve_tokens=self.new_tokens)
+            needs[rank] = self._setup.footprint.exchange_bytes(exchange, reserve_tokens=self.new_tokens)
         return needs
 
-    def _strategy_of(self, prompt: Prompt) -> Strategy:
-        """Say what runs a prompt: the fastest that fits on an empty chain; the same on every rank."""
-        known = self._known(prompt)
+    def _choose_strategy(self, tokens: int, known: int) -> Strategy:
+        """Say what runs a prompt: the fastest that fits on an empty chain."""
         if known not in self._choices:
             return self._strategy
-        key = prompt.tokens, known
+        key = tokens, known
         if key not in self._chosen:
-            order, room = self._choices[known].order(prompt.tokens - known), min(self._free_bytes)
-            fitting = (one for one in order if max(self._needs(one, prompt, self.chain.size - 1)) <= room)
+            order, free, last = self._choices[known].order(tokens - known), min(self._free_bytes), self.chain.size - 1
+            fitting = (
+                one for one in order if max(self._needs(one, self._cut(one, tokens, known, last), known, last)) <= free
+            )
             self._chosen[key] = next(fitting, order[0])
         return self._chosen[key]
 
     def _choose(self, first_rank: int, say: Say) -> dict[int, Choice]:
         """Work out which strategy is fastest for every length, behind each of the prefixes that are known."""
-        prepared, size = self._prepared, self.chain.size
-        costs = prepared.chain_costs(first_rank, size)
-        shortest, longest, choices = LEAST_SLICE_TOKENS * size, prepared.longest_tokens, {}
-        if prepared.table is not None and prepared.table.key.ranks == size:  # beyond its lengths, as at their ends
-            lengths = [entry.context_tokens for entry in prepared.table.entries]
+        setup, size = self._setup, self.chain.size
+        costs = setup.chain_costs(first_rank, size)
+        shortest, longest, choices = LEAST_SLICE_TOKENS * size, setup.longest_tokens, {}
+        if setup.table is not None and setup.table.key.ranks == size:  # beyond its lengths, as at their ends
+            lengths = [entry.context_tokens for entry in setup.table.entries]
             shortest, longest = max(shortest, lengths[0]), min(longest, lengths[-1])
-        for known in dict.fromkeys([0, *(prefix.tokens for prefix in prepared.prefixes)]):
+        for known in dict.fromkeys([0, *(prefix.tokens for prefix in setup.prefixes)]):
 
             def forecast(strategy: Strategy, known: int, tokens: int) -> float:
                 if strategy.has_cuts:
-                    partition = self._cuts.propose(tokens, size - 1, known).behind(known)
+                    partition = self._partitioner.propose(tokens, size - 1, known).behind(known)
                 else:
                     partition = strategy.cut_evenly(tokens + known, size, known)
                 return strategy.seconds(costs, partition, known)
 
-            seconds = [partial(forecast, one, known) for one in prepared.strategies]
-            choices[known] = choose_strategies(self.chain, prepared.strategies, seconds, shortest, longest - known)
+            seconds = [partial(forecast, one, known) for one in setup.strategies]
+            choices[known] = choose_strategies(self.chain, setup.strategies, seconds, shortest, longest - known)
         if first_rank == 0 and self.chain.rank == 0:
             say(next(reversed(choices.values())).describe(size))
         return choices

@@ -2,7 +2,7 @@
 
 Stands between the prompts and the waves that run them. A document is one prompt; one that is too long and may be split
 is several, whose answers make the next prompt, until one is left. Every rank of a chain goes the same way: what only
-one rank knows (an answer is decoded on one of them) is told to the others as an `Outcome`.
+one rank knows (an answer is decoded on one of them) is told to the others as a `PromptOutcome`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PromptConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PromptOutcome:
     """What became of one prompt, as all ranks of its chain are told."""
 
     error: str = ""
@@ -72,10 +72,10 @@ class DocumentRequest:
     prompt_config: PromptConfig
     work: int
     prompts: list[Prompt] = field(default_factory=list)
-    past: list[Outcome] = field(default_factory=list)  # of earlier prompts
+    past: list[PromptOutcome] = field(default_factory=list)  # of earlier prompts
     _stage: int = 0
     _text_ids: Sequence[int] = ()
-    _heard: dict[int, Outcome] = field(default_factory=dict)
+    _received: dict[int, PromptOutcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         document, prompt_config = self.document, self.prompt_config
@@ -88,17 +88,22 @@ class DocumentRequest:
             )
         wanted = prompt_config.prompt
         if wanted.too_long == "split" and len(ids) > prompt_config.frame.text_budget:
-            self._cut(ids, prompt_config.frame)
+            self._split_text(ids, prompt_config.frame)
         else:
             truncate = wanted.keep if wanted.too_long == "truncate" else None
             self.prompts = [fit_prompt(prompt_config.frame, ids, truncate=truncate)]
+
+    @property
+    def id(self) -> str:
+        """The document's."""
+        return self.document.id
 
     @property
     def is_final(self) -> bool:
         """Whether the answer to the prompt of the moment is the document's."""
         return len(self.prompts) == 1
 
-    def hear(self, part: int, outcome: Outcome) -> bool:
+    def receive_outcome(self, part: int, outcome: PromptOutcome) -> bool:
         """Take what became of a part; with the last of them, make the next prompts and say so.
 
         Raises
@@ -106,13 +111,13 @@ class DocumentRequest:
         DocumentError
             If a part failed, or the answers got no shorter than the text.
         """
-        self._heard[part] = outcome
+        self._received[part] = outcome
         if outcome.error:
             raise DocumentError(f"part {part + 1} of {len(self.prompts)}: {outcome.error}")
-        if len(self._heard) < len(self.prompts):
+        if len(self._received) < len(self.prompts):
             return False
-        answers = [self._heard[number] for number in range(len(self.prompts))]
-        self._heard = {}
+        answers = [self._received[number] for number in range(len(self.prompts))]
+        self._received = {}
         self.past += answers
         text = "\n\n".join(answer.text for answer in answers)
         ids = encode_text(self.prompt_config.tokenizer, text)
@@ -121,12 +126,12 @@ class DocumentRequest:
                 f"too long, and the {len(answers)} answers about its parts got no shorter than the text; lower "
                 f"generation.max_new_tokens, or set prompt.too_long = 'truncate'"
             )
-        self._cut(ids, self.prompt_config.reduce_frame)
+        self._split_text(ids, self.prompt_config.reduce_frame)
         return True
 
-    def outcome(self, part: int, prefill: Prefill, answer: Answer) -> Outcome:
+    def outcome(self, part: int, prefill: Prefill, answer: Answer) -> PromptOutcome:
         """Sum up one prompt's answer."""
-        return Outcome(
+        return PromptOutcome(
             text=answer.text,
             tokens=self.prompts[part].tokens,
             new_tokens=len(answer.token_ids),
@@ -161,9 +166,35 @@ class DocumentRequest:
             parts=len(outcomes),
         )
 
-    def _cut(self, ids: Sequence[int], frame: Frame) -> None:
+    def _split_text(self, ids: Sequence[int], frame: Frame) -> None:
         self._text_ids, self._stage = ids, self._stage + 1
         self.prompts = split_text(self.prompt_config.tokenizer, frame, ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptRequest:
+    """One prompt of a document.
+
+    key : tells it from all others of its chain, on every rank alike.
+    part : its place among the document's prompts of the moment.
+    """
+
+    key: str
+    document: DocumentRequest
+    part: int
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt itself."""
+        return self.document.prompts[self.part]
+
+    @property
+    def work(self) -> int:
+        """This prompt's share of its document's work, by tokens of the document itself."""
+        document = self.document
+        if document.past:  # an answer about answers
+            return 0
+        return document.work * self.prompt.tokens // sum(prompt.tokens for prompt in document.prompts)
 
 
 def error_record(document: Document, reason: str) -> Record:

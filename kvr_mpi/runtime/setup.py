@@ -34,7 +34,7 @@ from kvr_mpi.prefill.one_prompt import compute_prefix
 from kvr_mpi.prefill.registry import AUTO, Strategy, candidates
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.runtime.host_memory import free_bytes, keep_heap
-from kvr_mpi.runtime.requests import PromptConfig
+from kvr_mpi.runtime.requests import PromptConfig, PromptRequest
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of, with_memory
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
@@ -108,7 +108,7 @@ class JobSetup:
         speeds = costs.speeds and costs.speeds[first_rank if self.costs else 0 :][:size]
         return replace(costs, speeds=speeds if speeds and len(speeds) == size else None)
 
-    def open_decode_batch(self) -> DecodeBatch:
+    def open_decode_batch(self) -> DecodeBatch[PromptRequest]:
         """Make what decodes this rank's prompts."""
         generation = self.spec.generation
         return DecodeBatch(self.loaded, self.generation, stop=generation.stop, max_new_tokens=generation.max_new_tokens)

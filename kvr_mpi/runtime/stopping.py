@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 from kvr_mpi.errors import ConfigError
+from kvr_mpi.runtime.slots import Slot
+from kvr_mpi.transport.counters import Counters
 
 # What a batch system sends before the end, and what it sends at it (SLURM: --signal=USR2@..., then TERM).
 STOP_SIGNALS = ("TERM", "USR2")
@@ -60,6 +62,46 @@ class Stop:
         if MARGIN * seconds + WRITE_S > left_s:
             self.ask(f"the time limit is near: {max(0.0, left_s):.0f} s left, the next document takes {seconds:.0f} s")
         return not self.reason
+
+
+class SharedStop:
+    """A rank's `Stop`, which all ranks of the job hear of.
+
+    Parameters
+    ----------
+    stop : Stop
+        Of this rank.
+    counters : Counters
+        Those of `Slot`.
+    check : callable, optional
+        Raises if this job must not go on.
+    """
+
+    def __init__(self, stop: Stop, counters: Counters, check: Callable[[], None] | None = None) -> None:
+        self._stop, self._counters, self._check = stop, counters, check
+        self._has_told = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no time left even for what is begun."""
+        return self._stop.is_over
+
+    def has_time_for(self, seconds: float) -> bool:
+        """Whether something that will take so long can be begun."""
+        return self._stop.has_time_for(seconds)
+
+    def announce(self) -> None:
+        """Tell the others if this rank was told to stop."""
+        if self._check is not None:
+            self._check()
+        if self._stop.heard and not self._has_told:
+            self._has_told = True
+            self._counters.add(Slot.STOP)
+
+    def listen(self) -> None:
+        """Stop, too, if another rank was told to."""
+        if not self._stop.reason and self._counters.read()[Slot.STOP]:
+            self._stop.ask("another rank was told to stop")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.job import ParallelSection
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.transport import Transport, share_json
+from kvr_mpi.transport import Transport
 from kvr_mpi.tuning.lookup import choose_slices, describe_range
 from kvr_mpi.tuning.table import Table
 
@@ -33,7 +33,7 @@ class Partitioner:
     _has_extrapolated: bool = field(default=False, init=False)
 
     def cut(self, tokens: int, decode_rank: int, before: int) -> Partition:
-        """Cut so many tokens, behind `before` others that are known already; with a table, every rank calls this.
+        """Cut so many tokens, behind `before` others that are known already; what is unusual is said.
 
         Parameters
         ----------
@@ -45,7 +45,7 @@ class Partitioner:
         return self.propose(tokens, decode_rank, before)
 
     def propose(self, tokens: int, decode_rank: int, before: int) -> Partition:
-        """Cut as `cut` does, without a word to the other ranks or the user."""
+        """Cut as `cut` does, without a word to the user."""
         parallel, first = self.parallel, (decode_rank + 1) % self.chain.size
         if self.rates and parallel.partition == "equal_time":
             # Every token attends to those before, too: that makes it dearer, and is the same for all.
@@ -66,5 +66,4 @@ class Partitioner:
                 f"{self.chain.size} ranks is beyond that: such prompts are cut by the table's fitted rates"
             )
         self._has_extrapolated |= choice.how == "extrapolated"
-        # One rank's word: beyond the entries a last bit may differ between processors.
-        return Partition(tuple(share_json(self.chain, choice.partition.bounds)))
+        return choice.partition

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvr_mpi.runtime.desk import Queue
+from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.transport.counters import open_counters
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -28,12 +28,12 @@ def numbered(works: list[list[int]]) -> tuple[list[list[int]], dict[int, int]]:
 def test_every_document_is_taken_once(works: list[list[int]], random: Random) -> None:
     lists, flat = numbered(works)
     counters = open_counters(LocalTransport(), 2 + len(lists))
-    queues = [Queue(lists, flat, own, counters, 2) for own in range(len(lists))]
+    queues = [WorkQueue(lists, flat, own, counters, 2) for own in range(len(lists))]
     taken: list[int] = []
     while queues:
         queue = random.choice(queues)
-        expected = queue.peek()
-        number = queue.take()
+        expected = queue.peek_document()
+        number = queue.take_document()
         assert number == expected
         if number is None:
             assert len(taken) == len(flat), "a chain ends only when nothing is left anywhere"
@@ -47,8 +47,8 @@ def test_every_document_is_taken_once(works: list[list[int]], random: Random) ->
 def test_the_own_list_comes_first_and_then_the_fullest() -> None:
     lists, works = numbered([[5], [1, 1], [9, 1]])
     counters = open_counters(LocalTransport(), 3)
-    queue = Queue(lists, works, 0, counters, 0)
-    assert [queue.take() for _ in range(6)] == [0, 3, 1, 2, 4, None]
+    queue = WorkQueue(lists, works, 0, counters, 0)
+    assert [queue.take_document() for _ in range(6)] == [0, 3, 1, 2, 4, None]
 
 
 @pytest.mark.parametrize("chains", [2, 4])
@@ -57,8 +57,8 @@ def test_chains_that_draw_at_the_same_time(chains: int) -> None:
 
     def work(rank: LocalTransport) -> list[int]:
         counters = open_counters(rank, len(lists))
-        queue, taken = Queue(lists, works, rank.rank, counters, 0), []
-        while (number := queue.take()) is not None:
+        queue, taken = WorkQueue(lists, works, rank.rank, counters, 0), []
+        while (number := queue.take_document()) is not None:
             taken.append(number)
         return taken
 

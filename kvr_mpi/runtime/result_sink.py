@@ -1,0 +1,48 @@
+"""Where results go: into this rank's shard, and into the counts that all ranks share."""
+
+from __future__ import annotations
+
+from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.report.progress import Progress
+from kvr_mpi.runtime.slots import Slot
+from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.transport.counters import Counters
+
+
+class ResultSink:
+    """One rank's end of the results.
+
+    Parameters
+    ----------
+    writer : ShardWriter
+    counters : Counters
+        Those of `Slot`.
+    progress : Progress
+    keeps_kv : bool
+        Whether keys and values are stored.
+    """
+
+    def __init__(self, writer: ShardWriter, counters: Counters, progress: Progress, *, keeps_kv: bool) -> None:
+        self._writer, self._counters, self._progress, self._keeps_kv = writer, counters, progress, keeps_kv
+
+    def begin_document(self, document_id: str) -> None:
+        """Take note that a document is in flight from now on."""
+        self._writer.begin([document_id])
+
+    def report_prefill(self, document_id: str, prefill: Prefill, work: int) -> None:
+        """Tell of a prompt whose answer is yet to come, and how much of the document's work its tokens are."""
+        prefilled = self._counters.add(Slot.PREFILLED, work) + work
+        self._progress.prefilled(document_id, prefill.partition.tokens, prefill.seconds, prefilled)
+
+    def write_record(self, record: Record, work: int, prefill: Prefill | None = None) -> None:
+        """Store a result, and with it what the prompt's cache holds if that is wanted, and tell of it."""
+        if self._keeps_kv and prefill is not None:
+            cache = prefill.cache
+            self._writer.write(record, [layer_kv(cache, layer) for layer in range(len(cache.layers))])
+        else:
+            self._writer.write(record)
+        done = self._counters.add(Slot.DONE) + 1
+        worked = self._counters.add(Slot.WORK, work) + work
+        self._progress.document(record, done, worked, self._counters.read()[Slot.PREFILLED])

@@ -1,0 +1,17 @@
+"""The counters that all ranks of a job share; behind these come those of the work queue's lists."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Slot(IntEnum):
+    """What each of them counts."""
+
+    DONE = 0  # documents
+    WORK = 1  # of documents that are done
+    STOP = 2  # ranks that were told to stop
+    PREFILLED = 3  # work whose tokens are prefilled
+
+
+FIRST_LIST = len(Slot)

@@ -1,0 +1,42 @@
+"""What a rank did, and how long it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from kvr_mpi.schedule.plan import duration
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over a job, on one rank."""
+
+    phase_s: float = 0.0  # in prefill phases
+    busy_s: float = 0.0  # of them, computing
+    decode_s: float = 0.0
+    prompt_tokens: int = 0  # of prompts that were decoded here
+    new_tokens: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Add what was done elsewhere."""
+        for spec in fields(self):
+            setattr(self, spec.name, getattr(self, spec.name) + getattr(other, spec.name))
+
+
+def describe_throughput(
+    tallies: Sequence[Tally], documents: int, seconds: float, predicted_s: float | None
+) -> Iterator[str]:
+    """Say how fast all ranks together were."""
+    total = Tally()
+    for tally in tallies:
+        total.add(tally)
+    if not documents or seconds <= 0:
+        return
+    planned = "" if predicted_s is None else f" (planned: {duration(predicted_s)})"
+    busy = 100 * total.busy_s / total.phase_s if total.phase_s else 0
+    yield (
+        f"{documents} document(s) in {duration(seconds)}{planned}: {3600 * documents / seconds:.0f} an hour, "
+        f"{total.prompt_tokens / seconds:.0f} prompt tokens/s, {total.new_tokens / seconds:.1f} new tokens/s; "
+        f"ranks computed in {busy:.0f} % of their prefill time"
+    )

@@ -1,0 +1,187 @@
+"""Which prompt comes next, on which rank it decodes, and when a wave ends.
+
+A wave's prompts are prefilled one after the other, each with another rank last (the *decode rank*, which keeps its
+cache and decodes it), until the ranks' memory is full or nothing is left; then every rank decodes what it holds.
+
+Pure: it knows no MPI and no clock, so that its promises can be tested alone. Memory is never exceeded, every prompt
+runs once, and all ranks hold as many prompts, give or take one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+# A wave's prefill ends after this time even if there is memory left, so that answers come to be written.
+MAX_WAVE_S = 300.0
+
+
+class Request(Protocol):
+    """A prompt to be run."""
+
+    @property
+    def document(self) -> object:
+        """What it is of: prompts of one document are refused together."""
+
+
+R = TypeVar("R", bound=Request)
+R_contra = TypeVar("R_contra", bound=Request, contravariant=True)
+P = TypeVar("P")
+
+
+class Capacity(Protocol[R_contra, P]):
+    """What a chain has room for, in plans of its own making."""
+
+    def plan(self, request: R_contra, decode_rank: int) -> P:
+        """Decide how a prompt is run with this rank of the chain last."""
+
+    def why_too_large(self, request: R_contra, decode_rank: int, plan: P) -> str | None:
+        """Say why a prompt fits on no empty chain; None if it does."""
+
+    def fits_beside(self, request: R_contra, decode_rank: int, plan: P, held_bytes: Sequence[int]) -> bool:
+        """Whether a prompt fits beside what the ranks hold already."""
+
+    def held_bytes(self, request: R_contra) -> int:
+        """Bytes of a prompt on the rank that decodes it; 0 if nothing is decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank decodes, or is to decode."""
+
+    sequences: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TakeDocument:
+    """Another document is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseDocument:
+    """The next prompt's document cannot be run on this chain."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPrompt(Generic[P]):
+    """The next prompt is prefilled."""
+
+    plan: P
+    decode_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndWave:
+    """Nothing more is prefilled before the ranks have decoded."""
+
+
+class WaveScheduler(Generic[R, P]):
+    """The prompts of one chain, and what its ranks hold; the same on every rank.
+
+    One rank decides; all of them carry the decision out here, so that they stay alike.
+
+    Parameters
+    ----------
+    size : int
+        Ranks of the chain.
+    capacity : Capacity
+    max_sequences : int
+        Most that one rank decodes together.
+    decodes : bool
+        Whether there is anything to decode; otherwise prompts leave as soon as they are prefilled.
+    """
+
+    def __init__(self, size: int, capacity: Capacity[R, P], *, max_sequences: int, decodes: bool = True) -> None:
+        self._capacity, self._max_sequences, self._decodes = capacity, max_sequences, decodes
+        self._waiting: deque[R] = deque()
+        self._held = [Held()] * size
+        self._begun = 0
+        self._checked: object = None  # the document whose prompts are known to fit
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there are prompts that have not been prefilled."""
+        return bool(self._waiting)
+
+    @property
+    def held(self) -> Sequence[Held]:
+        """What each rank decodes, or is to decode."""
+        return self._held
+
+    def begin_wave(self, held: Iterable[Held]) -> None:
+        """Begin a wave, with what each rank still holds."""
+        self._held = list(held)
+
+    def add(self, requests: Iterable[R]) -> None:
+        """Append a document's prompts."""
+        self._waiting.extend(requests)
+        self._checked = None
+
+    def decide(
+        self, *, wave_s: float, has_documents: bool
+    ) -> TakeDocument | RefuseDocument | PrefillPrompt[P] | EndWave:
+        """Say what comes next; nothing is changed by that but what has been looked up.
+
+        Parameters
+        ----------
+        wave_s : float
+            How long the wave's prefill has gone on.
+        has_documents : bool
+            Whether there may be documents that have not been taken.
+        """
+        holds_any = any(held.sequences for held in self._held)
+        if holds_any and wave_s > MAX_WAVE_S:
+            return EndWave()
+        if not self._waiting:
+            return TakeDocument() if has_documents else EndWave()
+        request = self._waiting[0]
+        if reason := self._why_too_large(request):
+            return RefuseDocument(reason)
+        rank = self._next_decode_rank()
+        plan = self._capacity.plan(request, rank)
+        fits = self._held[rank].sequences < self._max_sequences and self._capacity.fits_beside(
+            request, rank, plan, [held.bytes for held in self._held]
+        )
+        return PrefillPrompt(plan, rank) if fits or not holds_any else EndWave()
+
+    def start_next(self, decode_rank: int) -> R:
+        """Take the next prompt, which is prefilled now and then held by this rank."""
+        request = self._waiting.popleft()
+        self._begun += 1
+        if self._decodes:
+            held = self._held[decode_rank]
+            self._held[decode_rank] = Held(held.sequences + 1, held.bytes + self._capacity.held_bytes(request))
+        return request
+
+    @property
+    def next_request(self) -> R:
+        """The prompt that a decision is about."""
+        return self._waiting[0]
+
+    def drop_document(self, document: object) -> None:
+        """Take away what is waiting of a document."""
+        self._waiting = deque(request for request in self._waiting if request.document is not document)
+
+    def _why_too_large(self, request: R) -> str | None:
+        """Say why a document's prompts, looked at together before the first is begun, fit on no empty chain."""
+        if self._checked is request.document:
+            return None
+        last = len(self._held) - 1
+        for each in (other for other in self._waiting if other.document is request.document):
+            if reason := self._capacity.why_too_large(each, last, self._capacity.plan(each, last)):
+                return reason
+        self._checked = request.document
+        return None
+
+    def _next_decode_rank(self) -> int:
+        """Choose the rank that decodes the next prompt: in turn, as long as all hold as much."""
+        ranks = range(len(self._held))
+        turn = self._begun % len(ranks)
+        return min(
+            ranks, key=lambda rank: (self._held[rank].sequences, self._held[rank].bytes, (rank - turn) % len(ranks))
+        )

@@ -1,0 +1,66 @@
+"""Which document a chain takes next.
+
+Documents are shared out beforehand, a list to each chain, and drawn from the front. A chain whose list is empty draws
+from the list with most left, so that all chains end together. Counters that any rank can add to say how far each list
+is used up: nobody coordinates, and nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvr_mpi.transport.counters import Counters
+
+
+class WorkQueue:
+    """Lists of documents, each taken by exactly one chain.
+
+    Parameters
+    ----------
+    lists : sequence of sequences of int
+        Documents' numbers, for each chain; the same on every rank.
+    works : mapping
+        How much work each document is.
+    own : int
+        The list to take from first.
+    counters : Counters
+    first_slot : int
+        Of the counters, that of the first list; it says how many are taken of each list.
+    """
+
+    def __init__(
+        self,
+        lists: Sequence[Sequence[int]],
+        works: Mapping[int, int],
+        own: int,
+        counters: Counters,
+        first_slot: int,
+    ) -> None:
+        self._lists, self._works, self._own = lists, works, own
+        self._counters, self._first_slot = counters, first_slot
+
+    def peek_document(self) -> int | None:
+        """Say what would be taken now, if nobody else took it."""
+        found = self._fullest()
+        return None if found is None else self._lists[found[0]][found[1]]
+
+    def take_document(self) -> int | None:
+        """Take a document: of the own list, or else of the one with most work left; None if all are empty."""
+        while (found := self._fullest()) is not None:
+            at = self._counters.add(self._first_slot + found[0])
+            if at < len(self._lists[found[0]]):  # else another rank was faster
+                return self._lists[found[0]][at]
+        return None
+
+    def work_of(self, number: int) -> int:
+        """Say how much work a document is."""
+        return self._works[number]
+
+    def _fullest(self) -> tuple[int, int] | None:
+        """Find the list to take from, and how far it is used up."""
+        taken = self._counters.read()[self._first_slot :][: len(self._lists)]
+        if taken[self._own] < len(self._lists[self._own]):
+            return self._own, taken[self._own]
+        left = [sum(self._works[number] for number in one[at:]) for one, at in zip(self._lists, taken, strict=True)]
+        fullest = max(range(len(left)), key=left.__getitem__)
+        return (fullest, taken[fullest]) if taken[fullest] < len(self._lists[fullest]) else None

@@ -1,0 +1,151 @@
+"""The wave scheduler keeps its promises, whatever comes: alone, without ranks and without a clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvr_mpi.runtime.waves import (
+    MAX_WAVE_S,
+    EndWave,
+    Held,
+    PrefillPrompt,
+    RefuseDocument,
+    TakeDocument,
+    WaveScheduler,
+)
+
+FREE = 100
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt of so many bytes."""
+
+    document: int
+    part: int
+    bytes: int
+
+
+@dataclass
+class Ranks:
+    """Memory of ranks; a prompt takes its bytes where it decodes, and half of them elsewhere while it is prefilled."""
+
+    size: int
+    planned: list[tuple[Request, int]] = field(default_factory=list)
+
+    def plan(self, request: Request, decode_rank: int) -> tuple[int, int]:
+        self.planned.append((request, decode_rank))
+        return request.bytes, decode_rank
+
+    def why_too_large(self, request: Request, decode_rank: int, plan: tuple[int, int]) -> str | None:
+        assert plan == (request.bytes, decode_rank)
+        return f"{request.bytes} bytes" if request.bytes > FREE else None
+
+    def fits_beside(self, request: Request, decode_rank: int, plan: tuple[int, int], held_bytes: Sequence[int]) -> bool:
+        assert plan == (request.bytes, decode_rank)
+        return all(self.needs(request, decode_rank, rank) + held <= FREE for rank, held in enumerate(held_bytes))
+
+    def held_bytes(self, request: Request) -> int:
+        return request.bytes
+
+    @staticmethod
+    def needs(request: Request, decode_rank: int, rank: int) -> int:
+        return request.bytes if rank == decode_rank else request.bytes // 2
+
+
+documents = st.lists(st.lists(st.integers(1, FREE + 5), min_size=1, max_size=3), max_size=20)
+
+
+@given(documents, st.integers(1, 5), st.integers(1, 6), st.integers(0, 3), st.booleans())
+def test_every_prompt_runs_once_and_memory_is_never_exceeded(
+    documents: list[list[int]], size: int, most: int, left: int, decodes: bool
+) -> None:
+    ranks = Ranks(size)
+    scheduler: WaveScheduler[Request, tuple[int, int]] = WaveScheduler(size, ranks, max_sequences=most, decodes=decodes)
+    queue = [[Request(number, part, size) for part, size in enumerate(one)] for number, one in enumerate(documents)]
+    expected = Counter(each for one in queue if max(each.bytes for each in one) <= FREE for each in one)
+    held: list[list[Request]] = [[] for _ in range(size)]
+    run: Counter[Request] = Counter()
+    refused: list[int] = []
+    waves = 0
+    while queue or scheduler.has_waiting:
+        assert (waves := waves + 1) <= 1 + sum(map(len, documents)), "a wave without a prompt"
+        scheduler.begin_wave(Held(len(one), sum(each.bytes for each in one)) for one in held)
+        while not isinstance(decision := scheduler.decide(wave_s=0.0, has_documents=bool(queue)), EndWave):
+            match decision:
+                case TakeDocument():
+                    assert not scheduler.has_waiting
+                    scheduler.add(queue.pop(0))
+                case RefuseDocument(reason):
+                    document = scheduler.next_request.document
+                    assert any(f"{size} bytes" == reason for size in documents[document])
+                    refused.append(document)
+                    scheduler.drop_document(document)
+                case PrefillPrompt(_, rank):
+                    alone = not any(held)
+                    request = scheduler.start_next(rank)
+                    for other in range(size):
+                        total = ranks.needs(request, rank, other) + sum(each.bytes for each in held[other])
+                        assert total <= FREE or alone
+                    run[request] += 1
+                    if decodes:
+                        held[rank].append(request)
+                        assert len(held[rank]) <= most or alone
+        for one in held:  # the ranks decode, and some is left for the next wave
+            del one[: max(0, len(one) - left) or 1]
+    assert run == expected
+    assert set(refused) == {number for number, one in enumerate(documents) if max(one) > FREE}
+    assert len(refused) == len(set(refused))
+
+
+@given(st.integers(1, 6), st.integers(1, 40))
+def test_no_rank_starves(size: int, prompts: int) -> None:
+    scheduler: WaveScheduler[Request, tuple[int, int]] = WaveScheduler(size, Ranks(size), max_sequences=1000)
+    scheduler.add(Request(number, 0, 1) for number in range(prompts))
+    order = []
+    while isinstance(decision := scheduler.decide(wave_s=0.0, has_documents=False), PrefillPrompt):
+        order.append(decision.decode_rank)
+        scheduler.start_next(decision.decode_rank)
+        held = [one.sequences for one in scheduler.held]
+        assert max(held) - min(held) <= 1
+    assert order == [number % size for number in range(len(order))]
+    assert len(order) == min(prompts, len(order)) and (len(order) == prompts or sum(held) > FREE // 2)
+
+
+def test_a_long_wave_ends_as_soon_as_there_is_something_to_decode() -> None:
+    scheduler: WaveScheduler[Request, tuple[int, int]] = WaveScheduler(2, Ranks(2), max_sequences=9)
+    scheduler.add([Request(0, 0, 1), Request(1, 0, 1)])
+    late = MAX_WAVE_S + 1
+    first = scheduler.decide(wave_s=late, has_documents=True)
+    assert isinstance(first, PrefillPrompt)  # nothing is held: it would wait for ever
+    scheduler.start_next(first.decode_rank)
+    assert scheduler.decide(wave_s=late, has_documents=True) == EndWave()
+    assert isinstance(scheduler.decide(wave_s=MAX_WAVE_S, has_documents=True), PrefillPrompt)
+
+
+def test_what_was_left_over_counts() -> None:
+    scheduler: WaveScheduler[Request, tuple[int, int]] = WaveScheduler(2, Ranks(2), max_sequences=9)
+    scheduler.begin_wave([Held(1, 60), Held(0, 0)])
+    scheduler.add([Request(0, 0, 70)])
+    decision = scheduler.decide(wave_s=0.0, has_documents=False)
+    assert isinstance(decision, PrefillPrompt) and decision.decode_rank == 1
+    scheduler.start_next(1)
+    assert list(scheduler.held) == [Held(1, 60), Held(1, 70)]
+    scheduler.add([Request(1, 0, 50)])
+    assert scheduler.decide(wave_s=0.0, has_documents=False) == EndWave()
+
+
+def test_a_documents_next_prompts_are_looked_at_anew() -> None:
+    """The answers about parts make another prompt of the same document, which may be too large by itself."""
+    scheduler: WaveScheduler[Request, tuple[int, int]] = WaveScheduler(1, Ranks(1), max_sequences=9)
+    scheduler.add([Request(0, 0, 1)])
+    assert isinstance(scheduler.decide(wave_s=0.0, has_documents=True), PrefillPrompt)
+    scheduler.start_next(0)
+    scheduler.begin_wave([Held()])
+    scheduler.add([Request(0, 0, FREE + 1)])
+    assert scheduler.decide(wave_s=0.0, has_documents=True) == RefuseDocument(f"{FREE + 1} bytes")
