@@ -1,6 +1,6 @@
 -- An environment module (Lmod): copy to MODULEPATH/kvr-mpi/0.1.0.lua, and set the two paths.
 -- Users then write `module load kvr-mpi` and `sbatch $KVR_SLURM_DIR/kvr_prefill.sh JOB.toml`.
-local venv = "/apps/kvr-mpi/0.1.0"          -- python -m venv, then pip install with the site's MPI (README.md)
+local venv = "/apps/kvr-mpi/0.1.0"          -- python -m venv, then pip install with the site's MPI (docs/clusters.md)
 local models = "/apps/models/huggingface"   -- filled once, read by all
 
 help([[Long-document LLM batch work over MPI. `kvr --help`, and slurm/README.md beside the job scripts.]])

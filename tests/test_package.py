@@ -1,8 +1,9 @@
-"""What is installed, and what a source distribution holds: all that the README speaks of."""
+"""What is installed, and what a source distribution holds: all that the README speaks of; where its links lead."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,10 @@ MADE = (
     ".hypothesis",
     ".cache",
 )
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "slurm" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +83,45 @@ def test_a_wheel_has_the_jobs_and_the_scripts(source: Path, tmp_path: Path) -> N
     package = {name for name in files_of(source) if name.startswith("kvr_mpi/")}
     assert package <= found, sorted(package - found)
     assert not [name for name in found if name.startswith("tests/")]
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The names of a page's headings, as forges make them: a second one of the same words gets a number."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ +(.+?) *$", prose(page), re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.append(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
+    return {f"{name}-{found[:idx].count(name)}" if name in found[:idx] else name for idx, name in enumerate(found)}
+
+
+def links_of(page: Path) -> list[str]:
+    """Where a page's links lead, those out of the project left out."""
+    text = re.sub(r"(`+)(?!`).+?\1", lambda code: "x" * len(code[0]), prose(page), flags=re.DOTALL)
+    return [link for link in LINK.findall(text) if not re.match(r"[a-z][a-z0-9+.-]*:", link)]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for link in links_of(page):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not (target.is_relative_to(ROOT) and target.exists()):
+            wrong.append(f"{link}: no such file")
+        elif anchor and (target.suffix != ".md" or anchor not in anchors_of(target)):
+            wrong.append(f"{link}: no such heading")
+    assert not wrong
+
+
+def test_every_page_is_in_the_readmes_index() -> None:
+    linked = {(ROOT / link.partition("#")[0]).resolve() for link in links_of(ROOT / "README.md")}
+    assert {page for page in PAGES if page.name != "README.md" or page.parent != ROOT} <= linked
