@@ -16,6 +16,7 @@ ROOMS = [
     "errors",
     "disk",
     "partition",
+    "topology",
     "model",
     "documents",
     "transport",
@@ -83,6 +84,19 @@ def test_no_circles() -> None:
     while free := {name for name, used in needs.items() if not used & needs.keys()}:
         needs = {name: used for name, used in needs.items() if name not in free}
     assert not needs, f"in or above a circle: {sorted(needs)}"
+
+
+def test_rank_arithmetic_has_one_place() -> None:
+    """Nobody but ``topology`` divides a rank's number, or the place of its slice."""
+    wrong = []
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text())) if room(path) != "topology" else ():
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.FloorDiv):
+                names = [getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node)]
+                words = {word for name in names if "_per_" not in name for word in name.split("_")}
+                if words & {"rank", "place"}:
+                    wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {ast.unparse(node)}")
+    assert not wrong
 
 
 def test_libraries_are_met_in_one_place() -> None:

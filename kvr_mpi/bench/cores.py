@@ -10,6 +10,7 @@ import torch
 
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.topology import share_of_cores
 from kvr_mpi.transport import Transport, gather_json, share_json
 
 
@@ -35,9 +36,7 @@ def _share_of(cores: Sequence[int], transport: Transport) -> list[int]:
     shared = share_json(transport, all(item == same_for_all[0] for item in same_for_all))
     if not shared:
         return list(cores)
-    each = len(cores) // transport.local_size
-    first = transport.local_rank * each if each else transport.local_rank % len(cores)
-    return list(cores[first : first + max(1, each)])
+    return share_of_cores(cores, transport.local_rank, transport.local_size)
 
 
 @contextmanager

@@ -25,14 +25,16 @@ from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
-from kvr_mpi.runtime.batch import open_post, share_out, work_through
+from kvr_mpi.runtime.batch import open_post, work_through
 from kvr_mpi.runtime.preflight import choose_chain_size
 from kvr_mpi.runtime.requests import DocumentRequest
+from kvr_mpi.runtime.rounds import share_out
 from kvr_mpi.runtime.setup import JobSetup, Machine, prepare
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
 from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.topology import Topology
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json
 from kvr_mpi.transport.counters import open_counters
 
@@ -136,7 +138,7 @@ def bench_corpus(
         for way in ways:
             if way in OURS:
                 mine = _spec_for(spec, way)
-                chain = ranks.split(ranks.rank // choose_chain_size(mine, ranks.size))
+                chain = ranks.split(Topology(ranks.size, choose_chain_size(mine, ranks.size)).group_of(ranks.rank))
                 loaded = next(iter(ready.values())).loaded if ready else None
                 ready[way] = prepare(mine, machine, ranks, chain, log.line, loaded=loaded)
         first = next(iter(ready.values()))

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from kvr_mpi.doctor.deadlines import within
+from kvr_mpi.topology import device_index
 from kvr_mpi.transport.mpi_query import MpiFacts, describe_mpi
 
 LIBRARIES = ("torch", "transformers", "numpy", "h5py", "mpi4py")
@@ -76,7 +77,7 @@ def look_at_device(local_rank: int, environ: Mapping[str, str]) -> DeviceFacts:
         import torch
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        index = local_rank % count if count else None
+        index = device_index(local_rank, count) if count else None
         properties = None if index is None else torch.cuda.get_device_properties(index)
         return DeviceFacts(
             built=torch.version.cuda or "",

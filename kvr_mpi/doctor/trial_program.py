@@ -21,12 +21,13 @@ def main(kind: str, timeout_s: float) -> None:
     import torch
 
     from kvr_mpi.doctor.links import checksum, pattern
+    from kvr_mpi.topology import device_index
     from kvr_mpi.transport.mpi import connect
     from kvr_mpi.transport.mpi_query import swap_in_place
 
     world = connect()
     count = torch.cuda.device_count() if kind == "cuda" else 0
-    device = torch.device("cuda", world.rank % count) if count else torch.device("cpu")
+    device = torch.device("cuda", device_index(world.rank, count)) if count else torch.device("cpu")
     buffers = [
         (pattern(size, world.rank).to(device), torch.zeros(size, dtype=torch.uint8, device=device)) for size in SIZES
     ]

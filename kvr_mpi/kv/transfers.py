@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kvr_mpi.model.masks import FULL, Visibility
+from kvr_mpi.topology import Rotation
 from kvr_mpi.transport.forwarder import Forwarder, Transfer
 
 Range = tuple[int, int]
@@ -30,7 +31,7 @@ class PromptTransfers:
         The rank of the chain that has the first slice; the others follow.
     """
 
-    def __init__(self, forwarder: Forwarder, segments: int, layers: int, rotation: int) -> None:
+    def __init__(self, forwarder: Forwarder, segments: int, layers: int, rotation: Rotation) -> None:
         self.forwarder, self.segments, self.layers, self.rotation = forwarder, segments, layers, rotation
         self.wait_s = 0.0  # for other ranks' keys and values
         self.send_wait_s = 0.0  # for the link to take what is sent
@@ -45,7 +46,7 @@ class PromptTransfers:
 
     def rank_of(self, place: int) -> int:
         """Tell which rank of the chain has the slice at this place."""
-        return (place + self.rotation) % self.forwarder.transport.size
+        return self.rotation.rank_of(place)
 
     def tag(self, layer_idx: int, segment: int) -> int:
         """Tell a segment's messages from all others of this prompt and of its neighbours."""

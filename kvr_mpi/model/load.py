@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model.checks import check_config, check_loaded
 from kvr_mpi.model.shape import BUILDING, ModelShape, probe_shape
+from kvr_mpi.topology import device_index
 
 if TYPE_CHECKING:
     import torch
@@ -286,7 +287,7 @@ def choose_device(name: str, index: int) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ModelError("model.device = 'cuda', but this rank sees no GPU; use 'auto' or 'cpu', or ask for GPUs")
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
-        device = torch.device("cuda", index % torch.cuda.device_count())
+        device = torch.device("cuda", device_index(index, torch.cuda.device_count()))
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")

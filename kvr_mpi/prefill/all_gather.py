@@ -10,6 +10,7 @@ from kvr_mpi.kv.transfers import LayerTransfers, Range
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import Partition
+from kvr_mpi.topology import others_after
 
 
 class AllGather:
@@ -78,7 +79,7 @@ class AllGather:
         return 0
 
     def _others(self) -> list[int]:
-        return [(self.rank + step) % self.partition.size for step in range(1, self.partition.size)]
+        return list(others_after(self.rank, self.partition.size))
 
     def _bounds(self, rank: int) -> Range:
         return max(self.partition.start(rank), self.prefix_tokens), self.partition.stop(rank)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.topology import Rotation
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -61,7 +62,8 @@ def agree(cache: SliceCache, has_failed: bool) -> list[int]:
         return [place] if has_failed else []
     forwarder, size, decode_rank = transfers.forwarder, transfers.forwarder.transport.size, cache.exchange.decode_rank
     # Of the way: the decode rank is at the last one, the rank after it at the first.
-    step = (place - decode_rank - 1) % size
+    way = Rotation.ending_at(size, decode_rank)
+    step = way.place_of(place)
 
     def tag(step: int) -> int:
         return transfers.tag(transfers.layers, step)
@@ -73,7 +75,7 @@ def agree(cache: SliceCache, has_failed: bool) -> list[int]:
     for source in reversed(range(step)):
         word = torch.zeros(1, dtype=torch.int64, device=cache.device)
         receives.append(forwarder.receive(word, transfers.rank_of(place - 1), tag(source), behind))
-        words.append(((decode_rank + 1 + source) % size, word))
+        words.append((way.rank_of(source), word))
     if behind is not None:
         forwarder.send(torch.full((1,), int(has_failed), dtype=torch.int64, device=cache.device), behind, tag(step))
         return [place] if has_failed else []

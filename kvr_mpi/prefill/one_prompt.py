@@ -28,6 +28,7 @@ from kvr_mpi.prefill.all_gather import AllGather
 from kvr_mpi.prefill.failure import agree, is_out_of_memory, play_on
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.prefill.ring import Ring
+from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport
@@ -206,8 +207,10 @@ def prefill_by(
         partition.check_prefix(prefix.tokens)
         known = prefix.tokens
     make = partial(make, sends_all=keeps_all or not loaded.attends_in_parts)
-    rotation = 0 if last is None else (last - make(partition, 0, known).decode_rank) % chain.size
-    exchange = make(partition, (chain.rank - rotation) % chain.size, known)
+    rotation = Rotation(chain.size)
+    if last is not None:
+        rotation = Rotation.bringing(chain.size, make(partition, 0, known).decode_rank, last)
+    exchange = make(partition, rotation.place_of(chain.rank), known)
     if not isinstance(exchange, Relay):
         _check_parallel(loaded, strategy)
     began = time.perf_counter()
@@ -263,7 +266,7 @@ def prefill_by(
         seconds,
         wait_s=transfers.wait_s if transfers else 0.0,
         sent_bytes=transfers.sent_bytes if transfers else 0,
-        last=(exchange.decode_rank + rotation) % chain.size,
+        last=rotation.rank_of(exchange.decode_rank),
         error=told,
         layer_times_s=cache.layer_times_s,
         send_wait_s=transfers.send_wait_s if transfers else 0.0,

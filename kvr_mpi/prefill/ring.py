@@ -10,6 +10,7 @@ from kvr_mpi.kv.transfers import LayerTransfers, Range
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import Partition
+from kvr_mpi.topology import following, others_before, preceding
 
 
 class Ring:
@@ -42,17 +43,17 @@ class Ring:
     def post(self, layer: LayerTransfers) -> None:
         """Receive every other rank's two stretches from the rank before, nearest first."""
         for half, bounds in zip((self.rank, 2 * self.size - 1 - self.rank), self.owned, strict=True):
-            layer.announce((self.rank + 1) % self.size, half, bounds)
+            layer.announce(following(self.rank, self.size), half, bounds)
         for source in self._sources():
-            passes_on = (self.rank + 1) % self.size != source
+            passes_on = following(self.rank, self.size) != source
             for half, bounds in zip((source, 2 * self.size - 1 - source), self._halves_of(source), strict=True):
-                to = (self.rank + 1) % self.size if passes_on else None
-                layer.receive(bounds, (self.rank - 1) % self.size, half, to)
+                to = following(self.rank, self.size) if passes_on else None
+                layer.receive(bounds, preceding(self.rank, self.size), half, to)
 
     def share(self, layer: LayerTransfers) -> None:
         """Send both own stretches to the rank behind."""
         for half, bounds in zip((self.rank, 2 * self.size - 1 - self.rank), self.owned, strict=True):
-            layer.send(bounds, (self.rank + 1) % self.size, half)
+            layer.send(bounds, following(self.rank, self.size), half)
 
     def attend(
         self,
@@ -90,7 +91,7 @@ class Ring:
         return 0
 
     def _sources(self) -> list[int]:
-        return [(self.rank - step) % self.size for step in range(1, self.size)]
+        return list(others_before(self.rank, self.size))
 
     def _halves_of(self, rank: int) -> list[Range]:
         return [self.halves[rank], self.halves[2 * self.size - 1 - rank]]

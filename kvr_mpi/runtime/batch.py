@@ -1,10 +1,8 @@
 """The main job: every document of a corpus, prefilled, answered and stored.
 
 The data's way, as in `run_job`: documents -> prompts -> plan -> chain prefill -> decode -> outputs -> report.
-Every rank knows the same corpus and computes the same shares of it. Each chain takes its documents from the front of
-its own list, and, when that is empty, from the list with most left: counters in one rank's memory say what is taken, so
-nobody coordinates. A job is gone through in rounds: one, if all chains have one length; else one for each length, the
-longest first, so that a rank joins ever shorter chains and never waits for a rank that waits for another.
+Every rank knows the same corpus and computes the same shares of it (``rounds``). Each chain takes its documents from
+the front of its own list, and, when that is empty, from the list with most left (``work_queue``): nobody coordinates.
 """
 
 from __future__ import annotations
@@ -26,19 +24,19 @@ from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.preflight import choose_chain_size
 from kvr_mpi.runtime.requests import error_record
 from kvr_mpi.runtime.result_sink import ResultSink
+from kvr_mpi.runtime.rounds import Shares, share_out
 from kvr_mpi.runtime.setup import JobSetup, Machine, Say, prepare
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
 from kvr_mpi.runtime.stopping import STOP_SIGNALS, SharedStop, Stop, listening
 from kvr_mpi.runtime.tally import Tally, describe_throughput
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker, Post
-from kvr_mpi.schedule.placement import deal
-from kvr_mpi.schedule.plan import agree, count_tokens, describe, plan_documents
 from kvr_mpi.store.folder import Index, check_writable, index_run, read_records, run_files
 from kvr_mpi.store.lock import Owner
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.run import Run, known_corpus, open_run
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.topology import Topology
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.counters import Counters, open_counters
@@ -74,13 +72,13 @@ def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> i
 
 
 def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder: Path, stop: Stop) -> int:
-    chain_size = together(world, lambda: choose_chain_size(spec, world.size))
+    topology = together(world, lambda: Topology(world.size, choose_chain_size(spec, world.size)))
     log.root("reading the documents")
     corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options).to_json())))
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
     ranks, reason = open_transport(world, spec.parallel.transport, device, cache_dir=options.machine.cache_dir)
     log.root(reason)
-    chain = ranks.split(ranks.rank // chain_size)
+    chain = ranks.split(topology.group_of(ranks.rank))
     prepared = prepare(spec, options.machine, ranks, chain, log.line)
     run = on_root(world, lambda: _open(folder, prepared, corpus, options, log))
     done = set(share_json(world, None if run is None else sorted(run.done | run.failed)))
@@ -106,51 +104,6 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     return int(share_json(world, on_root(world, lambda: _conclude(run, spec, left, stop, log))))
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Chains of one length, and which documents they begin with.
-
-    length : ranks of a chain.
-    lists : documents' numbers, for each chain.
-    works : how much work each document is: characters, or predicted milliseconds.
-    """
-
-    length: int
-    lists: list[list[int]]
-    works: dict[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Which documents the chains begin with.
-
-    does_not_fit : documents that fit on no chain, and why.
-    predicted_s : how long the whole takes, if that was planned.
-    """
-
-    rounds: list[Round]
-    does_not_fit: dict[int, str] = field(default_factory=dict)
-    predicted_s: float | None = None
-
-    @property
-    def slots(self) -> int:
-        """Counters it takes."""
-        return sum(len(part.lists) for part in self.rounds)
-
-    @property
-    def work(self) -> int:
-        """Work of all documents."""
-        return sum(sum(part.works.values()) for part in self.rounds)
-
-
-def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Transport, log: Log) -> Shares:
-    """Share documents among chains: as planned, or so that all chains of one length have as much; every rank alike."""
-    if prepared.costs is not None and prepared.spec.parallel.planned:
-        return _planned(prepared, corpus, todo, ranks, log)
-    size = choose_chain_size(prepared.spec, ranks.size)
-    return Shares([_round(corpus, todo, ranks.size // size, size)])
-
-
 def open_post(
     setup: JobSetup,
     corpus: Corpus,
@@ -173,48 +126,16 @@ def work_through(setup: JobSetup, ranks: Transport, shares: Shares, post: Post, 
     for number in list(shares.does_not_fit)[ranks.rank :: ranks.size]:
         post.sink.write_record(error_record(post.corpus.read(number), shares.does_not_fit[number]), 0)
     # All of them before any work: making chains waits for all ranks.
-    chains = [ranks.split(ranks.rank // part.length) for part in shares.rounds]
+    chains = [ranks.split(part.topology.group_of(ranks.rank)) for part in shares.rounds]
     first_slot = FIRST_LIST
     for part, chain in zip(shares.rounds, chains, strict=True):
-        block = ranks.rank // part.length
-        if block < len(part.lists):  # else the ranks were not divisible, and this one is left over
-            queue = WorkQueue(part.lists, part.works, block, counters, first_slot)
-            runner = ChainRunner(setup, chain, block * part.length, say)
+        own = part.topology.chain_of(ranks.rank)
+        if own is not None:
+            queue = WorkQueue(part.lists, part.works, own, counters, first_slot)
+            runner = ChainRunner(setup, chain, part.topology.ranks_of(own), say)
             ChainWorker(runner, queue, post).run()
         first_slot += len(part.lists)
     post.decoder.decode()
-
-
-def _round(corpus: Corpus, todo: Sequence[int], chains: int, length: int) -> Round:
-    """Share documents among chains that are all alike; the longest come first, so that all chains end together."""
-    works = {number: max(1, corpus.entries[number].chars) for number in todo}
-    lists = deal(list(works.items()), chains)
-    # Longest first only to within a factor of two: behind each other in a file, documents are read faster.
-    return Round(
-        length, [sorted(one, key=lambda number: (-works[number].bit_length(), number)) for one in lists], works
-    )
-
-
-def _planned(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], world: Transport, log: Log) -> Shares:
-    """Plan chains of all lengths."""
-    log.root("plan: counting tokens")
-    numbers = {corpus.entries[number].id: number for number in todo}
-    mine = (corpus.read(number) for number in todo[world.rank :: world.size])
-    tokens = count_tokens(prepared.loaded.tokenizer, mine, world)
-    texts = [(name, tokens[name]) for name in numbers]
-    plan = agree(world, plan_documents(prepared.spec, texts, world.size, prepared.forecast()))
-    for line in describe(plan):
-        log.root(f"plan: {line}")
-    rounds = []
-    for length in plan.chain_lengths:
-        part = Round(length, [[] for _ in range(world.size // length)], {})
-        for place in sorted(plan.placements, key=lambda place: place.start_s):
-            if place.ranks == length:
-                number = numbers[place.id]
-                part.lists[place.first_rank // length].append(number)
-                part.works[number] = max(1, round(1e3 * (place.end_s - place.start_s)))
-        rounds.append(part)
-    return Shares(rounds, {numbers[name]: why for name, _, why in plan.does_not_fit}, plan.makespan_s)
 
 
 def _scan(spec: JobSpec, folder: Path, options: RunOptions) -> Corpus:

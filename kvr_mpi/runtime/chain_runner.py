@@ -23,6 +23,7 @@ from kvr_mpi.runtime.requests import PromptConfig, PromptRequest
 from kvr_mpi.runtime.setup import JobSetup, Say
 from kvr_mpi.schedule.partitioner import Partitioner
 from kvr_mpi.schedule.strategy_choice import Choice, choose_strategies
+from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 
@@ -73,21 +74,21 @@ class ChainRunner:
     prepared : Prepared
     chain : Transport
         The ranks that share prompts.
-    first_rank : int
-        The chain's first in the job.
+    ranks : slice
+        The chain's, among those of the job.
     say : callable
         For a line of text.
     """
 
-    def __init__(self, setup: JobSetup, chain: Transport, first_rank: int, say: Say) -> None:
+    def __init__(self, setup: JobSetup, chain: Transport, ranks: slice, say: Say) -> None:
         self.chain = chain
         self._setup, self._spec, self._loaded = setup, setup.spec, setup.loaded
-        self._free_bytes = setup.free_bytes[first_rank:][: chain.size]
-        rates = setup.rates[first_rank:][: chain.size]
+        self._free_bytes = setup.free_bytes[ranks]
+        rates = setup.rates[ranks]
         self._partitioner = Partitioner(self._spec.parallel, chain, rates, setup.table, say)
         # On one rank there is nothing to choose: whatever hands keys and values on is a chain of one.
         self._strategy = setup.strategies[0] if chain.size > 1 or setup.strategies[0].is_plain else KVR
-        self._choices = self._choose(first_rank, say) if chain.size > 1 and len(setup.strategies) > 1 else {}
+        self._choices = self._choose(ranks, say) if chain.size > 1 and len(setup.strategies) > 1 else {}
         self._chosen: dict[tuple[int, int], Strategy] = {}
 
     @property
@@ -227,8 +228,10 @@ class ChainRunner:
         assert self._setup.footprint is not None
         size, needs = self.chain.size, [0] * self.chain.size
         for exchange in strategy.exchanges(partition, known):
-            rank = (decode_rank + exchange.rank - exchange.decode_rank) % size
-            needs[rank] = self._setup.footprint.exchange_bytes(exchange, reserve_tokens=self.new_tokens)
+            rotation = Rotation.bringing(size, exchange.decode_rank, decode_rank)
+            needs[rotation.rank_of(exchange.rank)] = self._setup.footprint.exchange_bytes(
+                exchange, reserve_tokens=self.new_tokens
+            )
         return needs
 
     def _choose_strategy(self, tokens: int, known: int) -> Strategy:
@@ -244,10 +247,10 @@ class ChainRunner:
             self._chosen[key] = next(fitting, order[0])
         return self._chosen[key]
 
-    def _choose(self, first_rank: int, say: Say) -> dict[int, Choice]:
+    def _choose(self, ranks: slice, say: Say) -> dict[int, Choice]:
         """Work out which strategy is fastest for every length, behind each of the prefixes that are known."""
         setup, size = self._setup, self.chain.size
-        costs = setup.chain_costs(first_rank, size)
+        costs = setup.chain_costs(ranks)
         shortest, longest, choices = LEAST_SLICE_TOKENS * size, setup.longest_tokens, {}
         if setup.table is not None and setup.table.key.ranks == size:  # beyond its lengths, as at their ends
             lengths = [entry.context_tokens for entry in setup.table.entries]
@@ -263,6 +266,6 @@ class ChainRunner:
 
             seconds = [partial(forecast, one, known) for one in setup.strategies]
             choices[known] = choose_strategies(self.chain, setup.strategies, seconds, shortest, longest - known)
-        if first_rank == 0 and self.chain.rank == 0:
+        if ranks.start == 0 and self.chain.rank == 0:
             say(next(reversed(choices.values())).describe(size))
         return choices

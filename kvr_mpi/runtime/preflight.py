@@ -19,6 +19,7 @@ from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, Outpu
 from kvr_mpi.job import DocumentsSection, JobSpec, ModelSection
 from kvr_mpi.model import find_model
 from kvr_mpi.store.folder import check_fresh
+from kvr_mpi.topology import divides
 from kvr_mpi.tuning.table import load_table, table_files
 
 # Files that are looked into for the text field before it is held to be wrong.
@@ -63,8 +64,8 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
     wanted = spec.parallel.ranks_per_chain
     alone = spec.parallel.strategy == "single" or wanted == "auto"
     size = 1 if alone else ranks if wanted == "all" else int(wanted)
-    if ranks % size:
-        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    if not divides(size, ranks):
+        divisors = [length for length in range(1, ranks + 1) if divides(length, ranks)]
         raise ConfigError(
             f"parallel.ranks_per_chain = {size}: {ranks} ranks cannot be divided into chains of {size}; "
             f"choose one of {divisors}, 'auto' (planned for each document), or start a multiple of {size} ranks"

@@ -37,6 +37,7 @@ from kvr_mpi.runtime.host_memory import free_bytes, keep_heap
 from kvr_mpi.runtime.requests import PromptConfig, PromptRequest
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of, with_memory
 from kvr_mpi.store.outputs import Header
+from kvr_mpi.topology import Topology, cores_per_rank, ranks_per_device
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.identity import key_of
 from kvr_mpi.tuning.lookup import describe_range, find_table
@@ -101,11 +102,12 @@ class JobSetup:
         """Tokens of the longest prompt there can be; where the model names no context, of an example."""
         return self.frame.max_tokens if self.loaded.shape.max_tokens else EXAMPLE_TOKENS
 
-    def chain_costs(self, first_rank: int, size: int) -> Costs:
+    def chain_costs(self, ranks: slice) -> Costs:
         """Costs of the ranks of one chain, measured or from the table."""
         costs = self.table.rates.costs() if self.costs is None and self.table is not None else self.costs
         assert costs is not None, "strategies are chosen by costs"
-        speeds = costs.speeds and costs.speeds[first_rank if self.costs else 0 :][:size]
+        size = ranks.stop - ranks.start
+        speeds = costs.speeds and (costs.speeds[ranks] if self.costs else costs.speeds[:size])
         return replace(costs, speeds=speeds if speeds and len(speeds) == size else None)
 
     def open_decode_batch(self) -> DecodeBatch[PromptRequest]:
@@ -241,7 +243,7 @@ def _say_nothing(text: str) -> None:
 def _load(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> LoadedModel:
     """Load the model on every rank."""
     threads = spec.parallel.threads or machine.threads
-    torch.set_num_threads(threads or max(1, machine.cores // world.local_size))
+    torch.set_num_threads(threads or cores_per_rank(machine.cores, world.local_size))
     source = spec.model
     arguments: dict[str, Any] = source.model_dump(exclude={"path", "offline"})
     arguments |= {"offline": machine.offline if source.offline is None else source.offline}
@@ -252,7 +254,7 @@ def _load(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> Loaded
 
 def _describe(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport) -> str:
     """Say in a line what is loaded, and on what."""
-    chains = f"{world.size // chain.size} chain(s) of {chain.size} rank(s)"
+    chains = f"{Topology(world.size, chain.size).chains} chain(s) of {chain.size} rank(s)"
     if spec.parallel.planned:
         chains = f"{world.size} rank(s) in chains as planned"
     copied = prepacked_bytes(loaded.model)
@@ -314,7 +316,7 @@ def _room(spec: JobSpec, loaded: LoadedModel, world: Transport) -> int:
     if spec.parallel.memory_gib is not None:
         return int(spec.parallel.memory_gib * GIB)
     devices = torch.cuda.device_count() if loaded.device.type == "cuda" else 1
-    return int(MEMORY_SHARE * free_bytes(loaded.device, -(-world.local_size // devices)))
+    return int(MEMORY_SHARE * free_bytes(loaded.device, ranks_per_device(world.local_size, devices)))
 
 
 def _measure_costs(loaded: LoadedModel, world: Transport, say: Say) -> Costs:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from kvr_mpi.topology import Rotation
+
 # A wave's prefill ends after this time even if there is memory left, so that answers come to be written.
 MAX_WAVE_S = 300.0
 
@@ -180,8 +182,8 @@ class WaveScheduler(Generic[R, P]):
 
     def _next_decode_rank(self) -> int:
         """Choose the rank that decodes the next prompt: in turn, as long as all hold as much."""
-        ranks = range(len(self._held))
-        turn = self._begun % len(ranks)
+        size = len(self._held)
+        turn = Rotation(size, self._begun % size)
         return min(
-            ranks, key=lambda rank: (self._held[rank].sequences, self._held[rank].bytes, (rank - turn) % len(ranks))
+            range(size), key=lambda rank: (self._held[rank].sequences, self._held[rank].bytes, turn.place_of(rank))
         )

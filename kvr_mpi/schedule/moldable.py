@@ -28,6 +28,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvr_mpi.topology import Topology, divides
+
 # Documents placed in all trials together, and the least and most trials of each kind.
 TRIAL_DOCUMENTS, MIN_TRIALS, MAX_TRIALS = 200_000, 12, 400
 # Orders in which the ranks' prime factors make nested lengths (12 ranks: 1, 2, 4, 12 or 1, 2, 6, 12 or 1, 3, 6, 12).
@@ -60,7 +62,7 @@ class Plan:
 
 def chain_lengths(ranks: int, documents: int) -> list[int]:
     """Lengths a chain may have, ascending: those that divide the ranks, and for few documents others between them."""
-    found = {length for length in range(1, ranks + 1) if ranks % length == 0}
+    found = {length for length in range(1, ranks + 1) if divides(length, ranks)}
     if documents <= FEW_PER_RANK * ranks:
         powers = range(min(ranks, LONGEST_BETWEEN).bit_length())
         between = {(quarter << power) // 4 for power in powers for quarter in QUARTERS}
@@ -80,7 +82,7 @@ def pack(times: Table, columns: Table, lengths: Sequence[int], ranks: int) -> Pl
     free, last = np.zeros(ranks, dtype=np.int64), np.full(ranks, -1)
     for column in sorted(set(columns.tolist()), reverse=True):
         length = lengths[column]
-        count = ranks // length
+        count = Topology(ranks, length).chains
         heap = list(zip(free[: count * length].reshape(count, length).max(axis=1).tolist(), range(count), strict=True))
         heapq.heapify(heap)
         mine = by_time[columns[by_time] == column]
@@ -107,7 +109,7 @@ def fixed_plans(
     """
     plans = {}
     for column, length in enumerate(lengths):
-        if ranks % length:
+        if not divides(length, ranks):
             continue
         short = np.array([tokens < length for _, tokens in documents], dtype=bool)
         took = np.where(short, times[:, 0], times[:, column])

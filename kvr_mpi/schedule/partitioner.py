@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.job import ParallelSection
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
+from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
 from kvr_mpi.tuning.lookup import choose_slices, describe_range
 from kvr_mpi.tuning.table import Table
@@ -46,7 +47,7 @@ class Partitioner:
 
     def propose(self, tokens: int, decode_rank: int, before: int) -> Partition:
         """Cut as `cut` does, without a word to the user."""
-        parallel, first = self.parallel, (decode_rank + 1) % self.chain.size
+        parallel, first = self.parallel, Rotation.ending_at(self.chain.size, decode_rank).first
         if self.rates and parallel.partition == "equal_time":
             # Every token attends to those before, too: that makes it dearer, and is the same for all.
             rates = [Rates(rate.token_s + rate.pair_s * before, rate.pair_s) for rate in self.rates]

@@ -23,6 +23,7 @@ from kvr_mpi.costs.workload import Workload, workload_of
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.topology import sends_first
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.tuning.probe import REPEATS, measure_rates
@@ -182,8 +183,8 @@ def _measure_links(loaded: LoadedModel, world: Transport) -> tuple[float, float]
     Links from even ranks come first, then those from odd ones, so that a rank has one neighbour at a time.
     """
     found = None
-    for parity in (0, 1):
-        sends = world.rank % 2 == parity
+    for even in (True, False):
+        sends = sends_first(world.rank) == even
         if sends and world.rank + 1 < world.size:
             found = _ask(loaded, world)
         elif not sends and world.rank > 0:

@@ -1,0 +1,96 @@
+"""Which documents the chains of a job begin with.
+
+A job is gone through in rounds: one, if all chains have one length; else one for each length, the longest first, so
+that a rank joins ever shorter chains and never waits for a rank that waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvr_mpi.documents import Corpus
+from kvr_mpi.report.log import Log
+from kvr_mpi.runtime.preflight import choose_chain_size
+from kvr_mpi.runtime.setup import JobSetup
+from kvr_mpi.schedule.placement import deal
+from kvr_mpi.schedule.plan import agree, count_tokens, describe, plan_documents
+from kvr_mpi.topology import Topology
+from kvr_mpi.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Chains of one length, and which documents they begin with.
+
+    topology : its chains, side by side.
+    lists : documents' numbers, for each chain.
+    works : how much work each document is: characters, or predicted milliseconds.
+    """
+
+    topology: Topology
+    lists: list[list[int]]
+    works: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Which documents the chains begin with.
+
+    does_not_fit : documents that fit on no chain, and why.
+    predicted_s : how long the whole takes, if that was planned.
+    """
+
+    rounds: list[Round]
+    does_not_fit: dict[int, str] = field(default_factory=dict)
+    predicted_s: float | None = None
+
+    @property
+    def slots(self) -> int:
+        """Counters it takes."""
+        return sum(len(part.lists) for part in self.rounds)
+
+    @property
+    def work(self) -> int:
+        """Work of all documents."""
+        return sum(sum(part.works.values()) for part in self.rounds)
+
+
+def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Transport, log: Log) -> Shares:
+    """Share documents among chains: as planned, or so that all chains of one length have as much; every rank alike."""
+    if prepared.costs is not None and prepared.spec.parallel.planned:
+        return _planned(prepared, corpus, todo, ranks, log)
+    return Shares([_round(corpus, todo, Topology(ranks.size, choose_chain_size(prepared.spec, ranks.size)))])
+
+
+def _round(corpus: Corpus, todo: Sequence[int], topology: Topology) -> Round:
+    """Share documents among chains that are all alike; the longest come first, so that all chains end together."""
+    works = {number: max(1, corpus.entries[number].chars) for number in todo}
+    lists = deal(list(works.items()), topology.chains)
+    # Longest first only to within a factor of two: behind each other in a file, documents are read faster.
+    return Round(
+        topology, [sorted(one, key=lambda number: (-works[number].bit_length(), number)) for one in lists], works
+    )
+
+
+def _planned(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], world: Transport, log: Log) -> Shares:
+    """Plan chains of all lengths."""
+    log.root("plan: counting tokens")
+    numbers = {corpus.entries[number].id: number for number in todo}
+    mine = (corpus.read(number) for number in todo[world.rank :: world.size])
+    tokens = count_tokens(prepared.loaded.tokenizer, mine, world)
+    texts = [(name, tokens[name]) for name in numbers]
+    plan = agree(world, plan_documents(prepared.spec, texts, world.size, prepared.forecast()))
+    for line in describe(plan):
+        log.root(f"plan: {line}")
+    rounds = []
+    for length in plan.chain_lengths:
+        topology = Topology(world.size, length)
+        part = Round(topology, [[] for _ in range(topology.chains)], {})
+        for place in sorted(plan.placements, key=lambda place: place.start_s):
+            if place.ranks == length:
+                number = numbers[place.id]
+                part.lists[topology.group_of(place.first_rank)].append(number)
+                part.works[number] = max(1, round(1e3 * (place.end_s - place.start_s)))
+        rounds.append(part)
+    return Shares(rounds, {numbers[name]: why for name, _, why in plan.does_not_fit}, plan.makespan_s)

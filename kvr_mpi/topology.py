@@ -1,0 +1,163 @@
+"""All rank arithmetic: chains and stages of a job, who shares a device, and who is before and after whom.
+
+Ranks are numbered by MPI. A *stage* is the ranks that hold one copy of the model's weights among them (today one); a
+*chain* is stages that share prompts, next to each other; a job's chains lie side by side. Within a prompt a stage has a
+*place*, that of its slice: places turn round the chain from prompt to prompt, so that each stage decodes its share.
+
+Nobody else divides a rank by anything (``tests/test_layers.py`` looks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvr_mpi.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """A job's ranks as chains of one length, side by side.
+
+    Parameters
+    ----------
+    ranks : int
+        Of the job.
+    ranks_per_chain : int
+        Those that are left over, if it does not divide the ranks, are in no chain.
+    ranks_per_stage : int
+        Divides `ranks_per_chain`.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be laid out so.
+    """
+
+    ranks: int
+    ranks_per_chain: int
+    ranks_per_stage: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse chains that cannot be."""
+        if not 1 <= self.ranks_per_stage <= self.ranks_per_chain <= self.ranks:
+            raise ConfigError(
+                f"chains of {self.ranks_per_chain} rank(s) with stages of {self.ranks_per_stage}, on {self.ranks}: "
+                f"expected 1 <= ranks of a stage <= ranks of a chain <= all ranks"
+            )
+        if self.ranks_per_chain % self.ranks_per_stage:
+            raise ConfigError(
+                f"chains of {self.ranks_per_chain} ranks cannot be divided into stages of {self.ranks_per_stage}"
+            )
+
+    @property
+    def chains(self) -> int:
+        """Number of whole chains."""
+        return self.ranks // self.ranks_per_chain
+
+    @property
+    def stages(self) -> int:
+        """Stages of a chain: a prompt has a slice for each."""
+        return self.ranks_per_chain // self.ranks_per_stage
+
+    def group_of(self, rank: int) -> int:
+        """Tell which ranks a rank is grouped with: its chain, or those that are left over."""
+        return rank // self.ranks_per_chain
+
+    def chain_of(self, rank: int) -> int | None:
+        """Tell which chain a rank is in; None if it is left over."""
+        chain = self.group_of(rank)
+        return chain if chain < self.chains else None
+
+    def ranks_of(self, chain: int) -> slice:
+        """Give the ranks of a chain, among all."""
+        return slice(chain * self.ranks_per_chain, (chain + 1) * self.ranks_per_chain)
+
+    def stage_of(self, rank: int) -> int:
+        """Tell which stage of its chain a rank is in."""
+        return rank % self.ranks_per_chain // self.ranks_per_stage
+
+    def rank_in_stage(self, rank: int) -> int:
+        """Tell which shard of the weights a rank holds."""
+        return rank % self.ranks_per_chain % self.ranks_per_stage
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The places of a prompt's slices, turned round the ranks of a chain.
+
+    first : the rank that has the first slice; the others follow.
+    """
+
+    size: int
+    first: int = 0
+
+    @classmethod
+    def ending_at(cls, size: int, rank: int) -> Rotation:
+        """Turn so that this rank has the last slice."""
+        return cls.bringing(size, size - 1, rank)
+
+    @classmethod
+    def bringing(cls, size: int, place: int, rank: int) -> Rotation:
+        """Turn so that this rank has this place."""
+        return cls(size, (rank - place) % size)
+
+    def rank_of(self, place: int) -> int:
+        """Tell which rank has the slice at this place."""
+        return (place + self.first) % self.size
+
+    def place_of(self, rank: int) -> int:
+        """Tell which slice a rank has."""
+        return (rank - self.first) % self.size
+
+
+def divides(ranks_per_chain: int, ranks: int) -> bool:
+    """Whether chains of this length leave no rank over."""
+    return ranks % ranks_per_chain == 0
+
+
+def sends_first(rank: int) -> bool:
+    """Divide ranks so that no two neighbours are alike."""
+    return rank % 2 == 0
+
+
+def following(rank: int, size: int) -> int:
+    """Give the next rank of a ring."""
+    return (rank + 1) % size
+
+
+def preceding(rank: int, size: int) -> int:
+    """Give the rank before, in a ring."""
+    return (rank - 1) % size
+
+
+def others_after(rank: int, size: int) -> Iterator[int]:
+    """Yield all other ranks of a ring, the next one first."""
+    return ((rank + step) % size for step in range(1, size))
+
+
+def others_before(rank: int, size: int) -> Iterator[int]:
+    """Yield all other ranks of a ring, the one before first."""
+    return ((rank - step) % size for step in range(1, size))
+
+
+def device_index(local_rank: int, devices: int) -> int:
+    """Choose the device of a host for one of its ranks: in turn."""
+    return local_rank % devices
+
+
+def ranks_per_device(local_size: int, devices: int) -> int:
+    """Give the most ranks of a host that share one of its devices."""
+    return -(-local_size // devices)
+
+
+def share_of_cores(cores: Sequence[int], local_rank: int, local_size: int) -> list[int]:
+    """Give a rank its part of a host's cores; where there are too few, one that it shares."""
+    each = len(cores) // local_size
+    first = local_rank * each if each else local_rank % len(cores)
+    return list(cores[first : first + max(1, each)])
+
+
+def cores_per_rank(cores: int, local_size: int) -> int:
+    """Share the cores of a host among its ranks; each has one at least."""
+    return max(1, cores // local_size)

@@ -1,0 +1,82 @@
+"""Rank arithmetic: every rank has its place, and no two have the same."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.topology import (
+    Rotation,
+    Topology,
+    device_index,
+    divides,
+    following,
+    others_after,
+    others_before,
+    preceding,
+    ranks_per_device,
+    share_of_cores,
+)
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> Topology:
+    stage = draw(st.integers(1, 4))
+    chain = stage * draw(st.integers(1, 5))
+    return Topology(draw(st.integers(chain, 4 * chain + 3)), chain, stage)
+
+
+@given(topologies())
+def test_every_rank_has_one_place(topology: Topology) -> None:
+    places = [
+        (topology.chain_of(rank), topology.stage_of(rank), topology.rank_in_stage(rank))
+        for rank in range(topology.ranks)
+        if topology.chain_of(rank) is not None
+    ]
+    assert len(places) == len(set(places)) == topology.chains * topology.ranks_per_chain
+    assert {stage for _, stage, _ in places} == set(range(topology.stages))
+    assert {shard for _, _, shard in places} == set(range(topology.ranks_per_stage))
+    for chain in range(topology.chains):
+        mine = range(topology.ranks)[topology.ranks_of(chain)]
+        assert [topology.chain_of(rank) for rank in mine] == [chain] * topology.ranks_per_chain
+        assert len({topology.group_of(rank) for rank in mine}) == 1
+    left = [rank for rank in range(topology.ranks) if topology.chain_of(rank) is None]
+    assert (not left) == divides(topology.ranks_per_chain, topology.ranks)
+    assert len({topology.group_of(rank) for rank in left}) <= 1
+
+
+@pytest.mark.parametrize("ranks", [(4, 8, 1), (4, 0, 1), (4, 4, 8), (8, 6, 4), (4, 2, 0)])
+def test_what_cannot_be_is_refused(ranks: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="stages of"):
+        Topology(*ranks)
+
+
+@given(st.integers(1, 9), st.data())
+def test_places_turn_round_the_ranks(size: int, data: st.DataObject) -> None:
+    rank, place = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1))
+    turned = Rotation.bringing(size, place, rank)
+    assert turned.rank_of(place) == rank and turned.place_of(rank) == place
+    assert sorted(map(turned.rank_of, range(size))) == list(range(size))
+    assert Rotation.ending_at(size, rank).rank_of(size - 1) == rank
+    assert following(turned.rank_of(place), size) == turned.rank_of(place + 1)
+
+
+@given(st.integers(1, 9), st.data())
+def test_the_others_of_a_ring(size: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, size - 1))
+    after, before = list(others_after(rank, size)), list(others_before(rank, size))
+    assert after == before[::-1] and sorted([*after, rank]) == list(range(size))
+    if size > 1:
+        assert after[0] == following(rank, size) and before[0] == preceding(rank, size)
+
+
+@given(st.integers(1, 64), st.integers(1, 16))
+def test_devices_and_cores_are_shared_evenly(ranks: int, devices: int) -> None:
+    used = [device_index(rank, devices) for rank in range(ranks)]
+    assert max(used.count(device) for device in range(devices)) == ranks_per_device(ranks, devices)
+    shares = [share_of_cores(range(devices), rank, ranks) for rank in range(ranks)]
+    assert all(shares) and set().union(*shares) <= set(range(devices))
+    if ranks <= devices:
+        assert sum(map(len, shares)) == len(set().union(*shares)), "no core belongs to two"
