@@ -21,12 +21,13 @@ extras  := gguf,parquet,plots,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 stamp   := $(VENV)/.installed-$(MPI)
 in_venv := . $(VENV)/bin/activate &&
 
-.PHONY: help install demo test test-all verify-architectures test-slurm test-faults test-fuzz bench-network bench-handoff bench-planner bench-decode bench-store check clean
+.PHONY: help install demo test test-all test-long verify-architectures test-slurm test-faults test-fuzz bench-network bench-handoff bench-planner bench-decode bench-store check clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
-	@echo "make test      lint, types and tests (installs first)"
-	@echo "make test-all  the slow tests too"
+	@echo "make test      lint, types and tests (installs first; about ten minutes)"
+	@echo "make test-all  the slow tests too (about half an hour)"
+	@echo "make test-long  and those that take hours"
 	@echo "make verify-architectures  every architecture transformers knows, tiny, against plain transformers; writes docs/architectures.md"
 	@echo "make test-slurm  the job scripts on a SLURM cluster of four nodes, started here; needs root, apt if SLURM is missing"
 	@echo "make test-faults  jobs killed, stopped, starved, moved and damaged at random, resumed, and compared (SEEDS=$(SEEDS))"
@@ -60,9 +61,12 @@ check: $(stamp)
 	$(in_venv) mypy
 
 test: check
-	$(in_venv) python -m pytest -m "not slow"
+	$(in_venv) python -m pytest -m "not slow and not long"
 
 test-all: check
+	$(in_venv) python -m pytest -m "not long"
+
+test-long: check
 	$(in_venv) python -m pytest
 
 verify-architectures: $(stamp)

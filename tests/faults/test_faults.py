@@ -36,10 +36,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory, job: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(seed, id=f"seed{seed}", marks=() if SEEDS or seed in QUICK else pytest.mark.slow)
+        pytest.param(seed, id=f"seed{seed}", marks=() if SEEDS or seed in QUICK else pytest.mark.long)
         for seed in seeds(SEEDS or f"1-{CASES}")
     ],
 )

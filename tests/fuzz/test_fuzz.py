@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 FILES = 117  # nine of each kind
 
 
+@pytest.mark.slow
 def test_no_file_ends_in_anything_but_an_error_or_the_truth() -> None:
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(

@@ -1,0 +1,41 @@
+"""What one process and a chain of threads give, for tests to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, run_next
+from kvr_mpi.transport.local import run_local
+
+NEW_TOKENS = 32
+
+
+def greedy(model: Any, prefill: Prefill, count: int) -> list[int]:
+    """Decode the likeliest tokens behind a prefill."""
+    tokens: list[int] = []
+    logits = prefill.logits
+    with torch.inference_mode():
+        for _ in range(count):
+            assert logits is not None
+            tokens.append(int(logits.argmax()))
+            logits = run_next(model, prefill, torch.tensor([[tokens[-1]]]))
+    return tokens
+
+
+def single(loaded: LoadedModel, ids: Sequence[int]) -> Prefill:
+    prepare_model(loaded.model, chain=False)
+    return prefill_single(loaded.model, ids, loaded.device)
+
+
+def chain(loaded: LoadedModel, ids: Sequence[int], bounds: Sequence[int], reserve: int = 0) -> Prefill:
+    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
+    partition = Partition(tuple(bounds))
+    ranks = run_local(partition.size, lambda rank: prefill_kvr(loaded, ids, partition, rank, reserve_tokens=reserve))
+    assert all(rank.logits is None for rank in ranks[:-1])
+    return ranks[-1]

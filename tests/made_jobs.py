@@ -1,0 +1,17 @@
+"""Jobs and documents for tests that run whole jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvr_mpi.store.folder import read_run
+
+TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
+
+
+def answers(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {record.id: record.token_ids for record in read_run(folder)}
+
+
+def with_settings(*settings: str) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]

@@ -1,0 +1,229 @@
+"""The promise of the project: a chain gives what one process gives, for every partition."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from chains import NEW_TOKENS, chain, greedy, single
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE, prompt, tiny
+
+from kvr_mpi.errors import ModelError, PartitionError, TransportError
+from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
+from kvr_mpi.prefill.self_check import check_chain
+from kvr_mpi.transport.local import LocalTransport, run_local
+
+TOKENS = 60
+BOUNDS = [(0, 60), (0, 30, 60), (0, 44, 60), (0, 1, 59, 60), (0, 20, 40, 60), (0, 58, 59, 60), (0, 23, 38, 50, 60)]
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *WHOLE, *STATES])
+def test_logits_tokens_and_kv_equal_one_process(name: str) -> None:
+    loaded, ids = tiny(name), prompt(TOKENS)
+    truth = single(loaded, ids)
+    assert truth.logits is not None
+    layers = [idx for idx, layer in enumerate(loaded.shape.layers) if layer.elements]
+    truth_kv = {layer: layer_kv(truth.cache, layer) for layer in layers}
+    truth_logits = truth.logits
+    truth_tokens = greedy(loaded.model, truth, NEW_TOKENS)
+    for bounds in BOUNDS:
+        found = chain(loaded, ids, bounds, NEW_TOKENS)
+        assert found.logits is not None
+        torch.testing.assert_close(found.logits, truth_logits, atol=1e-4, rtol=0, msg=lambda text: f"{bounds}: {text}")  # noqa: B023
+        for layer, expected in truth_kv.items():
+            kv = layer_kv(found.cache, layer)
+            assert kv is not None and expected is not None
+            for mine, theirs in zip(kv, expected, strict=True):
+                kept = theirs.shape[0]  # a plain sliding-window cache keeps only its last tokens
+                kept = min(kept, mine.shape[0])  # and ours those that its slice sees: of chunks perhaps fewer
+                assert kept and mine.shape[0] <= TOKENS
+                torch.testing.assert_close(mine[-kept:], theirs[-kept:], atol=1e-4, rtol=0)
+        assert greedy(loaded.model, found, NEW_TOKENS) == truth_tokens, bounds
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_every_partition_is_exact(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["llama-gqa", "mistral-window", "falcon-mqa"]))
+    size = data.draw(st.integers(1, 8))
+    inner = data.draw(st.lists(st.integers(1, TOKENS - 1), min_size=size - 1, max_size=size - 1, unique=True))
+    loaded, ids = tiny(name), prompt(TOKENS)
+    truth = single(loaded, ids).logits
+    found = chain(loaded, ids, [0, *sorted(inner), TOKENS]).logits
+    assert truth is not None and found is not None
+    torch.testing.assert_close(found, truth, atol=1e-4, rtol=0)
+
+
+def test_smollm_equals_one_process(smollm: LoadedModel) -> None:
+    ids = smollm.tokenizer("The harbour master wrote down every ship that came in. " * 40)["input_ids"][:400]
+    truth = single(smollm, ids)
+    assert truth.logits is not None
+    logits, tokens = truth.logits, greedy(smollm.model, truth, NEW_TOKENS)
+    for bounds in [(0, 250, 400), (0, 1, 399, 400), (0, 150, 260, 340, 400)]:
+        found = chain(smollm, ids, bounds, NEW_TOKENS)
+        assert found.logits is not None
+        torch.testing.assert_close(found.logits, logits, atol=1e-4, rtol=0)
+        assert greedy(smollm.model, found, NEW_TOKENS) == tokens
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt2", "falcon-mqa", "gemma2-softcap"])
+def test_bfloat16_is_no_farther_from_the_truth_than_transformers(name: str) -> None:
+    truths, ours, theirs = [], [], []
+    for shift in range(8):  # one prompt alone is a matter of luck
+        ids = prompt(TOKENS + shift)
+        truth, plain = single(tiny(name), ids).logits, single(tiny(name, torch.bfloat16), ids).logits
+        cut = chain(tiny(name, torch.bfloat16), ids, (0, 29, 44, TOKENS + shift)).logits
+        assert truth is not None and plain is not None and cut is not None
+        truths.append(truth), ours.append(cut), theirs.append(plain)
+    error_ours = (torch.stack(ours) - torch.stack(truths)).square().mean().sqrt()
+    error_theirs = (torch.stack(theirs) - torch.stack(truths)).square().mean().sqrt()
+    assert error_ours <= 1.5 * error_theirs
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *STATES])
+def test_self_check_lets_good_models_through(name: str) -> None:
+    assert check_chain(tiny(name)).attends_in_parts
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_self_check_says_which_models_attend_to_a_whole_prefix_and_why(name: str) -> None:
+    said: list[str] = []
+    assert not check_chain(replace(tiny(name), attends_in_parts=True), say=said.append).attends_in_parts
+    assert len(said) == 1 and "attention is the model's own" in said[0] and "cannot be taken over" in said[0]
+
+
+@pytest.mark.parametrize("name", SINGLE_ONLY)
+def test_self_check_sends_the_others_to_single(name: str) -> None:
+    loaded = tiny(name)
+    with pytest.raises(ModelError, match="does not go on from its cache.*strategy = 'single'"):
+        check_chain(loaded)
+    assert single(loaded, prompt(20)).logits is not None
+
+
+def test_self_check_finds_a_model_that_would_answer_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvr_mpi.kv.layer import SliceLayer
+
+    # A cache that tells every slice it begins the prompt: positions are wrong, and nothing crashes.
+    monkeypatch.setattr(SliceLayer, "get_seq_length", lambda layer: 0)
+    with pytest.raises(ModelError, match="differ from those of plain transformers"):
+        check_chain(tiny("llama-gqa"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_behind_the_last_attention_one_token_is_computed(name: str) -> None:
+    """And no layer before it is cut."""
+    loaded, rows = tiny(name), dict[int, set[int]]()
+    prepare_model(loaded.model, chain=True)
+    products = [
+        (int(next(part for part in path.split(".") if part.isdigit())), module)
+        for path, module in loaded.model.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D", "FalconLinear")
+        and any(part in path for part in ("mlp", "fc1", "fc2"))
+    ]
+    hooks = [
+        module.register_forward_hook(
+            lambda module, args, out, layer=layer: rows.setdefault(layer, set()).add(out[..., 0].numel())
+        )
+        for layer, module in products
+    ]
+    try:
+        prefill_kvr(loaded, prompt(TOKENS), Partition((0, TOKENS)), LocalTransport())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if hooks:  # experts are no modules of one product each
+        assert rows == {0: {TOKENS}, 1: {TOKENS}, 2: {1}}
+
+
+def test_the_cut_is_left_out_where_a_model_notices_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny("llama-gqa")
+    forward = loaded.model.model.layers[2].mlp.forward
+
+    def noticing(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden.shape[1])
+        return forward(hidden) if len(seen) != 6 else 2 * forward(hidden)
+
+    seen: list[int] = []  # plain with a token behind it and again, a chain of three, then one whose last slice is cut
+    monkeypatch.setattr(loaded.model.model.layers[2].mlp, "forward", noticing)
+    assert not check_chain(loaded).cuts_last_layer
+    assert seen == [12, 1, 12, 1, 1, 1, 6, 1]
+
+
+def test_no_mask_of_slice_by_prefix_is_made() -> None:
+    """Peak memory of a slice behind a prefix stays far below slice x prefix elements."""
+    loaded, tokens = tiny("llama-gqa"), 512
+    prepare_model(loaded.model, chain=True)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple) else (out,):
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return out
+
+    def work(rank: LocalTransport) -> None:
+        with Watch():
+            prefill_kvr(loaded, prompt(tokens), Partition((0, 256, tokens)), rank)
+
+    run_local(2, work)
+    assert largest < 256 * 512
+
+
+def test_passing_ranks_keep_nothing() -> None:
+    loaded = tiny("llama-gqa")
+    prepare_model(loaded.model, chain=True)
+    ranks = run_local(3, lambda rank: prefill_kvr(loaded, prompt(TOKENS), Partition((0, 20, 40, 60)), rank))
+    assert all(layer.buffer is None for rank in ranks[:-1] for layer in rank.cache.layers)
+    assert all(layer.buffer is not None for layer in ranks[-1].cache.layers)
+
+
+def test_a_partition_of_another_prompt_is_refused() -> None:
+    with pytest.raises(PartitionError, match="add up to 60 tokens; the prompt has 61"):
+        prefill_kvr(tiny("llama-gqa"), prompt(61), Partition((0, 60)), LocalTransport())
+
+
+def test_a_failing_rank_wakes_the_others() -> None:
+    loaded = tiny("llama-gqa")
+    prepare_model(loaded.model, chain=True)
+
+    def work(rank: LocalTransport) -> Prefill:
+        if rank.rank == 0:
+            raise RuntimeError("broken on purpose")
+        return prefill_kvr(loaded, prompt(TOKENS), Partition((0, 30, 60)), rank)
+
+    with pytest.raises((RuntimeError, TransportError)):
+        run_local(2, work)
+
+
+def test_shapes_are_known_before_data() -> None:
+    for name, (heads, dim) in {"llama-gqa": (2, 8), "falcon-mqa": (1, 8), "gpt2": (6, 8)}.items():
+        layers = tiny(name).shape.layers
+        assert len(layers) == 3
+        assert all(layer is not None and (layer.num_kv_heads, layer.key_dim) == (heads, dim) for layer in layers)
+    assert tiny("llama-gqa").shape.kv_bytes_per_token == 3 * 2 * 2 * 8 * 4
+
+
+def test_partitions_of_the_paper_are_partitions() -> None:
+    for size in range(1, 9):
+        for ratios in itertools.islice(itertools.permutations(range(1, size + 1)), 5):
+            assert Partition.by_ratio(100, ratios).tokens == 100
+
+
+def test_what_comes_first_changes_nothing() -> None:
+    """Bit for bit, on four ranks, however the threads are scheduled."""
+    loaded = tiny("llama-gqa")
+    runs = [chain(loaded, prompt(TOKENS), (0, 9, 30, 48, TOKENS)).logits for _ in range(6)]
+    assert runs[0] is not None
+    assert all(run is not None and torch.equal(run, runs[0]) for run in runs)

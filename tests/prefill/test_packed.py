@@ -1,0 +1,229 @@
+"""A packed row gives every document what it would get alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CONFIGS, prompt, tiny
+from rows import alone, long_rope, other_prompt, one_thread
+from torch.nn.attention import varlen
+
+from kvr_mpi.kv import packed_row as row
+from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.prefill import packed
+from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, run_next
+from kvr_mpi.prefill.packed import decode_packed, prefill_packed
+from kvr_mpi.prefill.self_check import why_not_packed
+
+__all__ = ["one_thread"]  # a fixture of every test here
+
+# Around the windows of 16 tokens; one token alone takes paths of its own.
+LENGTHS = [5, 30, 1, 18, 16]
+
+
+def ready(name: str) -> LoadedModel:
+    loaded = tiny(name)
+    prepare_model(loaded.model, chain=True)
+    return loaded
+
+
+def check_equal(loaded: LoadedModel, found: Prefill, truth: Prefill) -> None:
+    assert found.logits is not None and truth.logits is not None
+    torch.testing.assert_close(found.logits, truth.logits, atol=1e-4, rtol=0)
+    for layer in range(len(loaded.shape.layers)):
+        mine, theirs = layer_kv(found.cache, layer), layer_kv(truth.cache, layer)
+        assert mine is not None and theirs is not None
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prompts_together_are_prompts_alone(name: str) -> None:
+    loaded, prompts = ready(name), [other_prompt(tokens) for tokens in LENGTHS]
+    together = prefill_packed(loaded, prompts, reserve_tokens=3)
+    apart = [alone(loaded, ids, reserve=3) for ids in prompts]
+    for found, truth in zip(together, apart, strict=True):
+        assert found.partition == truth.partition
+        check_equal(loaded, found, truth)
+    cache = PackedCache([each.cache for each in together], [1] * len(prompts))
+    for token in (7, 150, 3):  # and behind them one token each, over the windows' edges
+        logits = decode_packed(loaded, cache, [token] * len(prompts))
+        with torch.inference_mode():
+            truths = [run_next(loaded.model, each, torch.tensor([[token]])) for each in apart]
+        torch.testing.assert_close(logits, torch.stack(truths), atol=1e-4, rtol=0)
+    for found, truth in zip(together, apart, strict=True):
+        check_equal(loaded, replace_logits(found), replace_logits(truth))
+
+
+def replace_logits(prefill: Prefill) -> Prefill:
+    """The cache is what is looked at."""
+    return replace(prefill, logits=torch.zeros(1))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from(["llama-gqa", "gpt-oss-sinks", "falcon-mqa"]), st.lists(st.integers(1, 40), min_size=1, max_size=9)
+)
+def test_any_lengths_are_exact(name: str, lengths: list[int]) -> None:
+    loaded = ready(name)
+    together = prefill_packed(loaded, [other_prompt(tokens) for tokens in lengths])
+    for tokens, found in zip(lengths, together, strict=True):
+        check_equal(loaded, found, alone(loaded, other_prompt(tokens)))
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt-oss-sinks", "gemma2-softcap", "opt", "falcon-mha"])
+def test_what_all_begin_with_need_not_be_computed_again(name: str) -> None:
+    loaded, shared = ready(name), prompt(19)
+    prefix = compute_prefix(loaded, shared)
+    prompts = [shared + other_prompt(tokens) for tokens in LENGTHS]
+    together = prefill_packed(loaded, prompts, reserve_tokens=1, prefix=prefix)
+    for ids, found in zip(prompts, together, strict=True):
+        assert found.partition.bounds == (0, len(ids))
+        check_equal(loaded, found, alone(loaded, ids))
+    with pytest.raises(ValueError, match="does not begin with the shared prefix"):
+        prefill_packed(loaded, [prompts[0], other_prompt(30)], prefix=prefix)
+
+
+def test_a_row_that_does_not_fit_is_halved() -> None:
+    """Three rows hold what fits, and the prompt that does not fit alone says so."""
+    loaded, most = ready("llama-gqa"), 0
+    prompts = [other_prompt(tokens) for tokens in (5, 41, 12, 18, 16)]
+
+    def limited(module: Any, inputs: Any) -> None:
+        nonlocal most
+        if inputs[0].shape[1] > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        most = max(most, inputs[0].shape[1])
+
+    hook = loaded.model.model.layers[1].mlp.register_forward_pre_hook(limited)
+    found = prefill_packed(loaded, prompts)
+    hook.remove()
+    assert most == 34
+    for ids, prefill in zip(prompts, found, strict=True):
+        if len(ids) == 41:
+            assert prefill.cache is None and prefill.logits is None and "out of memory" in str(prefill.error)
+        else:
+            assert prefill.error is None
+            check_equal(loaded, prefill, alone(loaded, ids))
+
+
+def varlen_as_documented(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_edges: torch.Tensor,
+    key_edges: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    return_aux: Any,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What torch's varlen_attn says that it does, in plain words: there is no GPU here to ask."""
+    assert return_aux.lse and enable_gqa and query_edges.dtype == key_edges.dtype == torch.int32
+    assert longest_query == int(query_edges.diff().max()) and longest_key == int(key_edges.diff().max())
+    group = query.shape[1] // keys.shape[1]
+    outs, lses = [], []
+    for at in range(len(query_edges) - 1):
+        mine = query[query_edges[at] : query_edges[at + 1]].transpose(0, 1)
+        rows = slice(int(key_edges[at]), int(key_edges[at + 1]))
+        some_keys, some_values = (each[rows].transpose(0, 1).repeat_interleave(group, 0) for each in (keys, values))
+        score = mine @ some_keys.transpose(1, 2) * scale
+        behind = torch.arange(score.shape[1])[:, None] + score.shape[2] - score.shape[1] - torch.arange(score.shape[2])
+        left, right = window_size
+        hidden = (behind < -right if right >= 0 else behind < -(10**9)) | (
+            behind > left if left >= 0 else behind > 10**9
+        )
+        score = score.masked_fill(hidden, float("-inf"))
+        outs.append((score.softmax(-1) @ some_values).transpose(0, 1))
+        lses.append(score.logsumexp(-1))
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt-oss-sinks", "opt"])
+def test_the_way_of_gpus_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All documents in one call, by what varlen_attn is documented to do."""
+    loaded, prompts = ready(name), [other_prompt(tokens) for tokens in LENGTHS]
+    truths = [alone(loaded, ids) for ids in prompts]
+    calls = []
+    monkeypatch.setattr(row, "takes_varlen", lambda query, values, scores: scores.softcap is None)
+    monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **kw: calls.append(1) or varlen_as_documented(*args, **kw))
+    found = prefill_packed(loaded, prompts)
+    assert len(calls) == 3
+    for mine, truth in zip(found, truths, strict=True):
+        check_equal(loaded, mine, truth)
+
+
+def test_a_failed_row_leaves_no_trace() -> None:
+    loaded = ready("llama-gqa")
+    prompts = [other_prompt(tokens) for tokens in LENGTHS]
+    caches = [each.cache for each in prefill_packed(loaded, prompts, reserve_tokens=2)]
+    truths = [each.cache for each in prefill_packed(loaded, prompts, reserve_tokens=2)]
+    cache, truth = PackedCache(caches, [1] * 5), PackedCache(truths, [1] * 5)
+    for layer in range(3):
+        broken = loaded.model.model.layers[layer].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            decode_packed(loaded, cache, [1, 2, 3, 4, 5])
+        broken.remove()
+    assert [each.get_seq_length() for each in caches] == LENGTHS
+    for _ in range(2):
+        assert torch.equal(decode_packed(loaded, cache, [9, 8, 7, 6, 5]), decode_packed(loaded, truth, [9, 8, 7, 6, 5]))
+
+
+def fail(*args: Any) -> None:
+    raise torch.OutOfMemoryError("on purpose")
+
+
+def test_a_full_cache_is_refused() -> None:
+    loaded = ready("llama-gqa")
+    caches = [each.cache for each in prefill_packed(loaded, [prompt(5), prompt(3)], reserve_tokens=1)]
+    cache = PackedCache(caches, [1, 1])
+    decode_packed(loaded, cache, [1, 1])
+    with pytest.raises(ValueError, match="a cache of 6 tokens is full"):
+        decode_packed(loaded, cache, [1, 1])
+
+
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"llama4-chunks"}))
+def test_models_that_run_packed_are_let(name: str) -> None:
+    assert why_not_packed(ready(name)) is None
+
+
+def test_models_that_would_answer_wrongly_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing crashes, but the second document's tokens stand at wrong positions."""
+    run_model = packed.run_model
+
+    def run_wrongly(model: Any, ids: Any, cache: Any, *, positions: Any, keep: Any) -> torch.Tensor:
+        return run_model(model, ids, cache, positions=torch.arange(ids.shape[1]).unsqueeze(0), keep=keep)
+
+    monkeypatch.setattr(packed, "run_model", run_wrongly)
+    for name in ("llama-gqa", "gpt2", "opt", "falcon-mqa"):
+        assert "differ from each alone" in str(why_not_packed(ready(name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("falcon-alibi", "its own attention"),
+        ("lfm2-convolutions", "recurrent"),
+        ("llama4-chunks", "attention temperature"),
+    ],
+)
+def test_models_that_cannot_are_not(name: str, why: str) -> None:
+    assert why in str(why_not_packed(tiny(name)))
+
+
+def test_a_rotary_embedding_of_the_whole_row_is_each_documents_own() -> None:
+    """Of 5 and 40 tokens, in a model that changes its frequencies from 33 on."""
+    loaded, prompts = long_rope(), [other_prompt(5), other_prompt(40)]
+    assert why_not_packed(loaded) is None
+    for ids, found in zip(prompts, prefill_packed(loaded, prompts), strict=True):
+        check_equal(loaded, found, alone(loaded, ids))

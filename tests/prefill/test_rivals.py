@@ -1,0 +1,82 @@
+"""TSP and ring are exact too: a baseline that computes something else would prove nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from chains import NEW_TOKENS, chain, greedy, single
+from models import prompt, tiny
+
+from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_ring, prefill_tsp
+from kvr_mpi.prefill.ring import Ring
+from kvr_mpi.transport.local import LocalTransport, run_local
+
+RIVALS: dict[str, Callable[..., Prefill]] = {
+    "tsp-dense": partial(prefill_tsp, dense=True),
+    "tsp-causal": partial(prefill_tsp, dense=False),
+    "ring": prefill_ring,
+    "tsp-causal with our cut": partial(prefill_tsp, dense=False, saves_last_layer=True),
+    "ring with our cut": partial(prefill_ring, saves_last_layer=True),
+}
+
+
+@pytest.mark.parametrize("tokens", [60, 61, 67])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("rival", RIVALS)
+def test_rivals_equal_one_process(rival: str, size: int, tokens: int) -> None:
+    # Soft-caps and sinks where that is new: twice.
+    more = ("gemma2-softcap", "gpt-oss-sinks") if (size, tokens) in ((2, 61), (4, 67)) else ()
+    for name in ("llama-gqa", "mistral-window", "falcon-mqa", "gpt2", *more):
+        loaded, ids = tiny(name), prompt(tokens)
+        truth = single(loaded, ids)
+        assert truth.logits is not None
+        logits, answer = truth.logits, greedy(loaded.model, truth, NEW_TOKENS)
+        whole = chain(loaded, ids, (0, tokens))
+        prepare_model(loaded.model, chain=True)
+        ranks = run_local(size, lambda rank: RIVALS[rival](loaded, ids, rank, reserve_tokens=NEW_TOKENS))  # noqa: B023
+        (found,) = (rank for rank in ranks if rank.logits is not None)
+        torch.testing.assert_close(found.logits, logits, atol=1e-4, rtol=0)
+        for layer in range(3):
+            mine, theirs = layer_kv(found.cache, layer), layer_kv(whole.cache, layer)
+            assert mine is not None and theirs is not None
+            torch.testing.assert_close(mine[0][:tokens], theirs[0], atol=1e-4, rtol=0)
+            torch.testing.assert_close(mine[1][:tokens], theirs[1], atol=1e-4, rtol=0)
+        assert greedy(loaded.model, found, NEW_TOKENS) == answer
+
+
+def test_what_crosses_the_links() -> None:
+    """KVR sends a segment once over every link behind it; a ring and an all-gather send all to all but one."""
+    loaded, tokens, size = tiny("llama-gqa"), 64, 4
+    ids, row = prompt(tokens), loaded.shape.kv_bytes_per_token
+    prepare_model(loaded.model, chain=True)
+    for rival in RIVALS.values():
+        sent = [rank.sent_bytes for rank in run_local(size, lambda rank: rival(loaded, ids, rank))]  # noqa: B023
+        assert sum(sent) == (size - 1) * tokens * row
+    from kvr_mpi.prefill.one_prompt import prefill_kvr
+
+    partition = Partition((0, 20, 40, 50, 64))
+    sent = [rank.sent_bytes for rank in run_local(size, lambda rank: prefill_kvr(loaded, ids, partition, rank))]
+    assert sent == [20 * row, 40 * row, 50 * row, 0]
+
+
+def test_every_stretch_of_a_ring_has_one_owner() -> None:
+    for size in range(1, 6):
+        partition = Partition.even(97, 2 * size)
+        owned = sorted(bounds for rank in range(size) for bounds in Ring(partition, rank).owned)
+        assert owned == sorted((partition.start(i), partition.stop(i)) for i in range(2 * size))
+        assert Ring(partition, 0).owned[-1][1] == 97
+
+
+def test_a_ring_of_one_is_the_whole_prompt() -> None:
+    loaded, ids = tiny("llama-gqa"), prompt(30)
+    truth = single(loaded, ids).logits
+    prepare_model(loaded.model, chain=True)
+    found = prefill_ring(loaded, ids, LocalTransport()).logits
+    assert truth is not None and found is not None
+    torch.testing.assert_close(found, truth, atol=1e-4, rtol=0)

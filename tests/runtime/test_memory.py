@@ -1,0 +1,126 @@
+"""What a plan says about memory, against what is measured, and what becomes of documents that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from constants import SMOLLM
+from models import CONFIGS, tiny
+
+from kvr_mpi.errors import DocumentError
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.memory_budget import GIB, check_fits, footprint_of, ranks_that_fit
+from kvr_mpi.runtime import host_memory as memory
+
+# Models without windows, softcaps or sinks, whose attention is one kernel.
+FLASH = ("llama-gqa", "llama-mha", "qwen2", "gpt2", "falcon-mqa", "falcon-mha", "falcon-gqa", "stablelm", "phi3", "opt")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.filterwarnings("ignore")  # a configuration made up for tests makes transformers warn
+def test_activations_are_counted_and_grow_with_the_slice(name: str) -> None:
+    loaded = tiny(name)
+    footprint = footprint_of(loaded.model.config, loaded.dtype)
+    small, large = footprint.activation_bytes(512), footprint.activation_bytes(4096)
+    hidden = loaded.shape.hidden_size
+    assert 512 * hidden * 4 < small < large < 20 * small
+    if name in FLASH:  # no block of scores lies beside what grows with the slice
+        assert large == pytest.approx(8 * small, rel=0.3)
+    assert footprint.activation_bytes(768) == pytest.approx((small + footprint.activation_bytes(1024)) / 2, rel=0.01)
+
+
+def test_the_last_rank_keeps_everything_and_the_others_a_few_layers() -> None:
+    loaded = tiny("llama-gqa")
+    footprint = footprint_of(loaded.model.config, loaded.dtype)
+    partition = Partition((0, 600, 1000))
+    kv_bytes = loaded.shape.kv_bytes_per_token
+    last = footprint.prefill_bytes(partition, 1, reserve_tokens=24)
+    assert last == 1024 * kv_bytes + footprint.activation_bytes(400)
+    assert footprint.prefill_bytes(partition, 0, reserve_tokens=24) <= 600 * kv_bytes + footprint.activation_bytes(600)
+
+
+def test_what_does_not_fit_is_refused_with_the_number_of_ranks_that_would_do() -> None:
+    footprint = footprint_of(tiny("llama-gqa").model.config, torch.float32)
+    partition = Partition.even(4096, 2)
+    need = max(footprint.prefill_bytes(partition, rank) for rank in (0, 1))
+    check_fits(footprint, partition, [need, need], 0)
+    alone = footprint.prefill_bytes(Partition((0, 4096)), 0)
+    with pytest.raises(DocumentError, match=r"4096 tokens does not fit: rank 0 of 1 needs .* 2 ranks would do"):
+        check_fits(footprint, Partition((0, 4096)), [(alone + need) // 2], 0)
+    assert ranks_that_fit(footprint, 4096, need, 0) == 2
+    kv_bytes = 4096 * footprint.shape.kv_bytes_per_token
+    with pytest.raises(DocumentError, match="no number of ranks would do, since the last one keeps them all"):
+        check_fits(footprint, partition, [kv_bytes, kv_bytes], 0)
+
+
+@pytest.mark.slow
+def test_a_job_records_what_does_not_fit_and_goes_on(
+    mpirun: Any, kvr_run: Path, kvr: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "long.txt").write_text("word " * 300)
+    (corpus / "short.txt").write_text("word " * 20)
+    footprint = footprint_of(tiny("llama-gqa").model.config, torch.float32)
+    job = tmp_path / "job.toml"
+    room = footprint.activation_bytes(1) / GIB + 6e-5  # some 64 kB: a few dozen tokens of the tiny model
+    job.write_text(
+        f"[model]\npath = {json.dumps(str(tiny_model_dir))}\n[documents]\npath = {json.dumps(str(corpus))}\n"
+        f"[generation]\nmax_new_tokens = 4\n[parallel]\nmemory_gib = {room + 1e-4:.9f}\n"
+        f"[output]\npath = {json.dumps(str(tmp_path / 'out'))}\n"
+    )
+    run = mpirun(2, [kvr_run, job], timeout_s=100)
+    assert run.returncode == 65, run.stderr
+    exported = mpirun(1, [kvr, "export", tmp_path / "out", "--format", "jsonl"])
+    rows = {row["id"]: row for row in map(json.loads, exported.stdout.splitlines())}
+    assert rows["short.txt"]["status"] == "done"
+    assert rows["long.txt"]["status"] == "error"
+    assert "tokens does not fit: rank" in rows["long.txt"]["error"]
+
+
+@pytest.mark.slow
+def test_predicted_memory_is_what_is_measured(mpirun: Any, kvr: Path, tmp_path: Path) -> None:
+    rows_file = tmp_path / "rows.json"
+    run = mpirun(
+        2,
+        [kvr, "bench", "--model", SMOLLM, "--strategies", "kvr-e", "--contexts", "1024,2048", "--repeats", "2"]
+        + ["--json", rows_file],
+    )
+    assert run.returncode == 0, run.stderr
+    for row in json.loads(rows_file.read_text()):
+        assert len(row["peak_bytes_by_rank"]) == 2
+        assert row["predicted_bytes_by_rank"] == pytest.approx(row["peak_bytes_by_rank"], rel=0.1)
+
+
+def test_limits_of_control_groups_are_found(tmp_path: Path) -> None:
+    own, root = tmp_path / "own", tmp_path / "root"
+    job = root / "slurm" / "job_7"
+    (job / "step_0").mkdir(parents=True)
+    own.write_text("0::/slurm/job_7/step_0\n")
+    for group, limit, used, cached in ((job, 1000, 400, 100), (job / "step_0", "max", 300, 0), (root, 5000, 1, 0)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{used}\n")
+        (group / "memory.stat").write_text(f"anon 3\nfile {cached}\nfile_mapped 7\n")
+    assert memory._group_room(own, root) == 700
+    own.write_text("9:memory:/slurm/job_7\n3:cpu:/elsewhere\n")
+    first = root / "memory" / "slurm" / "job_7"
+    first.mkdir(parents=True)
+    (first / "memory.limit_in_bytes").write_text("2000\n")
+    (first / "memory.usage_in_bytes").write_text("1500\n")
+    (first / "memory.stat").write_text("cache 200\nrss 1300\n")
+    assert memory._group_room(own, root) == 700
+    assert memory._group_room(tmp_path / "nothing", root) is None
+    own.write_text("0::/gone\n")
+    (root / "memory.max").write_text("max\n")
+    assert memory._group_room(own, root) is None
+
+
+def test_room_is_shared_by_the_ranks_of_a_host() -> None:
+    cpu = torch.device("cpu")
+    alone, shared = memory.free_bytes(cpu, 1), memory.free_bytes(cpu, 4)
+    assert 0 < shared < alone
+    assert memory.held_bytes(cpu) > 50e6

@@ -1,0 +1,251 @@
+"""A run's folder, read and merged: each document counts once, whatever was interrupted."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from constants import TESTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_runs import HEADER, record, result_files, resume, write
+
+import kvr_mpi.store.merge as merge_module
+from kvr_mpi.disk import PART
+from kvr_mpi.errors import EXIT_CONFIG, ConfigError, DataError, OutputError
+from kvr_mpi.store.folder import RESULTS, find_record, read_run, run_files
+from kvr_mpi.store.merge import merge_files, merge_run
+from kvr_mpi.store.outputs import Record, open_file, read_header
+
+
+def raw(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Read all numbers of all documents: type, shape and bytes, by document and name within it."""
+    found: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+    for file in run_files(path):
+        with h5py.File(file, "r") as stored:
+
+            def visit(name: str, item: Any) -> None:
+                if isinstance(item, h5py.Dataset) and item.dtype.kind in "if":
+                    found[name] = (str(item.dtype), item.shape, item[()].tobytes())
+
+            stored["documents"].visititems(visit)
+    return found
+
+
+# Reading a run
+
+
+def test_done_beats_error_and_later_beats_earlier(tmp_path: Path) -> None:
+    write(
+        tmp_path, "0000", [record("done first"), record("failed twice", "error", "old"), record("twice", answer="old")]
+    )
+    write(
+        tmp_path,
+        "0001",
+        [record("done first", "error"), record("failed twice", "error", "new"), record("late", "error")],
+    )
+    write(tmp_path, "0002", [record("late"), record("twice", answer="new")])
+    got = list(read_run(tmp_path))
+    assert len(got) == 4
+    by_id = {each.id: each for each in got}
+    assert by_id["done first"] == record("done first")
+    assert by_id["late"] == record("late")
+    assert by_id["failed twice"].answer == "new"
+    assert by_id["twice"].answer == "new"
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    shards=st.lists(
+        st.dictionaries(st.sampled_from("abcde"), st.sampled_from(["done", "error"]), min_size=1),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_each_id_once_before_and_after_a_merge(
+    tmp_path_factory: pytest.TempPathFactory, shards: list[dict[str, str]]
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    wanted: dict[str, Record] = {}
+    for number, shard in enumerate(shards):
+        records = [record(name, status, f"shard {number}") for name, status in shard.items()]
+        write(folder, f"{number:04d}", records)
+        for each in records:
+            if each.status == "done" or wanted.get(each.id, each).status == "error":
+                wanted[each.id] = each
+    assert list(read_run(folder)) == [wanted[name] for name in sorted(wanted)]
+    merge_run(folder)
+    assert list(read_run(folder)) == [wanted[name] for name in sorted(wanted)]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["z", "é", "漢"],
+        ["report.txt", "report/one.txt"],
+        ["a b", "a!b", "a/b", "a~b", "a-b"],
+        ["#2", "+", ".", "..", "A", "a"],
+    ],
+)
+def test_documents_come_in_the_order_of_their_ids(tmp_path: Path, names: list[str]) -> None:
+    write(tmp_path, "0000", [record(name) for name in reversed(names)])
+    assert [each.id for each in read_run(tmp_path)] == sorted(names)
+
+
+def test_reading_a_folder_without_results_is_bad_data(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no results here")
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(DataError, match="no result file"):
+            list(read_run(path))
+
+
+def test_find_record_names_some_that_exist(tmp_path: Path) -> None:
+    write(tmp_path, "0000", [record(f"doc-{n:02d}") for n in range(12)])
+    file, key = find_record(tmp_path, "doc-03")
+    assert file in run_files(tmp_path) and key == "doc-03"
+    with pytest.raises(ConfigError, match=r"'doc-99'.* 12: doc-00, doc-01") as caught:
+        find_record(tmp_path, "doc-99")
+    assert caught.value.exit_code == EXIT_CONFIG
+
+
+# Merging
+
+
+def test_a_merge_keeps_records_and_bits_and_removes_the_shards(tmp_path: Path) -> None:
+    write(tmp_path, "0000", [record("a"), record("x/y.txt")], kv=True)
+    write(tmp_path, "0001", [record("b", "error"), record("..")], kv=True)
+    records, arrays = list(read_run(tmp_path)), raw(tmp_path)
+    assert len(arrays) == 4 * (2 + 2 * 2)
+    result = merge_run(tmp_path)
+    assert result == tmp_path / RESULTS
+    assert result_files(tmp_path) == [RESULTS]
+    assert list(read_run(result)) == list(read_run(tmp_path)) == records
+    assert raw(result) == arrays
+    with open_file(result) as stored:
+        assert read_header(stored) == HEADER
+
+
+def test_merging_again_changes_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "0000", [record("a")])
+    result = merge_run(tmp_path)
+    content, changed = result.read_bytes(), result.stat().st_mtime_ns
+    assert merge_run(tmp_path) == result
+    assert result.read_bytes() == content and result.stat().st_mtime_ns == changed
+
+
+def test_merging_adds_later_shards_to_earlier_results(tmp_path: Path) -> None:
+    write(tmp_path, "0000", [record("a"), record("b", "error")])
+    merge_run(tmp_path)
+    write(tmp_path, "0000", [record("b"), record("c")])
+    merge_run(tmp_path)
+    assert result_files(tmp_path) == [RESULTS]
+    assert list(read_run(tmp_path)) == [record("a"), record("b"), record("c")]
+
+
+def test_a_crash_between_merging_and_removing_counts_each_document_once(tmp_path: Path) -> None:
+    folder, kept = tmp_path / "run", tmp_path / "kept"
+    folder.mkdir()
+    write(folder, "0000", [record("a"), record("b", "error")], kv=True)
+    write(folder, "0001", [record("b"), record("c", "error")], kv=True)
+    records = list(read_run(folder))
+    shutil.copytree(folder, kept)
+    merge_run(folder)
+    arrays = raw(folder)
+    for shard in kept.glob("*.h5"):
+        shutil.copy2(shard, folder)
+    assert len(run_files(folder)) == 3
+    assert list(read_run(folder)) == records
+    assert resume(folder)[:2] == ({"a", "b"}, {"c"})
+    merge_run(folder)
+    assert result_files(folder) == [RESULTS]
+    assert list(read_run(folder)) == records and raw(folder) == arrays
+
+
+def test_an_interrupted_merge_can_be_done_again(tmp_path: Path) -> None:
+    write(tmp_path, "0000", [record("a")])
+    (tmp_path / f"{RESULTS}{PART}").write_bytes(b"\x89HDF\r\n\x1a\n")
+    merge_run(tmp_path)
+    assert result_files(tmp_path) == [RESULTS]
+    assert list(read_run(tmp_path)) == [record("a")]
+
+
+def test_large_runs_are_left_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_module, "MERGE_MAX_BYTES", 100)
+    write(tmp_path, "0000", [record("a")])
+    write(tmp_path, "0001", [record("b")])
+    files = run_files(tmp_path)
+    assert merge_run(tmp_path) == tmp_path
+    assert run_files(tmp_path) == files
+    assert list(read_run(tmp_path)) == [record("a"), record("b")]
+
+
+def test_merging_an_empty_folder_makes_no_file(tmp_path: Path) -> None:
+    assert merge_run(tmp_path) == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_merging_many_documents_takes_little_memory(tmp_path: Path) -> None:
+    program = TESTS / "programs" / "merge_growth.py"
+    done = subprocess.run([sys.executable, program, tmp_path, "2000"], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 30 << 20, "HDF5 kept 20 KB of each: 300 MB after 20,000 documents"
+
+
+def test_a_merge_into_another_file_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write(folder, "0000", [record("a")], kv=True)
+    write(folder, "0001", [record("b", "error")])
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    target = merge_files(folder, tmp_path / "all.h5")
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert list(read_run(target)) == list(read_run(folder)) and raw(target) == raw(folder)
+    assert merge_files(folder, keep_shards=True) == folder / RESULTS
+    assert len(run_files(folder)) == 3 and list(read_run(folder)) == list(read_run(target))
+
+
+@pytest.mark.parametrize("offset", [0.3, 0.6, 0.95])
+def test_no_flipped_bit_gets_into_a_merged_file(tmp_path: Path, offset: float) -> None:
+    write(tmp_path, "0000", [record("a")], kv=True)
+    write(tmp_path, "0001", [record("b")])
+    shard = tmp_path / "shard-0000-0000-00000.h5"
+    content = bytearray(shard.read_bytes())
+    content[int(offset * len(content))] ^= 4
+    shard.write_bytes(content)
+    with pytest.raises(DataError, match=r"shard-0000-0000.*checksum"):
+        merge_run(tmp_path)
+    assert len(run_files(tmp_path)) == 2 and shard.read_bytes() == content
+
+
+def test_foreign_files_are_no_results(tmp_path: Path) -> None:
+    write(tmp_path, "0000", [record("a")])
+    with h5py.File(tmp_path / "measurements.h5", "w") as file:
+        file["measurements"] = np.arange(10.0)
+    assert list(read_run(tmp_path)) == [record("a")]
+    merge_run(tmp_path)
+    assert result_files(tmp_path) == ["measurements.h5", RESULTS]
+
+
+def test_no_room_for_a_merged_file_leaves_the_shards(tmp_path: Path) -> None:
+    write(tmp_path, "0000", [record("a")])
+    (tmp_path / f"{RESULTS}{PART}").mkdir()  # in the way, as a full disk would be
+    with pytest.raises(OutputError, match="cannot be written"):
+        merge_files(tmp_path)
+    assert list(read_run(tmp_path)) == [record("a")]
+
+
+def test_a_merge_with_a_damaged_shard_removes_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "0000", [record("a")])
+    write(tmp_path, "0001", [record("b")])
+    damaged = tmp_path / "shard-0000-0001-00000.h5"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    before = {file: file.read_bytes() for file in run_files(tmp_path)}
+    with pytest.raises(DataError, match="shard-0000-0001.*recorded were.*--resume"):
+        merge_run(tmp_path)
+    assert {file: file.read_bytes() for file in run_files(tmp_path)} == before
+    assert not (tmp_path / RESULTS).exists()

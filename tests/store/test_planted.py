@@ -1,0 +1,209 @@
+"""What others may leave in a folder that is shared: links, pipes, nonsense under the names we use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import record, take, write
+
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
+from kvr_mpi.store.ledger import seal
+from kvr_mpi.transport import choose
+from kvr_mpi.tuning.table import check_place
+
+PRECIOUS = "somebody else's, and not to be changed"
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    path = tmp_path / "outside"
+    path.write_text(PRECIOUS)
+    return path
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    """A umask that lets the group write, as on shared file systems."""
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("The ferry left at seven and the harbour was quiet.")
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f"""
+        model = {{ path = "{tiny_model_dir}", dtype = "float32" }}
+        documents = {{ path = "{tmp_path / "corpus"}" }}
+        prompt = {{ template = "Summarise: {{text}} Summary:" }}
+        generation = {{ max_new_tokens = 2 }}
+        parallel = {{ partition = "even" }}
+        output = {{ path = "{tmp_path / "out"}" }}
+        """
+    )
+    return path
+
+
+def kvr_says(kvr: Path, *arguments: str | Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([kvr, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def test_a_job_writes_through_no_link(job: Path, tmp_path: Path, outside: Path, run_here: Any, umask: None) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("run.json.part", f".probe-{os.getpid()}", "results.h5.part", "shard-0001-0000-00000.h5.part"):
+        (out / name).symlink_to(outside)
+    done = run_here(1, [job])
+    assert done.returncode == EXIT_OK, done.stderr
+    assert outside.read_text() == PRECIOUS
+    assert all(file.stat().st_mode & 0o777 == 0o664 for file in out.iterdir() if not file.is_symlink())
+    assert {file.name for file in out.iterdir()} >= {"run.json", "results.h5", "ledger-0000.jsonl", ".lock-000001"}
+
+
+@pytest.mark.parametrize("plant", ["link", "dangling-link", "pipe"])
+def test_a_ledger_that_is_a_link_or_a_pipe_ends_the_job(
+    job: Path, tmp_path: Path, outside: Path, plant: str, run_here: Any
+) -> None:
+    out, absent = tmp_path / "out", tmp_path / "absent"
+    out.mkdir()
+    if plant == "pipe":
+        os.mkfifo(out / "ledger-0000.jsonl")
+    else:
+        (out / "ledger-0000.jsonl").symlink_to(outside if plant == "link" else absent)
+    done = run_here(1, [job])
+    assert done.returncode == EXIT_CONFIG, done.stderr
+    assert "somebody put" in done.stderr or "symbolic link" in done.stderr
+    assert outside.read_text() == PRECIOUS and not absent.exists()
+
+
+def test_a_merge_truncates_nothing_through_a_link(tmp_path: Path, outside: Path, kvr: Path) -> None:
+    folder = tmp_path / "run"
+    take(folder, resume=False).close()
+    write(folder, "0000", [record("a")])
+    for part in (folder / "results.h5.part", tmp_path / "all.h5.part"):
+        part.symlink_to(outside)
+    assert kvr_says(kvr, "merge", folder, "-o", tmp_path / "all.h5").returncode == EXIT_OK
+    assert kvr_says(kvr, "export", folder, "-o", tmp_path / "all.jsonl").returncode == EXIT_OK
+    (tmp_path / "all.jsonl.part").symlink_to(outside)
+    assert kvr_says(kvr, "export", folder, "--overwrite", "-o", tmp_path / "all.jsonl").returncode == EXIT_OK
+    assert outside.read_text() == PRECIOUS
+
+
+@pytest.mark.parametrize("name", ["run.json", ".lock-000007", "ledger-0000.jsonl", "shard-0001-0000-00009.h5"])
+def test_a_pipe_in_the_folder_holds_nobody_up(tmp_path: Path, name: str, kvr: Path) -> None:
+    take(tmp_path, resume=False).close()
+    write(tmp_path, "0009", [record("a")])
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    for command in (["status", tmp_path], ["export", tmp_path], ["inspect", tmp_path]):
+        assert kvr_says(kvr, *command).returncode == EXIT_OK
+
+
+HOSTILE_LOCKS: dict[str, bytes] = {
+    "deep": b"[" * 100_000,
+    "deep-object": b'{"owner":' * 100_000,
+    "list": b"[1, 2]",
+    "infinite": b'{"owner": {"host": "h", "space": "", "pid": 1, "started": 1}, "beats": Infinity, "released": true, '
+    b'"since_s": 1}',
+    "far": b'{"owner": {"host": "h", "space": "", "pid": 1, "started": 1}, "beats": 1, "released": true, '
+    b'"since_s": 1e99}',
+    "path": b'{"owner": {"host": "h", "space": "", "pid": "../etc", "started": 1}, "beats": 1, "released": true, '
+    b'"since_s": 1}',
+    "terminal": b'{"owner": {"host": "\\u001b]0;x\\u0007", "space": "", "pid": 1, "started": 1}, "beats": 1, '
+    b'"released": true, "since_s": 1}',
+    "huge": b" " * (64 << 20),
+    "empty": b"",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", HOSTILE_LOCKS.values(), ids=HOSTILE_LOCKS)
+def test_a_lock_may_say_anything(tmp_path: Path, content: bytes, kvr: Path) -> None:
+    take(tmp_path, resume=False).close()
+    write(tmp_path, "0000", [record("a")])
+    (tmp_path / ".lock-000009").write_bytes(content)
+    done = kvr_says(kvr, "status", tmp_path)
+    assert done.returncode == EXIT_OK and "1 done" in done.stdout and done.stderr == ""
+    assert "\x1b" not in done.stdout
+
+
+HOSTILE_LINES: dict[str, dict[str, Any]] = {
+    "names-number": {"shard": "shard-x.h5", "size_bytes": 1, "crc32": "0", "done": 5, "failed": [], "at_s": 0},
+    "names-mixed": {"shard": "shard-x.h5", "size_bytes": 1, "crc32": "0", "done": ["a", {}], "failed": [], "at_s": 0},
+    "names-surrogate": {
+        "shard": "shard-x.h5",
+        "size_bytes": 1,
+        "crc32": "0",
+        "done": ["\ud800"],
+        "failed": [],
+        "at_s": 0,
+    },
+    "size-text": {"shard": "shard-x.h5", "size_bytes": "1", "crc32": "0", "done": [], "failed": [], "at_s": 0},
+    "time-text": {"shard": "shard-x.h5", "size_bytes": 1, "crc32": "0", "done": [], "failed": [], "at_s": "now"},
+    "shard-list": {"shard": ["shard-x.h5"], "size_bytes": 1, "crc32": "0", "done": [], "failed": [], "at_s": 0},
+    "begun-number": {"begun": 5, "session": 1, "at_s": 0},
+    "begun-far": {"begun": ["b"], "session": 1, "at_s": 1e300},
+    "begun-nan": {"begun": ["b"], "session": 1, "at_s": float("nan")},
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE_LINES.values(), ids=HOSTILE_LINES)
+def test_a_sealed_line_may_say_anything(tmp_path: Path, line: dict[str, Any], kvr: Path) -> None:
+    run = take(tmp_path, resume=False)
+    write(tmp_path, "0000", [record("a")])
+    (tmp_path / "ledger-0007.jsonl").write_bytes(seal(line))
+    for command in ("status", "export", "inspect"):
+        done = kvr_says(kvr, command, tmp_path)
+        assert done.returncode == EXIT_OK and done.stderr == "", done.stderr
+    run.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"share": [0, 0]}, {"share": "x"}, {"share": [1]}, {"corpus": 5}, {"corpus": {}}, {"identity": 5},
+        {"corpus": {"ids": [[1]], "chars": [1], "file": [0], "place": [0], "sha256": "", "errors": {}, "files": [],
+                    "id_field": "", "text_field": "", "limit": None}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_sealed_run_file_may_say_anything(tmp_path: Path, change: dict[str, Any], kvr: Path) -> None:
+    take(tmp_path, resume=False).close()
+    write(tmp_path, "0000", [record("a")])
+    stored = json.loads((tmp_path / "run.json").read_bytes())
+    stored.pop("seal")
+    (tmp_path / "run.json").write_bytes(seal({**stored, **change}))
+    done = kvr_says(kvr, "status", tmp_path)
+    assert done.returncode == EXIT_OK and "unknown number" in done.stdout
+    take(tmp_path).close()  # goes on without it
+
+
+def test_caches_and_tables_are_for_colleagues_too(
+    tmp_path: Path, outside: Path, umask: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_place(tmp_path / "tables" / "table.json")
+    assert list((tmp_path / "tables").iterdir()) == []
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for name in (f".{choose.PROOF_FILE}-{os.getpid()}", f"{choose.PROOF_FILE}.part", choose.PROOF_FILE):
+        (cache / name).symlink_to(outside)
+    monkeypatch.setattr(choose, "_identity", lambda device: "this MPI")  # there is no GPU to name
+    choose.record_proof(cache, None)  # type: ignore[arg-type]
+    assert outside.read_text() == PRECIOUS
+    proof = cache / choose.PROOF_FILE
+    assert not proof.is_symlink() and proof.stat().st_mode & 0o777 == 0o664
+    assert json.loads(proof.read_text()) == ["this MPI"]
+
+
+def test_nothing_but_bad_data_is_said_of_a_pipe(tmp_path: Path, kvr: Path) -> None:
+    os.mkfifo(tmp_path / "results.h5")
+    assert kvr_says(kvr, "export", tmp_path / "results.h5").returncode == EXIT_BAD_DATA

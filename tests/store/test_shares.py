@@ -1,0 +1,170 @@
+"""The shares of an array, a folder for each: exported, merged and looked at as one, the missing ones named."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas
+import pytest
+from click.testing import CliRunner, Result
+from constants import TESTS
+from made_runs import HEADER, corpus_of, record, take, write
+
+from kvr_mpi.cli import group
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_USAGE, DataError
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.outputs import Header
+
+COUNT = 12
+NAMES = [f"doc-{n:02d}" for n in range(30)]
+Kvr = Callable[..., Result]
+
+
+@pytest.fixture
+def array(tmp_path: Path) -> Path:
+    """What an array of twelve tasks leaves: every fifth document failed."""
+    for number in range(COUNT):
+        share = slice(number, None, COUNT)
+        folder = tmp_path / "out" / f"share-{number}-of-{COUNT}"
+        take(folder, resume=False, corpus=corpus_of(NAMES), share=share).close()
+        write(folder, "0000", [record(name, "error" if int(name[-2:]) % 5 == 0 else "done") for name in NAMES[share]])
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def run_kvr() -> Kvr:
+    def run(*arguments: str | Path) -> Result:
+        return CliRunner().invoke(
+            group, [str(word) for word in arguments], standalone_mode=False, catch_exceptions=False
+        )
+
+    return run
+
+
+def test_shares_make_one_table(array: Path, kvr: Path) -> None:
+    for paths in ([array], sorted(array.iterdir())):
+        done = subprocess.run([kvr, "export", *paths], capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (EXIT_OK, "")
+        assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == NAMES
+    done = subprocess.run(
+        [kvr, "export", array, "--format", "csv"], capture_output=True, text=True, timeout=60, check=True
+    )
+    rows = list(csv.reader(io.StringIO(done.stdout)))
+    assert len(rows) == 1 + len(NAMES) and sum(row[0] == "id" for row in rows) == 1
+
+
+def test_shares_make_one_parquet_file(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
+    target = tmp_path / "all.parquet"
+    assert run_kvr("export", array, "--format", "parquet", "-o", target).return_value == EXIT_OK
+    assert list(pandas.read_parquet(target)["id"]) == NAMES
+
+
+def test_missing_shares_are_named(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
+    for number in (3, 11):
+        shutil.rmtree(array / f"share-{number}-of-{COUNT}")
+    (array / f"share-5-of-{COUNT}" / "shard-0001-0000-00000.h5").unlink()
+    (array / f"share-5-of-{COUNT}" / "ledger-0000.jsonl").unlink()
+    left = {name for n, name in enumerate(NAMES) if n % COUNT not in (3, 5, 11)}
+    found = run_kvr("export", array)
+    assert found.return_value == EXIT_BAD_DATA
+    assert {json.loads(line)["id"] for line in found.stdout.splitlines()} == left
+    for told in (found, run_kvr("merge", array, "-o", tmp_path / "all.h5")):
+        assert told.return_value == EXIT_BAD_DATA
+        for word in ("share 3 of 12", "share 11 of 12", f"share-5-of-{COUNT} has no results yet"):
+            assert word in told.stderr
+        assert "share 4 of" not in told.stderr and len(told.stderr.splitlines()) == 1
+    assert {each.id for each in read_run(tmp_path / "all.h5")} == left
+    assert run_kvr("export", array / f"share-4-of-{COUNT}").return_value == EXIT_OK  # one was asked for
+
+
+def test_shares_are_known_by_what_they_did_or_else_by_name(array: Path, run_kvr: Kvr) -> None:
+    (array / f"share-7-of-{COUNT}").rename(array / "renamed")
+    assert run_kvr("export", array).stderr == ""
+    shutil.rmtree(array / f"share-8-of-{COUNT}")
+    for folder in array.iterdir():
+        (folder / "run.json").unlink()
+    told = run_kvr("export", array).stderr
+    assert "share 7 of 12" in told and "share 8 of 12" in told and "share 9 of 12" not in told
+
+
+def test_merging_shares(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
+    assert not list(tmp_path.glob("*.h5"))
+    with pytest.raises(Exception, match=r"12 runs to merge: name a file with -o FILE") as caught:
+        run_kvr("merge", array)
+    assert getattr(caught.value, "exit_code", None) == EXIT_USAGE
+    before = {path: path.read_bytes() for path in array.rglob("*.h5")}
+    found = run_kvr("merge", array, "-o", tmp_path / "all.h5")
+    assert found.return_value == EXIT_OK and found.stderr == ""
+    assert [each.id for each in read_run(tmp_path / "all.h5")] == NAMES
+    assert {path: path.read_bytes() for path in array.rglob("*.h5")} == before
+
+
+def test_runs_of_different_jobs_are_not_merged(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
+    other = Header({**HEADER.identity, "model": "another"}, HEADER.model)
+    take(tmp_path / "other", resume=False, header=other, corpus=corpus_of("x")).close()
+    write(tmp_path / "other", "0000", [record("x")], header=other)
+    with pytest.raises(DataError, match=r"different jobs \(model\)"):
+        run_kvr("merge", array, tmp_path / "other", "-o", tmp_path / "all.h5")
+    assert not (tmp_path / "all.h5").exists()
+
+
+def test_a_document_in_two_folders_is_no_share(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
+    take(tmp_path / "other", resume=False).close()
+    write(tmp_path / "other", "0000", [record("doc-03")])
+    for command in (["export"], ["merge", "-o", tmp_path / "all.h5"]):
+        with pytest.raises(DataError, match=r"'doc-03' is in .*share-3-of-12 and in .*other"):
+            run_kvr(command[0], array, tmp_path / "other", *command[1:])
+
+
+def test_status_of_an_array(array: Path, run_kvr: Kvr) -> None:
+    shutil.rmtree(array / f"share-10-of-{COUNT}")
+    done = [name for n, name in enumerate(NAMES) if n % COUNT != 10]
+    failed = [name for name in done if int(name[-2:]) % 5 == 0]
+    lines = run_kvr("status", array).output.splitlines()
+    assert [line.partition(":")[0] for line in lines[:11]] == [
+        str(array / f"share-{number}-of-{COUNT}") for number in range(COUNT) if number != 10
+    ]  # 2 before 10
+    whole = "\n".join(lines[11:])
+    assert f"{len(done)}: {len(done) - len(failed)} done, {len(failed)} failed, 0 left" in whole
+    assert "share 10 of 12" in whole and f"{len(failed)} x it went wrong" in whole
+    told = json.loads(run_kvr("status", array, "--json").output)
+    assert (told["done"], told["failed"], told["left"]) == (len(done) - len(failed), len(failed), 0)
+    assert len(told["folders"]) == 11 and "share 10 of 12" in told["missing"][0]
+    assert told["reasons"] == {"it went wrong": len(failed)}
+
+
+# Documents that failed
+
+
+def test_failed_documents_are_shown_alone(array: Path, kvr: Path, run_kvr: Kvr) -> None:
+    failed = [name for name in NAMES if int(name[-2:]) % 5 == 0]
+    rows = [json.loads(line) for line in run_kvr("export", array, "--status", "error").stdout.splitlines()]
+    assert [row["id"] for row in rows] == failed and all(row["error"] == "it went wrong" for row in rows)
+    rows = [json.loads(line) for line in run_kvr("export", array, "--status", "done").stdout.splitlines()]
+    assert [row["id"] for row in rows] == [name for name in NAMES if name not in failed]
+    folder = array / f"share-5-of-{COUNT}"
+    done = subprocess.run([kvr, "inspect", folder, "--errors"], capture_output=True, text=True, timeout=60, check=True)
+    assert "doc-05: it went wrong" in done.stdout and "doc-17" not in done.stdout
+    assert "1 error(s)\n  1 x it went wrong" in done.stdout
+    told = json.loads(run_kvr("inspect", folder, "--errors", "--json").output)
+    assert told == {"reasons": {"it went wrong": 1}, "errors": [{"id": "doc-05", "error": "it went wrong"}]}
+    assert "1 x it went wrong" in run_kvr("status", folder).output
+
+
+def test_no_failed_documents_are_none(tmp_path: Path, run_kvr: Kvr) -> None:
+    write(tmp_path, "0000", [record("a")])
+    assert run_kvr("inspect", tmp_path, "--errors").output == "0 error(s)\n"
+
+
+def test_a_ledger_of_an_earlier_version_has_its_reasons_read(tmp_path: Path, run_kvr: Kvr) -> None:
+    old = Path(shutil.copytree(TESTS / "data" / "version-1", tmp_path / "old"))
+    assert "1 x ... is not UTF-8" in run_kvr("inspect", old).output
+    assert "1 x not in the ledger" in run_kvr("status", old).output  # which opens no file of results
+    assert os.listdir(old).count("results.h5") == 0

@@ -1,0 +1,132 @@
+"""Which transport is chosen, and why; what is impossible is refused before anything hangs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvr_mpi.errors import TransportError
+from kvr_mpi.transport import choose as choosing
+from kvr_mpi.transport.choose import NAMES, _View, choose, open_transport
+from kvr_mpi.transport.local import LocalTransport, run_local
+
+
+def cpus(ranks: int) -> list[_View]:
+    return [_View("cpu", "", None, "", False, False)] * ranks
+
+
+def gpus(*names: str, claims: bool | None = True, proven: bool = False, nccl: bool = True) -> list[_View]:
+    return [_View("cuda", name, claims, "MPIX_Query_cuda_support says so", proven, nccl) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "views", "chosen", "reason"),
+    [
+        ("auto", cpus(4), "mpi", "as it lies"),
+        ("mpi", cpus(2), "mpi", "as it lies"),
+        ("gloo", cpus(2), "gloo", "asked for"),
+        ("staged", cpus(2), "staged", "of no use"),
+        ("auto", cpus(1), "local", "one rank"),
+        ("local", cpus(1), "local", "one rank"),
+        ("auto", gpus("a", "b", proven=True), "mpi", "tried by `kvr doctor`"),
+        ("auto", gpus("a", "b"), "nccl", "`kvr doctor` would try it"),
+        ("auto", gpus("a", "b", claims=False), "nccl", "not known to take GPU memory"),
+        ("auto", gpus("a", "b", claims=None, nccl=False), "staged", "built without NCCL"),
+        ("auto", gpus("a", "a"), "staged", r"ranks \[0, 1\] share one GPU"),
+        ("auto", [*gpus("a", proven=True), *gpus("b", claims=False)], "nccl", "not known"),
+        ("mpi", gpus("a", "b"), "mpi", "nobody has tried"),
+        ("mpi", gpus("a", "a", proven=True), "mpi", "was seen to"),
+        ("staged", gpus("a", "a", proven=True), "staged", "asked for"),
+        ("nccl", gpus("a", "b", proven=True), "nccl", "asked for"),
+    ],
+)
+def test_the_choice_and_its_reason(wanted: Any, views: list[_View], chosen: str, reason: str) -> None:
+    name, why = choose(wanted, views, in_processes=True)
+    assert name == chosen
+    assert re.search(reason, why), why
+
+
+@pytest.mark.parametrize(
+    ("wanted", "views", "message"),
+    [
+        ("nccl", cpus(2), "rank 0 has its model on the CPU; use 'auto', 'mpi' or 'gloo'"),
+        ("nccl", [*gpus("a"), *cpus(1)], "rank 1 has its model on the CPU"),
+        ("nccl", gpus("a", "b", "a"), r"ranks \[0, 2\] share one GPU \(a\).*use 'staged'"),
+        ("nccl", gpus("a", "b", nccl=False), "built without NCCL"),
+        ("gloo", gpus("a", "b"), "use 'nccl' or 'staged'"),
+        ("mpi", gpus("a", "b", claims=False), "does not say that it takes it .*use 'nccl', 'staged' or 'auto'"),
+        ("local", cpus(3), "3 ranks were started; use 'auto' or 'mpi'"),
+    ],
+)
+def test_what_is_impossible_is_refused(wanted: Any, views: list[_View], message: str) -> None:
+    with pytest.raises(TransportError, match=message) as caught:
+        choose(wanted, views, in_processes=True)
+    assert caught.value.exit_code == 69
+
+
+def test_the_command_line_offers_the_same_names() -> None:
+    from kvr_mpi.cli.bench import bench
+    from kvr_mpi.job import ParallelSection
+
+    offered = next(option for option in bench.params if option.name == "transport")
+    assert tuple(offered.type.choices) == NAMES
+    for name in NAMES:
+        assert ParallelSection.model_validate({"transport": name}).transport == name
+
+
+def test_threads_are_warmed_up_and_a_link_that_changes_data_is_found(tmp_path: Path) -> None:
+    class Garbling(LocalTransport):
+        def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Any = None) -> Any:
+            return super().isend(tensor.roll(1) if dest == 2 else tensor, dest, tag)
+
+    def work(rank: LocalTransport, transport: type[LocalTransport] = LocalTransport) -> str:
+        mine = transport(rank._hub, rank.rank)
+        return open_transport(mine, "auto", torch.device("cpu"), cache_dir=tmp_path, every_pair=True)[1]
+
+    assert run_local(3, work) == ["transport: local: 3 threads of one process"] * 3
+    with pytest.raises(TransportError, match="from rank 0 to rank 2 delivers something else|another rank failed"):
+        run_local(3, lambda rank: work(rank, Garbling))
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1, null]", "not json", '["other"]'])
+def test_a_damaged_note_proves_nothing(tmp_path: Path, content: str) -> None:
+    (tmp_path / choosing.PROOF_FILE).write_text(content)
+    assert choosing._proofs(tmp_path) == [item for item in ["other"] if "other" in content]
+
+
+@pytest.mark.slow
+def test_a_job_says_what_it_chose(mpirun: Any, kvr: Path, tiny_model_dir: Path) -> None:
+    options = ["verify", "--model", tiny_model_dir, "--lengths", "16", "--longest", "40"]
+    run = mpirun(2, [kvr, *options, "--transport", "gloo"], timeout_s=100)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("transport: gloo: asked for") + run.stdout.count("transport: gloo: asked for") == 1
+    for name, message in (("nccl", "rank 0 has its model on the CPU"), ("local", "2 ranks were started")):
+        refused = mpirun(2, [kvr, *options, "--transport", name], timeout_s=100)
+        assert refused.returncode == 69
+        assert message in refused.stderr + refused.stdout
+    unknown = mpirun(2, [kvr, *options, "--transport", "pigeon"], timeout_s=100)
+    assert unknown.returncode == 2
+    assert "'staged'" in unknown.stderr + unknown.stdout
+
+
+@pytest.mark.slow
+def test_a_job_file_names_its_transport(mpirun: Any, kvr_run: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Some words about nothing. " * 8)
+    job = tmp_path / "job.toml"
+    corpus = json.dumps(str(tmp_path / "a.txt"))
+    job.write_text(
+        f"[model]\npath = {json.dumps(str(tiny_model_dir))}\n[documents]\npath = {corpus}\n"
+        f'[generation]\nmax_new_tokens = 4\n[parallel]\ntransport = "gloo"\n'
+        f"[output]\npath = {json.dumps(str(tmp_path / 'out'))}\n"
+    )
+    run = mpirun(2, [kvr_run, job], timeout_s=100)
+    assert run.returncode == 0, run.stderr
+    assert "transport: gloo: asked for" in run.stderr + run.stdout
+    refused = mpirun(2, [kvr_run, job, "--overwrite", "--transport", "nccl"], timeout_s=100)
+    assert refused.returncode == 69
+    assert "transport 'nccl' moves GPU memory" in refused.stderr + refused.stdout

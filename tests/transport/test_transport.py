@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from constants import TESTS
+
+from kvr_mpi.errors import TransportError
+from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.transport.mpi import connect, launched_size
+
+PROGRAMS = TESTS / "programs"
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(2, "auto"), (3, "mpi"), (3, "staged"), (3, "gloo")])
+def test_ranks_keep_their_promises(mpirun: Any, ranks: int, name: str) -> None:
+    run = mpirun(ranks, [sys.executable, PROGRAMS / "mpi_transport.py", name], timeout_s=100)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found["size"] == ranks
+    assert found["transport"].startswith(f"transport: {'mpi' if name == 'auto' else name}: ")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rounds", "name"),
+    [
+        (2, 20, "mpi"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(4, 60, "mpi"), (8, 30, "mpi"), (4, 12, "staged"), (4, 20, "gloo")]
+        ),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(4, 200, "mpi"), (8, 200, "mpi"), (4, 60, "gloo")]),
+    ],
+)
+def test_chains_are_exact_for_random_partitions(mpirun: Any, ranks: int, rounds: int, name: str) -> None:
+    """And end: cut-through, all-gathers and rings, slices of one token included."""
+    run = mpirun(ranks, [sys.executable, PROGRAMS / "mpi_chain.py", rounds, name], timeout_s=200)
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert result["ranks"] == list(range(ranks))
+    assert result["worst"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mpi", "gloo"])
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_rank_that_ends_in_a_prefill_ends_all(mpirun: Any, how: str, name: str) -> None:
+    run = mpirun(3, [sys.executable, PROGRAMS / "dying_rank.py", how, name], timeout_s=60)  # or it hangs
+    assert "rank 1 ends" in run.stdout, run.stderr
+    assert run.returncode == 69 if how == "raises" else run.returncode != 0
+    if how == "raises":
+        assert "error: rank 1 has had enough" in run.stderr + run.stdout
+
+
+def test_local_messages_arrive_in_order_and_whole() -> None:
+    def work(rank: LocalTransport) -> list[float]:
+        if rank.rank == 0:
+            for value in range(5):
+                rank.isend(torch.full((4,), float(value)), 1, tag=3).wait()
+            return []
+        buffers = [torch.empty(4) for _ in range(5)]
+        requests = [rank.irecv(buffer, 0, tag=3) for buffer in buffers]
+        for request in requests:
+            request.wait()
+        assert all(request.test() for request in requests)
+        return [float(buffer.sum()) for buffer in buffers]
+
+    assert run_local(2, work)[1] == [0, 4, 8, 12, 16]
+
+
+def test_local_refuses_a_message_of_another_size() -> None:
+    def work(rank: LocalTransport) -> None:
+        if rank.rank == 0:
+            rank.isend(torch.zeros(4), 1, tag=0)
+        else:
+            rank.irecv(torch.zeros(5), 0, tag=0).wait()
+
+    with pytest.raises(TransportError, match="expected 20 bytes from rank 0 .* and was sent 16"):
+        run_local(2, work)
+
+
+def test_local_collectives_and_groups() -> None:
+    def work(rank: LocalTransport) -> tuple[bytes, list[bytes], list[bytes]]:
+        group = rank.split(rank.rank // 2)
+        return (
+            rank.broadcast(bytes([rank.rank]), root=2),
+            rank.gather(bytes([rank.rank]), root=1),
+            group.gather(bytes([rank.rank])),
+        )
+
+    shared, gathered, grouped = zip(*run_local(4, work), strict=True)
+    assert set(shared) == {b"\x02"}
+    assert gathered == ([], [b"\x00", b"\x01", b"\x02", b"\x03"], [], [])
+    assert grouped == ([b"\x00", b"\x01"], [], [b"\x02", b"\x03"], [])
+
+
+def test_a_failing_thread_wakes_those_that_wait() -> None:
+    def work(rank: LocalTransport) -> None:
+        if rank.rank == 0:
+            raise ValueError("on purpose")
+        if rank.rank == 1:
+            rank.irecv(torch.zeros(1), 0, tag=0).wait()
+        rank.barrier()
+
+    with pytest.raises((ValueError, TransportError)):
+        run_local(3, work)
+
+
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [
+        ({}, None),
+        ({"SLURM_NTASKS": "8"}, 8),
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, 1),
+        ({"SLURM_NTASKS": "8", "PMI_SIZE": "4"}, 4),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, 2),
+        ({"SLURM_NTASKS": "many"}, None),
+    ],
+)
+def test_launched_size(environ: dict[str, str], size: int | None) -> None:
+    found = launched_size(environ)
+    assert (found and found[1]) == size
+
+
+def test_alone_where_many_were_meant_is_refused() -> None:
+    """This process is an MPI job of one; a launcher that says otherwise used another MPI."""
+    with pytest.raises(
+        TransportError, match=r"8 ranks were meant \(SLURM .*SLURM_NTASKS=8\).*srun --mpi=pmi2"
+    ) as caught:
+        connect({"SLURM_NTASKS": "8"})
+    assert caught.value.exit_code == 69
+    assert connect({}).size == 1

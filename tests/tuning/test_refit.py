@@ -1,0 +1,188 @@
+"""Refit on a machine we know the truth about: the cost model with other rates, unequal ranks, and noise."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from made_tables import COSTS
+
+from kvr_mpi.costs.costmodel import best_split, chain_seconds
+from kvr_mpi.costs.hardware import load_hardware
+from kvr_mpi.costs.layer_costs import Costs, costs_of
+from kvr_mpi.costs.workload import named_workload
+from kvr_mpi.errors import DataError
+from kvr_mpi.partition import Partition
+from kvr_mpi.tuning.measure import Observation
+from kvr_mpi.tuning.refit import MAX_RUNS, busy_seconds, fit, refit, steady
+
+QUANTUM = 16
+LLAMA = costs_of(named_workload("Llama 7B"), load_hardware("a100-80gb"))
+
+
+class Machine:
+    """Rates somewhere around the known ones, ranks that differ by 2 %, and runs that differ by 3 %."""
+
+    def __init__(self, known: Costs, ranks: int, seed: int, noise: float = 0.03) -> None:
+        self.random, self.noise, self.runs = np.random.default_rng(seed), noise, 0
+        self.truth = replace(
+            known,
+            qkv_token_s=known.qkv_token_s * self.by(0.15),
+            rest_token_s=known.rest_token_s * self.by(0.15),
+            pair_s=known.pair_s * self.by(0.15),
+            layer_s=known.layer_s * self.by(0.3),
+            copy_token_s=known.copy_token_s * self.by(0.3),
+            link_bytes_per_s=known.link_bytes_per_s * self.by(0.2),
+            speeds=tuple(self.by(0.02) for _ in range(ranks)),
+        )
+
+    def by(self, deviation: float) -> float:
+        return float(np.exp(deviation * self.random.standard_normal()))
+
+    def run(self, split: Partition) -> Observation:
+        self.runs += 1
+        drift = self.by(self.noise)
+        busy = tuple(float(time) * drift * self.by(self.noise / 3) for time in busy_seconds(self.truth, split.lengths))
+        ttft_s = chain_seconds(self.truth, split.lengths) * drift * self.by(self.noise / 3)
+        return Observation(split, ttft_s, busy, tuple(max(0.0, ttft_s - time) for time in busy))
+
+    def regret(self, split: Partition) -> float:
+        best_s = best_split(self.truth, split.tokens, split.size, quantum=QUANTUM)[1]
+        return chain_seconds(self.truth, split.lengths) / best_s - 1
+
+
+def silent(text: str) -> None:
+    assert text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("known", "tokens"), [(LLAMA, 16384), (COSTS, 4096)], ids=["llama-a100", "smollm-cpu"])
+def test_refit_ends_within_a_percent_of_the_best(known: Costs, tokens: int, ranks: int) -> None:
+    regrets, even = [], []
+    for seed in range(9):
+        machine = Machine(known, ranks, seed)
+        found = refit(tokens, known, ranks, machine.run, silent, quantum=QUANTUM)
+        assert machine.runs == found.runs <= MAX_RUNS
+        assert found.times_of(found.best), "what it ends with was run"
+        regrets.append(machine.regret(found.best))
+        even.append(machine.regret(Partition.even(tokens, ranks)))
+    assert statistics.median(regrets) < 0.01
+    assert max(regrets) < 0.04
+    assert statistics.median(even) > 0.1
+
+
+class DriftingMachine(Machine):
+    """Speeds that drift from run to run, all ranks' by 3 % and each one's by 1 %; hiccups lengthen the chain alone."""
+
+    def __init__(self, known: Costs, ranks: int, seed: int) -> None:
+        super().__init__(known, ranks, seed)
+        self.deviations = np.array([0.03, *[0.01] * ranks])
+        self.drift = self.deviations * self.random.standard_normal(ranks + 1)
+
+    def run(self, split: Partition) -> Observation:
+        self.runs += 1
+        self.drift = 0.7 * self.drift + 0.51**0.5 * self.deviations * self.random.standard_normal(len(self.drift))
+        common, *own = map(float, np.exp(self.drift))
+        assert self.truth.speeds is not None
+        speeds = tuple(speed / slower for speed, slower in zip(self.truth.speeds, own, strict=True))
+        now = replace(self.truth, speeds=speeds)
+        busy = tuple(float(time) * common * self.by(0.004) for time in busy_seconds(now, split.lengths))
+        ttft_s = chain_seconds(now, split.lengths) * common * (1 + self.random.exponential(0.01))
+        return Observation(split, ttft_s, busy, tuple(max(0.0, ttft_s - time) for time in busy))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_drift_that_ranks_share_is_not_taken_for_the_split(ranks: int) -> None:
+    regrets = []
+    for seed in range(7):
+        machine = DriftingMachine(COSTS, ranks, seed)
+        regrets.append(machine.regret(refit(4096, COSTS, ranks, machine.run, silent, quantum=QUANTUM).best))
+    assert statistics.median(regrets) < 0.01
+    assert max(regrets) < 0.03
+
+
+def test_refit_learns_of_a_slow_rank() -> None:
+    machine = Machine(COSTS, 4, 1)
+    machine.truth = replace(machine.truth, speeds=(1.0, 0.8, 1.0, 1.0))
+    found = refit(4096, COSTS, 4, machine.run, silent, quantum=QUANTUM)
+    lengths = found.best.lengths
+    assert lengths[1] < 0.9 * (lengths[0] + lengths[2]) / 2
+    assert machine.regret(found.best) < 0.05 < machine.regret(found.observations[0].partition)
+
+
+def test_refit_says_what_it_does() -> None:
+    said: list[str] = []
+    machine = Machine(COSTS, 2, 0)
+    found = refit(2048, COSTS, 2, machine.run, said.append, quantum=QUANTUM)
+    assert said[0].startswith(f"2048 tokens: equal-time split {found.observations[0].partition}, predicted")
+    runs = [line for line in said if line.strip().startswith("run ")]
+    assert len(runs) == len(found.observations)
+    for line, seen in zip(runs, found.observations, strict=True):
+        assert f"{seen.partition} took {seen.ttft_s:.3f} s (predicted " in line
+
+
+@pytest.mark.parametrize("max_runs", [1, 2, 4])
+def test_refit_keeps_to_its_runs(max_runs: int) -> None:
+    machine = Machine(COSTS, 3, 5, noise=0.1)
+    found = refit(1000, COSTS, 3, machine.run, silent, quantum=QUANTUM, max_runs=max_runs)
+    assert machine.runs <= max_runs and found.best in found.forecasts_s
+
+
+def test_without_noise_the_fit_forecasts_other_splits() -> None:
+    machine = Machine(COSTS, 4, 3, noise=0.0)
+    splits = [Partition.by_ratio(4096, ratios) for ratios in ([4, 3, 2, 1], [1, 1, 1, 1], [5, 4, 3, 3])]
+    before, fitted = COSTS, fit(COSTS, [machine.run(split) for split in splits])
+    for ratios in ([3, 2, 2, 2], [2, 2, 1, 1]):
+        lengths = Partition.by_ratio(4096, ratios).lengths
+        truth_s = chain_seconds(machine.truth, lengths)
+        assert chain_seconds(fitted, lengths) == pytest.approx(truth_s, rel=0.01)
+        assert abs(chain_seconds(before, lengths) / truth_s - 1) > 0.02
+
+
+def test_a_disturbed_run_does_not_spoil_the_fit() -> None:
+    machine = Machine(COSTS, 2, 3, noise=0.003)
+    splits = [Partition.by_ratio(4096, ratios) for ratios in ([4, 3], [5, 3], [1, 1], [4, 3])]
+    seen = [machine.run(split) for split in splits]
+    slow = replace(seen[0], ttft_s=1.5 * seen[0].ttft_s, busy_s=tuple(1.5 * time for time in seen[0].busy_s))
+    lengths = Partition.by_ratio(4096, [3, 2]).lengths
+    truth_s = chain_seconds(machine.truth, lengths)
+    assert chain_seconds(fit(COSTS, [slow, *seen[1:]]), lengths) == pytest.approx(truth_s, rel=0.02)
+
+
+def test_busy_times_are_those_of_the_event_model() -> None:
+    # A chain that never waits takes as long as its last rank is busy; here that one has nearly everything to do.
+    costs = replace(COSTS, launch_floor_s=0.0, link_bytes_per_s=1e15, link_latency_s=0.0)
+    for lengths in ([16.0, 4096.0], [16.0, 16.0, 4096.0]):
+        assert busy_seconds(costs, lengths)[-1] == pytest.approx(chain_seconds(costs, lengths), rel=0.01)
+
+
+def test_a_hiccup_is_repeated_and_said() -> None:
+    machine, said = Machine(COSTS, 2, 0), list[str]()
+    broken = iter([math.nan, 1e6, 1.0])
+
+    def run(split: Partition) -> Observation:
+        seen = machine.run(split)
+        return replace(seen, ttft_s=seen.ttft_s * next(broken, 1.0))
+
+    found = refit(2048, COSTS, 2, run, said.append, quantum=QUANTUM)
+    assert sum("again" in line for line in said) == 2 and any("took nan s" in line for line in said)
+    assert machine.runs == found.runs == len(found.observations) + 2
+    assert machine.regret(found.best) < 0.02
+
+
+def test_a_clock_that_is_broken_ends_it() -> None:
+    split = Partition((0, 50, 100))
+    bad = Observation(split, 1.0, (math.nan, 1.0), (0.0, 0.0))
+    with pytest.raises(DataError, match=r"50\+50: 3 runs gave no times .*kvr doctor"):
+        steady(split, 1.0, lambda _: bad, silent)
+
+
+def test_what_is_slow_again_and_again_is_believed() -> None:
+    split, said = Partition((0, 50, 100)), list[str]()
+    times = iter([9.0, 7.0, 8.0])
+    seen, runs = steady(split, 1.0, lambda _: Observation(split, next(times), (1.0, 1.0), (0.0, 0.0)), said.append)
+    assert (seen.ttft_s, runs) == (7.0, 3) and "that slow" in said[-1]

@@ -1,0 +1,268 @@
+"""`kvr search` as a user runs it, and jobs that use what it wrote."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from made_tables import a_table, an_entry
+
+from kvr_mpi.cli.search import search
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.job import load_job
+from kvr_mpi.partition import Partition
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.tuning.grid import grid_search
+from kvr_mpi.tuning.table import Table, load_table, save_table
+from kvr_mpi.tuning.tabulate import check_contexts
+
+TEXT = "The ferry left at seven and the harbour was quiet. Nobody on the pier had seen the second boat. "
+
+
+def only_table(folder: Path) -> tuple[Path, Table]:
+    (path,) = folder.glob("*.json")
+    return path, load_table(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "ranks"), [("refit", 2), ("grid", 3), ("model", 2)])
+def test_search_writes_a_table(
+    method: str, ranks: int, tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path
+) -> None:
+    run = mpirun(
+        ranks,
+        [kvr, "search", "--model", tiny_model_dir, "--contexts", "256,128", "--method", method]
+        + ["--hardware", "test-machine", "--output", tmp_path / "tables"],
+    )
+    assert run.returncode == 0, run.stderr
+    path, table = only_table(tmp_path / "tables")
+    assert path.name.endswith(f"-float32_test-machine_p{ranks}.json")
+    assert (table.key.ranks, table.key.dtype, table.key.model.architecture) == (ranks, "float32", "LlamaForCausalLM")
+    assert [entry.context_tokens for entry in table.entries] == [128, 256]
+    assert table.rates.layers == 3 and table.rates.kv_bytes == 2 * 2 * 8 * 4
+    for entry in table.entries:
+        assert entry.method == method and entry.predicted_ttft_s > 0
+        assert f"{entry.context_tokens} tokens: {entry.partition}" in run.stderr, "it says what it chose"
+        assert "kvr search" in entry.provenance.command and "torch" in entry.provenance.versions
+        assert entry.provenance.versions["mpi"] != "none" and entry.provenance.hosts
+        if method == "model":
+            assert (entry.ttft_s, entry.runs, entry.noise_ratio) == (None, 0, None)
+        else:
+            assert entry.ttft_s is not None and entry.ttft_s > 0 and entry.noise_ratio is not None
+            assert entry.runs >= entry.repetitions >= (3 if method == "grid" else 1)
+    if method == "refit":
+        assert "equal-time split" in run.stderr and "run 1:" in run.stderr
+
+
+@pytest.mark.slow
+def test_search_merges_and_checks(tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
+    command = [kvr, "search", "--model", tiny_model_dir, "--hardware", "here", "--output", tmp_path / "t.json"]
+    first = mpirun(2, [*command, "--contexts", "128,256"])
+    assert first.returncode == 0, first.stderr
+    second = mpirun(2, [*command, "--contexts", "400,256", "--method", "model", "--check", "1"])
+    table = load_table(tmp_path / "t.json")
+    assert [(entry.context_tokens, entry.method) for entry in table.entries] == [
+        (128, "refit"),
+        (256, "refit"),
+        (400, "model"),
+    ]
+    assert "256 tokens: kept" in second.stderr and "dropped" in second.stderr
+    # The times of a model this small are noise, so it may well miss; it says so, and the exit code does, too.
+    assert second.returncode == (1 if "MISSED" in second.stderr else 0)
+    assert "of 3 hold, median of 1 trial(s)" in second.stderr
+    for words in (": 400 tokens: ", ": 256 tokens: ", ": 320 tokens, not searched", "even slices"):
+        assert words in second.stderr
+    third = mpirun(2, [*command, "--dtype", "bfloat16", "--contexts", "128"])
+    assert third.returncode == 78
+    assert "dtype is 'float32', here it is 'bfloat16'" in third.stderr and "--replace" in third.stderr
+
+
+def test_a_profile_needs_no_machine(tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
+    run = mpirun(
+        1,
+        [kvr, "search", "--model", tiny_model_dir, "--contexts", "512", "--method", "model", "--profile", "a100-80gb"]
+        + ["--ranks", "8", "--output", tmp_path],
+    )
+    assert run.returncode == 0, run.stderr
+    path, table = only_table(tmp_path)
+    assert path.name.endswith("_a100-80gb_p8.json") and table.entries[0].partition.size == 8
+    assert table.key.device == "hardware profile a100-80gb"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "code", "word"),
+    [
+        (["--contexts", "9999"], 78, "9999: expected between 4 (two for each rank) and 512"),
+        (["--method", "model", "--profile", "abacus"], 78, "'abacus': no such profile"),
+        (["--output", "bad.json"], 65, "damaged or foreign"),
+        (["--output", "bad.json/x"], 78, "cannot be written"),
+    ],
+)
+def test_search_refuses(
+    options: list[str], code: int, word: str, tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path
+) -> None:
+    (tmp_path / "bad.json").write_text('{"schema_name": "cake"}')
+    run = mpirun(2, [kvr, "search", "--model", tiny_model_dir, "--contexts", "64", *options], cwd=tmp_path)
+    assert run.returncode == code, run.stderr
+    assert word in run.stderr and "Traceback" not in run.stderr
+    assert not list(tmp_path.rglob("*_p2.json"))
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--profile", "a100-80gb"], "--method model"),
+        (["--ranks", "4"], "--profile"),
+        (["--method", "luck"], "luck"),
+        (["--max-runs", "1"], "max-runs"),
+        (["--check", "0"], "check"),
+    ],
+)
+def test_wrong_arguments(options: list[str], word: str) -> None:
+    run = CliRunner().invoke(search, options)
+    assert run.exit_code == 2 and word in run.output
+
+
+def test_contexts_that_cannot_be_searched() -> None:
+    assert check_contexts([256, 128, 256], 2, 512) == [128, 256]
+    with pytest.raises(ConfigError, match="mpirun -n 2 kvr search"):
+        check_contexts([128], 1, 512)
+    with pytest.raises(ConfigError, match="3: expected between 4 .two for each rank. and what the model takes"):
+        check_contexts([3], 2, None)
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    """A job over three documents whose slices come from a table yet to be made."""
+    (tmp_path / "corpus").mkdir()
+    for number in range(3):
+        (tmp_path / "corpus" / f"doc-{number}.txt").write_text(f"Document {number}. " + TEXT * (5 + 4 * number))
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f"""
+        [model]
+        path = "{tiny_model_dir}"
+        dtype = "float32"
+        [documents]
+        path = "{tmp_path / "corpus"}"
+        [generation]
+        max_new_tokens = 4
+        [parallel]
+        partition = "table"
+        table = "{tmp_path / "tables"}"
+        [output]
+        path = "{tmp_path / "out"}"
+        """
+    )
+    return path
+
+
+@pytest.mark.slow
+def test_a_job_is_cut_by_its_table(
+    job: Path, tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path, kvr_run: Path, run_here: Any
+) -> None:
+    found = mpirun(
+        2,
+        [kvr, "search", "--model", tiny_model_dir, "--contexts", "32,160", "--method", "model"]
+        + ["--output", tmp_path / "tables"],
+    )
+    assert found.returncode == 0, found.stderr
+    # Splits nobody would choose, so that it shows where the slices come from.
+    path, table = only_table(tmp_path / "tables")
+    entries = tuple(an_entry(bounds) for bounds in ((0, 8, 32), (0, 40, 160)))
+    save_table(table.model_copy(update={"entries": entries}), path)
+
+    run = mpirun(2, [kvr_run, job])
+    assert run.returncode == 0, run.stderr
+    records = {record.id: record for record in read_run(tmp_path / "out")}
+    inside = [record for record in records.values() if record.prompt_tokens <= 160]
+    assert len(records) == 3 and 0 < len(inside) < 3
+    assert min(record.prompt_tokens for record in inside) >= 128, "long enough to be cut at all"
+    for record in inside:
+        assert record.slices == Partition.by_ratio(record.prompt_tokens, [1, 3], 16).bounds
+    assert run.stderr.count("by the table's fitted rates") == 1, "the longer prompts are warned about once"
+
+    refused = run_here(3, [job, "--overwrite"])
+    assert refused.returncode == 78 and "ranks is 2, here it is 3" in refused.stderr
+    forced = run_here(3, [job, "--overwrite", "--set", "parallel.table_force=true"])
+    assert forced.returncode == 0, forced.stderr
+    assert "used all the same" in forced.stderr and forced.stderr.count("by the table's fitted rates") == 1
+    for record in read_run(tmp_path / "out"):
+        assert len(record.slices) == (4 if record.prompt_tokens >= 3 * 64 else 2), "short ones are not cut"
+        assert record.token_ids == records[record.id].token_ids, "another split, the same answer"
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "word"),
+    [("{}", 65, "damaged or foreign"), (a_table().model_dump_json(), 78, "model is 'models/Tiny")],
+)
+def test_a_table_that_does_not_fit_is_refused_before_the_batch(
+    content: str, code: int, word: str, job: Path, tmp_path: Path, run_here: Any
+) -> None:
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "table.json").write_text(content)
+    run = run_here(2, [job])
+    assert run.returncode == code, run.stderr
+    assert word in run.stderr and "Traceback" not in run.stderr
+    assert not list(tmp_path.glob("out/*.h5"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        (["parallel.partition=even"], "go together"),
+        (["parallel.table=''"], "at least 1 character"),
+        (["parallel.ranks_per_chain=auto"], "'auto'"),
+    ],
+)
+def test_settings_that_go_with_no_table(settings: list[str], word: str, job: Path) -> None:
+    assert load_job(job)[0].parallel.table is not None
+    with pytest.raises(ConfigError, match=word):
+        load_job(job, settings)
+
+
+def test_the_grid_finds_the_papers_optimum() -> None:
+    # Fig. 6 (a): 16k on two GPUs, [0, 9728, 16384].
+    def seconds(split: Partition) -> float:
+        return abs(split.bounds[1] - 9728) + 1.0
+
+    found = grid_search(Partition.even(16384, 2), seconds, stride=2048, quantum=256)
+    assert found.best.bounds == (0, 9728, 16384)
+    assert len(found.tried) <= 5 + 2 * 3, "a binary search: two new splits for each halving"
+
+
+def test_the_grid_is_scanned_level_by_level() -> None:
+    # Fig. 6 (b-d): 96 over three, strides 8, 4, 2, 1 and so on, to [0, 28, 70, 96].
+    best = (0, 28, 70, 96)
+
+    def seconds(split: Partition) -> float:
+        one, other = (a - b for a, b in zip(split.bounds[1:3], best[1:3], strict=True))
+        return one * one + other * other + one * other  # a valley across: one bound at a time goes astray more easily
+
+    order: list[Partition] = []
+
+    def measure(split: Partition) -> float:
+        order.append(split)
+        return seconds(split)
+
+    found = grid_search(Partition((0, 32, 64, 96)), measure, stride=8, quantum=1, max_runs=200)
+    assert found.best.bounds == best
+    assert len(order) == len(set(order)) == len(found.tried), "nothing is measured twice"
+    coarse = list(itertools.takewhile(lambda split: all(bound % 8 == 0 for bound in split.bounds), order))
+    assert len(coarse) == 24, "the first level is a grid of 5 x 5, less the one in which a slice is empty"
+    assert len(order) <= 24 + 3 * 8
+
+
+def test_long_chains_move_one_bound_at_a_time() -> None:
+    target = Partition.by_ratio(4096, [8, 7, 6, 5, 4, 3, 2, 1]).bounds
+
+    def seconds(split: Partition) -> float:
+        return float(sum((a - b) ** 2 for a, b in zip(split.bounds, target, strict=True)))
+
+    found = grid_search(Partition.even(4096, 8), seconds, stride=128, quantum=16, max_runs=250)
+    assert len(found.tried) <= 250
+    assert max(abs(a - b) for a, b in zip(found.best.bounds, target, strict=True)) <= 32
