@@ -1,4 +1,4 @@
-"""Every architecture is exact or refused: a sample of the catalogue, one of each mechanism; all of it behind `slow`."""
+"""Every architecture is exact or refused: a sample of the catalogue, one of each mechanism; all of it behind `long`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, prompt, tiny
-from rows import alone, long_rope, other_prompt, one_thread
+from rows import alone, long_rope, one_thread, other_prompt
 from torch.nn.attention import varlen
 
 from kvr_mpi.kv import packed_row as row
