@@ -21,7 +21,7 @@ from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.states import EmptyLayer, StateAndSliceLayer, StateAndWholeLayer, StateLayer
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.kv.whole import WholeLayer
-from kvr_mpi.model import LayerShape, ModelShape
+from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.last_token import LastRow
 
 # Layers whose receives are posted before they compute.
@@ -39,45 +39,43 @@ class SliceCache(Cache):
 
     Parameters
     ----------
-    shape : ModelShape
+    loaded : LoadedModel
     exchange : Exchange
         The strategy, on this rank.
     transfers : Passage or None
         The prompt's way over this rank; None if it is the only one.
     prefix : SharedPrefix or None
         Keys and values of the first tokens, which are there already.
-    dtype, device
-        Of the model's keys and values.
     reserve_tokens : int
         Room for tokens to be decoded after the prompt, on the decode rank.
     stop_after : int or None
         Leave the model after this many layers (for timing a few of them).
+
+    Attributes
+    ----------
     in_parts : bool
         Attention is taken over, and attends to the prefix in parts; else the model's own attends to all of it.
     cuts_last_layer : bool
-        Compute what follows the last layer's attention for the last token only (``lastrow``).
+        What follows the last layer's attention is computed for the last token only (``last_token``).
     """
 
     def __init__(
         self,
-        shape: ModelShape,
+        loaded: LoadedModel,
         exchange: Exchange,
         transfers: PromptTransfers | None,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
         reserve_tokens: int = 0,
         prefix: SharedPrefix | None = None,
         stop_after: int | None = None,
-        cuts_last_layer: bool = True,
-        in_parts: bool = True,
     ) -> None:
+        shape = loaded.shape
         self.exchange, self.transfers, self.prefix = exchange, transfers, prefix
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device = loaded.dtype, loaded.device
         self.is_decode_rank = transfers is None or exchange.rank == exchange.decode_rank
         self.start, self.prompt_tokens = exchange.owned[0][0], exchange.partition.tokens
         self.capacity = exchange.capacity + (reserve_tokens if self.is_decode_rank else 0)
-        self.in_parts, self.first_position = in_parts, shape.first_position
+        self.in_parts, self.first_position = loaded.attends_in_parts, shape.first_position
         self.tail = contextlib.ExitStack()  # what is entered behind the last attention, until the model returns
         self.layer_times_s: list[float] = []  # a clock that stands still while the rank waits, at every layer's keys
         self.prefilling = True
@@ -88,10 +86,12 @@ class SliceCache(Cache):
         kept = [idx for idx, layer in enumerate(shape.layers) if layer.elements or layer.states]
         self._last = kept[-1]  # the last layer that keeps anything: what follows looks at each token alone
         self._stop = next((idx for idx in kept if stop_after is not None and idx + 1 >= stop_after), None)
-        self.cuts_last_layer = cuts_last_layer and in_parts and not shape.layers[self._last].states
+        self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self._last].states
         super().__init__(layers=layers)
         filled = [layer.shape for layer in layers[: None if self._stop is None else self._stop + 1 + LAYERS_AHEAD]]
-        self.buffers = LayerBuffers(filled, self.capacity, keeps=self.is_decode_rank, dtype=dtype, device=device)
+        self.buffers = LayerBuffers(
+            filled, self.capacity, keeps=self.is_decode_rank, dtype=self.dtype, device=self.device
+        )
 
     @property
     def length(self) -> int:

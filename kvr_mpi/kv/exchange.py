@@ -36,6 +36,7 @@ class Exchange(Protocol):
     owned: list[Range]  # the tokens this rank computes
     decode_rank: int  # the rank that ends with all keys and values, and the last token
     capacity: int  # tokens a layer's buffer holds
+    in_order: bool  # whether each rank goes on where the one before has ended
     forwards: bool  # whether this rank passes segments on
     saves_last_layer: bool  # whether what nobody reads of the last layer is left out
     slots: int  # segments a rank without buffers has to have room for, so that no rank waits for ever (``failure``)

@@ -21,6 +21,8 @@ class AllGather:
     that is lent to it.
     """
 
+    in_order = False
+
     def __init__(
         self,
         partition: Partition,

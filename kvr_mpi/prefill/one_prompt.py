@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache, SliceDoneError
-from kvr_mpi.kv.exchange import MakeExchange
+from kvr_mpi.kv.exchange import Exchange, MakeExchange
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
@@ -60,7 +60,26 @@ class Prefill:
 
 
 class Options(TypedDict, total=False):
-    """What any way over several ranks can be told; see `prefill_by`."""
+    """What any way over several ranks can be told.
+
+    reserve_tokens, stop_after
+        See `SliceCache`.
+    prefix
+        What the prompt begins with, if it has been computed: nobody does so again.
+    last
+        The rank that has the last slice, and ends with the cache; the places of the slices are turned round the ranks
+        for that. None: places are ranks.
+    forwarder
+        One that goes on from prompt to prompt, with the ranks of the chain: what this rank still has to send when it
+        has computed goes beside the next prompt. None: everything is sent when the prefill returns.
+    spares_chain
+        If memory runs out on a rank it takes part in the transfers to the end, so that the others come through;
+        `Prefill.error` says so there and on the rank with the last slice. Otherwise the error is raised. The same on
+        all ranks.
+    keeps_all
+        The rank with the last slice is to end with the keys and values of all tokens, even in layers with a window or
+        chunks.
+    """
 
     reserve_tokens: int
     stop_after: int | None
@@ -161,13 +180,7 @@ def prefill_by(
     chain: Transport,
     *,
     strategy: str = "kvr",
-    reserve_tokens: int = 0,
-    stop_after: int | None = None,
-    prefix: SharedPrefix | None = None,
-    last: int | None = None,
-    forwarder: Forwarder | None = None,
-    spares_chain: bool = False,
-    keeps_all: bool = False,
+    **options: Unpack[Options],
 ) -> Prefill:
     """Prefill on several ranks, which come to each other's keys and values by an exchange.
 
@@ -181,70 +194,30 @@ def prefill_by(
         The prompt's slices, as the exchange takes them; with a prefix the first slice includes it.
     strategy : str
         The exchange's name.
-    reserve_tokens, stop_after
-        See `SliceCache`.
-    prefix : SharedPrefix or None
-        What the prompt begins with, if it has been computed: nobody does so again.
-    last : int or None
-        The rank that has the last slice, and ends with the cache; the places of the slices are turned round the ranks
-        for that. None: places are ranks.
-    forwarder : Forwarder or None
-        One that goes on from prompt to prompt, with the ranks of `chain`: what this rank still has to send when it
-        has computed goes beside the next prompt. None: everything is sent when this returns.
-    spares_chain : bool
-        If memory runs out on a rank it takes part in the transfers to the end, so that the others come through;
-        `Prefill.error` says so there and on the rank with the last slice. Otherwise the error is raised. The same on
-        all ranks.
-    keeps_all : bool
-        The rank with the last slice is to end with the keys and values of all tokens, even in layers with a window or
-        chunks.
+    **options
+        See `Options`.
     """
-    partition.check_tokens(len(ids))
-    loaded.shape.check_ids(ids)
-    known = 0
-    if prefix is not None:
-        prefix.check(ids)
-        partition.check_prefix(prefix.tokens)
-        known = prefix.tokens
-    make = partial(make, sends_all=keeps_all or not loaded.attends_in_parts)
-    rotation = Rotation(chain.size)
-    if last is not None:
-        rotation = Rotation.bringing(chain.size, make(partition, 0, known).decode_rank, last)
+    make, known = _prepare(make, loaded, ids, partition, options)
+    rotation = _rotation(make, partition, chain.size, known, options.get("last"))
     exchange = make(partition, rotation.place_of(chain.rank), known)
-    if not isinstance(exchange, Relay):
-        _check_parallel(loaded, strategy)
+    _check_order(loaded, exchange)
     began = time.perf_counter()
-    own = None
+    own, forwarder = None, options.get("forwarder")
     if forwarder is None and chain.size > 1:
         own = forwarder = Forwarder(chain, forwards=exchange.forwards, on_gpu=loaded.device.type == "cuda")
     transfers = None
     if forwarder is not None and chain.size > 1:
         transfers = PromptTransfers(forwarder, partition.size, len(loaded.shape.layers), rotation)
     cache = SliceCache(
-        loaded.shape,
+        loaded,
         exchange,
         transfers,
-        dtype=loaded.dtype,
-        device=loaded.device,
-        reserve_tokens=reserve_tokens,
-        prefix=prefix,
-        stop_after=stop_after,
-        cuts_last_layer=loaded.cuts_last_layer,
-        in_parts=loaded.attends_in_parts,
+        reserve_tokens=options.get("reserve_tokens", 0),
+        prefix=options.get("prefix"),
+        stop_after=options.get("stop_after"),
     )
-    mine = [token for first, last in exchange.owned for token in ids[first:last]]
-    logits = failure = None
-    try:
-        cache.begin()
-        with contextlib.suppress(SliceDoneError):
-            logits = run_model(loaded.model, torch.tensor([mine], device=loaded.device), cache)[0]
-        cache.settle()
-    except BaseException as error:
-        if not spares_chain or not is_out_of_memory(error):
-            if forwarder is not None:
-                forwarder.abandon()
-            raise
-        failure = str(error).splitlines()[0]
+    spares_chain = options.get("spares_chain", False)
+    logits, failure = _run_slice(loaded, ids, cache, forwarder, spares_chain)
     if failure is not None:  # and the error, with all that it held, is forgotten
         play_on(cache)
     failed = agree(cache, failure is not None) if spares_chain else []
@@ -253,12 +226,11 @@ def prefill_by(
     cache.finish()
     if own is not None:
         own.close()
-    has_logits = cache.is_decode_rank and stop_after is None and not failed
     told = None
     if failed:
         computed = [sum(stop - start for start, stop in make(partition, place, known).owned) for place in failed]
-        ranks = [place if transfers is None else transfers.rank_of(place) for place in failed]
-        told = _say(ranks, computed, failure, partition.tokens, chain.size)
+        told = _say(list(map(rotation.rank_of, failed)), computed, failure, partition.tokens, chain.size)
+    has_logits = cache.is_decode_rank and options.get("stop_after") is None and not failed
     return Prefill(
         partition,
         None if failed else cache,
@@ -274,22 +246,64 @@ def prefill_by(
     )
 
 
-def _check_parallel(loaded: LoadedModel, strategy: str) -> None:
-    """Refuse models whose ranks have to go on where others have ended, which only a chain does.
+def _prepare(
+    make: MakeExchange, loaded: LoadedModel, ids: Sequence[int], partition: Partition, options: Options
+) -> tuple[MakeExchange, int]:
+    """Refuse what does not go together; return how exchanges are made, and how many tokens are known already."""
+    partition.check_tokens(len(ids))
+    loaded.shape.check_ids(ids)
+    make = partial(make, sends_all=options.get("keeps_all", False) or not loaded.attends_in_parts)
+    prefix = options.get("prefix")
+    if prefix is None:
+        return make, 0
+    prefix.check(ids)
+    partition.check_prefix(prefix.tokens)
+    return make, prefix.tokens
 
-    A rank of a ring has two stretches, so that positions have to be given.
+
+def _rotation(make: MakeExchange, partition: Partition, size: int, known: int, last: int | None) -> Rotation:
+    """Turn the slices' places so that a rank has the last one."""
+    return Rotation(size) if last is None else Rotation.bringing(size, make(partition, 0, known).decode_rank, last)
+
+
+def _run_slice(
+    loaded: LoadedModel, ids: Sequence[int], cache: SliceCache, forwarder: Forwarder | None, spares_chain: bool
+) -> tuple[torch.Tensor | None, str | None]:
+    """Run this rank's tokens; return logits (vocab_size,), if there are any, or how memory ran out."""
+    mine = [token for first, last in cache.exchange.owned for token in ids[first:last]]
+    logits = None
+    try:
+        cache.begin()
+        with contextlib.suppress(SliceDoneError):
+            logits = run_model(loaded.model, torch.tensor([mine], device=loaded.device), cache)[0]
+        cache.settle()
+    except BaseException as error:
+        if not spares_chain or not is_out_of_memory(error):
+            if forwarder is not None:
+                forwarder.abandon()
+            raise
+        return None, str(error).splitlines()[0]
+    return logits, None
+
+
+def _check_order(loaded: LoadedModel, exchange: Exchange) -> None:
+    """Refuse models whose ranks have to go on where others have ended, where the exchange does not.
+
+    A rank with two stretches has to be given positions.
 
     Raises
     ------
     ModelError
         Saying why.
     """
+    if exchange.in_order:
+        return
     why = "its recurrent layers go on from a state" if loaded.shape.has_states else None
     if not loaded.attends_in_parts:
         why = "its attention cannot be taken over in parts"
-    elif strategy == "ring" and loaded.shape.counts_cache:
+    elif len(exchange.owned) > 1 and loaded.shape.counts_cache:
         why = "its attention temperature counts from the length of the cache"
-    elif strategy == "ring" and not takes(loaded.model, "position_ids"):
+    elif len(exchange.owned) > 1 and not takes(loaded.model, "position_ids"):
         why = "it counts positions itself, and takes none"
     if why is not None:
         raise ModelError(f"{loaded.shape.architecture}: {why}, so it runs as a chain (strategy = 'kvr') or single only")

@@ -79,15 +79,7 @@ def _prefill_row(
     for ids, partition in zip(prompts, partitions, strict=True):
         if prefix is not None:
             prefix.check(ids)
-        cache = SliceCache(
-            loaded.shape,
-            Relay(partition, 0, start),
-            None,
-            dtype=loaded.dtype,
-            device=loaded.device,
-            reserve_tokens=reserve_tokens,
-            prefix=prefix,
-        )
+        cache = SliceCache(loaded, Relay(partition, 0, start), None, reserve_tokens=reserve_tokens, prefix=prefix)
         caches.append(cache)
     device = loaded.device
     packed = PackedCache(caches, [len(ids) - start for ids in prompts])

@@ -27,6 +27,7 @@ class Relay:
         Send all tokens of all layers: they are kept, or the model's own mask is to hide them.
     """
 
+    in_order = True
     saves_last_layer = True
     slots = 1
 

@@ -21,6 +21,7 @@ class Ring:
     layer is left out if that is lent to it.
     """
 
+    in_order = False
     decode_rank = 0  # owns the last stretch
     slots = 4  # both stretches of two ranks: what comes in can wait for nothing but what came in before
 
