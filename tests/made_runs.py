@@ -46,7 +46,7 @@ def corpus_of(names: Iterable[str], **texts: str) -> Corpus:
 
 def take(folder: Path, say: Callable[[str], None] = print, **options: Any) -> Run:
     """Resume a run, or do as `options` say."""
-    given: dict[str, Any] = {"overwrite": False, "resume": True, "retry_failed": False, **options}
+    given: dict[str, Any] = {"mode": "resume", **options}
     header, corpus = given.pop("header", HEADER), given.pop("corpus", corpus_of(NAMES))
     return open_run(folder, header, corpus, owner=this_process(), say=say, **given)
 

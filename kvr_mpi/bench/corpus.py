@@ -50,6 +50,20 @@ OURS = tuple(way for way, chain in WAYS.items() if chain is not None)
 
 
 @dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is compared.
+
+    ways : of `WAYS`.
+    repeats : of each, interleaved.
+    batch_size : prompts of a padded batch.
+    """
+
+    ways: Sequence[str]
+    repeats: int
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One way through the corpus."""
 
@@ -102,9 +116,7 @@ def bench_corpus(
     corpus: Corpus,
     control: Transport,
     ranks: Transport,
-    ways: Sequence[str],
-    repeats: int,
-    batch_size: int,
+    comparison: Comparison,
     log: Log,
 ) -> list[Row]:
     """Answer a job's corpus in every way, interleaved; every rank calls this.
@@ -113,16 +125,14 @@ def bench_corpus(
     ----------
     control, ranks : Transport
         All ranks as they met, and what carries tensors between them.
-    ways : sequence of str
-        Of `WAYS`.
-    batch_size : int
-        Prompts of a padded batch.
+    comparison : Comparison
 
     Raises
     ------
     ConfigError
         If a way is unknown, there is no document, or documents would be split: ``generate`` cannot do that.
     """
+    ways, repeats, batch_size = comparison.ways, comparison.repeats, comparison.batch_size
     for way in ways:
         if way not in WAYS:
             raise ConfigError(f"--ways {way!r}: expected some of {', '.join(WAYS)}")

@@ -15,10 +15,13 @@ def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_theta": 10000.0, "rope_type": kind} | parameters
 
 
+# Factors of longrope.
+SHORT, LONG = [1.0, 1.1, 1.3, 1.5], [2.0, 3.0, 4.0, 6.0]
+
+
 def _rope_variants() -> Variants:
-    """Every rotary type below and above its threshold (prompts have 90 tokens), and with it in the answer."""
-    short, long = [1.0, 1.1, 1.3, 1.5], [2.0, 3.0, 4.0, 6.0]
-    variants: Variants = {
+    """Rotary types that know no length, and types that differ from layer to layer."""
+    return {
         "llama linear": ("llama", {"rope_parameters": _rope("linear", factor=4.0)}),
         "llama proportional": ("llama", {"rope_parameters": _rope("proportional", partial_rotary_factor=0.5)}),
         "phi partial rotary": ("phi", {"rope_parameters": _rope("default", partial_rotary_factor=0.5)}),
@@ -40,18 +43,23 @@ def _rope_variants() -> Variants:
                     "full_attention": _rope(
                         "longrope",
                         factor=4.0,
-                        short_factor=short,
-                        long_factor=long,
+                        short_factor=SHORT,
+                        long_factor=LONG,
                         original_max_position_embeddings=64,
                     ),
                 },
             },
         ),
     }
+
+
+def _length_variants() -> Variants:
+    """Every rotary type below and above its threshold (prompts have 90 tokens), and with it in the answer."""
+    variants: Variants = {}
     for where, original in {"below": 256, "above": 64, "crossed in the answer": 96}.items():
         context = {"max_position_embeddings": 4 * original}
         yarn = _rope("yarn", factor=4.0, original_max_position_embeddings=original)
-        longrope = {"short_factor": short, "long_factor": long, "original_max_position_embeddings": original}
+        longrope = {"short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": original}
         llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": original}
         variants |= {
             f"llama dynamic {where}": (
@@ -93,8 +101,8 @@ def _rope_variants() -> Variants:
     return variants
 
 
-def _layer_variants() -> Variants:
-    """Windows, chunks, heads, biases, caps, sinks, and layers that share keys."""
+def _window_variants() -> Variants:
+    """Windows and chunks."""
     some = ["sliding_attention", "full_attention", "sliding_attention"]
     variants: Variants = {
         "mistral full": ("mistral", {"sliding_window": None}),
@@ -133,6 +141,13 @@ def _layer_variants() -> Variants:
         "laguna windows": ("laguna", {"layer_types": some}),
         "mellum windows": ("mellum", {"layer_types": some}),
         "dots1 windows": ("dots1", {"layer_types": some}),
+    }
+    return variants
+
+
+def _head_variants() -> Variants:
+    """Heads, biases, and caps."""
+    return {
         "llama4 without temperature": ("llama4_text", {"attn_temperature_tuning": False}),
         "llama mha": ("llama", {"num_key_value_heads": HEADS}),
         "llama gqa": ("llama", {"num_key_value_heads": KV_HEADS}),
@@ -155,6 +170,12 @@ def _layer_variants() -> Variants:
             {"num_layers": 2, "attention_types": [[["global"], 2]], "attention_layers": ["global"] * 2},
         ),
         "deepseek_v2 no query rank": ("deepseek_v2", {"q_lora_rank": None}),
+    }
+
+
+def _mechanism_variants() -> Variants:
+    """Layers that share keys, experts, encoders that are told to be decoders, padding tokens."""
+    variants: Variants = {
         "gemma4 shared keys": (
             "gemma4_text",
             {
@@ -196,4 +217,4 @@ def _layer_variants() -> Variants:
 
 def variants() -> Variants:
     """All variants, by name."""
-    return _rope_variants() | _layer_variants()
+    return _rope_variants() | _length_variants() | _window_variants() | _head_variants() | _mechanism_variants()

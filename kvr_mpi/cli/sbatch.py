@@ -7,8 +7,9 @@ import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,6 +22,25 @@ SCRIPT = "kvr_prefill.sh"
 MARGIN, START_S = 1.5, 600.0
 OPTION = re.compile("[a-z][a-z0-9-]*")
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class SbatchOptions:
+    """What ``kvr sbatch`` was told; its help says more."""
+
+    job: Path
+    settings: tuple[str, ...]
+    ranks: int
+    ranks_per_node: int | None
+    gpus_per_node: int | None
+    cpus_per_rank: int | None
+    limit: str | None
+    hardware: str | None
+    resume: bool
+    overwrite: bool
+    options: tuple[str, ...]
+    show: bool
+    test_only: bool
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -41,64 +61,53 @@ CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 )
 @click.option("--print", "show", is_flag=True, help="Print the script and stop.")
 @click.option("--test-only", is_flag=True, help="Ask SLURM when it would run; submit nothing.")
-def sbatch(
-    job: Path,
-    settings: tuple[str, ...],
-    ranks: int,
-    ranks_per_node: int | None,
-    gpus_per_node: int | None,
-    cpus_per_rank: int | None,
-    limit: str | None,
-    hardware: str | None,
-    resume: bool,
-    overwrite: bool,
-    options: tuple[str, ...],
-    show: bool,
-    test_only: bool,
-) -> int:
+def sbatch(**given: Any) -> int:
     """Submit JOB with nodes, ranks and time filled into slurm/kvr_prefill.sh from the plan.
 
     \b
     kvr sbatch jobs/summarize.toml --ranks 16 --hardware h200 --print
     kvr sbatch jobs/summarize.toml --ranks 16 --time 8:00:00 --sbatch=--partition=gpu
     """  # noqa: D301
-    if show and test_only:
+    options = SbatchOptions(**given)
+    if options.show and options.test_only:
         raise click.UsageError("--print asks SLURM nothing, --test-only prints no script: choose one")
-    if resume and overwrite:
+    if options.resume and options.overwrite:
         raise click.UsageError("--overwrite deletes what --resume would go on with: choose one")
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.job import load_job
 
-    spec, _ = load_job(job, settings)
-    per_node = ranks_per_node or min(4, ranks)
-    if ranks % per_node:
-        raise ConfigError(f"--ranks {ranks} --ranks-per-node {per_node}: expected as many ranks on every node")
+    spec, _ = load_job(options.job, options.settings)
+    per_node = options.ranks_per_node or min(4, options.ranks)
+    if options.ranks % per_node:
+        raise ConfigError(f"--ranks {options.ranks} --ranks-per-node {per_node}: expected as many ranks on every node")
     wanted: dict[str, str | int | None] = {
-        "job-name": f"kvr-{re.sub('[^A-Za-z0-9._-]', '_', job.stem)}",
+        "job-name": f"kvr-{re.sub('[^A-Za-z0-9._-]', '_', options.job.stem)}",
         "chdir": str(Path.cwd()),
-        "nodes": ranks // per_node,
+        "nodes": options.ranks // per_node,
         "ntasks-per-node": per_node,
-        "gpus-per-node": _gpus(spec, per_node, hardware) if gpus_per_node is None else gpus_per_node,
-        "cpus-per-task": cpus_per_rank or spec.parallel.threads,
-        "time": limit or _time_limit(job, settings, ranks, hardware),
+        "gpus-per-node": _gpus(spec, per_node, options.hardware)
+        if options.gpus_per_node is None
+        else options.gpus_per_node,
+        "cpus-per-task": options.cpus_per_rank or spec.parallel.threads,
+        "time": options.limit or _time_limit(options.job, options.settings, options.ranks, options.hardware),
     }
-    for option in options:
+    for option in options.options:
         key, _, value = option.removeprefix("--").partition("=")
         if not option.startswith("--") or not key:
             raise ConfigError(
                 f"--sbatch {option!r}: expected one of sbatch's long options, such as --sbatch=--partition=gpu"
             )
         wanted[key] = value
-    arguments = [str(job), *(word for setting in settings for word in ("--set", setting))]
-    arguments += ["--resume"] * resume + ["--overwrite"] * overwrite
+    arguments = [str(options.job), *(word for setting in options.settings for word in ("--set", setting))]
+    arguments += ["--resume"] * options.resume + ["--overwrite"] * options.overwrite
     folder = scripts_folder()
     script = fill_in(
         (folder / SCRIPT).read_text(), {key: str(of) for key, of in wanted.items() if of or of == ""}, arguments, folder
     )
-    if show:
+    if options.show:
         click.echo(script, nl=False)
         return 0
-    return _submit(script, test_only)
+    return _submit(script, options.test_only)
 
 
 def scripts_folder() -> Path:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
 
@@ -22,6 +22,25 @@ if TYPE_CHECKING:
     from kvr_mpi.tuning.table import Key, Provenance, Table
 
 EXIT_MISSED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """What ``kvr search`` was told; its help says more."""
+
+    model: str
+    dtype: str
+    device: str
+    transport: str
+    contexts: str
+    method: str
+    max_runs: int | None
+    hardware: str | None
+    profile: str | None
+    ranks: int | None
+    output: Path
+    replace: bool
+    trials: int | None
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -48,21 +67,7 @@ EXIT_MISSED = 1
 )
 @click.option("--replace", is_flag=True, help="Write the table anew instead of merging into the one that is there.")
 @click.option("--check", "trials", type=click.IntRange(1), help="Sweep around every result, in so many trials.")
-def search(
-    model: str,
-    dtype: str,
-    device: str,
-    transport: str,
-    contexts: str,
-    method: str,
-    max_runs: int | None,
-    hardware: str | None,
-    profile: str | None,
-    ranks: int | None,
-    output: Path,
-    replace: bool,
-    trials: int | None,
-) -> int:
+def search(**given: Any) -> int:
     """Find the slices that are fastest here, for some prompt lengths, and write tables/MODEL_HARDWARE_pN.json.
 
     \b
@@ -72,13 +77,14 @@ def search(
     result is held against a sweep of splits around it and forecasts against lengths between; exit code 0 only if it
     holds.
     """  # noqa: D301
+    options = SearchOptions(**given)
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
 
-    if (profile and method != "model") or (ranks and not profile):
+    if (options.profile and options.method != "model") or (options.ranks and not options.profile):
         raise click.UsageError("--profile goes with --method model, and --ranks with --profile")
     world = connect()
-    size = ranks or world.size
+    size = options.ranks or world.size
 
     def work() -> int:
         from kvr_mpi.bench.cores import pinned
@@ -93,28 +99,28 @@ def search(
         log = Log(world.rank)
 
         def check_arguments() -> list[int]:
-            check_name("--hardware", hardware)
-            return check_contexts(parse_lengths(contexts), size, None)
+            check_name("--hardware", options.hardware)
+            return check_contexts(parse_lengths(options.contexts), size, None)
 
         asked = together(world, check_arguments)
-        loaded = load_everywhere(world, model, dtype, device)
+        loaded = load_everywhere(world, options.model, options.dtype, options.device)
         lengths = together(world, lambda: check_contexts(asked, size, loaded.shape.max_tokens))
-        chain = open_links(world, loaded, transport, log)
+        chain = open_links(world, loaded, options.transport, log)
         loaded = check_chain(loaded)
         with pinned(chain):
-            key, provenance = _who(loaded, chain, hardware, profile, size)
-            target = on_root(world, lambda: _target(output, key, replace))
-            costs = _costs(loaded, chain, profile)
+            key, provenance = _who(loaded, chain, options.hardware, options.profile, size)
+            target = on_root(world, lambda: _target(options.output, key, options.replace))
+            costs = _costs(loaded, chain, options.profile)
             if target is None:
                 follow(loaded, chain)
                 return 0
             log.root(f"{size} ranks of {key.device}; {_say_costs(costs)}")
             with leading(loaded, chain) as run:
-                wish = Wish(lengths, cast('Literal["refit", "grid", "model"]', method), max_runs)
+                wish = Wish(lengths, cast('Literal["refit", "grid", "model"]', options.method), options.max_runs)
                 for found in tabulate(wish, costs, key, provenance, run, log.root):
                     table = target.write(found)
                 _say_written(table, found, target, log.root)
-                holds = trials is None or _check(table, lengths, run, trials, log.root)
+                holds = options.trials is None or _check(table, lengths, run, options.trials, log.root)
         return 0 if holds else EXIT_MISSED
 
     return guarded(world, work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,24 @@ if TYPE_CHECKING:
 
 # An option that prints, or writes where a file is named.
 PRINT = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    """What ``kvr simulate`` was told; its help says more."""
+
+    model: str
+    hardware: str | None
+    ranks: str
+    contexts: str
+    link_gigabytes_per_s: float | None
+    relay: RelayKind | None
+    paper: bool
+    score: Path | None
+    json_file: str | None
+    csv_file: str | None
+    plot: Path | None
+    plot_kind: str
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -47,58 +66,51 @@ PRINT = "-"
     show_default=True,
     help="ttft: over the ranks, with the lower bounds TTFT(p) and TTFT*(p); slices: as in the paper's Fig. 10.",
 )
-def simulate(
-    model: str,
-    hardware: str | None,
-    ranks: str,
-    contexts: str,
-    link_gigabytes_per_s: float | None,
-    relay: RelayKind | None,
-    paper: bool,
-    score: Path | None,
-    json_file: str | None,
-    csv_file: str | None,
-    plot: Path | None,
-    plot_kind: str,
-) -> None:
+def simulate(**given: Any) -> None:
     """Forecast the time to the first token for any model, hardware, ranks, prompt length and link.
 
     \b
     kvr simulate --model "Llama 3.1 8B 1M" --hardware h100-80gb --ranks 1,8,1024 --contexts 64k,1m
     kvr simulate --paper
     """  # noqa: D301
+    options = SimulateOptions(**given)
+    relay = options.relay
     from kvr_mpi.costs.hardware import load_hardware
     from kvr_mpi.errors import ConfigError
 
-    if paper or score is not None:
-        if plot is not None or (paper and score is not None):
+    if options.paper or options.score is not None:
+        if options.plot is not None or (options.paper and options.score is not None):
             raise ConfigError("--paper, --score and --plot: give one of them")
-        _score(score, load_hardware(hardware or "a100-80gb"), json_file, csv_file)
+        _score(options.score, load_hardware(options.hardware or "a100-80gb"), options.json_file, options.csv_file)
         return
     from kvr_mpi.costs.layer_costs import costs_of
     from kvr_mpi.schedule.simulate import find_workload
     from kvr_mpi.schedule.simulate import simulate as forecast
 
-    profile = load_hardware(hardware or "h100-80gb")
-    if link_gigabytes_per_s is not None and not 0 < link_gigabytes_per_s < float("inf"):
+    profile = load_hardware(options.hardware or "h100-80gb")
+    if options.link_gigabytes_per_s is not None and not 0 < options.link_gigabytes_per_s < float("inf"):
         raise ConfigError(
-            f"--link-gigabytes-per-s {link_gigabytes_per_s}: expected a number above 0 (50 is 400 Gbit/s)"
+            f"--link-gigabytes-per-s {options.link_gigabytes_per_s}: expected a number above 0 (50 is 400 Gbit/s)"
         )
-    link_bytes_per_s = link_gigabytes_per_s and link_gigabytes_per_s * 1e9
-    work = find_workload(model, _is_offline)
+    link_bytes_per_s = options.link_gigabytes_per_s and options.link_gigabytes_per_s * 1e9
+    work = find_workload(options.model, _is_offline)
     costs = costs_of(work, profile, link_bytes_per_s=link_bytes_per_s)
     relay = relay or ("store-and-forward" if costs.eager else "cut-through")
-    rows = forecast(work, costs, _numbers("--contexts", contexts), _numbers("--ranks", ranks), relay=relay)
-    if plot is not None:
+    rows = forecast(
+        work, costs, _numbers("--contexts", options.contexts), _numbers("--ranks", options.ranks), relay=relay
+    )
+    if options.plot is not None:
         from kvr_mpi.report.plots import plot_forecast, plot_slices
 
         title = f"{work.name} on {profile.name}, {costs.link_bytes_per_s / 1e9:g} GB/s"
-        (plot_forecast if plot_kind == "ttft" else plot_slices)([row.as_json() for row in rows], title, plot)
-    if json_file is None and csv_file is None:
+        (plot_forecast if options.plot_kind == "ttft" else plot_slices)(
+            [row.as_json() for row in rows], title, options.plot
+        )
+    if options.json_file is None and options.csv_file is None:
         _print_rows(rows, work, profile, costs, relay)
         return
     columns = [_columns(row) for row in rows]
-    _write(json_file, csv_file, {"model": work.name, "hardware": profile.name, "relay": relay,
+    _write(options.json_file, options.csv_file, {"model": work.name, "hardware": profile.name, "relay": relay,
                                  "link_bytes_per_s": costs.link_bytes_per_s,
                                  "rows": [row.as_json() for row in rows]}, columns)  # fmt: skip
 

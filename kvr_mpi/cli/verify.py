@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import click
 
@@ -11,6 +12,24 @@ from kvr_mpi.cli.bench import DEFAULT_MODEL
 from kvr_mpi.cli.launch import transport_option
 
 EXIT_DIFFERS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """What ``kvr verify`` was told; its help says more."""
+
+    model: str
+    dtype: str
+    device: str
+    lengths: str
+    longest: int | None
+    transport: str
+    seed: int
+    architectures: bool
+    only: str
+    sample: int | None
+    table: Path | None
+    lines: IO[str] | None
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -32,20 +51,7 @@ EXIT_DIFFERS = 1
     "--table", type=click.Path(dir_okay=False, path_type=Path), help="With --architectures: write a table (Markdown)."
 )
 @click.option("--json", "lines", type=click.File("w"), help="With --architectures: write a line of JSON for each.")
-def verify(
-    model: str,
-    dtype: str,
-    device: str,
-    lengths: str,
-    longest: int | None,
-    transport: str,
-    seed: int,
-    architectures: bool,
-    only: str,
-    sample: int | None,
-    table: Path | None,
-    lines: IO[str] | None,
-) -> int:
+def verify(**given: Any) -> int:
     """Check logits, keys, values and greedy tokens of every strategy against plain transformers.
 
     \b
@@ -54,9 +60,10 @@ def verify(
 
     Exit code 0 only if all hold.
     """  # noqa: D301
-    if architectures:
-        names = [name.strip() for name in only.split(",") if name.strip()]
-        return _verify_architectures(names, sample, seed, table, lines)
+    options = VerifyOptions(**given)
+    if options.architectures:
+        names = [name.strip() for name in options.only.split(",") if name.strip()]
+        return _verify_architectures(names, options.sample, options.seed, options.table, options.lines)
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
 
@@ -72,13 +79,13 @@ def verify(
         from kvr_mpi.transport import together
 
         log = Log(world.rank)
-        loaded = load_everywhere(world, model, dtype, device)
-        links = open_links(world, loaded, transport, log)
+        loaded = load_everywhere(world, options.model, options.dtype, options.device)
+        links = open_links(world, loaded, options.transport, log)
 
         def choose() -> list[int]:
             context = loaded.shape.max_tokens
             most = (context or 4096) - NEW_TOKENS
-            chosen = sorted({*parse_lengths(lengths), longest or most})
+            chosen = sorted({*parse_lengths(options.lengths), options.longest or most})
             if chosen[0] < 2 * world.size or (context is not None and chosen[-1] > most):
                 raise ConfigError(
                     f"lengths {chosen}: expected between {2 * world.size} (two for each rank) and {most} "
@@ -91,7 +98,7 @@ def verify(
         for line in does_not_fit(checked):
             log.root(line)
         failed = count = 0
-        for finding in verify_all(checked, links, chosen, seed):
+        for finding in verify_all(checked, links, chosen, options.seed):
             count, failed = count + 1, failed + (not finding.holds)
             log.root(
                 f"{'holds' if finding.holds else 'DIFFERS'}: {finding.tokens} tokens, {finding.strategy}: logits "

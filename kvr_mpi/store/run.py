@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvr_mpi.disk import PART, read_regular, replacing
 from kvr_mpi.documents import Corpus
@@ -32,6 +32,8 @@ DAMAGED = ".damaged"
 VERIFY_BYTES = 1 << 30
 NAMED = 5  # examples in a message
 ALL = slice(0, None, 1)
+
+Mode = Literal["new", "overwrite", "resume"]
 
 
 @dataclass(slots=True)
@@ -66,9 +68,8 @@ def open_run(
     corpus: Corpus,
     *,
     share: slice = ALL,
-    overwrite: bool,
-    resume: bool,
-    retry_failed: bool,
+    mode: Mode = "new",
+    retry_failed: bool = False,
     owner: Owner,
     say: Say = lambda line: None,
 ) -> Run:
@@ -83,8 +84,8 @@ def open_run(
         It has to have the documents of the results that are there.
     share : slice
         Which of them this job is to do, as ``slice(first, None, step)``; for whoever asks how far it is.
-    overwrite, resume : bool
-        Delete what is there; go on with it. Neither: refuse if there is anything.
+    mode : {'new', 'overwrite', 'resume'}
+        Refuse if there is anything; delete what is there; go on with it.
     retry_failed : bool
         Do documents with error records again.
     owner : Owner
@@ -100,16 +101,16 @@ def open_run(
         If a file with the name of a result is of another program, or of a newer version of this one.
     """
     check_writable(folder)
-    if not (overwrite or resume):
+    if mode == "new":
         check_fresh(folder)
     lock = Lock(folder, owner, say)
     try:
         others = foreign(folder)
         if others:
             say(f"not this program's, and left alone in {str(folder)!r}: {_some(others)}")
-        if overwrite:
+        if mode == "overwrite":
             _clear(folder)
-        elif not resume:
+        elif mode == "new":
             check_fresh(folder)
         done, failed = _recover(folder, header, say).documents()
         _check_job(folder, header, corpus, share, bool(done or failed), say)

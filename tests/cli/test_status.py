@@ -18,7 +18,7 @@ from kvr_mpi.store.status import read_status
 
 
 def test_a_run_at_work_is_seen_from_outside(tmp_path: Path) -> None:
-    run = take(tmp_path, resume=False)
+    run = take(tmp_path, mode="new")
     writers = [ShardWriter(tmp_path, name, HEADER) for name in ("0000", "0001")]
     writers[0].begin(["a", "b"])
     writers[1].begin(["c"])
@@ -48,7 +48,7 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path) -> None:
 
 
 def test_a_share_of_a_corpus_is_the_whole_of_its_job(tmp_path: Path) -> None:
-    run = take(tmp_path, resume=False, share=slice(1, None, 3))
+    run = take(tmp_path, mode="new", share=slice(1, None, 3))
     mine = NAMES[1::3]
     write(tmp_path, "0000", [record(mine[0])])
     found = read_status(tmp_path)
@@ -61,7 +61,7 @@ def test_a_share_of_a_corpus_is_the_whole_of_its_job(tmp_path: Path) -> None:
 
 
 def test_what_an_earlier_job_began_is_not_running(tmp_path: Path) -> None:
-    run = take(tmp_path, resume=False)
+    run = take(tmp_path, mode="new")
     ShardWriter(tmp_path, "0000", HEADER).begin(["a"])
     run.close()
     run = take(tmp_path)
@@ -70,7 +70,7 @@ def test_what_an_earlier_job_began_is_not_running(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_jumps_makes_no_nonsense(tmp_path: Path) -> None:
-    run = take(tmp_path, resume=False)
+    run = take(tmp_path, mode="new")
     write(tmp_path, "0000", [record("a")])
     for now in (time.time() - 10**6, 0.0):
         found = read_status(tmp_path, now)
@@ -79,7 +79,7 @@ def test_a_clock_that_jumps_makes_no_nonsense(tmp_path: Path) -> None:
 
 
 def test_damage_is_seen_and_left(tmp_path: Path) -> None:
-    take(tmp_path, resume=False).close()
+    take(tmp_path, mode="new").close()
     for name in "abc":
         write(tmp_path, "0000", [record(name)])
     files = sorted(tmp_path.glob("*.h5"))
@@ -99,7 +99,7 @@ def test_no_run_is_bad_data(tmp_path: Path) -> None:
 
 def test_merge_makes_one_file(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    take(folder, resume=False).close()
+    take(folder, mode="new").close()
     for name in "abc":
         write(folder, "0000", [record(name)])
     runner = CliRunner()

@@ -139,7 +139,7 @@ def test_a_field_that_is_not_there_has_its_default(old: Path) -> None:
 @pytest.fixture
 def new(tmp_path: Path) -> Path:
     folder = tmp_path / "new"
-    take(folder, resume=False).close()
+    take(folder, mode="new").close()
     write(folder, "0000", [record("a", answer="the answer"), record("b", "error")], kv=True)
     return folder
 

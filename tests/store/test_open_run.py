@@ -29,7 +29,7 @@ def foreign(path: Path) -> bytes:
 
 def begin(folder: Path, *records: Any, **options: Any) -> None:
     """Begin a run, and write some documents."""
-    run = take(folder, resume=False, **options)
+    run = take(folder, mode="new", **options)
     assert not run.done and not run.failed
     write(folder, "0000", records)
     run.close()
@@ -38,7 +38,7 @@ def begin(folder: Path, *records: Any, **options: Any) -> None:
 def test_a_fresh_folder_is_made_and_says_what_it_is_for(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     assert known_corpus(tmp_path) is None
-    run = take(folder, resume=False)
+    run = take(folder, mode="new")
     assert (run.done, run.failed, run.session) == (set(), set(), 1)
     assert known_corpus(folder) == corpus_of(NAMES)
     run.close()
@@ -47,7 +47,7 @@ def test_a_fresh_folder_is_made_and_says_what_it_is_for(tmp_path: Path) -> None:
 def test_an_existing_run_is_refused_without_a_flag(tmp_path: Path) -> None:
     begin(tmp_path, record("a"))
     with pytest.raises(OutputError, match=r"--resume.*--overwrite") as caught:
-        take(tmp_path, resume=False)
+        take(tmp_path, mode="new")
     assert str(tmp_path) in str(caught.value) and list(read_run(tmp_path)) == [record("a")]
     take(tmp_path).close()  # and the refused one does not hold it
 
@@ -55,7 +55,7 @@ def test_an_existing_run_is_refused_without_a_flag(tmp_path: Path) -> None:
 def test_a_run_that_died_before_its_first_shard_may_be_begun_again(tmp_path: Path) -> None:
     begin(tmp_path)
     (tmp_path / f"shard-0001-0000-00000.h5{PART}").write_bytes(b"half")
-    take(tmp_path, resume=False, corpus=corpus_of("xyz"), header=Header({"model": "other"}, {})).close()
+    take(tmp_path, mode="new", corpus=corpus_of("xyz"), header=Header({"model": "other"}, {})).close()
     assert result_files(tmp_path) == [] and known_corpus(tmp_path) == corpus_of("xyz")
 
 
@@ -97,7 +97,7 @@ def test_overwrite_deletes_our_files_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for other in others:
         other.write_text("mine")
-    run = take(tmp_path, overwrite=True, resume=False)
+    run = take(tmp_path, mode="overwrite")
     assert run.done == set() and list(tmp_path.glob("*.jsonl")) == [] and list(tmp_path.glob("*damaged*")) == []
     assert result_files(tmp_path) == ["measurements.h5"]
     assert all(other.read_text() == "mine" for other in others)
@@ -153,7 +153,7 @@ def test_another_identity_is_refused_by_name(tmp_path: Path, key: str, value: An
 def test_json_of_the_identity_is_the_same_identity(tmp_path: Path) -> None:
     # What JSON changes (order of keys, tuples) must not look like another run.
     header = Header({"b": (1, 2.5, None, True), "a": {"ü": "\n", "z": 1e-17}}, HEADER.model)
-    take(tmp_path, resume=False, header=header).close()
+    take(tmp_path, mode="new", header=header).close()
     for name in "ab":
         write(tmp_path, f"000{name}", [record(name)], header=header)
     (tmp_path / "ledger-000a.jsonl").unlink()
@@ -219,7 +219,7 @@ def test_a_folder_with_the_name_of_a_result_is_no_crash(tmp_path: Path, overwrit
     inner = tmp_path / RESULTS
     inner.mkdir()
     (inner / "precious.txt").write_text("mine")
-    take(tmp_path, overwrite=overwrite, resume=not overwrite).close()
+    take(tmp_path, mode="overwrite" if overwrite else "resume").close()
     assert (inner / "precious.txt").read_text() == "mine"
 
 

@@ -87,7 +87,7 @@ def test_a_ledger_that_is_a_link_or_a_pipe_ends_the_job(
 
 def test_a_merge_truncates_nothing_through_a_link(tmp_path: Path, outside: Path, kvr: Path) -> None:
     folder = tmp_path / "run"
-    take(folder, resume=False).close()
+    take(folder, mode="new").close()
     write(folder, "0000", [record("a")])
     for part in (folder / "results.h5.part", tmp_path / "all.h5.part"):
         part.symlink_to(outside)
@@ -100,7 +100,7 @@ def test_a_merge_truncates_nothing_through_a_link(tmp_path: Path, outside: Path,
 
 @pytest.mark.parametrize("name", ["run.json", ".lock-000007", "ledger-0000.jsonl", "shard-0001-0000-00009.h5"])
 def test_a_pipe_in_the_folder_holds_nobody_up(tmp_path: Path, name: str, kvr: Path) -> None:
-    take(tmp_path, resume=False).close()
+    take(tmp_path, mode="new").close()
     write(tmp_path, "0009", [record("a")])
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
@@ -128,7 +128,7 @@ HOSTILE_LOCKS: dict[str, bytes] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("content", HOSTILE_LOCKS.values(), ids=HOSTILE_LOCKS)
 def test_a_lock_may_say_anything(tmp_path: Path, content: bytes, kvr: Path) -> None:
-    take(tmp_path, resume=False).close()
+    take(tmp_path, mode="new").close()
     write(tmp_path, "0000", [record("a")])
     (tmp_path / ".lock-000009").write_bytes(content)
     done = kvr_says(kvr, "status", tmp_path)
@@ -158,7 +158,7 @@ HOSTILE_LINES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("line", HOSTILE_LINES.values(), ids=HOSTILE_LINES)
 def test_a_sealed_line_may_say_anything(tmp_path: Path, line: dict[str, Any], kvr: Path) -> None:
-    run = take(tmp_path, resume=False)
+    run = take(tmp_path, mode="new")
     write(tmp_path, "0000", [record("a")])
     (tmp_path / "ledger-0007.jsonl").write_bytes(seal(line))
     for command in ("status", "export", "inspect"):
@@ -177,7 +177,7 @@ def test_a_sealed_line_may_say_anything(tmp_path: Path, line: dict[str, Any], kv
     ids=str,
 )  # fmt: skip
 def test_a_sealed_run_file_may_say_anything(tmp_path: Path, change: dict[str, Any], kvr: Path) -> None:
-    take(tmp_path, resume=False).close()
+    take(tmp_path, mode="new").close()
     write(tmp_path, "0000", [record("a")])
     stored = json.loads((tmp_path / "run.json").read_bytes())
     stored.pop("seal")

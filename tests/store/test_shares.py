@@ -33,7 +33,7 @@ def array(tmp_path: Path) -> Path:
     for number in range(COUNT):
         share = slice(number, None, COUNT)
         folder = tmp_path / "out" / f"share-{number}-of-{COUNT}"
-        take(folder, resume=False, corpus=corpus_of(NAMES), share=share).close()
+        take(folder, mode="new", corpus=corpus_of(NAMES), share=share).close()
         write(folder, "0000", [record(name, "error" if int(name[-2:]) % 5 == 0 else "done") for name in NAMES[share]])
     return tmp_path / "out"
 
@@ -108,7 +108,7 @@ def test_merging_shares(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
 
 def test_runs_of_different_jobs_are_not_merged(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
     other = Header({**HEADER.identity, "model": "another"}, HEADER.model)
-    take(tmp_path / "other", resume=False, header=other, corpus=corpus_of("x")).close()
+    take(tmp_path / "other", mode="new", header=other, corpus=corpus_of("x")).close()
     write(tmp_path / "other", "0000", [record("x")], header=other)
     with pytest.raises(DataError, match=r"different jobs \(model\)"):
         run_kvr("merge", array, tmp_path / "other", "-o", tmp_path / "all.h5")
@@ -116,7 +116,7 @@ def test_runs_of_different_jobs_are_not_merged(array: Path, tmp_path: Path, run_
 
 
 def test_a_document_in_two_folders_is_no_share(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
-    take(tmp_path / "other", resume=False).close()
+    take(tmp_path / "other", mode="new").close()
     write(tmp_path / "other", "0000", [record("doc-03")])
     for command in (["export"], ["merge", "-o", tmp_path / "all.h5"]):
         with pytest.raises(DataError, match=r"'doc-03' is in .*share-3-of-12 and in .*other"):
