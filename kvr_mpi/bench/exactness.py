@@ -34,10 +34,10 @@ from kvr_mpi.prefill.one_prompt import (
     run_next,
 )
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
-from kvr_mpi.prefill.self_check import check_chain, why_not_packed
+from kvr_mpi.prefill.self_check import allowed_error, check_chain, why_not_packed
 from kvr_mpi.transport.local import LocalTransport, run_local
 
-NOISE = 1e-4  # of the spread, as in `kvr verify`
+NOISE = allowed_error(torch.float32)  # of the spread, as in `kvr verify`
 TOKENS = 90  # longer than every window, chunk and threshold of the catalogue
 NEW_TOKENS = 16
 FEW_TOKENS = 3  # behind what differs from another strategy in its prefill only

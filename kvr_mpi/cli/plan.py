@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
-    from kvr_mpi.documents.token_counts import Counted
-    from kvr_mpi.job import JobSpec
-    from kvr_mpi.model import Outline
+    from kvr_mpi.runtime.planning import PlannedJob
     from kvr_mpi.schedule.forecast import Forecast
     from kvr_mpi.schedule.placement import Placement, Schedule
 
@@ -49,7 +46,7 @@ def plan(
     """  # noqa: D301
     from kvr_mpi.transport.mpi import launched_size
 
-    made = plan_job(job, settings, ranks or (launched_size(os.environ) or ("", 0))[1], hardware, exact=exact)
+    made = read_and_plan(job, settings, ranks or (launched_size(os.environ) or ("", 0))[1], hardware, exact=exact)
     found, forecast, outline = made.schedule, made.forecast, made.outline
     if as_json:
         click.echo(json.dumps(_as_json(found, forecast), indent=1))
@@ -61,85 +58,22 @@ def plan(
     _print_summary(made)
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A job's plan and what it was made from; `counted` says how the tokens of `texts` were."""
-
-    spec: JobSpec
-    outline: Outline
-    forecast: Forecast
-    texts: list[tuple[str, int]]
-    counted: str
-    schedule: Schedule
-
-    @property
-    def written_s(self) -> float | None:
-        """Predicted time of the job as it is written; None where it does not fit, or no chain is as long."""
-        wanted = self.spec.parallel.ranks_per_chain
-        if self.spec.parallel.planned:
-            return self.schedule.makespan_s
-        if self.spec.parallel.strategy == "single":
-            return self.schedule.data_parallel_s
-        return dict(self.schedule.fixed_s).get(self.schedule.ranks if wanted == "all" else int(wanted))
-
-
-def plan_job(job: Path, settings: tuple[str, ...], ranks: int, hardware: str | None, *, exact: bool = False) -> Planned:
-    """Read a job and its corpus, and plan it for so many ranks; `exact` as in `count_corpus`.
-
-    Raises
-    ------
-    ConfigError
-        If the number of ranks is not known (0), or nothing says how fast a rank is.
-    """
+def read_and_plan(
+    job: Path, settings: tuple[str, ...], ranks: int, hardware: str | None, *, exact: bool = False
+) -> PlannedJob:
+    """Read a job, and plan it for so many ranks."""
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
-    from kvr_mpi.documents.prompts import check_system, check_template
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.job import load_job
-    from kvr_mpi.model import load_outline
-    from kvr_mpi.schedule.forecast import forecast_of, frame_of
-    from kvr_mpi.schedule.plan import plan_documents
+    from kvr_mpi.runtime.planning import plan_job
 
     spec, _ = load_job(job, settings)
-    check_template(spec.prompt.template)
-    if spec.prompt.reduce_template is not None:
-        check_template(spec.prompt.reduce_template, "prompt.reduce_template")
-    check_system(spec.prompt.system)
     if not ranks:
         raise ConfigError("--ranks: how many ranks will the job have? Give a number, such as --ranks 8")
     machine = read_environment().machine
     quiet_libraries()
-    source = spec.model
-    outline = load_outline(
-        source.path,
-        dtype=source.dtype,
-        offline=machine.offline if source.offline is None else source.offline,
-        revision=source.revision,
-        trust_remote_code=source.trust_remote_code,
-        cache_dir=machine.cache_dir,
-    )
-    frame = frame_of(spec, outline.tokenizer, outline.shape, spec.prompt.template)
-    forecast = forecast_of(spec, outline, frame, ranks, hardware)
-    found = _count(spec, outline.tokenizer, exact)
-    return Planned(spec, outline, forecast, found.texts, found.how, plan_documents(spec, found.texts, ranks, forecast))
-
-
-def _count(spec: JobSpec, tokenizer: Any, exact: bool) -> Counted:
-    """Tokens of the text of every document that is this job's."""
-    from itertools import islice
-
-    from kvr_mpi.documents import read_corpus
-    from kvr_mpi.documents.token_counts import count_corpus
-    from kvr_mpi.errors import CorpusError
-
-    wanted = spec.documents
-    documents = read_corpus(wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit)
-    share = wanted.share
-    counted = count_corpus(tokenizer, islice(documents, share.start, None, share.step), exact=exact)
-    if not counted.texts:
-        of = "" if wanted.shard is None else f" of the share {wanted.shard}"
-        raise CorpusError(f"documents.path {wanted.path}: the files hold no document{of}; expected at least one")
-    return counted
+    return plan_job(spec, machine, ranks, hardware, exact=exact)
 
 
 def _columns(place: Placement, forecast: Forecast) -> dict[str, Any]:
@@ -220,7 +154,7 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
         click.echo(f"FITS NOWHERE: {printable(name)}: {why}")
 
 
-def _print_summary(made: Planned) -> None:
+def _print_summary(made: PlannedJob) -> None:
     """Print the makespan and what it is compared with: the bound, other ways, the job as written, other ranks."""
     from kvr_mpi.schedule.plan import describe, duration, plan_documents
 

@@ -181,11 +181,11 @@ def _gpus(spec: JobSpec, per_node: int, hardware: str | None) -> int:
 
 def _time_limit(job: Path, settings: tuple[str, ...], ranks: int, hardware: str | None) -> str:
     """Forecast the job as it is written, and leave a margin."""
-    from kvr_mpi.cli.plan import plan_job
+    from kvr_mpi.cli.plan import read_and_plan
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.schedule.plan import duration
 
-    made = plan_job(job, settings, ranks, hardware)
+    made = read_and_plan(job, settings, ranks, hardware)
     if made.written_s is None:
         raise ConfigError(
             f"parallel.ranks_per_chain = {made.spec.parallel.ranks_per_chain!r} on {ranks} ranks: some document does "

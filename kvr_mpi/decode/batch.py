@@ -22,8 +22,10 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, run_next
 from kvr_mpi.prefill.packed import decode_packed
-from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.transport.local import LocalTransport
+
+# Most sequences a rank decodes together: beyond that, weights are read seldom enough.
+MAX_SEQUENCES = 64
 
 K = TypeVar("K")
 
@@ -56,17 +58,23 @@ class DecodeBatch(Generic[K]):
     stop : sequence of str
         Stop strings.
     max_new_tokens : int
+    why_alone : str or None
+        Why documents step one by one (`why_not_packed`); None if this model runs packed.
 
     Attributes
     ----------
-    why_alone : str or None
-        Why documents step one by one, once it is known that this model does not run packed.
     rows : int or None
         How many documents step at once, once memory was too short for all of them.
     """
 
     def __init__(
-        self, loaded: LoadedModel, config: GenerationConfig, *, stop: Sequence[str], max_new_tokens: int
+        self,
+        loaded: LoadedModel,
+        config: GenerationConfig,
+        *,
+        stop: Sequence[str],
+        max_new_tokens: int,
+        why_alone: str | None,
     ) -> None:
         self._loaded = loaded
         self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
@@ -74,9 +82,8 @@ class DecodeBatch(Generic[K]):
         self._aside: list[_Running[K]] = []  # no memory for their next token until another document leaves
         self._finished: list[Finished[K]] = []
         self._packs: dict[tuple[_Running[K], ...], PackedCache] = {}
-        self._is_checked = False
         self._anew_at = begins_anew_at(loaded.model)
-        self.why_alone: str | None = None
+        self._why_alone = why_alone
         self.rows: int | None = None
 
     @property
@@ -131,9 +138,7 @@ class DecodeBatch(Generic[K]):
         alone: list[_Running[K]] = []
         for document in self._running:
             (alone if document.prefill.is_plain else packed).append(document)
-        if len(packed) > 1 and not self._is_checked:
-            self._is_checked, self.why_alone = True, why_not_packed(self._loaded)
-        rows = 1 if self.why_alone is not None else self.rows or len(packed) or 1
+        rows = 1 if self._why_alone is not None else self.rows or len(packed) or 1
         groups = -(-len(packed) // rows)
         return [packed[at::groups] for at in range(groups)] + [[document] for document in alone]
 

@@ -113,7 +113,13 @@ class JobSetup:
     def open_decode_batch(self) -> DecodeBatch[PromptRequest]:
         """Make what decodes this rank's prompts."""
         generation = self.spec.generation
-        return DecodeBatch(self.loaded, self.generation, stop=generation.stop, max_new_tokens=generation.max_new_tokens)
+        return DecodeBatch(
+            self.loaded,
+            self.generation,
+            stop=generation.stop,
+            max_new_tokens=generation.max_new_tokens,
+            why_alone=self.why_alone,
+        )
 
     def forecast(self) -> Forecast:
         """Say what a document takes on chains of any length, from what was measured here; for a planned job only."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.documents import Corpus, Document
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -28,7 +29,6 @@ from kvr_mpi.runtime.stopping import SharedStop
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.runtime.waves import EndWave, Held, PrefillPrompt, RefuseDocument, TakeDocument, WaveScheduler
 from kvr_mpi.runtime.work_queue import WorkQueue
-from kvr_mpi.schedule.forecast import MOST_TOGETHER
 from kvr_mpi.transport import gather_json, share_json
 
 
@@ -81,7 +81,7 @@ class ChainWorker:
         self._packed: list[tuple[PromptRequest, PlannedPrompt]] = []  # to be prefilled by this rank alone
         # The same on every rank of the chain:
         self._scheduler: WaveScheduler[PromptRequest, Route] = WaveScheduler(
-            self._chain.size, runner, max_sequences=MOST_TOGETHER, decodes=runner.new_tokens > 0
+            self._chain.size, runner, max_sequences=MAX_SEQUENCES, decodes=runner.new_tokens > 0
         )
         self._has_documents = True
         self._requests = 0

@@ -15,6 +15,7 @@ from kvr_mpi.costs.costmodel import chain_seconds, equal_time_lengths
 from kvr_mpi.costs.hardware import load_hardware, profiles
 from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.workload import workload_of
+from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.documents.prompts import Frame, count_parts, make_frame
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec
@@ -29,8 +30,6 @@ from kvr_mpi.tuning.table import FOLDER, Table, load_table, table_files
 
 # Of a profile's memory; the rest goes to libraries and to gaps between tensors.
 MEMORY_SHARE = 0.95
-# Most documents a rank decodes together: beyond that, weights are read seldom enough.
-MOST_TOGETHER = 64
 
 
 def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str) -> Frame:
@@ -146,7 +145,7 @@ class Forecast:
         prompts, ttft_s = self.parts(tokens), ttft_s or self.ttft_s
         prefill_s = ttft_s(prompts[0], ranks) * max(1, len(prompts) - 1)
         prefill_s += ttft_s(prompts[-1], ranks) if len(prompts) > 1 else 0.0
-        steps, together = max(0, self.new_tokens - 1), 1.0 if self.plain else min(max(1.0, self.load), MOST_TOGETHER)
+        steps, together = max(0, self.new_tokens - 1), 1.0 if self.plain else min(max(1.0, self.load), MAX_SEQUENCES)
         step_s = (self.step_s + (together - 1) * self.row_s) / together
         decode_s = steps * sum(step_s + self.step_token_s * prompt for prompt in prompts)
         return prefill_s + decode_s / max(1.0, ranks * min(1.0, self.load))

@@ -23,6 +23,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.one_prompt import prefill_single
 from kvr_mpi.prefill.packed import prefill_packed
+from kvr_mpi.prefill.self_check import why_not_packed
 
 __all__ = ["one_thread"]  # a fixture of every test here
 
@@ -45,12 +46,13 @@ def ready(name: str, *, chain: bool = True) -> LoadedModel:
 
 def make_pool(
     loaded: LoadedModel, *, new_tokens: int = NEW_TOKENS, stop: Sequence[str] = (), **config: Any
-) -> DecodeBatch:
+) -> DecodeBatch[str]:
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | config
-    return DecodeBatch(loaded, GenerationConfig(**settings), stop=stop, max_new_tokens=new_tokens)
+    why_alone = why_not_packed(loaded)
+    return DecodeBatch(loaded, GenerationConfig(**settings), stop=stop, max_new_tokens=new_tokens, why_alone=why_alone)
 
 
-def answers(pool: DecodeBatch, steps: int = 1000) -> dict[str, Finished]:
+def answers(pool: DecodeBatch[str], steps: int = 1000) -> dict[str, Finished[str]]:
     """Step until all is answered."""
     found: dict[str, Finished] = {}
     while pool.running:
@@ -101,7 +103,6 @@ def test_joining_and_leaving_at_any_step_changes_nothing(name: str) -> None:
             assert each.prefill.cache.get_seq_length() == tokens - (0 if ends else 1)
     assert {key: answer.token_ids for key, answer in found.items()} == truths
     assert found["5"].finish_reason == "stop" and len(found["5"].token_ids) <= 7
-    assert (pool.why_alone is None) == (name != "llama4-chunks")  # whose temperature counts from its own cache
 
 
 @settings(max_examples=8, deadline=None)
@@ -282,7 +283,6 @@ def test_other_errors_are_ours() -> None:
         raise RuntimeError("a bug")
 
     hook = loaded.model.model.layers[2].register_forward_pre_hook(broken)
-    pool._is_checked = True
     with pytest.raises(RuntimeError, match="a bug"):
         pool.step()
     hook.remove()
@@ -307,7 +307,6 @@ def test_plain_caches_step_one_by_one(name: str) -> None:
             pad_token_id=0,
         )
         assert answer is not None and list(answer.token_ids) == out[0, tokens:].tolist()
-    assert pool.why_alone is None
 
 
 def test_a_rotary_embedding_by_length_steps_together() -> None:
@@ -316,7 +315,6 @@ def test_a_rotary_embedding_by_length_steps_together() -> None:
     for tokens in (5, 40):  # the second is beyond the 32 tokens from which on the embedding is another
         pool.add(str(tokens), alone(loaded, other_prompt(tokens), NEW_TOKENS), other_prompt(tokens), 0)
     found = answers(pool)
-    assert pool.why_alone is None
     for tokens in (5, 40):
         answer = found[str(tokens)].answer
         assert answer is not None and answer == replace(answer_of(loaded, other_prompt(tokens)), seconds=answer.seconds)
@@ -344,7 +342,7 @@ def test_a_model_that_does_not_run_packed_steps_one_by_one(name: str) -> None:
     hook = last.register_forward_pre_hook(run_out)
     found = answers(pool)
     hook.remove()
-    assert steps > max(failures) and pool.why_alone is not None
+    assert steps > max(failures) and why_not_packed(loaded) is not None
     for key, truth in truths.items():
         answer = found[key].answer
         assert answer is not None and answer.token_ids == truth
@@ -371,11 +369,11 @@ def test_smollm_answers_real_texts_together(smollm: LoadedModel) -> None:
         for ids in prompts
     ]
     prepare_model(smollm.model, chain=True)
-    pool = DecodeBatch(smollm, config, stop=(), max_new_tokens=8)
+    assert why_not_packed(smollm) is None
+    pool: DecodeBatch[str] = DecodeBatch(smollm, config, stop=(), max_new_tokens=8, why_alone=None)
     for at, prefill in enumerate(prefill_packed(smollm, prompts, reserve_tokens=8)):
         pool.add(str(at), prefill, prompts[at], 0)
     found = answers(pool)
-    assert pool.why_alone is None
     for at, (ids, truth) in enumerate(zip(prompts, truths, strict=True)):
         answer = found[str(at)].answer
         assert answer is not None

@@ -61,9 +61,9 @@ def test_a_run_that_died_before_its_first_shard_may_be_begun_again(tmp_path: Pat
 
 def test_two_jobs_on_one_folder(tmp_path: Path) -> None:
     run = take(tmp_path)
-    for options in ({}, {"overwrite": True, "resume": False}):
+    for mode in ("resume", "overwrite"):
         with pytest.raises(OutputError, match="in use by process"):
-            take(tmp_path, **options)
+            take(tmp_path, mode=mode)
     run.close()
 
 

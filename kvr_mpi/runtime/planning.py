@@ -1,0 +1,80 @@
+"""A job planned before it runs: its corpus counted, its documents on chains, without MPI and without weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from kvr_mpi.documents import read_corpus
+from kvr_mpi.documents.prompts import check_system, check_template
+from kvr_mpi.documents.token_counts import Counted, count_corpus
+from kvr_mpi.errors import CorpusError
+from kvr_mpi.job import JobSpec
+from kvr_mpi.model import Outline, load_outline
+from kvr_mpi.runtime.setup import Machine
+from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of
+from kvr_mpi.schedule.placement import Schedule
+from kvr_mpi.schedule.plan import plan_documents
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedJob:
+    """A job's plan and what it was made from; `counted` says how the tokens of `texts` were."""
+
+    spec: JobSpec
+    outline: Outline
+    forecast: Forecast
+    texts: list[tuple[str, int]]
+    counted: str
+    schedule: Schedule
+
+    @property
+    def written_s(self) -> float | None:
+        """Predicted time of the job as it is written; None where it does not fit, or no chain is as long."""
+        wanted = self.spec.parallel.ranks_per_chain
+        if self.spec.parallel.planned:
+            return self.schedule.makespan_s
+        if self.spec.parallel.strategy == "single":
+            return self.schedule.data_parallel_s
+        return dict(self.schedule.fixed_s).get(self.schedule.ranks if wanted == "all" else int(wanted))
+
+
+def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, *, exact: bool = False) -> PlannedJob:
+    """Read a job's corpus, and plan it for so many ranks; `exact` as in `count_corpus`.
+
+    Raises
+    ------
+    ConfigError
+        If nothing says how fast a rank is.
+    """
+    check_template(spec.prompt.template)
+    if spec.prompt.reduce_template is not None:
+        check_template(spec.prompt.reduce_template, "prompt.reduce_template")
+    check_system(spec.prompt.system)
+    source = spec.model
+    outline = load_outline(
+        source.path,
+        dtype=source.dtype,
+        offline=machine.offline if source.offline is None else source.offline,
+        revision=source.revision,
+        trust_remote_code=source.trust_remote_code,
+        cache_dir=machine.cache_dir,
+    )
+    frame = frame_of(spec, outline.tokenizer, outline.shape, spec.prompt.template)
+    forecast = forecast_of(spec, outline, frame, ranks, hardware)
+    found = _count(spec, outline.tokenizer, exact)
+    schedule = plan_documents(spec, found.texts, ranks, forecast)
+    return PlannedJob(spec, outline, forecast, found.texts, found.how, schedule)
+
+
+def _count(spec: JobSpec, tokenizer: Any, exact: bool) -> Counted:
+    """Tokens of the text of every document that is this job's."""
+    wanted = spec.documents
+    documents = read_corpus(wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit)
+    share = wanted.share
+    counted = count_corpus(tokenizer, islice(documents, share.start, None, share.step), exact=exact)
+    if not counted.texts:
+        of = "" if wanted.shard is None else f" of the share {wanted.shard}"
+        raise CorpusError(f"documents.path {wanted.path}: the files hold no document{of}; expected at least one")
+    return counted
