@@ -47,8 +47,8 @@ def ready(name: str, *, chain: bool = True) -> LoadedModel:
 def make_pool(
     loaded: LoadedModel, *, new_tokens: int = NEW_TOKENS, stop: Sequence[str] = (), **config: Any
 ) -> DecodeBatch[str]:
+    why_alone = config.pop("why_alone", None)
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | config
-    why_alone = why_not_packed(loaded)
     return DecodeBatch(loaded, GenerationConfig(**settings), stop=stop, max_new_tokens=new_tokens, why_alone=why_alone)
 
 
@@ -90,7 +90,7 @@ def test_joining_and_leaving_at_any_step_changes_nothing(name: str) -> None:
     prompts = {str(tokens): other_prompt(tokens) for tokens in LENGTHS}
     end = truth_of(loaded, prompts["5"])[7]  # so that at least this one leaves early
     truths = {key: truth_of(loaded, ids, eos_token_id=end) for key, ids in prompts.items()}
-    pool, found, waiting = make_pool(loaded, eos_token_id=end), {}, list(prompts)
+    pool, found, waiting = make_pool(loaded, eos_token_id=end, why_alone=why_not_packed(loaded)), {}, list(prompts)
     while waiting or pool.running:
         for _ in range(min(len(waiting), chance.randint(0, 2))):
             key = waiting.pop(chance.randrange(len(waiting)))
@@ -327,7 +327,7 @@ def test_a_model_that_does_not_run_packed_steps_one_by_one(name: str) -> None:
     prompts = {str(tokens): other_prompt(tokens) for tokens in (5, 40)}
     truths = {key: truth_of(loaded, ids) for key, ids in prompts.items()}
     prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
-    pool, failures = make_pool(loaded), [4]
+    pool, failures = make_pool(loaded, why_alone=why_not_packed(loaded)), [4]
     steps = 0
 
     def run_out(*args: Any) -> None:
