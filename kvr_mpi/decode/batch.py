@@ -162,9 +162,9 @@ class DecodeBatch(Generic[K]):
         if self._loaded.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(group) > 1:
-            self.rows = -(-len(group) // 2)
-            self._step(group[: self.rows])
-            self._step(group[self.rows :])
+            half = self.rows = -(-len(group) // 2)
+            self._step(group[:half])  # which may halve `rows` again
+            self._step(group[half:])
         elif len(self._running) > 1 and not group[0].prefill.is_plain:
             self._running.remove(group[0])
             self._aside.append(group[0])
