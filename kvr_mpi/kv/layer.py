@@ -3,9 +3,6 @@
 Every attention layer of a causal LM calls ``past_key_values.update(keys, values, layer_idx)`` and then an
 attention function (see ``seam``). `SliceLayer.update` takes this rank's keys and values and lets an `Exchange`
 send them; `SliceLayer.attend` lets it attend to what has come from the others (KV-Runahead, section 4.1, Fig. 5).
-
-Each layer has one token-major buffer (tokens, elements of K and V of all heads), so that a stretch of tokens is
-contiguous: it is received in place, attended to as a view, and sent on without packing.
 """
 
 from __future__ import annotations
@@ -21,6 +18,7 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_window
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.exchange import Exchange
+from kvr_mpi.kv.layout import UniformLayout
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers, Range
 from kvr_mpi.model import LayerShape
@@ -66,8 +64,7 @@ class SliceLayer(CacheLayerMixin):
         self.length = cache.start
         self.fresh = 0  # tokens last appended
         self.attended = True
-        self.is_by_heads = False
-        self.buffer: torch.Tensor | None = None
+        self.layout: UniformLayout | None = None
         self.is_over: bool = False  # let go of, with everything sent
         self.segments: LayerTransfers | None = (
             None if cache.transfers is None else LayerTransfers(cache.transfers, layer_idx, shape.visibility)
@@ -76,13 +73,13 @@ class SliceLayer(CacheLayerMixin):
     def post(self) -> None:
         """Make the buffer and post the receives, once."""
         cache = self.cache
-        if self.buffer is not None:
+        if self.layout is not None:
             return
-        self.buffer = cache.buffers.take(self.shape)
+        self.layout = UniformLayout(cache.buffers.take(self.shape), self.shape)
         if cache.prefix is not None and cache.prefilling:
-            cache.prefix.copy_into(self.buffer, self.layer_idx)
+            cache.prefix.copy_into(self.layout.buffer, self.layer_idx)
         if self.segments is not None:
-            self.segments.buffer = self.buffer
+            self.segments.buffer = self.layout.buffer
             cache.exchange.post(self.segments)
 
     def update(
@@ -91,17 +88,16 @@ class SliceLayer(CacheLayerMixin):
         """Append new tokens (1, kv_heads, tokens, head_dim); while prefilling, share them."""
         cache = self.cache
         self._check(key_states, value_states)
-        if self.buffer is None:
+        if self.layout is None:
             self.post()
-        assert self.buffer is not None
+        assert self.layout is not None
         self.fresh = key_states.shape[2]
         ranges = cache.exchange.owned if cache.prefilling else [(self.length, self.length + self.fresh)]
         at = 0
         for first, last in ranges:
-            keys, values = self.rows(first, last)
-            keys.copy_(key_states[:, :, at : at + last - first])
-            values.copy_(value_states[:, :, at : at + last - first])
-            at += last - first
+            stretch = slice(at, at + last - first)
+            self.layout.write(first, key_states[:, :, stretch], value_states[:, :, stretch])
+            at = stretch.stop
         self.length = ranges[-1][1]
         self.is_initialized, self.attended = True, False
         cache.current = self
@@ -182,35 +178,22 @@ class SliceLayer(CacheLayerMixin):
         part = attend(query, *self.rows(first, last), params, causal=True)
         return part.merge(attend(query, *self.rows(low, first), params)) if low < first else part
 
+    @property
+    def buffer(self) -> torch.Tensor | None:
+        """All it holds (capacity, elements of K and V of all heads); None if nothing is, or no longer."""
+        return None if self.layout is None else self.layout.buffer
+
     def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a range of tokens, as views (1, kv_heads, tokens, head_dim)."""
-        assert self.buffer is not None
-        shape, heads = self.shape, self.shape.num_kv_heads
-        if self.is_by_heads:
-            flat, cut = self.buffer.view(-1), self.buffer.shape[0] * shape.key_elements
-            keys = flat[:cut].view(1, heads, -1, shape.key_dim)
-            values = flat[cut:].view(1, heads, -1, shape.value_dim)
-            return keys[:, :, first:last], values[:, :, first:last]
-        rows, cut = self.buffer[first:last], shape.key_elements
-        keys, values = (
-            rows[:, :cut].view(1, -1, heads, shape.key_dim),
-            rows[:, cut:].view(1, -1, heads, shape.value_dim),
-        )
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        assert self.layout is not None
+        return self.layout.rows(first, last)
 
     def lay_by_heads(self) -> None:
-        """Put each head's keys and values together, in place: a CPU attends to them from one token twice as fast.
-
-        Once the prompt is through: segments travel token-major.
-        """
-        if self.is_by_heads:
-            return
+        """Let a CPU decode faster, once the prompt is through: segments travel by token."""
+        assert self.layout is not None
         if self.segments is not None:
             self.segments.wait_through()
-        old = [rows.clone(memory_format=torch.contiguous_format) for rows in self.rows(0, self.length)]
-        self.is_by_heads = True
-        for new, rows in zip(self.rows(0, self.length), old, strict=True):
-            new.copy_(rows)
+        self.layout.lay_by_heads(self.length)
 
     def release(self, *, wait: bool) -> bool:
         """Let go of the buffer if all of it is sent, or wait for that; say whether it is gone."""
@@ -218,15 +201,15 @@ class SliceLayer(CacheLayerMixin):
             if not wait and not self.segments.are_through():
                 return False
             self.segments.wait_through()
-        if self.buffer is not None and not self.cache.is_decode_rank:
-            self.cache.buffers.give_back(self.buffer)
+        if self.layout is not None and not self.cache.is_decode_rank:
+            self.cache.buffers.give_back(self.layout.buffer)
         self.let_go()
         self.is_over = True
         return True
 
     def let_go(self) -> None:
         """Forget the buffer; what of it is still being sent is held by the forwarder."""
-        self.buffer = self.segments = None
+        self.layout = self.segments = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: buffers are made from the model's shape."""

@@ -36,7 +36,6 @@ class StateLayer(LinearAttentionLayer):
         self.cache = cast("LayersOwner", weakref.proxy(cache))
         self.layer_idx, self.shape = layer_idx, shape
         self.dtype, self.device = cache.dtype, cache.device
-        self.buffer: torch.Tensor | None = None
         self.is_over: bool = False
         self.segments: LayerTransfers | None = (
             None if cache.transfers is None else LayerTransfers(cache.transfers, layer_idx, shape.visibility)
@@ -67,6 +66,11 @@ class StateLayer(LinearAttentionLayer):
     @recurrent_states.setter
     def recurrent_states(self, states: dict[int, torch.Tensor | None]) -> None:
         self._values["recurrent"] = states
+
+    @property
+    def buffer(self) -> torch.Tensor | None:
+        """Nothing: no keys and values are held."""
+        return None
 
     @property
     def is_complete(self) -> bool:
@@ -204,6 +208,8 @@ class StateLayer(LinearAttentionLayer):
 
 class StateAndSliceLayer(StateLayer, SliceLayer):
     """A layer with attention that is taken over, and states."""
+
+    buffer = SliceLayer.buffer
 
     def __init__(self, cache: LayersOwner, layer_idx: int, shape: LayerShape) -> None:
         SliceLayer.__init__(self, cache, layer_idx, shape)

@@ -69,6 +69,12 @@ class Transport(Protocol):
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Begin to receive into a contiguous tensor; the message must have its size."""
 
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace a contiguous tensor by its sum over all ranks, in place, with the same bits on all of them.
+
+        Must not meet messages that are still on their way between these ranks; half precision is summed in float32.
+        """
+
     def barrier(self) -> None:
         """Return when all ranks are here."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.base import Request
+from kvr_mpi.transport.reduce import all_reduce
 
 if TYPE_CHECKING:
     import torch
@@ -105,6 +106,10 @@ class LocalTransport:
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> _Receive:
         """Receive into `tensor` when tested or waited for."""
         return _Receive(self._hub, (source, self.rank, tag), tensor)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its sum over all ranks."""
+        all_reduce(self, tensor)
 
     def barrier(self) -> None:
         """Return when all threads are here."""

@@ -15,6 +15,7 @@ from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.base import Request, Transport, as_bytes
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.transport.mpi_query import library_version
+from kvr_mpi.transport.reduce import all_reduce
 
 if TYPE_CHECKING:
     import torch
@@ -211,6 +212,10 @@ class MpiTransport:
         if self._lane is None:
             self._lane = Staging(data.device, direct=self._handing == "direct")
         return self._lane
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its sum over all ranks."""
+        all_reduce(self, tensor)
 
     def barrier(self) -> None:
         """Return when all ranks are here."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.base import Request, Transport, as_bytes, share_json, together
+from kvr_mpi.transport.reduce import all_reduce
 
 if TYPE_CHECKING:
     import torch
@@ -170,6 +171,10 @@ class TorchDistTransport:
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Begin to receive into a contiguous tensor."""
         return self._groups.receive(as_bytes(tensor), self._members[source], tag)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its sum over all ranks."""
+        all_reduce(self, tensor)
 
     def barrier(self) -> None:
         """Return when all ranks are here."""

@@ -29,6 +29,21 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
         receive.wait(), send.wait()
         assert receive.test() and send.test()
         assert torch.equal(theirs, (torch.arange(elements) % 97 + before).to(dtype))
+# The same bits everywhere, whatever is rounded; parts of a tensor that are empty; sums of a split.
+for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+    for shape in ((1,), (2, 3), (10_001,), (0,)):
+        every = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
+        every = [(10 * each).to(dtype) for each in every]
+        total = every[world.rank].clone()
+        world.all_reduce(total)
+        torch.testing.assert_close(total.double(), sum(each.double() for each in every), rtol=1e-2, atol=1e-4)
+        bits = share_json(world, gather_json(world, total.view(-1).view(torch.uint8).tolist()))
+        assert all(one == bits[0] for one in bits)
+try:
+    world.all_reduce(torch.zeros(4, 4).t())
+    raise AssertionError("a strided tensor was summed")
+except TransportError as error:
+    assert "not contiguous" in str(error)
 # In order for one tag, apart for different tags.
 first, second, other = (torch.empty(3) for _ in range(3))
 requests = [world.irecv(first, before, 1), world.irecv(second, before, 1), world.irecv(other, before, 2)]
@@ -49,6 +64,9 @@ half = world.split(world.rank % 2)
 members = share_json(half, gather_json(half, world.rank))
 assert members == list(range(world.rank % 2, world.size, 2))
 assert half.rank == members.index(world.rank)
+count = torch.ones(3)
+half.all_reduce(count)
+assert count.tolist() == [len(members)] * 3
 assert 0 <= world.local_rank < world.local_size <= world.size
 
 

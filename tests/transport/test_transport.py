@@ -133,3 +133,16 @@ def test_alone_where_many_were_meant_is_refused() -> None:
         connect({"SLURM_NTASKS": "8"})
     assert caught.value.exit_code == 69
     assert connect({}).size == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_threads_sum_to_the_same_bits(size: int) -> None:
+    def work(rank: LocalTransport) -> torch.Tensor:
+        mine = torch.randn(7, 3, generator=torch.Generator().manual_seed(rank.rank))
+        rank.all_reduce(mine)
+        return mine
+
+    sums = run_local(size, work)
+    truth = sum(torch.randn(7, 3, generator=torch.Generator().manual_seed(rank)).double() for rank in range(size))
+    assert all(torch.equal(one, sums[0]) for one in sums)
+    torch.testing.assert_close(sums[0].double(), truth, rtol=1e-5, atol=1e-5)
