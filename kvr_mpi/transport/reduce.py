@@ -1,8 +1,8 @@
 """Sums over all ranks, made of messages from rank to rank, so that every transport has them.
 
 A ring: each rank sums one part of the tensor as it comes round, then the sums go round (Patarasuk and Yuan, "Bandwidth
-optimal all-reduce algorithms for clusters of workstations", 2009: 2 (p - 1) / p of the tensor over every link). Each part is summed in one place and
-in one order, so that all ranks end with the same bits: they may decide by them.
+optimal all-reduce algorithms for clusters of workstations", 2009): 2 (p - 1) / p of the tensor over every link. Each
+part is summed in one place and in one order, so that all ranks end with the same bits: they may decide by them.
 """
 
 from __future__ import annotations
