@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from constants import MPI_ENVIRONMENT, SMOLLM
+from constants import MPI_ENVIRONMENT, SMOLLM, Kvr
+
+# Modules that assert on behalf of tests, so that a failure shows what was compared there, too.
+pytest.register_assert_rewrite("job_files", "made_corpora", "made_facts", "made_prompts", "untrusted")
 
 
 @pytest.fixture(scope="session")
@@ -132,3 +135,18 @@ def kvr_run() -> Path:
 def kvr() -> Path:
     """The installed ``kvr``."""
     return Path(sys.executable).parent / "kvr"
+
+
+@pytest.fixture
+def run_kvr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kvr:
+    """Run the entry point of ``kvr`` in this process: code, standard output, standard error."""
+    from kvr_mpi.cli import kvr as kvr_main
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvr", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            kvr_main()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, *capsys.readouterr()
+
+    return run

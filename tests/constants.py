@@ -1,5 +1,6 @@
-"""What tests of all folders share, and ``conftest`` cannot give: there are two of that name."""
+"""What tests of all folders share, and ``conftest`` cannot give: there are several of that name."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
@@ -19,3 +20,6 @@ MPI_ENVIRONMENT = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
 }
+
+# The fixture `run_kvr`: code, standard output, standard error.
+Kvr = Callable[..., tuple[int, str, str]]
