@@ -1,0 +1,107 @@
+"""A text that is split loses nothing: parts of nearly one length that end where the text pauses."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_prompts import body_of, frames, long_text
+
+from kvr_mpi.documents.prompts import Frame, encode_text, split_text
+
+
+@pytest.fixture(scope="module")
+def long_ids(tokenizer: Any) -> list[int]:
+    return encode_text(tokenizer, long_text(1500))
+
+
+@settings(deadline=None, max_examples=60)
+@given(frame=frames(), data=st.data())
+def test_split_parts_cover_every_token_once_in_order(
+    tokenizer: Any, long_ids: list[int], frame: Frame, data: st.DataObject
+) -> None:
+    ids = long_ids[: data.draw(st.integers(1, 1500))]
+    parts = split_text(tokenizer, frame, ids)
+    bodies = [body_of(frame, part) for part in parts]
+    assert [token for body in bodies for token in body] == ids
+    assert all(1 <= len(body) <= frame.text_budget for body in bodies)
+    assert all(part.tokens <= frame.max_tokens and part.dropped_tokens == 0 for part in parts)
+    assert split_text(tokenizer, frame, ids) == parts
+
+
+@given(frame=frames(), data=st.data())
+@settings(deadline=None, max_examples=30)
+def test_a_text_that_fits_is_not_split(tokenizer: Any, long_ids: list[int], frame: Frame, data: st.DataObject) -> None:
+    ids = long_ids[: data.draw(st.integers(1, frame.text_budget))]
+    assert split_text(tokenizer, frame, ids) == [frame.around(ids)]
+
+
+@pytest.mark.parametrize("budget", [40, 60, 80, 100, 150, 200, 300, 500])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(long_text(3000), id="words"),
+        pytest.param(
+            "\n\n".join(["It was a dark night, and the rain fell on the roof of the inn."] * 200), id="paragraphs"
+        ),
+        pytest.param("nothing" * 3000, id="no seams"),
+    ],
+)
+def test_split_parts_are_nearly_equal(tokenizer: Any, text: str, budget: int) -> None:
+    # A seam is looked for in the last 15 % of a part: no part needs to be half as long as another.
+    frame = Frame((1,), (2,), budget + 2)
+    ids = encode_text(tokenizer, text)
+    lengths = [len(body_of(frame, part)) for part in split_text(tokenizer, frame, ids)]
+    assert len(lengths) > 1
+    assert min(lengths) >= max(lengths) / 2, lengths
+
+
+@pytest.mark.parametrize("excess", [1, 2, 10])
+def test_a_text_just_too_long_becomes_two_halves(tokenizer: Any, long_ids: list[int], excess: int) -> None:
+    frame = Frame((1,), (2,), 202)
+    lengths = [len(body_of(frame, part)) for part in split_text(tokenizer, frame, long_ids[: 200 + excess])]
+    assert len(lengths) == 2
+    assert min(lengths) >= max(lengths) / 2
+
+
+def split_and_decode(tokenizer: Any, text: str, budget: int) -> list[str]:
+    frame = Frame((), (), budget)
+    parts = [str(tokenizer.decode(part.ids)) for part in split_text(tokenizer, frame, encode_text(tokenizer, text))]
+    assert "".join(parts) == text
+    assert len(parts) > 2
+    return parts
+
+
+# Each has an end of its kind in every 15 % of a part of 100 tokens.
+LINE = "rain and wind\n"
+SENTENCE = "The rain fell, and the wind blew. "
+
+
+@pytest.mark.parametrize("budget", [100, 130, 170])
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        pytest.param("Rain fell on the old inn.\n\n" * 80, "\n\n", id="paragraphs"),
+        pytest.param("Rain\nfell\non it.\n\n" * 80, "\n\n", id="paragraphs of lines"),
+        pytest.param(LINE * 200, "\n", id="lines"),
+        pytest.param("Rain. Wind. Snow\n" * 150, "\n", id="lines of sentences"),
+        pytest.param(SENTENCE * 100, ".", id="sentences"),
+    ],
+)
+def test_parts_end_where_the_text_pauses(tokenizer: Any, text: str, end: str, budget: int) -> None:
+    for part in split_and_decode(tokenizer, text, budget)[:-1]:
+        assert part.rstrip(" ").endswith(end), part[-30:]
+
+
+@pytest.mark.parametrize("text", ["internationalization counterrevolutionary " * 200, "3.14159 2.71828 12.5 " * 120])
+def test_a_cut_goes_between_words_if_it_can(tokenizer: Any, text: str) -> None:
+    parts = split_and_decode(tokenizer, text, 100)
+    for left, right in pairwise(parts):
+        assert left[-1].isspace() or right[0].isspace(), (left[-20:], right[:20])
+
+
+def test_a_text_without_any_seam_is_cut_all_the_same(tokenizer: Any) -> None:
+    assert max(map(len, split_and_decode(tokenizer, "nothing" * 500, 100))) < 7 * 500
