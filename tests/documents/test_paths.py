@@ -1,0 +1,195 @@
+"""Where documents come from: folders, globs and files, each read once, in order, and nothing odd is opened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from made_corpora import WRITERS, errors_of, read, read_one
+
+from kvr_mpi.documents import SUFFIXES, Document, find_files, scan_corpus
+from kvr_mpi.errors import EXIT_CONFIG, ConfigError, CorpusError
+
+
+def test_a_folder_is_read_to_its_depths_in_order(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.md", "deep/er/c.txt", "deep/a.txt", "Z.TXT"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"text of {name}")
+    (tmp_path / "notes.pdf").write_text("of no known format, and passed over")
+    documents = read(tmp_path)
+    assert {document.id for document in documents} == {"b.txt", "a.md", "deep/er/c.txt", "deep/a.txt", "Z.TXT"}
+    assert all(document == Document(document.id, f"text of {document.id}") for document in documents)
+    assert documents == read(tmp_path) == read(tmp_path)
+    found = [Path(file) for file, _ in find_files([str(tmp_path)])]
+    assert found == sorted(found)
+
+
+def test_hidden_files_and_folders_are_passed_over(tmp_path: Path) -> None:
+    corpus = tmp_path / ".cache" / "corpus"  # hidden folders above the corpus do not count
+    for name in ("seen.txt", ".hidden.txt", ".git/inside.txt", "sub/.hidden.md"):
+        (corpus / name).parent.mkdir(parents=True, exist_ok=True)
+        (corpus / name).write_text("text")
+    assert [document.id for document in read(corpus)] == ["seen.txt"]
+
+
+def test_globs_match_files_in_order(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "c.md", "sub/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert [document.text for document in read(tmp_path / "*.txt")] == ["a.txt", "b.txt"]
+    assert {document.text for document in read(tmp_path / "**" / "*.txt")} == {"a.txt", "b.txt", "sub/d.txt"}
+
+
+def test_a_name_full_of_wildcards_is_a_file_first(tmp_path: Path) -> None:
+    (tmp_path / "draft [1].txt").write_text("the one that was named")
+    assert read_one(tmp_path / "draft [1].txt").text == "the one that was named"
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("text")
+    assert read_one("~/a.txt") == Document("a.txt", "text")
+
+
+def test_paths_are_read_in_the_order_they_are_named(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert [document.text for document in read(*(tmp_path / f"{name}.txt" for name in "cab"))] == ["c", "a", "b"]
+
+
+def test_a_file_named_twice_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    assert len(find_files(["docs", "docs/*.txt", "docs/a.txt", "./docs"])) == 1
+    assert len(find_files(["docs", str(tmp_path / "docs")])) == 1
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "missing", "missing/*.jsonl", "*.nothing"])
+def test_a_path_that_is_not_there_is_named_with_where_we_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        CorpusError,
+        match=re.escape(f"documents.path {name!r}: no such file or folder") + f".*{re.escape(str(tmp_path / name))}",
+    ):
+        find_files([name])
+
+
+@pytest.mark.parametrize("path", ["~no-such-user-here/docs", "x" * 300, "nul\0byte.txt"])
+def test_a_path_no_file_can_have_is_missing_like_any(path: str) -> None:
+    with pytest.raises(CorpusError, match=r"documents\.path"):
+        find_files([path])
+
+
+@pytest.mark.parametrize("content", [(), ("notes.pdf", "data.csv"), (".hidden.txt",)])
+def test_a_folder_without_documents_says_what_it_looked_for(tmp_path: Path, content: tuple[str, ...]) -> None:
+    for name in content:
+        (tmp_path / name).write_text("text")
+    with pytest.raises(CorpusError, match=re.escape(str(tmp_path))) as caught:
+        find_files([str(tmp_path)])
+    assert all(suffix in str(caught.value) for suffix in SUFFIXES)
+
+
+def test_an_unknown_suffix_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.pdf").write_text("text")
+    for pattern in ("b.pdf", "*"):
+        with pytest.raises(CorpusError, match=r"b\.pdf is none of") as caught:
+            find_files([str(tmp_path / pattern)])
+        assert all(suffix in str(caught.value) for suffix in SUFFIXES)
+
+
+def test_a_glob_that_matches_only_folders_matches_nothing(tmp_path: Path) -> None:
+    (tmp_path / "2024").mkdir()
+    (tmp_path / "2024" / "a.txt").write_text("text")
+    with pytest.raises(CorpusError, match=r"documents\.path"):
+        find_files([str(tmp_path / "*")])
+
+
+def test_a_bad_path_among_good_ones_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match="missing") as caught:
+        find_files([str(tmp_path / "a.txt"), str(tmp_path / "missing.txt")])
+    assert caught.value.exit_code == EXIT_CONFIG
+
+
+def make_odd_files(folder: Path) -> set[str]:
+    """Names of files that must not be opened, one of each suffix and kind."""
+    for name in ("pipe.txt", "pipe.jsonl", "pipe.jsonl.gz", "pipe.parquet"):
+        os.mkfifo(folder / name)
+    (folder / "zero.txt").symlink_to("/dev/zero")
+    (folder / "zero.jsonl").symlink_to("/dev/zero")
+    (folder / "to-pipe.md").symlink_to(folder / "pipe.txt")
+    with socket.socket(socket.AF_UNIX) as door, contextlib.chdir(folder):
+        door.bind("door.txt")
+    return {
+        "pipe.txt",
+        "pipe.jsonl",
+        "pipe.jsonl.gz",
+        "pipe.parquet",
+        "zero.txt",
+        "zero.jsonl",
+        "to-pipe.md",
+        "door.txt",
+    }
+
+
+@pytest.mark.parametrize("pattern", ["", "*", "**/*"])
+def test_what_is_no_regular_file_is_an_error_and_never_opened(tmp_path: Path, pattern: str) -> None:
+    names = make_odd_files(tmp_path)
+    (tmp_path / "sound.txt").write_text("sound")
+    documents = read(tmp_path / pattern)
+    assert [document.text for document in documents if document.error is None] == ["sound"]
+    errors = errors_of(documents)
+    assert set(errors) == names
+    assert all("no regular file" in error for error in errors.values())
+    assert "a named pipe" in errors["pipe.jsonl.gz"] and "a device" in errors["zero.txt"]
+
+
+def test_a_path_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    for name in make_odd_files(tmp_path):
+        with pytest.raises(CorpusError, match="expected a folder, a glob or a regular file"):
+            find_files([str(tmp_path / name)])
+
+
+def test_a_file_that_became_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    for suffix, write in WRITERS.items():
+        write(tmp_path / f"rows{suffix}", [{"id": suffix, "text": "one"}])
+    (tmp_path / "plain.txt").write_text("one")
+    corpus = scan_corpus([str(tmp_path)])
+    for file in corpus.files:
+        Path(file.path).unlink()
+        os.mkfifo(file.path)
+    for number in range(len(corpus)):
+        error = corpus.read(number).error
+        assert error is not None and "not now" in error and "a named pipe" in error
+
+
+def test_globs_end_where_links_lead_back(tmp_path: Path) -> None:
+    """Two links in each of three folders: 40 levels of them, as the kernel allows, would be 2^40 ways."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text(name)
+        (tmp_path / name / "up").symlink_to(tmp_path)
+        (tmp_path / name / "self").symlink_to(tmp_path / name)
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "a")
+    assert {name for _, name in find_files([str(tmp_path / "**/*/**/*.txt")])} == {"a.txt", "b.txt", "c.txt"}
+    for pattern in ("**/*.txt", "**"):
+        found = find_files([str(tmp_path / pattern)])
+        assert [name for _, name in found] == ["a.txt", "b.txt", "c.txt"], pattern
+
+
+def test_globs_follow_links_to_other_folders(tmp_path: Path) -> None:
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "far" / "deep" / "d.txt").write_text("d")
+    (tmp_path / "docs" / ".hidden").mkdir(parents=True)
+    (tmp_path / "docs" / ".hidden" / "h.txt").write_text("h")
+    (tmp_path / "docs" / "a.txt").write_text("a")
+    (tmp_path / "docs" / "link").symlink_to(tmp_path / "far")
+    assert [document.text for document in read(tmp_path / "docs" / "**" / "*.txt")] == ["a", "d"]
