@@ -1,0 +1,55 @@
+"""Result files that come from anywhere: a good one to damage, all that can be read of it, and what may come of that.
+
+Never a traceback, another file's data, code that runs, a process that hangs, or a wrong answer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvr_mpi.errors import EXIT_BAD_DATA
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.kv import read_array
+from kvr_mpi.store.outputs import Header, Record, document_groups, kv_layers, open_file, read_header, read_software
+from kvr_mpi.store.shards import ShardWriter
+
+IDENTITY: dict[str, Any] = {"model": "0123abcd", "kv": True}
+HEADER = Header(IDENTITY, {"name": "tiny", "architecture": "LlamaForCausalLM", "dtype": "float32"})
+SECRET = "top-secret-words"
+
+
+def write_good(folder: Path) -> Path:
+    """Write the file that everything here is a damaged copy of."""
+    folder.mkdir(exist_ok=True)
+    writer = ShardWriter(folder, "0000", HEADER)
+    layer = torch.arange(16.0).reshape(4, 1, 4)
+    for name in ("a", "b"):
+        record = Record(
+            name, "done", answer=f"about {name}", token_ids=(5, 6), slices=(0, 2, 4), prompt_tokens=4, ttft_s=0.5
+        )
+        writer.write(record, [(layer, -layer), (layer.half(), layer.half())])
+    writer.flush()
+    return next(folder.glob("*.h5"))
+
+
+def read_everything(path: Path) -> list[Record]:
+    """Read all that the package can read of a file."""
+    records = list(read_run(path))
+    with open_file(path) as file:
+        read_header(file)
+        read_software(file)
+        for group, _, _ in document_groups(file):
+            for _, keys, values in kv_layers(group):
+                read_array(keys)
+                read_array(values)
+    return records
+
+
+def assert_bad_data(outcome: tuple[int, str, str], path: Path) -> None:
+    code, out, err = outcome
+    assert code == EXIT_BAD_DATA
+    assert "Traceback" not in err and SECRET not in out + err
+    assert len(err.splitlines()) == 1 and err.startswith("kvr: ") and path.name in err
