@@ -1,0 +1,131 @@
+"""Values of a job: none is made to fit, and a wrong one is named with what is expected."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from job_files import MINIMAL, refusal, write_job
+
+from kvr_mpi.job import load_job, show_job
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("model.path=7", "= 7: .*valid string"),
+        ("model.offline='yes'", "= 'yes': .*valid boolean"),
+        ("model.trust_remote_code=1", "= 1: .*valid boolean"),
+        ("documents.path=3", "= 3: .*valid list"),
+        ("documents.path=['a', 3]", "= 3: .*valid string"),
+        ("documents.limit='all'", "= 'all': .*valid integer"),
+        ("documents.limit=1.5", "= 1.5: .*valid integer"),
+        ("documents.limit=true", "= True: .*valid integer"),
+        ("generation.do_sample=0", "= 0: .*valid boolean"),
+        ("generation.temperature=hot", "= 'hot': .*valid number"),
+        ("generation.max_new_tokens=many", "= 'many': .*valid integer"),
+        ("generation.max_new_tokens=''", "= '': .*valid integer"),
+        ("generation.stop=END", "= 'END': .*valid list"),
+        ("generation.stop=[1]", "= 1: .*valid string"),
+        ("output.kv=yes", "= 'yes': .*valid boolean"),
+        ("output.path=2024-05-01", r"= datetime\.date\(2024, 5, 1\): .*valid string"),
+        ("parallel.ranks_per_chain=some", "= 'some': .*valid integer"),
+        ("parallel.ranks_per_chain=some", "= 'some': .*'all'"),
+        ("parallel.ratios=3", "= 3: .*valid list"),
+    ],
+)
+def test_a_value_of_another_type_is_never_made_to_fit(tmp_path: Path, setting: str, expected: str) -> None:
+    key = setting.partition("=")[0]
+    message = refusal(write_job(tmp_path), setting)
+    assert re.search(rf"^--set {re.escape(key)}: {re.escape(key)} {expected}", message, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("key", "choices"),
+    [
+        ("model.dtype", ("auto", "float32", "bfloat16", "float16")),
+        ("model.device", ("auto", "cpu", "cuda")),
+        ("prompt.too_long", ("error", "truncate", "split")),
+        ("prompt.keep", ("head", "tail", "middle")),
+        ("parallel.strategy", ("kvr", "ring", "auto", "single")),
+        ("parallel.partition", ("equal_time", "even", "ratio")),
+    ],
+)
+def test_a_wrong_choice_lists_the_choices(tmp_path: Path, key: str, choices: tuple[str, ...]) -> None:
+    message = refusal(write_job(tmp_path), f"{key}=wrong")
+    assert f"{key} = 'wrong'" in message
+    assert all(f"'{choice}'" in message for choice in choices)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("documents.limit=0", "greater than or equal to 1"),
+        ("documents.limit=-5", "greater than or equal to 1"),
+        ("prompt.max_tokens=1", "greater than or equal to 2"),
+        ("generation.max_new_tokens=-1", "greater than or equal to 0"),
+        ("generation.min_new_tokens=-1", "greater than or equal to 0"),
+        ("generation.seed=-1", "greater than or equal to 0"),
+        ("generation.top_k=-1", "greater than or equal to 0"),
+        ("generation.no_repeat_ngram_size=-1", "greater than or equal to 0"),
+        ("generation.temperature=0", "greater than 0"),
+        ("generation.temperature=-0.5", "greater than 0"),
+        ("generation.temperature=nan", "finite number"),
+        ("generation.repetition_penalty=0", "greater than 0"),
+        ("generation.top_p=0", "greater than 0"),
+        ("generation.top_p=1.01", "less than or equal to 1"),
+        ("generation.min_p=-0.1", "greater than or equal to 0"),
+        ("generation.min_p=2", "less than or equal to 1"),
+        ("parallel.threads=0", "greater than or equal to 1"),
+        ("parallel.ranks_per_chain=0", "expected 'all', 'auto' or at least 1"),
+        ("parallel.ranks_per_chain=-2", "expected 'all', 'auto' or at least 1"),
+    ],
+)
+def test_a_number_out_of_range_names_the_range(tmp_path: Path, setting: str, expected: str) -> None:
+    key, _, value = setting.partition("=")
+    assert re.search(
+        rf"^--set {re.escape(key)}: {re.escape(key)} = {value}.*{expected}", refusal(write_job(tmp_path), setting)
+    )
+
+
+@pytest.mark.parametrize(
+    "setting", ["generation.max_new_tokens=0", "generation.top_p=1", "generation.seed=0", "documents.limit=1"]
+)
+def test_the_ends_of_a_range_are_in_it(tmp_path: Path, setting: str) -> None:
+    (row,) = (row for row in show_job(*load_job(write_job(tmp_path), [setting], {})) if row[2].startswith("--set"))
+    assert float(row[1]) == float(setting.partition("=")[2])
+
+
+@pytest.mark.parametrize("value", ["4/4", "-1/4", "1", "1/", "a/b", "1/4/2", "1.0/2"])
+def test_a_shard_is_a_number_of_how_many(tmp_path: Path, value: str) -> None:
+    message = refusal(write_job(tmp_path), f"documents.shard='{value}'")
+    assert f"documents.shard = '{value}'" in message
+    assert "'i/n' with 0 <= i < n" in message
+
+
+def test_a_section_that_is_a_value_is_refused(tmp_path: Path) -> None:
+    path = write_job(tmp_path, text="prompt = 'Sum up'\n" + MINIMAL)
+    assert re.search("job.toml: prompt = 'Sum up': .*dictionary", refusal(path))
+    # Neither can it be mended from outside, for then the file would say something that is not so.
+    assert re.search("prompt = 'Sum up': .*dictionary", refusal(path, "prompt.template={text}"))
+
+
+def test_an_empty_stop_string_is_refused(tmp_path: Path) -> None:
+    assert re.search(
+        r"generation\.stop = \['END', ''\]: an empty stop", refusal(write_job(tmp_path), "generation.stop=['END', '']")
+    )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "partition = 'ratio'",
+        "ratios = [1, 2]",
+        "partition = 'even'\nratios = [1, 2]",
+        "partition = 'equal_time'\nratios = [1]",
+    ],
+)
+def test_ratios_and_their_partition_go_together(tmp_path: Path, more: str) -> None:
+    message = refusal(write_job(tmp_path, f"[parallel]\n{more}"))
+    assert re.search(r"job\.toml: .*parallel\.partition = 'ratio' and parallel\.ratios = .* go together", message)
