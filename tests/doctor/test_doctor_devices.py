@@ -1,0 +1,61 @@
+"""GPUs, their allocator and an MPI that knows them: each check on invented facts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from made_facts import GPU, only, place, statuses
+
+from kvr_mpi.doctor import devices
+from kvr_mpi.doctor.facts import DeviceFacts
+from kvr_mpi.transport.mpi import connect
+from kvr_mpi.transport.mpi_query import cuda_support, describe_mpi, loaded_libraries
+
+
+def test_devices() -> None:
+    apart = [place(0, device=GPU), place(1, device=replace(GPU, index=1, uuid="b"))]
+    assert "rank 1: GPU 1 of 2 on node1" in only(devices.check_devices(apart)).found
+    # Each task sees its own GPU as number 0: other uuids are other GPUs, and the same number elsewhere is too.
+    assert statuses(devices.check_devices([place(0, device=GPU), place(1, device=replace(GPU, uuid="b"))])) == ["ok"]
+    assert statuses(devices.check_devices([place(0, device=GPU), place(1, "node2", device=GPU)])) == ["ok"]
+    same = [place(0, device=GPU), place(1, device=GPU)]
+    assert "ranks 0-1 on node1" in only(devices.check_devices(same)).found
+    assert statuses(devices.check_devices(same)) == ["fail"]
+    assert statuses(devices.check_devices(same, share_gpu=True)) == ["ok"]
+    assert "rank(s) 1 see no GPU" in only(devices.check_devices([place(0, device=GPU), place(1)])).found
+    broken = place(1, device=DeviceFacts(error="TimeoutError: asking torch"))
+    assert only(devices.check_devices([place(0, device=GPU), broken])).status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("device", "status", "words"),
+    [
+        (DeviceFacts(), "ok", "no GPU"),
+        (DeviceFacts(driver=True), "warn", "built without CUDA"),
+        (DeviceFacts(driver=True, built="13.0", visible=""), "warn", "hides"),
+        (DeviceFacts(driver=True, built="13.0"), "warn", "sees no GPU"),
+    ],
+)
+def test_no_gpu(device: DeviceFacts, status: str, words: str) -> None:
+    found = only(devices.check_devices([place(0, device=device)]))
+    assert found.status == status and words in found.found
+
+
+def test_allocator() -> None:
+    assert devices.check_allocator([place(0)]) == []
+    setting = replace(GPU, allocator="max_split_size_mb:64, expandable_segments: True")
+    assert only(devices.check_allocator([place(0), place(1, device=setting)])).status == "warn"
+
+
+def test_cuda_support() -> None:
+    assert cuda_support([], {})[0] is None
+    assert cuda_support(["/x/libmpi_cray.so"], {"MPICH_GPU_SUPPORT_ENABLED": "1"})[0] is False
+    assert cuda_support(["/x/libmpi_gtl_cuda.so.0"], {"MPICH_GPU_SUPPORT_ENABLED": "1"})[0] is True
+    assert cuda_support([], {"I_MPI_OFFLOAD": "1"})[0] is True
+    assert cuda_support([], {"I_MPI_OFFLOAD": "0"})[0] is None
+    connect({})
+    assert loaded_libraries()
+    mpi = describe_mpi({})
+    assert mpi is not None and mpi.thread_level == "THREAD_MULTIPLE"
+    assert mpi.cuda is False and mpi.cuda_why.endswith("says no"), "the wheels' MPIs are built without CUDA"

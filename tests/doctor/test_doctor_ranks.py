@@ -1,0 +1,125 @@
+"""How ranks were started, and on what: each check on invented facts says what it saw and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from made_facts import MPI, VERSIONS, only, place, statuses
+
+from kvr_mpi.doctor import ranks, slurm, versions
+from kvr_mpi.doctor.facts import look_at_rank
+from kvr_mpi.doctor.launch import launch_failure
+from kvr_mpi.doctor.supervise import launcher_rank
+from kvr_mpi.errors import TransportError
+from kvr_mpi.transport.mpi import connect
+
+
+def test_launcher() -> None:
+    two = [place(0), place(1)]
+    found = only(ranks.check_launcher(two, ("mpirun", 2)))
+    assert found.status == "ok"
+    for word in ("2 rank(s)", "mpirun", "MPICH 5.0.2", "THREAD_MULTIPLE", "mpi4py 4.1.2"):
+        assert word in found.found
+    assert only(ranks.check_launcher(two, ("mpirun", 4))).status == "fail"
+    other = place(1, "node2", mpi=replace(MPI, library="Open MPI v5.0.11"))
+    assert "Open MPI v5.0.11 on rank(s) 1" in only(ranks.check_launcher([place(0), other], None)).found
+    serial = replace(MPI, thread_level="THREAD_FUNNELED")
+    assert only(ranks.check_launcher([place(0, mpi=serial)], None)).status == "warn"
+    assert only(ranks.check_launcher([place(0, mpi=None)], None)).status == "warn"
+
+
+def test_cores() -> None:
+    apart = [place(0), place(1), replace(place(2), host="node2", cores=(0, 1))]
+    assert only(ranks.check_cores(apart)).status == "ok", "the same numbers on another host are other cores"
+    found = only(ranks.check_cores([*apart, place(3, cores=(3, 4))]))
+    assert found.status == "warn" and "ranks 1, 3 on node1 share cores 3" in found.found
+    for flag in ("-bind-to core", "--bind-to core", "--cpu-bind=cores"):
+        assert flag in found.remedy
+    assert "3 rank(s): 2 on node1 (2 cores per rank), 1 on node2" in only(ranks.check_hosts(apart)).found
+
+
+@pytest.mark.parametrize(
+    ("threads", "status", "words"),
+    [
+        (("", ""), "ok", "not set"),
+        (("2", "2"), "ok", "OMP_NUM_THREADS=2"),
+        (("2", "3"), "warn", "rank 1 would run 3 threads on 2 cores"),
+        (("many", "2"), "warn", "'many'"),
+        (("0", "2"), "warn", "'0'"),
+    ],
+)
+def test_threads(threads: tuple[str, str], status: str, words: str) -> None:
+    found = only(ranks.check_threads([place(rank, threads=value) for rank, value in enumerate(threads)]))
+    assert found.status == status and words in found.found
+
+
+def test_more_threads_than_the_cores_of_a_host() -> None:
+    shared = [place(rank, cores=(0, 1), threads="2") for rank in range(2)]
+    assert "2 ranks on node1 would run 4 threads on 2 cores" in only(ranks.check_threads(shared)).found
+
+
+NOW_S = 1_800_000_000
+JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_END_TIME": str(NOW_S + 3600)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, []),
+        ({"SLURM_JOB_END_TIME": None}, ["SLURM_JOB_END_TIME is not set"]),
+        ({"SLURM_JOB_END_TIME": "soon"}, ["SLURM_JOB_END_TIME='soon' is no number"]),
+        ({"SLURM_JOB_END_TIME": str(NOW_S - 5)}, ["is in the past"]),
+        ({"SLURM_NTASKS": "8"}, ["SLURM_NTASKS=8, but there are 4 rank(s)"]),
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"}, []),
+        ({"SLURM_RESTART_COUNT": "-1"}, ["SLURM_RESTART_COUNT='-1' is no number"]),
+        ({"SLURM_JOB_NUM_NODES": "3"}, ["3 node(s), the ranks are on 2"]),
+    ],
+)
+def test_slurm(changes: dict[str, str | None], words: list[str]) -> None:
+    environ = {name: value for name, value in {**JOB, **changes}.items() if value is not None}
+    findings = slurm.check_slurm(environ, 4, 2, NOW_S)
+    warnings = [one for one in findings if one.status == "warn"]
+    assert len(warnings) == len(words) and all(one.remedy for one in warnings)
+    for word, one in zip(words, warnings, strict=True):
+        assert word in one.found
+
+
+def test_slurm_restarts_and_absence() -> None:
+    assert "not in a SLURM job" in only(slurm.check_slurm({"SLURM_NTASKS": "8"}, 1, 1, NOW_S)).found
+    assert "restarted 2 time(s)" in slurm.check_slurm({**JOB, "SLURM_RESTART_COUNT": "2"}, 4, 2, NOW_S)[0].found
+
+
+def test_versions() -> None:
+    ranges = versions.required_ranges()
+    assert ranges["transformers"], "the package's metadata name a range"
+    assert "matplotlib" not in ranges, "extras are not asked for"
+    wanted = {"transformers": "<5.24,>=5.23"}
+    assert statuses(versions.check_versions([place(0)], wanted)) == ["ok"]
+    old = place(0, versions={**VERSIONS, "transformers": "4.57.1"})
+    found = versions.check_versions([old], wanted)[1]
+    assert found.status == "warn" and "4.57.1 is outside <5.24,>=5.23" in found.found
+    assert "pip install" in found.remedy
+    assert "differs: 4.57.1 on rank(s) 0, 5.23.0 on rank(s) 1" in versions.check_versions([old, place(1)], {})[1].found
+
+
+def test_launch_failures_become_findings() -> None:
+    with pytest.raises(TransportError) as caught:
+        connect({"SLURM_NTASKS": "8"})
+    found = launch_failure(caught.value)
+    assert found.status == "fail" and "8 ranks were meant" in found.found and "srun --mpi=pmi2" in found.remedy
+    assert launch_failure(TransportError("something new")).remedy
+
+
+def test_launcher_rank() -> None:
+    assert launcher_rank({}) == 0
+    assert launcher_rank({"SLURM_PROCID": "3"}) == 3
+    assert launcher_rank({"PMI_RANK": "1", "SLURM_PROCID": "0"}) == 1
+
+
+def test_this_process_looks_at_itself() -> None:
+    facts = look_at_rank(0, 0, {"OMP_NUM_THREADS": "2"}, with_mpi=False)
+    assert facts.cores and facts.threads == "2" and facts.mpi is None
+    assert facts.versions["torch"] == torch.__version__
+    assert not facts.device.error

@@ -1,0 +1,65 @@
+"""Transfers are tried in processes of their own: each way that they can end has its finding."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+
+import pytest
+from made_facts import GPU, MPI, only, place
+
+from kvr_mpi.doctor import trial
+
+
+def test_what_is_tried() -> None:
+    claiming = place(0, device=GPU, mpi=replace(MPI, cuda=True))
+    assert trial.wanted_trial("auto", [claiming]) == "cuda"
+    assert trial.wanted_trial("auto", [place(0, device=GPU)]) is None
+    assert trial.wanted_trial("auto", [place(0, mpi=replace(MPI, cuda=True))]) is None
+    assert trial.wanted_trial("no", [claiming]) is None
+    assert trial.wanted_trial("host", [place(0)]) == "host"
+    assert "tried" in only(trial.check_cuda_awareness([claiming])).found
+    assert "staged" in only(trial.check_cuda_awareness([place(0, device=GPU)])).found
+
+
+READY = '{"ready": 0}{"ready": 1}'
+RIGHT = "".join(
+    json.dumps({"rank": rank, "bytes": size, "sent": rank + size, "received": 1 - rank + size})
+    for rank in (0, 1)
+    for size in trial.SIZES
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "then", "status", "words"),
+    [
+        (READY + RIGHT, "", "ok", "checksums right"),
+        (READY + "[1] { noise" + RIGHT, "", "ok", "checksums right"),
+        (READY, "os.abort()", "fail", "crashes (killed by SIGABRT)"),
+        (READY + RIGHT, "sys.exit(3)", "fail", "crashes (exit code 3)"),
+        (READY, "", "fail", "crashes (exit code 0)"),
+        (READY, "threading.Event().wait()", "fail", "hangs, killed after 2 s"),
+        (READY + RIGHT.replace('"received": 4096', '"received": 7'), "", "fail", "checksum of 4096 bytes is wrong"),
+        ('{"ready": 0}', "sys.exit('no slots')", "warn", "did not start (exit code 1); it said: no slots"),
+        ("", "threading.Event().wait()", "warn", "did not start (nothing within 2 s)"),
+    ],
+)
+def test_how_a_trial_ends(said: str, then: str, status: str, words: str) -> None:
+    program = f"import os, sys, threading; print({said!r}, flush=True); {then}"
+    found = trial.try_transfers([sys.executable, "-c", program], dict(os.environ), "cuda", 2.0)
+    assert found.status == status and words in found.found
+    assert (found.status == "ok") == (not found.remedy)
+
+
+def test_a_trial_without_its_launcher() -> None:
+    assert "did not start" in trial.try_transfers(["/no/such/mpirun"], {}, "host", 1.0).found
+
+
+def test_a_trial_starts_as_if_by_hand() -> None:
+    environ = {"PMI_FD": "9", "PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "SLURM_JOB_ID": "1", "PRTE_LAUNCHED": "1"}
+    kept = {"PATH": "/bin", "OMPI_MCA_pml": "ob1", "PRTE_ALLOW_RUN_AS_ROOT": "1", "CUDA_VISIBLE_DEVICES": "1"}
+    assert kept.items() <= trial.trial_environment({**environ, **kept}, "/x/mpirun").items()
+    assert not environ.keys() & trial.trial_environment(environ, "/x/mpirun").keys()
+    assert "SLURM_JOB_ID" in trial.trial_environment(environ, "/usr/bin/srun")
