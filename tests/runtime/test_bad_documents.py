@@ -1,0 +1,78 @@
+"""Documents that cannot be read are records, the rest is done, and the exit code says which it was."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from made_jobs import TEXT, last_line
+
+from kvr_mpi.store.folder import read_run
+
+
+def test_bad_documents_are_records_and_the_rest_is_done(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+    corpus = tmp_path / "corpus"
+    (corpus / "empty.txt").write_text(" \n")
+    (corpus / "latin1.txt").write_bytes("Käse".encode("latin-1"))
+    (corpus / "long.txt").write_text(TEXT * 60)
+    (corpus / "rows.jsonl").write_text(
+        '{"id": "a/b c", "text": "A short one."}\n{"id": "x", "te\n{"id": "a/b c", "text": "y"}\n'
+    )
+    run = mpirun(2, [kvr_run, job])
+    assert run.returncode == 65, run.stderr
+    records = {record.id: record for record in read_run(tmp_path / "out")}
+    errors = {name: record.error for name, record in records.items() if record.status == "error"}
+    assert {name for name, record in records.items() if record.status == "done"} == {
+        *(f"doc-{number}.txt" for number in range(5)),
+        "a/b c",
+    }
+    assert set(errors) == {"empty.txt", "latin1.txt", "long.txt", "rows.jsonl:2", "a/b c#2"}
+    assert "empty" in errors["empty.txt"]
+    assert "not UTF-8" in errors["latin1.txt"]
+    assert "too_long" in errors["long.txt"]
+    assert "line 2" in errors["rows.jsonl:2"]
+    assert "duplicate id 'a/b c'" in errors["a/b c#2"]
+    for error in errors.values():
+        assert error.split()[0] in run.stderr
+    assert "6 done, 5 error(s)" in run.stdout
+    assert last_line(run.stderr) == (
+        "exit code 65: done, but some documents have error records; 5 of 11 document(s) failed, output.max_failed = 0 "
+        "allows 0"
+    )
+
+
+def test_failures_may_be_allowed(job: Path, tmp_path: Path, run_here: Any) -> None:
+    corpus = tmp_path / "corpus"
+    for name in ("empty-1.txt", "empty-2.txt"):
+        (corpus / name).write_text(" ")
+    for allowed, code in (
+        ("0", 65),
+        ("1", 65),
+        ("2", 0),
+        ("0.28", 65),
+        ("0.29", 0),
+        ("28%", 65),
+        ("28.6%", 0),
+        ("1.0", 0),
+    ):
+        run = run_here(1, [job, "--resume", "--set", f"output.max_failed={allowed}"])
+        assert run.returncode == code, (allowed, run.stderr)
+        assert last_line(run.stderr).startswith(f"exit code {code}: done")
+        assert "2 of 7 document(s) failed" in last_line(run.stderr)
+    for name in ("empty-1.txt", "empty-2.txt"):
+        (corpus / name).unlink()
+    run = run_here(1, [job, "--overwrite"])
+    assert run.returncode == 0 and last_line(run.stderr) == "exit code 0: done; all 5 document(s)"
+
+
+def test_pipes_and_devices_in_a_corpus_are_records(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+    os.mkfifo(tmp_path / "corpus" / "pipe.txt")
+    (tmp_path / "corpus" / "zero.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "corpus" / "ids.jsonl").write_text('{"id": {"a": 1}, "text": "x"}\n{"id": "a\u202eb", "text": "x"}\n')
+    run = mpirun(2, [kvr_run, job, "--set", "documents.path=" + str(tmp_path / "corpus" / "**")], timeout_s=60)
+    assert run.returncode == 65, run.stderr
+    errors = {record.id: record.error for record in read_run(tmp_path / "out") if record.status == "error"}
+    assert set(errors) == {"pipe.txt", "zero.jsonl", "ids.jsonl:1", "a\\u202eb"}
+    assert "a named pipe" in errors["pipe.txt"] and "a device" in errors["zero.jsonl"]
+    assert "\u202e" not in run.stderr + run.stdout

@@ -1,0 +1,89 @@
+"""What a run says: who and how long, each phase before it begins, how it ended, and commands that work as printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+from constants import ROOT
+from made_jobs import last_line
+
+from kvr_mpi.cli import group
+
+
+def test_log_lines_are_whole_and_say_who_and_how_long(job: Path, mpirun: Any, kvr_run: Path) -> None:
+    end = str(int(time.time()) + 3600)
+    run = mpirun(2, [kvr_run, job], env={"SLURM_JOB_END_TIME": end})
+    assert run.returncode == 0, run.stderr
+    assert "\r" not in run.stderr
+    lines = [line for line in run.stderr.splitlines() if "first token" in line]
+    assert sorted(re.findall(r"doc-\d", line)[0] for line in lines) == [f"doc-{number}" for number in range(5)], (
+        "one for each document"
+    )
+    for line in lines:
+        assert line.startswith("[20") and ("rank 1" not in line or f"rank 1 {os.uname().nodename}]" in line)
+        assert "/5 doc-" in line and "elapsed 0:0" in line and "wall time left 0:5" in line
+    (last,) = (line for line in lines if " 5/5 doc-" in line)
+    assert last.split("|")[1].count("done") == 1
+
+
+def test_each_phase_has_its_line_before_it_begins(job: Path, run_here: Any) -> None:
+    template = "Here is what somebody wrote down. Read it to its end, and then write a summary of it. " * 3
+    settings = ["parallel.partition=equal_time", "model.device=cpu", f"prompt.template={template} {{text}}"]
+    run = run_here(2, [job, *(part for setting in settings for part in ("--set", setting))])
+    assert run.returncode == 0, run.stderr
+    phases = [
+        "found in order; starting 2 rank(s)",
+        "reading the documents",
+        "loading ",
+        "loaded; laying weights out",
+        "checking on a few tokens",
+        "computing the instructions",
+        "probing how fast",
+        "documents: 5",
+        "exit code 0",
+    ]
+    places = [run.stderr.index(phase) for phase in phases]
+    assert places == sorted(places)
+
+
+def test_the_status_of_a_run_is_in_plain_words(job: Path, tmp_path: Path, run_here: Any) -> None:
+    def state() -> str:
+        return CliRunner().invoke(group, ["status", str(tmp_path / "out")]).output.splitlines()[0]
+
+    (tmp_path / "corpus" / "empty.txt").write_text(" ")
+    stopped = run_here(1, [job, "--time-limit", "1"])
+    assert stopped.returncode == 75, stopped.stderr
+    assert last_line(stopped.stderr).startswith("exit code 75: stopped before the end")
+    assert state().startswith("state     not running, and not finished; the same kvr-run with --resume goes on")
+    assert run_here(1, [job, "--resume"]).returncode == 65
+    assert state() == (
+        "state     finished: nothing is left to do, 1 with an error record (--retry-failed does them again)"
+    )
+
+
+def test_the_closing_hints_work_as_printed(job: Path, tmp_path: Path, kvr_run: Path) -> None:
+    """Called by its path, in a shell that finds nothing of ours by name, and with words a shell would take apart."""
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "bin").symlink_to(kvr_run.parent)
+    (tmp_path / "corpus" / "a b's.txt").write_text("An odd name.")
+    settings = ["parallel.strategy=single", "documents.limit=1", "output.path=the results"]
+    command = ["env/bin/kvr-run", str(job), *(word for setting in settings for word in ("--set", setting))]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    hints = [line.partition("env/bin/")[1:] for line in run.stdout.splitlines() if "env/bin/kvr " in line]
+    assert len(hints) == 3
+    shell = {**os.environ, "PATH": "/usr/bin:/bin"}
+    for hint in map("".join, hints):
+        done = subprocess.run(hint, shell=True, cwd=tmp_path, env=shell, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "a b's.txt" in done.stdout, (hint, done.stderr)
+
+
+def test_the_demo_is_called_by_its_path() -> None:
+    made = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert ".venv/bin/kvr-run jobs/demo.toml" in made
