@@ -1,50 +1,21 @@
-"""What the user sees: whole lines with time and rank, progress with an estimate, and the table at the end."""
+"""Progress: a line for every document, with an estimate that is not made up, or a bar."""
 
 from __future__ import annotations
 
 import io
 import re
-import shlex
-import socket
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from made_reports import STAMP, TEXT, done
 
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress, clock_time, wants_bar
-from kvr_mpi.report.table import MAX_ROWS, print_summary, reason_lines
 from kvr_mpi.store.outputs import Record
-from kvr_mpi.store.summary import Summary, count_reasons, reason_of
 
-STAMP = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 CLOCK = r"\d+:[0-5]\d:[0-5]\d"
-TEXT = st.one_of(
-    st.text(max_size=40),
-    st.sampled_from(
-        ["a\nb", "a\r\nb", "50 %\r100 %", "\n\n", "", "a\x0bb\x0cc\x85d\u2028e", "[red]x[/red]", "[/b]", "😀"]
-    ),
-)
-
-
-class RecordedStream(io.StringIO):
-    """A stream that remembers in which pieces it was written, and when it was flushed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writes: list[str] = []
-        self.unflushed = 0
-
-    def write(self, text: str) -> int:
-        self.writes.append(text)
-        self.unflushed += 1
-        return super().write(text)
-
-    def flush(self) -> None:
-        self.unflushed = 0
-        super().flush()
 
 
 class Clock:
@@ -60,51 +31,6 @@ class Clock:
 def seconds_of(text: str) -> int:
     hours, minutes, seconds = text.split(":")
     return int(hours) * 3600 + int(minutes) * 60 + int(seconds)
-
-
-def done(name: str, **values: object) -> Record:
-    return Record(name, "done", **values)  # type: ignore[arg-type]
-
-
-# Log
-
-
-def test_rank_0_needs_no_naming() -> None:
-    stream = io.StringIO()
-    Log(0, 4, stream).line("model loaded")
-    assert re.fullmatch(STAMP + r"\] model loaded\n", stream.getvalue())
-
-
-@pytest.mark.parametrize("rank", [1, 3, 127])
-def test_other_ranks_name_themselves_and_their_host(rank: int) -> None:
-    stream = io.StringIO()
-    Log(rank, 128, stream).line("model loaded")
-    assert re.fullmatch(rf"{STAMP} rank {rank} {re.escape(socket.gethostname())}\] model loaded\n", stream.getvalue())
-
-
-def test_root_lines_come_from_rank_0_only() -> None:
-    streams = [io.StringIO() for _ in range(3)]
-    for rank, stream in enumerate(streams):
-        Log(rank, 3, stream).root("8 documents")
-    assert [stream.getvalue().count("8 documents") for stream in streams] == [1, 0, 0]
-
-
-@settings(max_examples=100, deadline=None)
-@given(text=TEXT, rank=st.integers(0, 3))
-def test_every_line_is_whole_prefixed_and_written_in_one_piece(text: str, rank: int) -> None:
-    stream = RecordedStream()
-    Log(rank, 4, stream).line(text)
-    prefix = re.compile(STAMP + (rf" rank {rank} \S+" if rank else "") + r"\] ")
-    assert stream.writes and stream.unflushed == 0
-    for piece in stream.writes:
-        assert prefix.match(piece) and piece.endswith("\n") and piece.count("\n") == 1 and "\r" not in piece
-    assert [prefix.sub("", piece, count=1)[:-1] for piece in stream.writes] == (text.splitlines() or [""])
-
-
-def test_the_log_is_standard_error_unless_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
-    Log().line("words")
-    out, err = capsys.readouterr()
-    assert out == "" and err.endswith("] words\n")
 
 
 # Progress
@@ -339,121 +265,3 @@ def test_clock_time_is_hours_minutes_seconds(seconds: float) -> None:
 
 def test_clock_time_of_more_than_a_day() -> None:
     assert [clock_time(s) for s in (0, 61, 3600, 90061)] == ["0:00:00", "0:01:01", "1:00:00", "25:01:01"]
-
-
-# The table
-
-
-def show(records: Sequence[Record], result: Path) -> None:
-    """Print the table of a run that has these documents."""
-    failed = [record for record in records if record.status == "error"]
-    reasons = count_reasons(reason_of(record.id, record.error) for record in failed)
-    rows = [*failed, *(record for record in records if record.status == "done")][:MAX_ROWS]
-    print_summary(Summary(len(records) - len(failed), len(failed), reasons), rows, result)
-
-
-@pytest.fixture(params=[None, "60", "300"], ids=["no-terminal", "narrow", "wide"])
-def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if request.param is not None:
-        monkeypatch.setenv("COLUMNS", request.param)
-    width: str | None = request.param
-    return width
-
-
-def test_the_table_shows_each_document_and_counts_them(capsys: pytest.CaptureFixture[str], columns: str | None) -> None:
-    records = [
-        done("minutes.md", prompt_tokens=2628, slices=(0, 1400, 2628), ttft_s=5.147, prefill_tokens_per_s=510.6,
-             answer="The council\nmet."),
-        done("book.txt", prompt_tokens=9999, slices=(0, 9999), parts=3, answer="Long."),
-        Record("broken.txt", "error", error="not UTF-8"),
-    ]  # fmt: skip
-    show(records, Path("runs/x/results.h5"))
-    out, err = capsys.readouterr()
-    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
-    assert err == ""
-    assert "1400+1228" in rows["minutes.md"] and "5.15 s" in rows["minutes.md"] and "511" in rows["minutes.md"]
-    assert "2628" in rows["minutes.md"] and "The council met." in rows["minutes.md"]
-    assert "3 prompts" in rows["book.txt"]
-    assert "error: not UTF-8" in rows["broken.txt"]
-    assert "2 done, 1 error(s). Results: runs/x/results.h5" in out
-
-
-@pytest.mark.parametrize("count", [0, 1, MAX_ROWS, MAX_ROWS + 1, MAX_ROWS + 25])
-def test_the_table_is_cut_and_says_by_how_much(capsys: pytest.CaptureFixture[str], count: int) -> None:
-    show([done(f"doc-{n:03d}") for n in range(count)], Path("results.h5"))
-    out = capsys.readouterr().out
-    assert len(re.findall(r"doc-\d+", out.partition("Look into it")[0])) == min(count, MAX_ROWS)
-    assert f"{count} done, 0 error(s)" in out
-    assert (f"... and {count - MAX_ROWS} more" in out) == (count > MAX_ROWS) == ("... and" in out)
-
-
-@pytest.mark.parametrize("name", ["[red]x[/red]", "[/b]", ":warning:", "[link=https://x.org]y", "100%", "\\[x]"])
-def test_names_and_answers_are_shown_as_they_are(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    show([done(name, answer=name + " says"), Record("bad", "error", error=name)], Path("results.h5"))
-    out = capsys.readouterr().out
-    # An id may be cut with an ellipsis, an answer has room.
-    assert f"{name} says" in out and f"error: {name}" in out and name[:11] in out
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "runs/[test]/results.h5",
-        "runs/[/b]/results.h5",
-        "runs/:warning:/results.h5",
-        "runs/" + "x" * 300 + "/results.h5",
-    ],
-    ids=["markup", "closing-markup", "emoji", "long"],
-)
-def test_the_path_of_the_results_is_shown_as_it_is(capsys: pytest.CaptureFixture[str], path: str) -> None:
-    show([done("a")], Path(path))
-    out = capsys.readouterr().out
-    assert f"Results: {path}\n" in out
-    quoted = shlex.quote(path)
-    assert f"kvr inspect {quoted}\n" in out and f"kvr export {quoted} --format jsonl\n" in out
-    assert f"kvr inspect {quoted} a\n" in out
-
-
-@settings(max_examples=40, deadline=None)
-@given(name=st.text(st.characters(exclude_categories=("Cs", "Cc"))), answer=TEXT, error=TEXT)
-@example(name="a", answer="a\nb", error="a\nb")
-def test_any_record_gives_one_row(name: str, answer: str, error: str) -> None:
-    for record in (done(name, answer=answer), Record(name, "error", error=error)):
-        stream = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.stdout", stream)
-            show([record], Path("results.h5"))
-        above, _, _ = stream.getvalue().partition(" done, ")
-        # A heading, the row, a blank line, and the count; of an error, a blank line, a heading, and the reason.
-        assert len(above.split("\n")) == (4 if record.status == "done" else 7)
-
-
-def test_no_terminal_command_gets_through(capsys: pytest.CaptureFixture[str]) -> None:
-    hostile = "\x1b]0;owned\x07\x1b[2J\x1b[31m\x9b2J"
-    show([done("a" + hostile, answer="b" + hostile), Record("c", "error", error=hostile)], Path("results.h5"))
-    assert not {"\x1b", "\x07", "\x9b"} & set(capsys.readouterr().out)
-
-
-def test_errors_come_first_and_are_counted_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    errors = [f"{n}.txt has {n} tokens; 'x{n}' is in /data/corpus/{n}.txt" for n in range(100, 130)]
-    failed = [Record(f"{n}.txt", "error", error=error) for n, error in enumerate(errors, 100)]
-    show([*(done(f"doc-{n:03d}") for n in range(50)), Record("z", "error", error="not UTF-8"), *failed], Path("r.h5"))
-    out = capsys.readouterr().out
-    rows = out.splitlines()[1 : MAX_ROWS + 1]
-    assert all("error: " in row for row in rows[:31]) and all("doc-" in row for row in rows[31:])
-    assert "30 x ... has N tokens; ... is in ..." in out and " 1 x not UTF-8" in out and "--errors" in out
-    assert out.index("30 x") < out.index(" 1 x") < out.index("50 done, 31 error(s)")
-
-
-def test_only_the_most_frequent_reasons_are_shown() -> None:
-    reasons = {f"reason {chr(97 + n)}": 20 - n for n in range(14)}
-    lines = reason_lines(reasons)
-    assert lines[0] == "20 x reason a" and lines[-1] == f"{10 + 9 + 8 + 7} for 4 other reasons" and len(lines) == 11
-
-
-@settings(max_examples=50, deadline=None)
-@given(name=st.text(max_size=8), error=st.text(max_size=300))
-def test_a_reason_is_one_short_line(name: str, error: str) -> None:
-    reason = reason_of(name, error)
-    assert len(reason) <= 160 and reason == " ".join(reason.split()) and reason_of(name, error) == reason
