@@ -1,0 +1,200 @@
+"""``kvr export``: results handed to jq and pandas whole, in every format."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+
+import pandas
+import pytest
+from constants import Kvr
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from shown_runs import COLUMNS, HEADER, NASTY, example_records, exported, write_run
+
+import kvr_mpi.store.export as export_module
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.merge import merge_run
+from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.shards import ShardWriter
+
+ANSWER = st.one_of(
+    st.sampled_from(
+        ["", "\n", NASTY, '"', ",", "\r", "\r\n", "null", "NA", "1.0", "true", "=1+1", "#", "\u2028", " x "]
+    ),
+    st.text(max_size=40),
+)
+
+
+def test_jsonl_is_one_object_per_line_with_every_field(result: Path, run_kvr: Kvr) -> None:
+    code, out, err = run_kvr("export", result)
+    assert code == EXIT_OK and err == "" and out.endswith("\n")
+    rows = [json.loads(line) for line in out.removesuffix("\n").split("\n")]
+    assert rows == [record.as_dict() for record in example_records()]
+    assert all(list(row) == COLUMNS for row in rows)
+
+
+def test_jsonl_is_read_by_pandas(result: Path) -> None:
+    lines = exported(result, "jsonl")
+    frame = pandas.read_json(io.BytesIO(lines), lines=True, dtype=False)
+    wanted = {record.id: record for record in example_records()}
+    assert list(frame.columns) == COLUMNS and list(frame["id"]) == sorted(wanted)
+    for row in frame.to_dict("records"):
+        record = wanted[row["id"]]
+        assert row["answer"] == record.answer and row["error"] == record.error
+        assert tuple(row["token_ids"]) == record.token_ids and tuple(row["slices"]) == record.slices
+        assert row["prompt_tokens"] == record.prompt_tokens and row["ttft_s"] == record.ttft_s
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_jsonl_of_numbers_that_json_cannot_hold_is_still_json(tmp_path: Path, value: float, run_kvr: Kvr) -> None:
+    path = write_run(tmp_path / "run", [Record("a", "done", prefill_tokens_per_s=value)])
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON (RFC 8259)")
+
+    for command in (["export", path], ["inspect", path, "a", "--json"]):
+        code, out, _ = run_kvr(*command)
+        assert code in (EXIT_OK, EXIT_BAD_DATA)
+        for line in out.splitlines():
+            json.loads(line, parse_constant=refuse)
+
+
+def read_csv(content: bytes) -> pandas.DataFrame:
+    return pandas.read_csv(
+        io.BytesIO(content), keep_default_na=False, dtype={"id": str, "answer": str, "error": str, "slices": str}
+    )
+
+
+def test_csv_is_read_by_pandas_with_answers_intact(result: Path) -> None:
+    frame = read_csv(exported(result, "csv"))
+    wanted = {record.id: record for record in example_records()}
+    assert list(frame.columns) == COLUMNS and list(frame["id"]) == sorted(wanted)
+    for row in frame.to_dict("records"):
+        record = wanted[row["id"]]
+        assert row["answer"] == record.answer and row["error"] == record.error and row["status"] == record.status
+        assert row["token_ids"] == " ".join(map(str, record.token_ids))
+        assert row["slices"] == " ".join(map(str, record.slices))
+    assert frame["prompt_tokens"].dtype == "int64" and frame["ttft_s"].dtype == "float64"
+
+
+@settings(max_examples=25, deadline=None)
+@given(answers=st.lists(ANSWER, min_size=1, max_size=6), kind=st.sampled_from(["jsonl", "csv", "parquet"]))
+@example(answers=[NASTY, "", "\r"], kind="csv")
+@example(answers=[NASTY, "", "\r"], kind="jsonl")
+def test_any_answer_gets_through_any_format(
+    tmp_path_factory: pytest.TempPathFactory, answers: list[str], kind: str
+) -> None:
+    records = [Record(f"{n}", "done", answer=answer) for n, answer in enumerate(answers)]
+    content = exported(write_run(tmp_path_factory.mktemp("any"), records), kind)
+    if kind == "jsonl":
+        got = [json.loads(line)["answer"] for line in content.decode().removesuffix("\n").split("\n")]
+    elif kind == "csv":
+        got = list(read_csv(content)["answer"])
+    else:
+        got = list(pandas.read_parquet(io.BytesIO(content))["answer"])
+    assert got == [answer.replace("\0", "\ufffd") for answer in answers]
+
+
+def test_parquet_is_read_by_pandas_with_the_right_types(result: Path, tmp_path: Path, run_kvr: Kvr) -> None:
+    target = tmp_path / "answers.parquet"
+    code, out, err = run_kvr("export", result, "--format", "parquet", "-o", target)
+    assert (code, out, err) == (EXIT_OK, "", "")
+    frame = pandas.read_parquet(target)
+    assert list(frame.columns) == COLUMNS
+    for spec in fields(Record):
+        column = frame[spec.name]
+        if spec.type == "int":
+            assert column.dtype == "int64"
+        elif spec.type == "float":
+            assert column.dtype == "float64"
+        elif spec.type == "str":
+            assert pandas.api.types.is_string_dtype(column) and all(isinstance(value, str) for value in column)
+        else:
+            assert all(value.dtype == "int64" for value in column)
+    wanted = {record.id: record for record in example_records()}
+    for row in frame.to_dict("records"):
+        record = wanted.pop(row["id"])
+        assert row["answer"] == record.answer and tuple(row["token_ids"]) == record.token_ids
+    assert wanted == {}
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 7])
+def test_parquet_has_all_rows_whatever_the_size_of_a_row_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(export_module, "BATCH_ROWS", 3)
+    ids = [f"doc-{n}" for n in range(count)]
+    writer = ShardWriter(tmp_path, "0000", HEADER)
+    writer.write(Record("other", "done"))
+    for name in ids:
+        writer.write(Record(name, "done"))
+    writer.flush()
+    assert list(pandas.read_parquet(io.BytesIO(exported(tmp_path, "parquet")))["id"]) == [*ids, "other"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_a_folder_exports_the_same_as_its_merged_file(run_folder: Path, kind: str) -> None:
+    before = exported(run_folder, kind)
+    result = merge_run(run_folder)
+    assert exported(result, kind) == exported(run_folder, kind) == before
+    assert len(before) > 100
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_the_file_has_what_standard_output_would(result: Path, kvr: Path, tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "answers.txt"
+    command: list[str | Path] = [kvr, "export", result, "--format", kind]
+    to_output = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    to_file = subprocess.run([*command, "-o", target], capture_output=True, timeout=60, check=True)
+    assert to_output.stdout == target.read_bytes() == exported(result, kind)
+    assert to_output.stderr == to_file.stderr == to_file.stdout == b""
+    assert list(tmp_path.glob("*.part")) == []
+
+
+def test_output_is_utf8_whatever_the_locale(result: Path, kvr: Path) -> None:
+    env = {**os.environ, "LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for kind in ("jsonl", "csv"):
+        done = subprocess.run(
+            [kvr, "export", result, "--format", kind], capture_output=True, timeout=60, env=env, check=True
+        )
+        assert "😀" in done.stdout.decode("utf-8")
+
+
+def test_an_existing_output_file_is_kept_unless_told_otherwise(result: Path, tmp_path: Path, run_kvr: Kvr) -> None:
+    target = tmp_path / "answers.jsonl"
+    target.write_text("precious")
+    code, out, err = run_kvr("export", result, "-o", target)
+    assert code == EXIT_CONFIG and out == "" and len(err.splitlines()) == 1
+    assert str(target) in err and "--overwrite" in err
+    assert target.read_text() == "precious"
+    assert run_kvr("export", result, "-o", target, "--overwrite") == (EXIT_OK, "", "")
+    assert target.read_bytes() == exported(result, "jsonl")
+    assert list(tmp_path.glob("*.part")) == []
+
+
+def test_the_input_is_not_overwritten_by_its_own_export(result: Path, run_kvr: Kvr) -> None:
+    records = list(read_run(result))
+    code, _, err = run_kvr("export", result, "-o", result, "--overwrite")
+    assert code in (EXIT_CONFIG, EXIT_USAGE) and err
+    assert list(read_run(result)) == records
+
+
+@pytest.mark.parametrize("place", ["absent/answers.jsonl", "file/answers.jsonl", "file/deep/answers.jsonl"])
+def test_an_output_file_that_cannot_be_made_is_refused(result: Path, tmp_path: Path, place: str, run_kvr: Kvr) -> None:
+    (tmp_path / "file").write_text("mine")
+    for more in ([], ["--overwrite"]):
+        code, out, err = run_kvr("export", result, "-o", tmp_path / place, *more)
+        assert code == EXIT_CONFIG and out == "" and len(err.splitlines()) == 1 and place in err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_parquet_is_not_written_to_a_terminal(result: Path, run_kvr: Kvr) -> None:
+    code, out, err = run_kvr("export", result, "--format", "parquet")
+    assert code == EXIT_USAGE and out == "" and "-o" in err

@@ -1,0 +1,109 @@
+"""``kvr inspect``: runs and documents shown to people, and to programs as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from constants import Kvr
+from shown_runs import COLUMNS, HEADER, example_records, write_run
+
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
+from kvr_mpi.store.folder import RESULTS
+from kvr_mpi.store.merge import merge_run
+from kvr_mpi.store.outputs import Record
+
+
+def test_inspect_shows_every_document_of_a_file_and_of_a_folder(run_folder: Path, run_kvr: Kvr) -> None:
+    for merge in (False, True):
+        path = merge_run(run_folder) if merge else run_folder
+        code, out, err = run_kvr("inspect", path)
+        assert code == EXIT_OK and err == ""
+        assert "tiny/Llama (LlamaForCausalLM, float32)" in out and "torch" in out
+        for record in example_records():
+            assert record.id in out
+        assert "60+40" in out and "2 prompts" in out and "1.50 s" in out
+        assert "4 done, 1 error(s)" in out and "not UTF-8" in out
+        assert "[red]brackets[/red] [/b]" in out
+
+
+def test_inspect_json_is_one_object(run_folder: Path, run_kvr: Kvr) -> None:
+    code, out, err = run_kvr("inspect", run_folder, "--json")
+    assert code == EXIT_OK and err == ""
+    told = json.loads(out)
+    assert told["model"] == HEADER.model and told["identity"] == HEADER.identity
+    assert told["software"]["torch"] == torch.__version__
+    assert (told["done"], told["errors"]) == (4, 1)
+    assert told["documents"] == [record.id for record in example_records()]
+
+
+@pytest.mark.parametrize("record", example_records(), ids=lambda record: record.id)
+def test_inspect_shows_one_document(run_folder: Path, record: Record, run_kvr: Kvr) -> None:
+    for path in (run_folder, merge_run(run_folder)):
+        code, out, err = run_kvr("inspect", path, record.id)
+        assert code == EXIT_OK and err == ""
+        for name, value in record.as_dict().items():
+            if name not in ("answer", "token_ids"):
+                assert f"{name:21} {value}" in out
+        if record.status == "done":
+            assert out.endswith("\n\n" + record.answer.replace("\r", "") + "\n")
+
+
+def test_inspect_shows_where_a_document_is_so_that_h5py_finds_it(run_folder: Path, run_kvr: Kvr) -> None:
+    import h5py
+
+    _, out, _ = run_kvr("inspect", run_folder, "sub/dir/plain.md")
+    (line,) = (line for line in out.splitlines() if line.startswith("group "))
+    file, _, name = line.split(maxsplit=1)[1].rpartition(":")
+    with h5py.File(file) as stored:
+        assert stored[name]["answer"].asstr()[()] == "Short."
+
+
+def test_inspect_tells_of_keys_and_values(run_folder: Path, run_kvr: Kvr) -> None:
+    _, out, _ = run_kvr("inspect", run_folder, "0001")
+    assert "2 layers, keys [100, 2, 8], values [100, 2, 8], float32" in out
+    _, out, _ = run_kvr("inspect", run_folder, "0001", "--json")
+    layer = {"keys": [100, 2, 8], "values": [100, 2, 8], "dtype": "float32"}
+    assert json.loads(out)["kv"] == [{"layer": 0, **layer}, {"layer": 2, **layer}]
+    _, out, _ = run_kvr("inspect", run_folder, "nasty", "--json")
+    assert json.loads(out)["kv"] == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_inspect_names_the_models_own_type(tmp_path: Path, dtype: str, run_kvr: Kvr) -> None:
+    layer = torch.ones(3, 1, 2, dtype=getattr(torch, dtype))
+    path = write_run(tmp_path / "run", [Record("a", "done")], [(layer, layer)])
+    code, out, _ = run_kvr("inspect", path, "a")
+    assert code == EXIT_OK and f"1 layers, keys [3, 1, 2], values [3, 1, 2], {dtype}" in out
+
+
+@pytest.mark.parametrize("record", example_records(), ids=lambda record: record.id)
+def test_inspect_json_of_a_document_has_every_field(run_folder: Path, record: Record, run_kvr: Kvr) -> None:
+    code, out, _ = run_kvr("inspect", run_folder, record.id, "--json")
+    told: dict[str, Any] = json.loads(out)
+    assert code == EXIT_OK and list(told) == [*COLUMNS, "kv"]
+    assert {name: told[name] for name in COLUMNS} == record.as_dict()
+
+
+def test_inspect_of_an_unknown_document_names_some_that_exist(result: Path, run_kvr: Kvr) -> None:
+    for more in ([], ["--json"]):
+        code, out, err = run_kvr("inspect", result, "nasti", *more)
+        assert code == EXIT_CONFIG and out == "" and len(err.splitlines()) == 1
+        assert "'nasti'" in err and "nasty" in err and "0001" in err and "bad.txt" in err
+
+
+def test_inspect_of_many_documents_does_not_name_them_all(tmp_path: Path, run_kvr: Kvr) -> None:
+    path = write_run(tmp_path / "run", [Record(f"doc-{n:03d}", "done") for n in range(100)])
+    _, _, err = run_kvr("inspect", path, "x")
+    assert "100" in err and "doc-000" in err and "doc-099" not in err and len(err) < 1000
+
+
+def test_reading_leaves_the_run_as_it_is(run_folder: Path, run_kvr: Kvr) -> None:
+    before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in run_folder.iterdir()}
+    for command in (["inspect", run_folder], ["inspect", run_folder, "nasty"], ["export", run_folder]):
+        assert run_kvr(*command)[0] == EXIT_OK
+    assert {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in run_folder.iterdir()} == before
+    assert not (run_folder / RESULTS).exists()

@@ -1,0 +1,74 @@
+"""Wrong arguments, nothing to read and readers that have gone: a line at most, and the right exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from click import Context
+from click.testing import CliRunner
+from constants import Kvr
+from shown_runs import write_run
+
+from kvr_mpi.cli import group
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE
+from kvr_mpi.store.outputs import Record
+
+# Arguments and paths
+
+
+@pytest.mark.parametrize(
+    "arguments", [["export"], ["export", "x", "--format", "xml"], ["inspect"], ["inspect", "a", "b", "c"], ["explain"]]
+)
+def test_wrong_arguments_are_a_usage_error(arguments: list[str], run_kvr: Kvr) -> None:
+    code, out, err = run_kvr(*arguments)
+    assert code == EXIT_USAGE and out == "" and "Usage: kvr" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["inspect", "export"])
+def test_help_names_every_option(command: str) -> None:
+    result = CliRunner().invoke(group, [command, "--help"], prog_name="kvr")
+    assert result.exit_code == EXIT_OK
+    found = group.get_command(Context(group), command)
+    assert found is not None
+    options = [option for parameter in found.params for option in parameter.opts if option.startswith("--")]
+    assert len(options) > 0 and all(option in result.output for option in options)
+
+
+@pytest.mark.parametrize("command", ["inspect", "export"])
+def test_nothing_to_read_is_bad_data_or_a_wrong_path(tmp_path: Path, command: str, run_kvr: Kvr) -> None:
+    (tmp_path / "empty").mkdir()
+    for path, expected in ((tmp_path / "absent.h5", EXIT_CONFIG), (tmp_path / "empty", EXIT_BAD_DATA)):
+        code, out, err = run_kvr(command, path)
+        assert code == expected and out == "" and len(err.splitlines()) == 1 and path.name in err
+
+
+# Pipes
+
+
+def test_head_gets_its_line_and_nobody_complains(tmp_path: Path, kvr: Path) -> None:
+    # More than fits into a pipe, so that export is still writing when head has gone.
+    path = write_run(tmp_path / "run", [Record(f"{n:03d}", "done", answer="x" * 5000) for n in range(60)])
+    for command in (f"{kvr} export {path}", f"{kvr} export {path} --format csv", f"{kvr} inspect {path} 000"):
+        done = subprocess.run(
+            f"{command} | head -1", shell=True, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert len(done.stdout.splitlines()) == 1
+        assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["export"], ["export", "--format", "csv"], ["inspect"], ["inspect", "--json"], ["inspect", "nasty"]],
+    ids=" ".join,
+)
+def test_a_reader_that_has_gone_is_no_traceback(result: Path, kvr: Path, arguments: list[str]) -> None:
+    # Little output stays in a buffer until the very end; it is there that writing fails.
+    source, sink = os.pipe()
+    os.close(source)
+    command: list[str | Path] = [kvr, arguments[0], result, *arguments[1:]]
+    with os.fdopen(sink, "wb") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.stderr == ""
