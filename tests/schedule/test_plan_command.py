@@ -1,0 +1,155 @@
+"""What ``kvr plan`` shows without MPI, and what it cannot plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from made_tables import a_table
+
+from kvr_mpi.cli.plan import plan as plan_command
+from kvr_mpi.costs.costmodel import single_seconds
+from kvr_mpi.errors import EXIT_USAGE, ConfigError, KvrError
+from kvr_mpi.model import load_outline
+from kvr_mpi.tuning.lookup import choose_slices
+from kvr_mpi.tuning.table import ModelIdentity, save_table
+
+
+def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) -> None:
+    command = [str(job), "--ranks", "4", "--hardware", "h200"]
+    # Once as a user starts it, without MPI.
+    shown = subprocess.run([kvr, "plan", *command, "--limit-rows", "3"], capture_output=True, text=True, check=True)
+    for words in (
+        "profile h200: data sheet",
+        "lower bound",
+        "... and 11 more",
+        "2: ",
+        "8: ",
+        "all on one rank each",
+    ):
+        assert words in shown.stdout, shown.stdout
+    assert sum("doc-" in line for line in shown.stdout.splitlines()) <= 3
+    assert "2 document(s) cannot be read or are too long" in shown.stdout
+
+    found = json.loads(CliRunner().invoke(plan_command, [*command, "--json"], catch_exceptions=False).stdout)
+    documents = {document["id"]: document for document in found["documents"]}
+    assert len(documents) == 14 and found["ranks"] == 4 and not found["misfits"]
+    assert found["lower_bound_s"] <= found["makespan_s"] <= found["data_parallel_s"]
+    long, bad = documents["doc-08.txt"], documents["empty.txt"]
+    assert long["tokens"] > 6000 and long["slices"][-1] == long["tokens"] and long["memory_bytes"] > 0
+    assert 0 < long["ttft_s"] < long["end_s"] and bad["tokens"] == 0 and bad["slices"] == []
+    assert "error" in bad["reason"]
+    share = CliRunner().invoke(plan_command, [*command, "--json", "--set", "documents.shard=1/4"])
+    assert {document["id"] for document in json.loads(share.stdout)["documents"]} == set(sorted(documents)[1::4])
+
+
+def test_a_slow_machine_makes_a_chain(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = {
+        "name": "slow",
+        "source": "invented",
+        "gemm_flop_per_s": 1e9,
+        "attention_flop_per_s": 1e9,
+        "attention": "flash",
+        "link_bytes_per_s": 1e9,
+        "link_latency_s": 1e-5,
+        "memory_bytes_per_s": 1e10,
+        "memory_bytes": 1e9,
+    }
+    slow = tmp_path / "slow.json"
+    monkeypatch.setenv("SLURM_NTASKS", "4")  # without --ranks, those of the allocation
+
+    def planned(*more: str) -> str:
+        slow.write_text(json.dumps(profile))
+        return (
+            CliRunner().invoke(plan_command, [str(job), "--hardware", str(slow), *more], catch_exceptions=False).stdout
+        )
+
+    found = json.loads(planned("--json"))
+    chains = {document["id"]: document["ranks"] for document in found["documents"]}
+    assert chains["doc-08.txt"] == 4 and chains["doc-00.txt"] == 1 and len(found["documents"][0]["slices"]) == 5
+    assert found["makespan_s"] < 0.5 * found["data_parallel_s"]
+    single = json.loads(planned("--json", "--set", "parallel.strategy=single"))
+    assert {(document["ranks"], document["memory_bytes"]) for document in single["documents"]} == {(1, None)}
+    assert single["makespan_s"] == single["data_parallel_s"] > found["makespan_s"]
+    profile["memory_bytes"] = 1000.0
+    found = json.loads(planned("--json"))
+    assert len(found["misfits"]) == 12 and "no number of ranks would do" in found["misfits"][0]["reason"]
+    assert planned().count("FITS NOWHERE") == 12
+
+
+def test_a_lookup_table_of_this_model_says_what_things_cost(
+    job: Path, long_model_dir: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outline = load_outline(str(long_model_dir), dtype="float32", offline=True, cache_dir=cache_dir)
+    model = ModelIdentity(name="tiny", fingerprint=outline.fingerprint, architecture="LlamaForCausalLM")
+    for name, ranks in (("mine", 2), ("mine", 4), ("other", 2)):
+        table = a_table(ranks=ranks)
+        key = table.key.model_copy(update={"model": model, "hardware": name})
+        foreign = key.model_copy(update={"model": a_table().key.model, "hardware": "foreign"})
+        save_table(table.model_copy(update={"key": key}), tmp_path / "tables" / f"{name}-{ranks}.json")
+        save_table(table.model_copy(update={"key": foreign}), tmp_path / "tables" / f"foreign-{name}-{ranks}.json")
+
+    def planned(*more: str) -> Result:
+        return CliRunner().invoke(plan_command, [str(job), "--ranks", "4", "--json", *more])
+
+    found = json.loads(planned("--hardware", "mine").stdout)
+    assert found["costs"].startswith("lookup table for 4 ranks of mine")
+    documents = {document["id"]: document for document in found["documents"]}
+    assert documents["doc-08.txt"]["ranks"] == 4 and documents["doc-08.txt"]["memory_bytes"] is None
+    expected = single_seconds(a_table().rates.costs(), documents["doc-00.txt"]["tokens"])
+    assert documents["doc-00.txt"]["ttft_s"] == pytest.approx(expected, rel=0.05)
+    settings = ("ranks_per_chain=4", "partition=table", "table=tables/mine-4.json")
+    as_set = [word for setting in settings for word in ("--set", f"parallel.{setting}")]
+    by_table = json.loads(planned("--hardware", "mine", *as_set).stdout)["documents"]
+    cut = next(document for document in by_table if document["id"] == "doc-08.txt")
+    assert tuple(cut["slices"]) == choose_slices(a_table(ranks=4), cut["tokens"], 4).partition.bounds
+    ambiguous = planned()
+    assert isinstance(ambiguous.exception, ConfigError) and "mine or other (measured" in str(ambiguous.exception)
+    (tmp_path / "tables" / "other-2.json").unlink()
+    assert json.loads(planned().stdout)["costs"] == found["costs"], "the only machine there are tables for"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--hardware", "h200"], 78, ["--ranks 8"]),
+        (["--ranks", "4"], 78, ["how fast a rank is", "h100-80gb", "kvr search"]),
+        (["--ranks", "4", "--hardware", "abacus"], 78, ["'abacus'", "h200"]),
+        (["--ranks", "0"], 2, ["--ranks"]),
+        (["--ranks", "2", "--set", "documents.path=nowhere", "--hardware", "h200"], 78, ["nowhere"]),
+        (
+            ["--ranks", "2", "--set", "documents.shard=20/30", "--hardware", "h200"],
+            78,
+            ["no document of the share 20/30"],
+        ),
+        (["--ranks", "2", "--set", "prompt.template=x"], 78, ["prompt.template", "{text}"]),
+        (["--ranks", "2", "--set", "parallel.ranks_per_chain=some"], 78, ["'auto'", "'some'"]),
+        (["--ranks", "2", "--set", "parallel.ranks_per_chain=0"], 78, ["'all', 'auto' or at least 1"]),
+        (
+            ["--ranks", "2", "--set", "parallel.partition=ratio", "--set", "parallel.ratios=[1, 2]"],
+            78,
+            ["parallel.ratios", "'auto'"],
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_planned(
+    arguments: list[str], code: int, words: list[str], job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where no tables are
+    for name in [name for name in os.environ if name.startswith(("SLURM", "PMI", "OMPI"))]:
+        monkeypatch.delenv(name)
+    found = CliRunner().invoke(plan_command, [str(job), *arguments])
+    if code == EXIT_USAGE:
+        assert found.exit_code == code
+        message = found.output
+    else:
+        assert isinstance(found.exception, KvrError) and found.exception.exit_code == code
+        message = str(found.exception)
+    for word in words:
+        assert word in message

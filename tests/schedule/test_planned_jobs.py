@@ -1,0 +1,80 @@
+"""Jobs that follow a plan, with real documents: the same answers as without one, and what has no room is refused."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_jobs import spec_of
+from made_jobs import with_settings as options
+
+from kvr_mpi.report.log import Log
+from kvr_mpi.runtime.batch import RunOptions, run_job
+from kvr_mpi.runtime.setup import Machine
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.lock import this_process
+from kvr_mpi.transport.local import run_local
+
+
+def answers(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {record.id: record.token_ids for record in read_run(folder) if record.status == "done"}
+
+
+@pytest.mark.slow
+def test_a_planned_job_gives_the_same_answers(
+    job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path, run_here: Any
+) -> None:
+    planned = mpirun(4, [kvr_run, job])
+    assert planned.returncode == 65, planned.stderr
+    records = {record.id: record for record in read_run(tmp_path / "out")}
+    errors = {name for name, record in records.items() if record.status == "error"}
+    assert errors == {"empty.txt", "too-long.txt"}
+    ranks = {name: len(record.slices) - 1 for name, record in records.items() if name not in errors}
+    assert ranks["doc-08.txt"] > 1 and ranks["doc-00.txt"] == 1, ranks
+    assert "predicted" in planned.stderr and "lower bound" in planned.stderr
+    assert "14 document(s) in" in planned.stderr and "(planned: " in planned.stderr
+    assert f"12 done, {len(errors)} error(s)" in planned.stdout
+
+    for name, count, settings in (
+        ("single", 2, ["parallel.strategy=single"]),
+        ("fixed", 2, ["parallel.ranks_per_chain=all", "parallel.partition=even"]),
+    ):
+        run = run_here(count, [job, *options(*settings, f"output.path={tmp_path / name}")])
+        assert run.returncode == 65, run.stderr
+        assert answers(tmp_path / name) == answers(tmp_path / "out")
+    assert len(answers(tmp_path / "out")) == 12
+
+
+@pytest.mark.slow
+def test_a_planned_job_goes_on_with_another_number_of_ranks(
+    job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path, run_here: Any
+) -> None:
+    first = run_here(3, [job, *options("documents.shard=0/3", "output.kv=true", "parallel.partition=even")])
+    assert first.returncode == 65, first.stderr  # one of the five is empty
+    before = answers(tmp_path / "out")
+    assert len(before) == 4
+    second = mpirun(2, [kvr_run, job, "--resume", *options("output.kv=true", "prompt.too_long=error")])
+    assert second.returncode == 65, second.stderr
+    assert "5 of them done already" in second.stderr
+    after = answers(tmp_path / "out")
+    assert len(after) == 12 and all(after[name] == tokens for name, tokens in before.items())
+    again = run_here(1, [job, "--resume", *options("output.kv=true")])
+    assert again.returncode == 65, again.stderr
+    assert answers(tmp_path / "out") == after
+
+
+def test_documents_without_room_are_refused_and_the_rest_is_done(
+    job: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_of(job, "documents.limit=10")
+    options = RunOptions(Machine(cache_dir, cores=2, offline=True), this_process())
+    monkeypatch.setattr("kvr_mpi.runtime.setup.free_bytes", lambda device, sharers: 1_000_000)
+    codes = run_local(2, lambda rank: run_job(spec, options, rank, Log(rank.rank, rank.size, io.StringIO())))
+    assert codes == [65, 65]
+    records = {record.id: record for record in read_run(tmp_path / "out")}
+    assert {name for name, record in records.items() if record.status == "error"} == {"doc-08.txt"}
+    error = records["doc-08.txt"].error
+    assert "tokens do not fit into the memory of a chain of up to 2 rank(s)" in error
+    assert "9 done, 1 error(s)" in capsys.readouterr().out
