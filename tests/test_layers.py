@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from constants import TESTS
+
 import kvr_mpi
 
 PACKAGE = Path(kvr_mpi.__file__).parent
@@ -151,4 +153,11 @@ def test_functions_stay_small() -> None:
 
 def test_files_stay_small() -> None:
     for path in files():
+        assert len(path.read_text().splitlines()) <= 400, path
+
+
+def test_test_files_stay_small() -> None:
+    tests = sorted(TESTS.rglob("*.py"))
+    assert Path(__file__) in tests
+    for path in tests:
         assert len(path.read_text().splitlines()) <= 400, path
