@@ -42,7 +42,7 @@ class SliceCache(Cache):
     loaded : LoadedModel
     exchange : Exchange
         The strategy, on this rank.
-    transfers : Passage or None
+    transfers : PromptTransfers or None
         The prompt's way over this rank; None if it is the only one.
     prefix : SharedPrefix or None
         Keys and values of the first tokens, which are there already.

@@ -327,7 +327,7 @@ def _layer_shape(layer: Any, architecture: str) -> LayerShape:
 def _probe_visibility(model: Any) -> tuple[dict[int, Visibility], str | None]:
     """See which keys each layer's attention sees, by way of the masks it is given; or why that cannot be known.
 
-    Models whose attention is none of transformers' interchangeable ones are looked at when they run (``seam``).
+    Models whose attention is none of transformers' interchangeable ones are looked at as they run (``attention_hook``).
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

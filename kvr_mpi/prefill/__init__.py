@@ -1,1 +1,1 @@
-"""One prompt to its keys, values and first logits: the cache seam, the attention blocks, the strategies."""
+"""One prompt to its keys, values and first logits: the strategies, and a pass over a prompt."""

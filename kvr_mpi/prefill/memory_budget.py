@@ -165,7 +165,7 @@ def footprint_of(config: Any, dtype: torch.dtype, *, on_gpu: bool = False, in_pa
 def check_fits(
     footprint: Footprint,
     partition: Partition,
-    rooms: Sequence[int],
+    free_bytes: Sequence[int],
     reserve_tokens: int,
     make: MakeExchange = Relay,
 ) -> None:
@@ -173,7 +173,7 @@ def check_fits(
 
     Parameters
     ----------
-    rooms : sequence of int
+    free_bytes : sequence of int
         Bytes each rank of the chain has left for prompts, in the order of their slices.
     make : callable
         The strategy's exchange.
@@ -183,19 +183,19 @@ def check_fits(
     DocumentError
         Saying how many ranks would do, if any number would.
     """
-    size = len(rooms)
+    size = len(free_bytes)
     needs = [footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens) for rank in range(size)]
-    short = [rank for rank, (need, room) in enumerate(zip(needs, rooms, strict=True)) if need > room]
+    short = [rank for rank, (need, free) in enumerate(zip(needs, free_bytes, strict=True)) if need > free]
     if not short:
         return
     rank, tokens = short[-1], partition.tokens
     enough = ranks_that_fit(
-        footprint, tokens, min(rooms), reserve_tokens, make=make, slices_per_rank=partition.size // size
+        footprint, tokens, min(free_bytes), reserve_tokens, make=make, slices_per_rank=partition.size // size
     )
     advice = f"{enough} ranks would do" if enough else "no number of ranks would do, since the last one keeps them all"
     raise DocumentError(
         f"a prompt of {tokens} tokens does not fit: rank {rank} of {size} needs {needs[rank] / GIB:.2f} GiB "
-        f"beside the weights and has {rooms[rank] / GIB:.2f} GiB; its keys and values alone take "
+        f"beside the weights and has {free_bytes[rank] / GIB:.2f} GiB; its keys and values alone take "
         f"{tokens * footprint.shape.kv_bytes_per_token / GIB:.2f} GiB; {advice}"
     )
 
@@ -203,14 +203,14 @@ def check_fits(
 def ranks_that_fit(
     footprint: Footprint,
     tokens: int,
-    room: int,
+    free: int,
     reserve_tokens: int,
     most: int = 4096,
     *,
     make: MakeExchange = Relay,
     slices_per_rank: int = 1,
 ) -> int | None:
-    """Find the least number of ranks over which an even split fits into `room` bytes on each; None if none does."""
+    """Find the least number of ranks over which an even split fits into `free` bytes on each; None if none does."""
     size = 1
     while size <= min(tokens // slices_per_rank, most):
         partition = Partition.even(tokens, slices_per_rank * size)
@@ -218,7 +218,7 @@ def ranks_that_fit(
         if size > 1:
             ends.add(size - 2)
         needs = (footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens) for rank in ends)
-        if all(need <= room for need in needs):
+        if all(need <= free for need in needs):
             return size
         size = size + 1 if size < 16 else size + size // 8
     return None

@@ -1,7 +1,7 @@
 """Ranks as MPI processes, through mpi4py's buffer interface; nothing is pickled.
 
 Host tensors are sent as they lie. CUDA tensors are staged through pinned host memory, which is right with every MPI,
-or handed over as they lie if this MPI is known to take them (``lane``).
+or handed over as they lie if this MPI is known to take them (``staging``).
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class MpiTransport:
         from mpi4py import MPI
 
         self.comm, self._handing = comm, handing
-        self._lane: Staging | None = None
+        self._staging: Staging | None = None
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         host = comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = host.Get_rank(), host.Get_size()
@@ -183,9 +183,9 @@ class MpiTransport:
         data = as_bytes(tensor)
         if self._takes(data):
             return start(data)
-        from kvr_mpi.transport.staging import LaneSend
+        from kvr_mpi.transport.staging import StagedSend
 
-        return LaneSend(self._lane_for(data), data, start, getattr(received, "landed", None))
+        return StagedSend(self._staging_for(data), data, start, getattr(received, "landed", None))
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Begin to receive into a contiguous tensor."""
@@ -199,19 +199,19 @@ class MpiTransport:
         data = as_bytes(tensor)
         if self._takes(data):
             return start(data)
-        from kvr_mpi.transport.staging import LaneReceive
+        from kvr_mpi.transport.staging import StagedReceive
 
-        return LaneReceive(self._lane_for(data), data, start)
+        return StagedReceive(self._staging_for(data), data, start)
 
     def _takes(self, data: torch.Tensor) -> bool:
         return not data.is_cuda and self._handing != "staged"
 
-    def _lane_for(self, data: torch.Tensor) -> Staging:
+    def _staging_for(self, data: torch.Tensor) -> Staging:
         from kvr_mpi.transport.staging import Staging
 
-        if self._lane is None:
-            self._lane = Staging(data.device, direct=self._handing == "direct")
-        return self._lane
+        if self._staging is None:
+            self._staging = Staging(data.device, direct=self._handing == "direct")
+        return self._staging
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over all ranks."""

@@ -102,8 +102,8 @@ class Staging:
 class _Start:
     """A transfer that begins when its mark is passed."""
 
-    def __init__(self, lane: Staging, ready: Mark, start: Start, data: torch.Tensor) -> None:
-        self.lane, self.ready, self._start, self._data = lane, ready, start, data
+    def __init__(self, staging: Staging, ready: Mark, start: Start, data: torch.Tensor) -> None:
+        self.staging, self.ready, self._start, self._data = staging, ready, start, data
         self._request: Request | None = None
 
     def begin(self) -> None:
@@ -112,7 +112,7 @@ class _Start:
 
     def test(self) -> bool:
         """Say whether it has ended."""
-        self.lane.progress()
+        self.staging.progress()
         return self._request is not None and self._request.test()
 
     def wait(self) -> None:
@@ -120,12 +120,12 @@ class _Start:
         _until(self.test)
 
 
-class LaneSend:
+class StagedSend:
     """Wait for the stream that fills the tensor, copy if staged, send.
 
     Parameters
     ----------
-    lane : Lane
+    staging : Staging
     data : Tensor
         Contiguous bytes on the device.
     start : callable
@@ -134,13 +134,13 @@ class LaneSend:
         The same bytes in host memory, if they have just come that way: passed on without another copy.
     """
 
-    def __init__(self, lane: Staging, data: torch.Tensor, start: Start, landed: torch.Tensor | None = None) -> None:
+    def __init__(self, staging: Staging, data: torch.Tensor, start: Start, landed: torch.Tensor | None = None) -> None:
         self._held = data  # its memory must not be reused before it is read
         if landed is not None:
             self._request = start(landed)
         else:
-            source, ready = (data, lane.mark()) if lane.direct else lane.fetch(data)
-            self._request = lane.start_when(ready, start, source)
+            source, ready = (data, staging.mark()) if staging.direct else staging.fetch(data)
+            self._request = staging.start_when(ready, start, source)
 
     def test(self) -> bool:
         """Say whether it has gone, and help it along."""
@@ -151,33 +151,33 @@ class LaneSend:
         _until(self.test)
 
 
-class LaneReceive:
+class StagedReceive:
     """Receive into a device's tensor, by way of host memory if staged.
 
     ``landed`` is the message in host memory, once it is there; None if it comes directly.
     """
 
-    def __init__(self, lane: Staging, into: torch.Tensor, start: Start) -> None:
-        self._lane, self._into = lane, into
-        self._free = lane.mark()  # what was computed in this memory before is read when this is passed
+    def __init__(self, staging: Staging, into: torch.Tensor, start: Start) -> None:
+        self._staging, self._into = staging, into
+        self._free = staging.mark()  # what was computed in this memory before is read when this is passed
         self._whole: Mark | None = None
         self.landed: torch.Tensor | None = None
         self._request: Request
-        if lane.direct:
-            self._request = lane.start_when(self._free, start, into)
+        if staging.direct:
+            self._request = staging.start_when(self._free, start, into)
         else:
-            self.landed = lane.stage(into)
+            self.landed = staging.stage(into)
             self._request = start(self.landed)
 
     def test(self) -> bool:
         """Say whether it is there, and help it along."""
-        self._lane.progress()
+        self._staging.progress()
         if not self._request.test():
             return False
         if self.landed is None:
             return True
         if self._whole is None:
-            self._whole = self._lane.deliver(self.landed, self._into, self._free)
+            self._whole = self._staging.deliver(self.landed, self._into, self._free)
         return self._whole.query()
 
     def wait(self) -> None:

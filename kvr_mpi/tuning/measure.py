@@ -111,7 +111,7 @@ def follow(loaded: LoadedModel, chain: Transport) -> None:
 def measure_costs(loaded: LoadedModel, world: Transport) -> Costs:
     """Measure compute rates, fixed times and links, in a few seconds; every rank calls this and gets the same.
 
-    The model must be ready for chains (``seam.prepare_model``).
+    The model must be ready for chains (``attention_hook.prepare_model``).
 
     Returns
     -------
