@@ -1,8 +1,8 @@
 """One layer's keys and values of a slice, on one rank.
 
-Every attention layer of a causal LM calls ``past_key_values.update(keys, values, layer_idx)`` and then an
-attention function (see ``attention_hook``). `SliceLayer.update` takes this rank's keys and values and lets an
-`Exchange` send them; `SliceLayer.attend` lets it attend to what has come from the others (KV-Runahead, section 4.1, Fig. 5).
+Every attention layer of a causal LM calls ``past_key_values.update(keys, values, layer_idx)`` and then an attention
+function (see ``attention_hook``). `SliceLayer.update` takes this rank's keys and values and lets an `Exchange` send
+them; `SliceLayer.attend` lets it attend to what has come from the others (KV-Runahead, section 4.1, Fig. 5).
 """
 
 from __future__ import annotations

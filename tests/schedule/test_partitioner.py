@@ -1,0 +1,48 @@
+"""How a chain cuts its prompts: as the job says, turned so that the right rank has the last slice."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvr_mpi.costs.solve import Rates
+from kvr_mpi.job import ParallelSection
+from kvr_mpi.schedule.partitioner import Partitioner
+from kvr_mpi.transport.local import LocalTransport
+
+
+def partitioner(size: int, rates: list[Rates] | None = None, **parallel: object) -> Partitioner:
+    chain = LocalTransport()
+    chain.size = size
+    said: list[str] = []
+    return Partitioner(ParallelSection(**parallel), chain, rates or [], None, said.append)
+
+
+def test_even_slices() -> None:
+    assert partitioner(4, partition="even").cut(1024, 0, 0).lengths == (256,) * 4
+
+
+def test_slices_by_ratio() -> None:
+    found = partitioner(2, partition="ratio", ratios=[3, 1]).cut(1024, 1, 0)
+    assert found.lengths == (768, 256)
+
+
+def test_a_slow_rank_has_a_short_slice_wherever_its_place_is() -> None:
+    fast, slow = Rates(1e-6, 1e-12), Rates(4e-6, 4e-12)
+    cut = partitioner(3, [fast, slow, fast], partition="equal_time").cut
+    for decode_rank, place in ((2, 1), (1, 2), (0, 0)):  # ranks 0 1 2, then 2 0 1, then 1 2 0
+        lengths = cut(8192, decode_rank, 0).lengths
+        assert lengths.index(min(lengths)) == place and sum(lengths) == 8192
+
+
+def test_tokens_that_are_known_make_every_token_dearer() -> None:
+    cut = partitioner(2, [Rates(1e-6, 1e-9)] * 2, partition="equal_time").cut
+    first, _ = cut(8192, 1, 0).lengths
+    behind, _ = cut(8192, 1, 100_000).lengths
+    assert 4096 < behind < first, "the more is known, the more even the slices"
+
+
+def test_proposals_are_what_is_cut() -> None:
+    made = partitioner(2, [Rates(1e-6, 1e-9)] * 2, partition="equal_time")
+    assert made.propose(5000, 0, 64) == made.cut(5000, 0, 64)
+    with pytest.raises(Exception, match="tokens"):
+        made.cut(1, 0, 0)
