@@ -74,15 +74,15 @@ class Partition:
             )
 
     def check_prefix(self, tokens: int) -> None:
-        """Raise `PartitionError` unless the first slice goes on behind a prefix of `tokens`."""
+        """Raise `PartitionError` unless the first slice goes on after a prefix of `tokens`."""
         if self.bounds[1] <= tokens:
             raise PartitionError(
-                f"slice bounds {list(self.bounds)}: the first slice has to end behind the {tokens} tokens that all "
+                f"slice bounds {list(self.bounds)}: the first slice has to end after the {tokens} tokens that all "
                 f"prompts begin with"
             )
 
-    def behind(self, tokens: int) -> Partition:
-        """Give the same slices behind a prefix of `tokens`, which the first slice includes."""
+    def after(self, tokens: int) -> Partition:
+        """Give the same slices after a prefix of `tokens`, which the first slice includes."""
         return Partition((0, *(bound + tokens for bound in self.bounds[1:])))
 
     @classmethod

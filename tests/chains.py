@@ -17,7 +17,7 @@ NEW_TOKENS = 32
 
 
 def greedy(model: Any, prefill: Prefill, count: int) -> list[int]:
-    """Decode the likeliest tokens behind a prefill."""
+    """Decode the likeliest tokens after a prefill."""
     tokens: list[int] = []
     logits = prefill.logits
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Prompts behind each other through a chain, some of which fail on purpose: the same on threads and on real ranks."""
+"""Prompts one after the other through a chain, some of which fail on purpose: the same on threads and on real ranks."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Written by `make verify-architectures` ({versions}, {date}); do not edit.
 Every causal language model that transformers knows, tiny and with random weights, and variants of some, against plain
 transformers in float32: prompts of 90 tokens, longer than every window, chunk and rotary threshold in them; chains of
 1 to 4 ranks with uneven slices and slices of one token, ring and TSP on 2 and 3, instructions computed once (prefix),
-five documents packed in one row. Logits, keys, values and the logits behind up to 16 greedy tokens agree within 1e-4
+five documents packed in one row. Logits, keys, values and the logits after up to 16 greedy tokens agree within 1e-4
 of their spread, and the tokens are the same. Random weights show that the arithmetic is that of transformers; they say
 nothing of a model's answers.
 

@@ -40,7 +40,7 @@ from kvr_mpi.transport.local import LocalTransport, run_local
 NOISE = allowed_error(torch.float32)  # of the spread, as in `kvr verify`
 TOKENS = 90  # longer than every window, chunk and threshold of the catalogue
 NEW_TOKENS = 16
-FEW_TOKENS = 3  # behind what differs from another strategy in its prefill only
+FEW_TOKENS = 3  # after what differs from another strategy in its prefill only
 PARTITIONS = {(0, 90): FEW_TOKENS, (0, 53, 90): NEW_TOKENS, (0, 1, 89, 90): FEW_TOKENS, (0, 31, 32, 70, 90): NEW_TOKENS}
 PREFIX_TOKENS = 37
 DOCUMENTS = (37, 5, 90, 1, 18)  # lengths of those in a row
@@ -83,7 +83,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Logits behind a prompt, its keys and values, greedy tokens, and the logits behind each of these."""
+    """Logits after a prompt, its keys and values, greedy tokens, and the logits after each of these."""
 
     logits: torch.Tensor
     kv: list[tuple[torch.Tensor, torch.Tensor] | None]
@@ -168,7 +168,7 @@ def _note_continuing(findings: Findings, model: Any, ids: Sequence[int], truth: 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A way to prefill: its ranks, the one that ends with the cache, and how many tokens are decoded behind it."""
+    """A way to prefill: its ranks, the one that ends with the cache, and how many tokens are decoded after it."""
 
     name: str
     size: int
@@ -229,7 +229,7 @@ def _plain(model: Any, ids: Sequence[int], tokens: int, first: int | None = None
 
 @torch.inference_mode()
 def _decode(model: Any, prefill: Prefill, count: int) -> Answer:
-    """Copy what a prefill left, and decode greedily behind it."""
+    """Copy what a prefill left, and decode greedily after it."""
     assert prefill.logits is not None
     kv, logits, tokens, steps = _copy_kv(prefill.cache), prefill.logits, list[int](), list[torch.Tensor]()
     for _ in range(count):
@@ -264,7 +264,7 @@ def _pairs(found: Answer, truth: Answer) -> list[tuple[str, torch.Tensor, torch.
             if one.shape[1:] == other.shape[1:] and kept:
                 pairs.append((f"{name} of layer {layer}", one[-kept:], other[-kept:]))
     for at, (one, other) in enumerate(zip(found.steps, truth.steps, strict=False)):
-        pairs.append((f"logits behind token {at} of the answer", one, other))
+        pairs.append((f"logits after token {at} of the answer", one, other))
     return pairs
 
 

@@ -140,7 +140,7 @@ def _plain(loaded: LoadedModel, ids: Sequence[int]) -> _Result:
 
 @torch.inference_mode()
 def _result(loaded: LoadedModel, prefill: Prefill) -> _Result:
-    """Copy the keys and values, then decode greedily behind them."""
+    """Copy the keys and values, then decode greedily after them."""
     assert prefill.logits is not None
     kv = []
     for layer_idx, layer in enumerate(loaded.shape.layers):

@@ -71,8 +71,8 @@ def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) 
     Parameters
     ----------
     dense : bool
-        As in the paper (Fig. 4), every rank computes its slice against the whole prompt and masks what lies behind.
-        Otherwise what lies behind is left out, and the last rank has most to do.
+        As in the paper (Fig. 4), every rank computes its slice against the whole prompt and masks what lies after.
+        Otherwise what lies after is left out, and the last rank has most to do.
     """
     if ranks == 1:
         return single_seconds(costs, tokens)

@@ -25,7 +25,7 @@ def cut_through(costs: Costs, splits: Array) -> Array:
     """Seconds to the first token where every segment is passed on as it arrives (our engine).
 
     A rank sends its segment as soon as it has it, attends to its own slice, then to each segment of the prefix,
-    nearest first, as they come. It never waits for a rank behind it (receives are posted ahead), so the chain is
+    nearest first, as they come. It never waits for a rank after it (receives are posted ahead), so the chain is
     gone through once, rank by rank, all layers of a rank together. Of the last layer's attention the last rank
     computes what the last token needs, which is next to nothing.
 
@@ -55,7 +55,7 @@ def cut_through(costs: Costs, splits: Array) -> Array:
         # A layer cannot start before its kernels are launched ...
         waits = floors - spent_before
         if rank:
-            # ... nor end before each segment has come, and it and those behind it have been attended to.
+            # ... nor end before each segment has come, and it and those after it have been attended to.
             waits = np.maximum(waits, link.served(rank, prefix_s) + rest_s - spent)
             if costs.has_states:  # ... nor begin before the rank before it has ended it
                 waits = np.maximum(waits, ends + costs.link_latency_s - spent_before)
@@ -83,7 +83,7 @@ class Link:
         self.latency_s = costs.link_latency_s
         self.layer = np.arange(costs.layers)
         self.segment_s = splits * per_token_s
-        self.carried_s = stops * per_token_s  # S of the link behind each rank
+        self.carried_s = stops * per_token_s  # S of the link after each rank
         self.reversed_s = self.segment_s[:, None, ::-1]
         self.starts_s = (self.carried_s - self.segment_s)[:, None, ::-1]
         self.stops = stops[:, None, ::-1]
@@ -92,7 +92,7 @@ class Link:
         self.less = np.zeros((count, costs.layers))
 
     def put(self, rank: int, ready: Array) -> None:
-        """Send a rank's own segment, ready at (splits, layers), and what has come to it, over the link behind it."""
+        """Send a rank's own segment, ready at (splits, layers), and what has come to it, over the link after it."""
         own_s, carried_s = self.segment_s[:, rank, None], self.carried_s[:, rank, None]
         if rank:
             self.late[:, :, -rank:] += self.reversed_s[:, :, -rank:]

@@ -66,8 +66,8 @@ class Costs:
         if self.speeds is not None and not all(speed > 0 and math.isfinite(speed) for speed in self.speeds):
             raise PartitionError(f"costs.speeds = {self.speeds}: expected positive numbers")
 
-    def behind(self, tokens: int) -> Costs:
-        """Of tokens behind so many others that are known already: each attends to those, too."""
+    def after(self, tokens: int) -> Costs:
+        """Of tokens after so many others that are known already: each attends to those, too."""
         return replace(self, rest_token_s=self.rest_token_s + tokens * self.pair_s) if tokens else self
 
 

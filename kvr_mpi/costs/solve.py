@@ -33,11 +33,11 @@ class Rates:
             raise PartitionError("rates: token_s and pair_s are both 0; expected measured seconds")
 
     def seconds(self, tokens: float, before: float) -> float:
-        """Time of one layer for a slice of `tokens` behind `before` tokens."""
+        """Time of one layer for a slice of `tokens` after `before` tokens."""
         return tokens * (self.token_s + self.pair_s * (before + tokens / 2))
 
     def tokens_in(self, seconds: float, before: float, share: float = 0.5) -> float:
-        """Longest slice behind `before` tokens that takes no more than `seconds`; `share` as in `equal_time`."""
+        """Longest slice after `before` tokens that takes no more than `seconds`; `share` as in `equal_time`."""
         linear = self.token_s + self.pair_s * before
         # The positive root of share pair c^2 + linear c = seconds, in the form that does not cancel for small pair_s.
         return 2 * seconds / (linear + math.sqrt(linear * linear + 4 * share * self.pair_s * seconds))

@@ -172,7 +172,7 @@ class DecodeBatch(Generic[K]):
             self._leave(group[0], f"there is no memory for its next token, not even alone: {what}")
 
     def _run(self, group: list[_Running[K]]) -> torch.Tensor:
-        """Compute logits (documents, vocab_size) behind the last token of each."""
+        """Compute logits (documents, vocab_size) after the last token of each."""
         anew = [document for document in group if self._begins_anew(document)]
         if anew:
             logits = [self._run_anew(each) if each in anew else self._run([each])[0] for each in group]
@@ -191,7 +191,7 @@ class DecodeBatch(Generic[K]):
         return self._anew_at is not None and len(ids) == self._anew_at and len(document.writing.token_ids) > 0
 
     def _run_anew(self, document: _Running[K]) -> torch.Tensor:
-        """Compute prompt and answer anew on this rank; logits (vocab_size,) behind them."""
+        """Compute prompt and answer anew on this rank; logits (vocab_size,) after them."""
         ids, loaded = document.writing.ids.tolist(), self._loaded
         if not document.prefill.is_plain:
             room = self._rules.max_new_tokens - len(document.writing.token_ids)
@@ -204,7 +204,7 @@ class DecodeBatch(Generic[K]):
         return anew.logits
 
     def _run_alone(self, prefill: Prefill, token: int) -> torch.Tensor:
-        """Compute logits (vocab_size,) behind one more token of one document."""
+        """Compute logits (vocab_size,) after one more token of one document."""
         ids = torch.tensor([[token]], device=self._loaded.device)
         if prefill.is_plain:
             return run_next(self._loaded.model, prefill, ids)

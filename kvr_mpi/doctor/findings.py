@@ -16,7 +16,7 @@ TRANSPORT_CHECKS = frozenset({"launcher", "ranks", "transfers", "links"})
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; `measured` has the figures behind it, units in the names."""
+    """One line of the report; `measured` has the figures after it, units in the names."""
 
     check: str
     status: Status

@@ -237,17 +237,17 @@ def _text_reader(file: Path, text_field: str) -> Callable[[int], Any]:
 def _forward(rows_from: Callable[[int], Iterator[tuple[int, Any]]]) -> Callable[[int], Any]:
     """Return what gives the row of a number, from a stream that can only be read forwards, or begun again."""
     rows: Iterator[tuple[int, Any]] = iter(())
-    behind = -1  # number of the last row read; -1: none
+    last_read = -1  # number of the last row read; -1: none
 
     def row_at(place: int) -> Any:
-        nonlocal rows, behind
-        if behind < 0 or place <= behind:
-            rows, behind = rows_from(place), -1
+        nonlocal rows, last_read
+        if last_read < 0 or place <= last_read:
+            rows, last_read = rows_from(place), -1
         for number, row in rows:
             if number == place:
-                behind = number
+                last_read = number
                 return row
-        behind = -1
+        last_read = -1
         raise ValueError(f"it has no row {place + 1} any more")
 
     return row_at

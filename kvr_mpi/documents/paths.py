@@ -1,4 +1,4 @@
-"""Files behind the paths a job names, and files opened that are what they should be."""
+"""The files that a job's paths name, and files opened that are what they should be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "
 
 
 def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
-    """List the corpus files behind folders, globs and file names.
+    """List the corpus files that folders, globs and file names stand for.
 
     Returns
     -------
@@ -43,7 +43,7 @@ def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _match(pattern: str) -> list[tuple[str, str]]:
-    """Files behind one folder, glob or file name, with their documents' names."""
+    """List the files that one folder, glob or file name stands for, with their documents' names."""
     base = Path(pattern).expanduser()
     if base.is_dir():
         names = _names_in(str(base))

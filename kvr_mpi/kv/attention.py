@@ -37,15 +37,15 @@ class PartialAttention:
         weight = torch.sigmoid(other.lse - self.lse).unsqueeze(-1)
         return PartialAttention(torch.lerp(self.out, other.out, weight), torch.logaddexp(self.lse, other.lse))
 
-    def join(self, behind: PartialAttention) -> PartialAttention:
-        """Put the queries of another part behind these."""
-        return PartialAttention(torch.cat([self.out, behind.out], dim=2), torch.cat([self.lse, behind.lse], dim=2))
+    def join(self, after: PartialAttention) -> PartialAttention:
+        """Put the queries of another part after these."""
+        return PartialAttention(torch.cat([self.out, after.out], dim=2), torch.cat([self.lse, after.lse], dim=2))
 
-    def merge_behind(self, at: int, other: PartialAttention) -> None:
+    def merge_after(self, at: int, other: PartialAttention) -> None:
         """Join the queries from `at` on with their attention over other keys, in place."""
-        behind = PartialAttention(self.out[:, :, at:], self.lse[:, :, at:])
-        behind.out.lerp_(other.out, torch.sigmoid(other.lse - behind.lse).unsqueeze(-1))
-        torch.logaddexp(behind.lse, other.lse, out=behind.lse)
+        after = PartialAttention(self.out[:, :, at:], self.lse[:, :, at:])
+        after.out.lerp_(other.out, torch.sigmoid(other.lse - after.lse).unsqueeze(-1))
+        torch.logaddexp(after.lse, other.lse, out=after.lse)
 
     def with_sinks(self, sinks: torch.Tensor | None) -> PartialAttention:
         """Let one learned score per head (heads,) take its share of the softmax and give nothing; once, at the end."""
@@ -60,7 +60,7 @@ class PartialAttention:
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, *, causal: bool = False
 ) -> PartialAttention:
-    """Attend to all keys, or (`causal`, as many queries as keys) to those not behind the query."""
+    """Attend to all keys, or (`causal`, as many queries as keys) to those not after the query."""
     if params.softcap is None and keys.shape[-1] == values.shape[-1]:
         if query.device.type in ("cpu", "meta"):  # meta: only shapes are asked for
             heads, queries = query.shape[1:3]
@@ -87,15 +87,15 @@ def attend_window(
 def attend_masked(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, offset: int
 ) -> PartialAttention:
-    """Attend to all keys, and mask those behind each query; the first query stands at key `offset`.
+    """Attend to all keys, and mask those after each query; the first query stands at key `offset`.
 
     The whole rectangle is computed, as the paper's TSP does it: for a baseline, not for use.
     """
     if params.softcap is None and keys.shape[-1] == values.shape[-1] and query.device.type in ("cpu", "meta"):
-        behind = torch.arange(keys.shape[2], device=query.device) > torch.arange(
+        after = torch.arange(keys.shape[2], device=query.device) > torch.arange(
             offset, offset + query.shape[2], device=query.device
         ).unsqueeze(1)
-        mask = torch.zeros(behind.shape, dtype=query.dtype, device=query.device).masked_fill_(behind, float("-inf"))
+        mask = torch.zeros(after.shape, dtype=query.dtype, device=query.device).masked_fill_(after, float("-inf"))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, keys, values, 0.0, False, attn_mask=mask, scale=params.scale
         )
@@ -112,7 +112,7 @@ def attend_documents(
     longest: int,
     window: int | None,
 ) -> PartialAttention:
-    """Attend causally within each of the documents that lie one behind the other in a row, at once, on a GPU.
+    """Attend causally within each of the documents that lie one after the other in a row, at once, on a GPU.
 
     Parameters
     ----------
@@ -178,7 +178,7 @@ def _attend_blocks(
     Parameters
     ----------
     offset : int or None
-        Query i stands at key ``offset + i`` and sees nothing behind it; None: every query sees every key.
+        Query i stands at key ``offset + i`` and sees nothing after it; None: every query sees every key.
     window : int or None
         With an offset: see only the last `window` keys.
     dense : bool
@@ -200,12 +200,12 @@ def _attend_blocks(
             score = torch.tanh(score / params.softcap) * params.softcap
         score = score.view(heads, last - first, high - low)
         if offset is not None:
-            behind = (
+            after = (
                 torch.arange(first, last, device=query.device)[:, None]
                 + offset
                 - torch.arange(low, high, device=query.device)
             )
-            seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+            seen = after >= 0 if window is None else (after >= 0) & (after < window)
             score = score.masked_fill(~seen, float("-inf"))
         lse = torch.logsumexp(score, dim=-1)
         weights = torch.exp(score - lse.unsqueeze(-1)).view(kv_heads, -1, high - low)

@@ -76,8 +76,8 @@ class SliceCache(Cache):
         self.start, self.prompt_tokens = exchange.owned[0][0], exchange.partition.tokens
         self.capacity = exchange.capacity + (reserve_tokens if self.is_decode_rank else 0)
         self.in_parts, self.first_position = loaded.attends_in_parts, shape.first_position
-        self.tail = contextlib.ExitStack()  # what is entered behind the last attention, until the model returns
-        self.layer_times_s: list[float] = []  # a clock that stands still while the rank waits, at every layer's keys
+        self.tail = contextlib.ExitStack()  # what is entered after the last attention, until the model returns
+        self.layer_times_s: list[float] = []  # when each layer's keys were made, excluding wait time
         self.prefilling = True
         self.current: SliceLayer | None = None
         self._held: list[Any] = []

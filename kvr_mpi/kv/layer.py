@@ -110,7 +110,7 @@ class SliceLayer(CacheLayerMixin):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that the ranks behind need of this layer is made, once it is updated."""
+        """Whether all that the later ranks need of this layer is made, once it is updated."""
         return True
 
     def leave(self) -> None:

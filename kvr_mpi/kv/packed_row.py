@@ -1,6 +1,6 @@
 """Several documents in one row of tokens: the model reads its weights once for all of them.
 
-A packed row (1, tokens) holds some tokens of each document, one document behind the other, each with its own
+A packed row (1, tokens) holds some tokens of each document, one document after the other, each with its own
 positions. A `PackedCache` takes every layer's keys and values apart again and gives each document's to its own
 `SliceCache`, which attends as if it were alone.
 """

@@ -97,7 +97,7 @@ class StateLayer(LinearAttentionLayer):
             self.segments.announce_states(cache.exchange.rank + 1, cache.exchange.rank)
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        """Take the inputs of a convolution, and return them behind those before (1, channels, tokens)."""
+        """Take the inputs of a convolution, and return them after those before (1, channels, tokens)."""
         self._enter()
         whole: torch.Tensor = super().update_conv_state(conv_states, state_idx, **kwargs)
         self._note_update("conv", state_idx)

@@ -54,7 +54,7 @@ class LoadedModel:
     fingerprint: str
     dtype: torch.dtype
     device: torch.device
-    cuts_last_layer: bool = True  # its code bears that behind the last attention only the last token goes on
+    cuts_last_layer: bool = True  # its code bears that after the last attention only the last token goes on
     attends_in_parts: bool = True  # a chain takes its attention over; else its own attends to the whole prefix at once
 
 

@@ -17,7 +17,7 @@ from kvr_mpi.errors import ModelError
 if TYPE_CHECKING:
     import torch
 
-# The beginning of a prompt is looked at whole, what is behind it around edges.
+# The beginning of a prompt is looked at whole, what is after it around edges.
 DENSE_TOKENS = 256
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]

@@ -97,7 +97,7 @@ class ModelShape:
 
     @property
     def first_position(self) -> int:
-        """Position of a prompt's first token, as the model counts: RoBERTa's kin begin behind the padding's."""
+        """Position of a prompt's first token, as the model counts: RoBERTa's kin begin after the padding's."""
         return 0 if self.padding_id is None else self.padding_id + 1
 
     def sample_ids(self, tokens: int, step: int = 37, first: int = 11) -> list[int]:
@@ -122,7 +122,7 @@ class ModelShape:
         if self.padding_id is not None and self.padding_id in ids:
             raise DocumentError(
                 f"the prompt contains token {self.padding_id}, which {self.architecture} takes for padding and does "
-                f"not count, so the positions behind it cannot be told where the prompt is cut; remove it from the text"
+                f"not count, so the positions after it cannot be told where the prompt is cut; remove it from the text"
             )
 
     @property

@@ -16,8 +16,8 @@ from kvr_mpi.topology import others_after
 class AllGather:
     """TSP: even slices, and every rank is sent all keys and values before it attends (section 3, Fig. 4).
 
-    ``dense`` as in the paper: every rank computes its slice against the whole prompt and masks what lies behind.
-    Otherwise causal: what lies behind a slice is not computed. What nobody reads of the last layer is left out if
+    ``dense`` as in the paper: every rank computes its slice against the whole prompt and masks what lies after.
+    Otherwise causal: what lies after a slice is not computed. What nobody reads of the last layer is left out if
     that is lent to it.
     """
 

@@ -68,16 +68,16 @@ def agree(cache: SliceCache, has_failed: bool) -> list[int]:
     def tag(step: int) -> int:
         return transfers.tag(transfers.layers, step)
 
-    behind = None if place == decode_rank else transfers.rank_of(place + 1)
-    if behind is not None:
-        forwarder.announce(behind, tag(step))
+    after = None if place == decode_rank else transfers.rank_of(place + 1)
+    if after is not None:
+        forwarder.announce(after, tag(step))
     words, receives = [], []
     for source in reversed(range(step)):
         word = torch.zeros(1, dtype=torch.int64, device=cache.device)
-        receives.append(forwarder.receive(word, transfers.rank_of(place - 1), tag(source), behind))
+        receives.append(forwarder.receive(word, transfers.rank_of(place - 1), tag(source), after))
         words.append((way.rank_of(source), word))
-    if behind is not None:
-        forwarder.send(torch.full((1,), int(has_failed), dtype=torch.int64, device=cache.device), behind, tag(step))
+    if after is not None:
+        forwarder.send(torch.full((1,), int(has_failed), dtype=torch.int64, device=cache.device), after, tag(step))
         return [place] if has_failed else []
     for receive in receives:
         forwarder.wait(receive)

@@ -77,7 +77,7 @@ class Footprint:
     ----------
     shape : ModelShape
     activations : callable
-        Bytes of one layer's activations for a slice of so many tokens behind a prefix as long.
+        Bytes of one layer's activations for a slice of so many tokens after a prefix as long.
     heap_share : float
         What is taken for them, over that.
     """

@@ -49,7 +49,7 @@ class Prefill:
     sent_bytes: int = 0
     last: int = 0  # the decode rank: it had the last slice
     error: str | None = None  # memory ran out, here or (on the last rank) anywhere in the chain: there is no cache
-    layer_times_s: Sequence[float] = ()  # when each layer's keys were made, by a clock that stands still in waits
+    layer_times_s: Sequence[float] = ()  # when each layer's keys were made, excluding wait time
     send_wait_s: float = 0.0  # and of them, waiting for the link to take what this rank sent
     strategy: str = "kvr"  # that was used: a name of `registry.STRATEGIES`
 

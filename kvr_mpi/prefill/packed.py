@@ -42,7 +42,7 @@ def prefill_packed(
     prompts : sequence of sequences of int
         At least one, none of them empty.
     reserve_tokens : int
-        Room for tokens to be decoded behind each.
+        Room for tokens to be decoded after each.
     prefix : SharedPrefix or None
         What all of them begin with, if it has been computed; the prompts still contain it.
 
@@ -106,7 +106,7 @@ def decode_packed(loaded: LoadedModel, cache: PackedCache, tokens: Sequence[int]
     Returns
     -------
     torch.Tensor
-        Logits behind them (documents, vocab_size), float32.
+        Logits after them (documents, vocab_size), float32.
 
     Raises
     ------

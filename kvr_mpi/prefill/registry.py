@@ -80,8 +80,8 @@ class Strategy:
         return self.ours if lends or self.published is None else self.published
 
     def cut_evenly(self, tokens: int, ranks: int, known: int = 0) -> Partition:
-        """Cut a prompt into slices of one length, behind the tokens that are known already."""
-        return Partition.even(tokens - known, self.stretches * ranks).behind(known)
+        """Cut a prompt into slices of one length, after the tokens that are known already."""
+        return Partition.even(tokens - known, self.stretches * ranks).after(known)
 
     def exchanges(self, partition: Partition, known: int = 0) -> list[Exchange]:
         """Make the exchange of every rank, first slice first."""
@@ -92,7 +92,7 @@ class Strategy:
     def seconds(self, costs: Costs, partition: Partition, known: int = 0) -> float:
         """Forecast the time to the first token, in jobs; nobody computes the first `known` tokens."""
         first, *others = partition.lengths
-        return self.ours.seconds(costs.behind(known), [first - known, *others])
+        return self.ours.seconds(costs.after(known), [first - known, *others])
 
     def prefill(
         self,
@@ -201,7 +201,7 @@ STRATEGIES: Mapping[str, Strategy] = {
         ),
         Strategy(
             "tsp-causal",
-            "the same without what lies behind a slice",
+            "the same without what lies after a slice",
             Way(_exchange("all_gather:AllGather", dense=False, saves_last_layer=True), _tsp(False)),
             published=Way(_exchange("all_gather:AllGather", dense=False), _tsp(False)),
         ),

@@ -16,13 +16,13 @@ class Relay:
     """KV-Runahead: segments go down the chain, each passed on as it arrives (section 4.1; cut-through is ours).
 
     A rank attends to its own slice while the prefix is on its way, and then to each segment of the prefix, the
-    nearest first: it has the shortest way. Of a layer with a window or chunks only those tokens travel that the rank
-    behind, or one behind that, still sees.
+    nearest first: it has the shortest way. Of a layer with a window or chunks only those tokens travel that the next
+    rank, or one after it, still sees.
 
     Parameters
     ----------
     prefix_tokens : int
-        The first tokens, which every rank has already; the first slice begins behind them.
+        The first tokens, which every rank has already; the first slice begins after them.
     sends_all : bool
         Send all tokens of all layers: they are kept, or the model's own mask is to hide them.
     """
@@ -40,17 +40,17 @@ class Relay:
 
     def post(self, layer: LayerTransfers) -> None:
         """Receive every predecessor's segment from the rank before, nearest first."""
-        if own := self._seen_behind(self.rank, self.rank, layer.visibility):
+        if own := self._seen_after(self.rank, self.rank, layer.visibility):
             layer.announce(self.rank + 1, self.rank, own)
         for segment in reversed(range(self.rank)):
-            onward = self._seen_behind(segment, self.rank, layer.visibility)
-            if bounds := self._seen_behind(segment, self.rank - 1, layer.visibility):
+            onward = self._seen_after(segment, self.rank, layer.visibility)
+            if bounds := self._seen_after(segment, self.rank - 1, layer.visibility):
                 to, first = (self.rank + 1, onward[0]) if onward else (None, None)
                 layer.receive(bounds, self.rank - 1, segment, to, first)
 
     def share(self, layer: LayerTransfers) -> None:
-        """Send the own segment to the rank behind."""
-        if own := self._seen_behind(self.rank, self.rank, layer.visibility):
+        """Send the own segment to the next rank."""
+        if own := self._seen_after(self.rank, self.rank, layer.visibility):
             layer.send(own, self.rank + 1, self.rank)
 
     def first_held(self, visibility: Visibility) -> int:
@@ -58,7 +58,7 @@ class Relay:
         first = 0 if self.sends_all or not self.rank else visibility.first_key(self.owned[0][0])
         return 0 if first <= self.prefix_tokens else first
 
-    def _seen_behind(self, segment: int, rank: int, visibility: Visibility) -> Range | None:
+    def _seen_after(self, segment: int, rank: int, visibility: Visibility) -> Range | None:
         """Which tokens of a segment `rank` hands to the next rank; None if that one, and those after it, see none."""
         if rank >= self.decode_rank:
             return None

@@ -52,7 +52,7 @@ class Ring:
                 layer.receive(bounds, preceding(self.rank, self.size), half, to)
 
     def share(self, layer: LayerTransfers) -> None:
-        """Send both own stretches to the rank behind."""
+        """Send both own stretches to the next rank."""
         for half, bounds in zip((self.rank, 2 * self.size - 1 - self.rank), self.owned, strict=True):
             layer.send(bounds, following(self.rank, self.size), half)
 
@@ -80,7 +80,7 @@ class Ring:
                 whole = whole.merge(attend(query, *layer.rows(*first), params))
                 continue
             for bounds in [(first[0], second[1])] if first[1] == second[0] else [first, second]:
-                whole.merge_behind(cut, attend(query[:, :, cut:], *layer.rows(*bounds), params))
+                whole.merge_after(cut, attend(query[:, :, cut:], *layer.rows(*bounds), params))
         return whole
 
     def longest_segment(self) -> int:

@@ -30,7 +30,7 @@ LEAST_TOKENS = 12
 MOST_FLOP = {"cpu": 2e12, "cuda": 2e14}
 # Runs of the whole model that a check takes.
 RUNS = 7
-# Decoded behind the prompt.
+# Decoded after the prompt.
 NEXT_TOKEN = 5
 # What a model's code may raise where a chain, or another attention than its own, is not what it expects.
 FAILURES = (
@@ -65,7 +65,7 @@ def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None 
     """Prove on a few tokens that chains give this model's own logits; leaves the model ready for chains.
 
     Three ranks have slices of one token at both ends, since that takes paths of its own; two have a last slice that is
-    cut to its last token behind the last attention. The prompt is longer than the smallest window or chunk.
+    cut to its last token after the last attention. The prompt is longer than the smallest window or chunk.
 
     Parameters
     ----------
@@ -221,7 +221,7 @@ def _hold(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]], tokens: int, 
 
 @dataclass(frozen=True, slots=True)
 class _Truth:
-    """What plain transformers makes of a prompt, and of a token behind it."""
+    """What plain transformers makes of a prompt, and of a token after it."""
 
     prefill: Prefill
     decoded: torch.Tensor

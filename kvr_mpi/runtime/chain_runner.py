@@ -221,7 +221,7 @@ class ChainRunner:
         """Cut a prompt for the chain with this rank of it last; nobody computes what is known."""
         if not strategy.has_cuts:
             return strategy.cut_evenly(tokens, self.chain.size, known)
-        return self._partitioner.cut(tokens - known, decode_rank, known).behind(known)
+        return self._partitioner.cut(tokens - known, decode_rank, known).after(known)
 
     def _needs(self, strategy: Strategy, partition: Partition, known: int, decode_rank: int) -> list[int]:
         """Bytes each rank of the chain takes for a prompt while it is prefilled."""
@@ -248,7 +248,7 @@ class ChainRunner:
         return self._chosen[key]
 
     def _choose(self, ranks: slice, say: Say) -> dict[int, Choice]:
-        """Work out which strategy is fastest for every length, behind each of the prefixes that are known."""
+        """Work out which strategy is fastest for every length, after each of the prefixes that are known."""
         setup, size = self._setup, self.chain.size
         costs = setup.chain_costs(ranks)
         shortest, longest, choices = LEAST_SLICE_TOKENS * size, setup.longest_tokens, {}
@@ -259,7 +259,7 @@ class ChainRunner:
 
             def forecast(strategy: Strategy, known: int, tokens: int) -> float:
                 if strategy.has_cuts:
-                    partition = self._partitioner.propose(tokens, size - 1, known).behind(known)
+                    partition = self._partitioner.propose(tokens, size - 1, known).after(known)
                 else:
                     partition = strategy.cut_evenly(tokens + known, size, known)
                 return strategy.seconds(costs, partition, known)

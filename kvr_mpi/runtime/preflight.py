@@ -185,7 +185,7 @@ def _read_json(model: ModelSection, file: Path) -> Any:
 
 
 def _check_documents(documents: DocumentsSection, path: str) -> None:
-    """Look for files behind a path, and for the text field in the first rows of some of them."""
+    """Look for the files that a path stands for, and for the text field in the first rows of some of them."""
     files = [Path(file) for file, _ in find_files([path])]
     if not all(map(is_table, files)):
         return

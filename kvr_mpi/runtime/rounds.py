@@ -67,7 +67,7 @@ def _round(corpus: Corpus, todo: Sequence[int], topology: Topology) -> Round:
     """Share documents among chains that are all alike; the longest come first, so that all chains end together."""
     works = {number: max(1, corpus.entries[number].chars) for number in todo}
     lists = deal(list(works.items()), topology.chains)
-    # Longest first only to within a factor of two: behind each other in a file, documents are read faster.
+    # Longest first only to within a factor of two: one after the other in a file, documents are read faster.
     return Round(
         topology, [sorted(one, key=lambda number: (-works[number].bit_length(), number)) for one in lists], works
     )

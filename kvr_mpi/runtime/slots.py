@@ -1,4 +1,4 @@
-"""The counters that all ranks of a job share; behind these come those of the work queue's lists."""
+"""The counters that all ranks of a job share; after these come those of the work queue's lists."""
 
 from __future__ import annotations
 

@@ -34,12 +34,12 @@ class Partitioner:
     _has_extrapolated: bool = field(default=False, init=False)
 
     def cut(self, tokens: int, decode_rank: int, before: int) -> Partition:
-        """Cut so many tokens, behind `before` others that are known already; what is unusual is said.
+        """Cut so many tokens, after `before` others that are known already; what is unusual is said.
 
         Parameters
         ----------
         decode_rank : int
-            The rank of the chain that has the last slice; the one behind it, cyclically, has the first.
+            The rank of the chain that has the last slice; the one after it, cyclically, has the first.
         """
         if self.parallel.ratios is None and self.table is not None:
             return self._look_up(self.table, tokens)

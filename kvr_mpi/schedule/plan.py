@@ -102,5 +102,5 @@ def describe(plan: Schedule) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss, short times with two digits behind the point."""
+    """Seconds as h:mm:ss, short times with two digits after the point."""
     return f"{seconds:.2f} s" if seconds < 100 else clock_time(seconds)

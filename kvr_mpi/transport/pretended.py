@@ -1,4 +1,4 @@
-"""A chain that is not there: what a rank behind a prefix does, without anyone who sends it.
+"""A chain that is not there: what a rank after a prefix does, without anyone who sends it.
 
 Stands under whatever asks what one rank would take, in seconds (``planner.probe``) or bytes (``costs.memory``).
 """

@@ -197,7 +197,7 @@ def _measure_links(loaded: LoadedModel, world: Transport) -> tuple[float, float]
 
 
 def _ask(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
-    """Time messages to the rank behind, which answers each with one number."""
+    """Time messages to the next rank, which answers each with one number."""
     peer = world.rank + 1
     word, echo = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 
@@ -225,7 +225,7 @@ def _ask(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
 
 
 def _answer(loaded: LoadedModel, world: Transport) -> None:
-    """Be the rank behind."""
+    """Be the next rank."""
     peer = world.rank - 1
     word, echo = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     while int(word) != STOP:

@@ -1,6 +1,6 @@
 """Measure what a token and what a query-key pair cost on this machine, in a few seconds.
 
-The numbers feed `solve.equal_time`. One slice is timed twice over the first layers: at the prompt's start, and behind
+The numbers feed `solve.equal_time`. One slice is timed twice over the first layers: at the prompt's start, and after
 a pretended prefix, which costs only what attending to it costs. All ranks measure at once, so that they share
 caches and memory as they will when they work.
 """
@@ -38,8 +38,8 @@ def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
     tokens = max(1, min(SLICE_TOKENS, longest // 2))
     prefix = max(1, longest - tokens)
     alone_s = _layer_seconds(loaded, transport, Partition((0, tokens)), LocalTransport(), layers)
-    behind_s = _layer_seconds(loaded, transport, Partition((0, prefix, longest)), PretendedChain(), layers)
-    pair_s = max(0.0, (behind_s - alone_s) / (tokens * prefix))
+    after_prefix_s = _layer_seconds(loaded, transport, Partition((0, prefix, longest)), PretendedChain(), layers)
+    pair_s = max(0.0, (after_prefix_s - alone_s) / (tokens * prefix))
     token_s = alone_s / tokens - pair_s * tokens / 2
     if token_s <= 0:  # too short or too noisy to tell them apart
         pair_s, token_s = 0.0, alone_s / tokens
@@ -60,7 +60,7 @@ def _layers_timed(layers: Sequence[LayerShape]) -> int:
 def _layer_seconds(
     loaded: LoadedModel, transport: Transport, partition: Partition, chain: Transport, layers: int
 ) -> float:
-    """Time of one whole layer: from the first layer's keys to those of the layer `layers` behind it."""
+    """Time of one whole layer: from the first layer's keys to those of the layer `layers` after it."""
     ids = loaded.shape.sample_ids(partition.tokens, 1, 0)
 
     def fastest(stop_after: int | None) -> float:

@@ -51,7 +51,7 @@ EXACT = {
     "qwen3_next": "gated linear attention between attention layers",
     "granitemoehybrid": "state space layers between attention layers",
     "lfm2": "convolutions between attention layers",
-    "roberta": "positions that begin behind the padding id",
+    "roberta": "positions that begin after the padding id",
 }
 NOT_A_CHAIN = {
     "bert as an encoder": "sees the tokens to come",

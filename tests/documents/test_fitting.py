@@ -47,10 +47,10 @@ def test_truncation_keeps_what_it_says(frame: Frame, excess: int) -> None:
         kept[keep] = body_of(frame, prompt)
     assert kept["head"] == tuple(range(budget))
     assert kept["tail"] == tuple(range(excess, tokens))
-    # As many tokens are missing before the middle as behind it, to the token.
-    before, behind = kept["middle"][0], tokens - 1 - kept["middle"][-1]
+    # As many tokens are missing before the middle as after it, to the token.
+    before, after = kept["middle"][0], tokens - 1 - kept["middle"][-1]
     assert kept["middle"] == tuple(range(before, before + budget))
-    assert before + behind == excess and abs(before - behind) <= 1
+    assert before + after == excess and abs(before - after) <= 1
 
 
 def test_the_limit_is_exact_with_a_real_tokenizer(tokenizer: Any) -> None:

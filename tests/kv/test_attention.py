@@ -77,8 +77,8 @@ def test_causal_sees_nothing_behind_the_query(queries: int, softcap: float | Non
 @given(queries=st.integers(1, 40), before=st.integers(0, 40), window=st.integers(1, 50))
 def test_window(queries: int, before: int, window: int) -> None:
     query, keys, values = tensors(4, 2, queries, before + queries, 16)
-    behind = torch.arange(queries)[:, None] + before - torch.arange(before + queries)
-    expected = reference(query, keys, values, AttentionParams(0.25), (behind >= 0) & (behind < window))
+    after = torch.arange(queries)[:, None] + before - torch.arange(before + queries)
+    expected = reference(query, keys, values, AttentionParams(0.25), (after >= 0) & (after < window))
     found = attend_window(query, keys, values, AttentionParams(0.25), window).out
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
 

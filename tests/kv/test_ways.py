@@ -80,7 +80,7 @@ def test_what_is_seen_is_what_the_mask_lets_through(position: int, seen: Visibil
 
 @pytest.mark.parametrize("bounds", [(0, 100, 200), (0, 100, 180, 240), (0, 130, 131, 200, 240)])
 def test_of_a_window_only_the_tail_travels(bounds: tuple[int, ...]) -> None:
-    """Mistral: every layer has a window of 16; each link carries the last 15 tokens before the slice behind it."""
+    """Mistral: every layer has a window of 16; each link carries the last 15 tokens before the slice after it."""
     loaded, tokens = tiny("mistral-window"), bounds[-1]
     prepare_model(loaded.model, chain=True)
     partition = Partition(bounds)
@@ -116,7 +116,7 @@ def test_states_are_one_small_message_a_layer(name: str) -> None:
         ranks = run_local(2, lambda rank: prefill_kvr(loaded, prompt(tokens), Partition((0, 30, tokens)), rank))  # noqa: B023
         sent.append(ranks[0].sent_bytes)
     states = [layer for layer in loaded.shape.layers if layer.states]
-    assert sent[0] == sent[1], "it does not grow with what is behind"
+    assert sent[0] == sent[1], "it does not grow with what is after"
     assert 0 < sent[0] - 30 * loaded.shape.kv_bytes_per_token < len(states) * 1e4
 
 

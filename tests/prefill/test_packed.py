@@ -53,7 +53,7 @@ def test_prompts_together_are_prompts_alone(name: str) -> None:
         assert found.partition == truth.partition
         check_equal(loaded, found, truth)
     cache = PackedCache([each.cache for each in together], [1] * len(prompts))
-    for token in (7, 150, 3):  # and behind them one token each, over the windows' edges
+    for token in (7, 150, 3):  # and after them one token each, over the windows' edges
         logits = decode_packed(loaded, cache, [token] * len(prompts))
         with torch.inference_mode():
             truths = [run_next(loaded.model, each, torch.tensor([[token]])) for each in apart]
@@ -138,11 +138,9 @@ def varlen_as_documented(
         rows = slice(int(key_edges[at]), int(key_edges[at + 1]))
         some_keys, some_values = (each[rows].transpose(0, 1).repeat_interleave(group, 0) for each in (keys, values))
         score = mine @ some_keys.transpose(1, 2) * scale
-        behind = torch.arange(score.shape[1])[:, None] + score.shape[2] - score.shape[1] - torch.arange(score.shape[2])
+        after = torch.arange(score.shape[1])[:, None] + score.shape[2] - score.shape[1] - torch.arange(score.shape[2])
         left, right = window_size
-        hidden = (behind < -right if right >= 0 else behind < -(10**9)) | (
-            behind > left if left >= 0 else behind > 10**9
-        )
+        hidden = (after < -right if right >= 0 else after < -(10**9)) | (after > left if left >= 0 else after > 10**9)
         score = score.masked_fill(hidden, float("-inf"))
         outs.append((score.softmax(-1) @ some_values).transpose(0, 1))
         lses.append(score.logsumexp(-1))

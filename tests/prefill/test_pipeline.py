@@ -91,9 +91,9 @@ def test_a_prefix_of_another_prompt_is_refused() -> None:
     prefix = compute_prefix(loaded, ids[:8])
     with pytest.raises(ValueError, match="does not begin with the shared prefix of 8 tokens"):
         prefill_kvr(loaded, [5, *ids], Partition((0, 21)), LocalTransport(), prefix=prefix)
-    with pytest.raises(PartitionError, match="has to end behind the 8 tokens"):
+    with pytest.raises(PartitionError, match="has to end after the 8 tokens"):
         prefill_kvr(loaded, ids, Partition((0, 8, 20)), LocalTransport(), prefix=prefix)
-    assert Partition.even(12, 2).behind(8) == Partition((0, 14, 20))
+    assert Partition.even(12, 2).after(8) == Partition((0, 14, 20))
 
 
 def test_other_errors_still_end_the_chain() -> None:

@@ -51,7 +51,7 @@ def test_rivals_equal_one_process(rival: str, size: int, tokens: int) -> None:
 
 
 def test_what_crosses_the_links() -> None:
-    """KVR sends a segment once over every link behind it; a ring and an all-gather send all to all but one."""
+    """KVR sends a segment once over every link after it; a ring and an all-gather send all to all but one."""
     loaded, tokens, size = tiny("llama-gqa"), 64, 4
     ids, row = prompt(tokens), loaded.shape.kv_bytes_per_token
     prepare_model(loaded.model, chain=True)

@@ -1,4 +1,4 @@
-"""Run under mpirun: random prompts behind each other without a barrier, some of which fail. Prints one JSON line.
+"""Run under mpirun: random prompts one after the other without a barrier, some of which fail. Prints one JSON line.
 
 python mpi_pipeline.py PROMPTS auto|mpi|staged|gloo
 """

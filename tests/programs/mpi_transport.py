@@ -20,12 +20,12 @@ mpi.CHUNK_BYTES = 1000  # so that small messages travel in pieces, as large ones
 world, reason = open_transport(
     connect(), sys.argv[1], torch.device("cpu"), cache_dir=Path("/nonexistent"), every_pair=True
 )
-before, behind = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
 for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
     for elements in (1, 250, 10_001):
         mine = (torch.arange(elements) % 97 + world.rank).to(dtype)
         theirs = torch.empty(elements, dtype=dtype)
-        receive, send = world.irecv(theirs, before, 5), world.isend(mine, behind, 5)
+        receive, send = world.irecv(theirs, before, 5), world.isend(mine, after, 5)
         receive.wait(), send.wait()
         assert receive.test() and send.test()
         assert torch.equal(theirs, (torch.arange(elements) % 97 + before).to(dtype))
@@ -48,7 +48,7 @@ except TransportError as error:
 first, second, other = (torch.empty(3) for _ in range(3))
 requests = [world.irecv(first, before, 1), world.irecv(second, before, 1), world.irecv(other, before, 2)]
 messages = [(9.0, 2), (1.0, 1), (2.0, 1)] if world.has_tags else [(1.0, 1), (2.0, 1), (9.0, 2)]
-sends = [world.isend(torch.full((3,), value), behind, tag) for value, tag in messages]
+sends = [world.isend(torch.full((3,), value), after, tag) for value, tag in messages]
 for request in [*requests, *sends]:
     request.wait()
 assert (first[0], second[0], other[0]) == (1, 2, 9)
@@ -83,7 +83,7 @@ except FailedTogetherError as error:
     assert (error.cause is not None) == (world.rank == 1)
 assert on_root(world, lambda: world.rank) == (0 if world.rank == 0 else None)
 try:
-    world.isend(torch.zeros(4, 4).t(), behind, 0)
+    world.isend(torch.zeros(4, 4).t(), after, 0)
     raise AssertionError("a strided tensor was sent")
 except TransportError:
     pass

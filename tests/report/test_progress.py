@@ -39,7 +39,7 @@ def seconds_of(text: str) -> int:
 def report_lines(
     records: list[tuple[Record, int]], clock: Clock, step_s: float, *, deadline_s: float | None = None, more: int = 0
 ) -> Iterator[str]:
-    """Report documents, each taking `step_s`, of a job that has `more` of 100 characters behind them."""
+    """Report documents, each taking `step_s`, of a job that has `more` of 100 characters after them."""
     stream = io.StringIO()
     total = sum(chars for _, chars in records) + 100 * more
     with Progress(Log(stream=stream), len(records) + more, total, deadline_s=deadline_s, clock=clock) as progress:
