@@ -146,11 +146,6 @@ def device_index(local_rank: int, devices: int) -> int:
     return local_rank % devices
 
 
-def ranks_per_device(local_size: int, devices: int) -> int:
-    """Give the most ranks of a host that share one of its devices."""
-    return -(-local_size // devices)
-
-
 def share_of_cores(cores: Sequence[int], local_rank: int, local_size: int) -> list[int]:
     """Give a rank its part of a host's cores; where there are too few, one that it shares."""
     each = len(cores) // local_size

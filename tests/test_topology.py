@@ -16,7 +16,6 @@ from kvr_mpi.topology import (
     others_after,
     others_before,
     preceding,
-    ranks_per_device,
     share_of_cores,
 )
 
@@ -75,7 +74,8 @@ def test_the_others_of_a_ring(size: int, data: st.DataObject) -> None:
 @given(st.integers(1, 64), st.integers(1, 16))
 def test_devices_and_cores_are_shared_evenly(ranks: int, devices: int) -> None:
     used = [device_index(rank, devices) for rank in range(ranks)]
-    assert max(used.count(device) for device in range(devices)) == ranks_per_device(ranks, devices)
+    counts = [used.count(device) for device in range(devices)]
+    assert max(counts) - min(counts) <= 1
     shares = [share_of_cores(range(devices), rank, ranks) for rank in range(ranks)]
     assert all(shares) and set().union(*shares) <= set(range(devices))
     if ranks <= devices:

@@ -28,6 +28,8 @@ def main(kind: str, timeout_s: float) -> None:
     world = connect()
     count = torch.cuda.device_count() if kind == "cuda" else 0
     device = torch.device("cuda", device_index(world.rank, count)) if count else torch.device("cpu")
+    if count:
+        torch.cuda.set_device(device)  # a GPU's memory is handed over while it is the current one only
     buffers = [
         (pattern(size, world.rank).to(device), torch.zeros(size, dtype=torch.uint8, device=device)) for size in SIZES
     ]

@@ -10,12 +10,15 @@ o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2) = o1 + (o2 - o1) sigmoid(l2 - l1), and l
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
 from kvr_mpi.model.attention_hook import AttentionParams
 
+# Widest head that flash attention takes.
+FLASH_HEAD_DIM = 256
 # Largest score block the portable path makes, in elements (256 MiB in float32).
 MAX_SCORES = 1 << 26
 # Queries that share one band of keys under a sliding window.
@@ -129,8 +132,17 @@ def attend_documents(
 
 def takes_varlen(query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> bool:
     """Whether the flash attention of GPUs can do this."""
-    is_plain = params.softcap is None and query.shape[-1] == values.shape[-1]
-    return is_plain and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    head_dim = query.shape[-1]
+    is_plain = params.softcap is None and head_dim == values.shape[-1]
+    if not (is_plain and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)):
+        return False
+    return head_dim % 8 == 0 and head_dim <= FLASH_HEAD_DIM and _has_flash(query.device)
+
+
+@functools.cache
+def _has_flash(device: torch.device) -> bool:
+    """Whether a GPU is new enough for flash attention (Ampere)."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _attend_varlen(

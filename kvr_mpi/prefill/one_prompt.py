@@ -96,7 +96,7 @@ def prefill_single(model: Any, ids: Sequence[int], device: torch.device) -> Pref
     began = time.perf_counter()
     cache = plain_cache(model)
     logits = run_plain(model, torch.tensor([ids], device=device), cache)
-    _computed(device)
+    wait_for_compute(device)
     return Prefill(Partition((0, len(ids))), cache, logits, time.perf_counter() - began, strategy=PLAIN)
 
 
@@ -204,7 +204,7 @@ def prefill_by(
     began = time.perf_counter()
     own, forwarder = None, options.get("forwarder")
     if forwarder is None and chain.size > 1:
-        own = forwarder = Forwarder(chain, forwards=exchange.forwards, on_gpu=loaded.device.type == "cuda")
+        own = forwarder = Forwarder(chain, forwards=exchange.forwards, device=loaded.device)
     transfers = None
     if forwarder is not None and chain.size > 1:
         transfers = PromptTransfers(forwarder, partition.size, len(loaded.shape.layers), rotation)
@@ -221,7 +221,7 @@ def prefill_by(
     if failure is not None:  # and the error, with all that it held, is forgotten
         play_on(cache)
     failed = agree(cache, failure is not None) if spares_chain else []
-    _computed(loaded.device)
+    wait_for_compute(loaded.device)
     seconds = time.perf_counter() - began
     cache.finish()
     if own is not None:
@@ -319,7 +319,7 @@ def _say(ranks: Sequence[int], computed: Sequence[int], failure: str | None, tok
     )
 
 
-def _computed(device: torch.device) -> None:
+def wait_for_compute(device: torch.device) -> None:
     """Return when a GPU has done what it was told: only then is the time a time to first token."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type == "cuda":  # its own stream: transfers that go on beside it are not waited for
+        torch.cuda.current_stream(device).synchronize()

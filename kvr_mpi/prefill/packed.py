@@ -18,7 +18,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import is_out_of_memory
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.transport.local import LocalTransport
 
@@ -88,8 +88,7 @@ def _prefill_row(
     positions += loaded.shape.first_position
     last_rows = torch.tensor([last - 1 for _, last in packed.bounds], device=device)
     logits = run_model(loaded.model, row, packed, positions=positions, keep=last_rows)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for_compute(device)
     seconds = time.perf_counter() - began
     for cache in caches:
         cache.finish()

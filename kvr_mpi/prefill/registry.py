@@ -156,7 +156,7 @@ class Strategy:
         ids = loaded.shape.sample_ids(tokens)
         truth = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport()).logits
         cut = self.cut_evenly(tokens, 3)
-        ranks = run_local(3, lambda rank: self.prefill(loaded, ids, cut, rank).logits)
+        ranks = run_local(3, lambda rank: self.prefill(loaded, ids, cut, rank).logits, loaded.device)
         (found,) = (logits for logits in ranks if logits is not None)
         assert truth is not None
         error = error_share(found, truth)

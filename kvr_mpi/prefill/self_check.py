@@ -194,7 +194,9 @@ def _compare(loaded: LoadedModel, ids: Sequence[int], partition: Partition, trut
     """Run a chain of threads, and raise `ModelError` unless it gives the true logits, and what they were made of."""
     try:
         found = run_local(
-            partition.size, lambda rank: prefill_kvr(loaded, ids, partition, rank, keeps_all=True, reserve_tokens=1)
+            partition.size,
+            lambda rank: prefill_kvr(loaded, ids, partition, rank, keeps_all=True, reserve_tokens=1),
+            loaded.device,
         )[-1]
     except (ModelError, *FAILURES) as error:
         reason = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"

@@ -38,7 +38,7 @@ from kvr_mpi.store.run import Run, known_corpus, open_run
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
-from kvr_mpi.transport.choose import open_transport
+from kvr_mpi.transport.choose import open_transport, warm_up
 from kvr_mpi.transport.counters import Counters, open_counters
 
 
@@ -127,6 +127,8 @@ def work_through(setup: JobSetup, ranks: Transport, shares: Shares, post: Post, 
         post.sink.write_record(error_record(post.corpus.read(number), shares.does_not_fit[number]), 0)
     # All of them before any work: making chains waits for all ranks.
     chains = [ranks.split(part.topology.group_of(ranks.rank)) for part in shares.rounds]
+    for chain in chains:  # its ring is closed by a link that no longer chain has
+        warm_up(chain, setup.loaded.device)
     first_slot = FIRST_LIST
     for part, chain in zip(shares.rounds, chains, strict=True):
         own = part.topology.chain_of(ranks.rank)

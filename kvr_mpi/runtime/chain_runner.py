@@ -108,8 +108,7 @@ class ChainRunner:
 
     def open_forwarder(self) -> Forwarder | None:
         """Make what carries keys and values from prompt to prompt; None on a rank alone."""
-        on_gpu = self._loaded.device.type == "cuda"
-        return Forwarder(self.chain, on_gpu=on_gpu) if self.chain.size > 1 else None
+        return Forwarder(self.chain, device=self._loaded.device) if self.chain.size > 1 else None
 
     def plan(self, request: PromptRequest, decode_rank: int) -> Route:
         """Decide how a prompt is run with this rank of the chain last; only the chain's first rank does.

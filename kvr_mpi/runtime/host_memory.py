@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from kvr_mpi.transport import Transport, gather_json, share_json
+
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 MEMINFO = Path("/proc/meminfo")
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -44,6 +46,16 @@ def held_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     return _status("VmRSS")
+
+
+def ranks_on_device(world: Transport, device: torch.device) -> int:
+    """Count the ranks that share this rank's memory: those on its GPU, or on its host; every rank calls this.
+
+    By the GPUs' own ids: a launcher may show each rank one GPU only, the same number to all of them.
+    """
+    own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    everyone: list[str | None] = share_json(world, gather_json(world, own))
+    return world.local_size if own is None else everyone.count(own)
 
 
 def free_bytes(device: torch.device, sharers: int) -> int:

@@ -33,11 +33,11 @@ from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix
 from kvr_mpi.prefill.registry import AUTO, Strategy, candidates
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
-from kvr_mpi.runtime.host_memory import free_bytes, keep_heap
+from kvr_mpi.runtime.host_memory import free_bytes, keep_heap, ranks_on_device
 from kvr_mpi.runtime.requests import PromptConfig, PromptRequest
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of, with_memory
 from kvr_mpi.store.outputs import Header
-from kvr_mpi.topology import Topology, cores_per_rank, ranks_per_device
+from kvr_mpi.topology import Topology, cores_per_rank
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.identity import key_of
 from kvr_mpi.tuning.lookup import describe_range, find_table
@@ -192,7 +192,9 @@ def prepare(
             on_gpu=loaded.device.type == "cuda",
             in_parts=loaded.attends_in_parts,
         )
-    free_bytes: list[int] = share_json(world, gather_json(world, _room(spec, loaded, world)))
+    free_bytes: list[int] = share_json(
+        world, gather_json(world, _free_bytes(spec, loaded, ranks_on_device(world, loaded.device)))
+    )
     costs = None
     are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
     if world.size > 1 and (spec.parallel.planned or are_chosen):
@@ -238,7 +240,7 @@ def load_on_all(
     if packs:
         if say is not None and loaded.device.type == "cpu":
             say("loaded; laying weights out for the processor")
-        prepack_weights(loaded.model, free_bytes(loaded.device, world.local_size))
+        prepack_weights(loaded.model, free_bytes(loaded.device, ranks_on_device(world, loaded.device)))
     return loaded
 
 
@@ -317,12 +319,11 @@ def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame]) -> tuple[Sha
     return tuple(compute_prefix(loaded, head) for head in sorted(heads, key=len, reverse=True))
 
 
-def _room(spec: JobSpec, loaded: LoadedModel, world: Transport) -> int:
+def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int) -> int:
     """Bytes this rank may take for prompts: most of what it has left."""
     if spec.parallel.memory_gib is not None:
         return int(spec.parallel.memory_gib * GIB)
-    devices = torch.cuda.device_count() if loaded.device.type == "cuda" else 1
-    return int(MEMORY_SHARE * free_bytes(loaded.device, ranks_per_device(world.local_size, devices)))
+    return int(MEMORY_SHARE * free_bytes(loaded.device, sharers))
 
 
 def _measure_costs(loaded: LoadedModel, world: Transport, say: Say) -> Costs:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.errors import TransportError
+from kvr_mpi.topology import following
 from kvr_mpi.transport.base import Transport, gather_json, share_json, together
 from kvr_mpi.transport.mpi import MpiTransport
 from kvr_mpi.transport.mpi_query import cuda_support, library_version, loaded_libraries
@@ -66,7 +67,7 @@ def open_transport(
     cache_dir : Path
         Where ``kvr doctor`` leaves its note.
     every_pair : bool
-        Warm up the links between all ranks, not only those of the chain.
+        Warm up the links between all ranks, not only between neighbours.
 
     Returns
     -------
@@ -165,7 +166,9 @@ def _need_nccl(views: Sequence[_View]) -> None:
 def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = False) -> None:
     """Send something over every link, so that the first prompt need not wait for connections, and look at it.
 
-    Links are taken one after the other, in the same order by all ranks: NCCL connects a pair while both wait.
+    Links are those between neighbours in a ring, both ways: prompts end at another rank each time, so that the last
+    rank sends to the first, and whoever measures is answered. They are taken one after the other, in the same order by
+    all ranks: NCCL connects a pair, and each direction of it, while both wait.
 
     Raises
     ------
@@ -175,7 +178,9 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
     import torch
 
     size = transport.size
-    pairs = [(rank, rank + 1) for rank in range(size - 1)]
+    neighbours = [(rank, following(rank, size)) for rank in range(size)]
+    pairs = list(dict.fromkeys(link for one, other in neighbours for link in ((one, other), (other, one))))
+    pairs = [link for link in pairs if link[0] != link[1]]
     if every_pair:
         pairs = [(one, other) for one in range(size) for other in range(size) if one != other]
     sent = (torch.arange(WARM_UP_BYTES) % 251).to(torch.uint8).to(device) if pairs else None

@@ -77,12 +77,15 @@ class Forwarder:
         The chain.
     forwards : bool or None
         Whether this rank passes segments on; None: of three and more ranks each will, in some prompt.
-    on_gpu : bool
-        Whether the tensors are on a GPU.
+    device : torch.device, optional
+        Where the tensors are; None: in host memory.
     """
 
-    def __init__(self, transport: Transport, *, forwards: bool | None = None, on_gpu: bool = False) -> None:
+    def __init__(
+        self, transport: Transport, *, forwards: bool | None = None, device: torch.device | None = None
+    ) -> None:
         self.transport = transport
+        self._gpu = device if device is not None and device.type == "cuda" else None
         self._prompt = 0  # the number of the one that has begun last
         self._pending: list[Transfer] = []
         # Where messages have no tags: those to come, by destination, in the order the other side receives them.
@@ -93,7 +96,7 @@ class Forwarder:
         self._failure: BaseException | None = None
         # On one host the receiver's own wait moves the bytes of host memory; a thread would only take the core's time.
         forwards = transport.size > 2 if forwards is None else forwards
-        needs_thread = forwards or on_gpu or transport.local_size < transport.size
+        needs_thread = forwards or self._gpu is not None or transport.local_size < transport.size
         self._thread = threading.Thread(target=self._run, daemon=True, name="forwarder") if needs_thread else None
         if self._thread is not None:
             self._thread.start()
@@ -219,6 +222,8 @@ class Forwarder:
     def _run(self) -> None:
         import torch
 
+        if self._gpu is not None:  # set per thread, too: otherwise it is GPU 0, with a context of its own there
+            torch.cuda.set_device(self._gpu)
         with torch.inference_mode():  # set per thread, and the buffers it fills were made in it
             while not self._closed.wait(POLL_S):
                 try:

@@ -157,8 +157,13 @@ def shared_counts(transport: LocalTransport, count: int) -> tuple[threading.Cond
     return hub.arrived, hub.counts
 
 
-def run_local(size: int, work: Callable[[LocalTransport], T]) -> list[T]:
+def run_local(size: int, work: Callable[[LocalTransport], T], device: torch.device | None = None) -> list[T]:
     """Run `work` on `size` threads, each with its own rank, and return their results in rank order.
+
+    Parameters
+    ----------
+    device : torch.device, optional
+        Where their tensors are: threads have a current GPU of their own, which is the first unless it is set.
 
     Raises
     ------
@@ -171,6 +176,10 @@ def run_local(size: int, work: Callable[[LocalTransport], T]) -> list[T]:
 
     def body(rank: int) -> None:
         try:
+            if device is not None and device.type == "cuda":
+                import torch
+
+                torch.cuda.set_device(device)
             results[rank] = work(LocalTransport(hub, rank))
         except BaseException as error:
             errors.append(error)

@@ -185,7 +185,8 @@ class MpiTransport:
             return start(data)
         from kvr_mpi.transport.staging import StagedSend
 
-        return StagedSend(self._staging_for(data), data, start, getattr(received, "landed", None))
+        landed = getattr(received, "landed", None)
+        return StagedSend(self._staging_for(data), data, start, landed, is_whole=received is not None)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Begin to receive into a contiguous tensor."""

@@ -132,14 +132,27 @@ class StagedSend:
         Begin to send a tensor that MPI can read.
     landed : Tensor or None
         The same bytes in host memory, if they have just come that way: passed on without another copy.
+    is_whole : bool
+        The tensor has been received, not computed: it waits for no stream.
     """
 
-    def __init__(self, staging: Staging, data: torch.Tensor, start: Start, landed: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        staging: Staging,
+        data: torch.Tensor,
+        start: Start,
+        landed: torch.Tensor | None = None,
+        *,
+        is_whole: bool = False,
+    ) -> None:
         self._held = data  # its memory must not be reused before it is read
         if landed is not None:
             self._request = start(landed)
         else:
-            source, ready = (data, staging.mark()) if staging.direct else staging.fetch(data)
+            if not staging.direct:
+                source, ready = staging.fetch(data)
+            else:
+                source, ready = data, _Passed() if is_whole else staging.mark()
             self._request = staging.start_when(ready, start, source)
 
     def test(self) -> bool:

@@ -199,7 +199,7 @@ def _measure_links(loaded: LoadedModel, world: Transport) -> tuple[float, float]
 def _ask(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
     """Time messages to the next rank, which answers each with one number."""
     peer = world.rank + 1
-    word, echo = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    word, echo = torch.zeros(2, 1, dtype=torch.int64, device=loaded.device)  # NCCL takes no host memory
 
     def seconds(data: torch.Tensor) -> float:
         began = time.perf_counter()
@@ -227,7 +227,7 @@ def _ask(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
 def _answer(loaded: LoadedModel, world: Transport) -> None:
     """Be the next rank."""
     peer = world.rank - 1
-    word, echo = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    word, echo = torch.zeros(2, 1, dtype=torch.int64, device=loaded.device)  # NCCL takes no host memory
     while int(word) != STOP:
         world.irecv(word, peer, TAG).wait()
         data = torch.empty(max(0, int(word)), dtype=torch.uint8, device=loaded.device)
