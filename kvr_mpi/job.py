@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvr_mpi.errors import ConfigError
+from kvr_mpi.prefill.registry import JOB_STRATEGIES
 from kvr_mpi.transport.choose import Name
 
 ENVIRONMENT_PREFIX = "KVR_"
@@ -116,7 +117,7 @@ class GenerationSection(Section):
 class ParallelSection(Section):
     """How the ranks share the work."""
 
-    strategy: Literal["kvr", "ring", "auto", "single"] = Field(
+    strategy: str = Field(
         "kvr",
         description="kvr: chains of ranks; ring: zigzag rings; auto: what is forecast to be faster for each prompt; "
         "single: a document per rank",
@@ -142,6 +143,13 @@ class ParallelSection(Section):
     transport: Name = Field(
         "auto", description="what carries keys and values between ranks; auto: what is proven to work here"
     )
+
+    @field_validator("strategy")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in JOB_STRATEGIES:
+            raise ValueError(f"expected one of {', '.join(map(repr, JOB_STRATEGIES))}")
+        return value
 
     @field_validator("ranks_per_chain")
     @classmethod

@@ -77,7 +77,7 @@ class DecodeSequence:
 
     Parameters
     ----------
-    rules : Rules
+    rules : SamplingParams
     prompt_ids : sequence of int
         For the processors that look back (repetition penalties).
     seed : int

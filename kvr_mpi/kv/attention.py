@@ -50,21 +50,21 @@ class PartialAttention:
         after.out.lerp_(other.out, torch.sigmoid(other.lse - after.lse).unsqueeze(-1))
         torch.logaddexp(after.lse, other.lse, out=after.lse)
 
-    def with_sinks(self, sinks: torch.Tensor | None) -> PartialAttention:
-        """Let one learned score per head (heads,) take its share of the softmax and give nothing; once, at the end."""
-        if sinks is None:
-            return self
-        sinks = sinks.float().view(1, -1, 1)
-        return PartialAttention(
-            self.out * torch.sigmoid(self.lse - sinks).unsqueeze(-1), torch.logaddexp(self.lse, sinks)
-        )
+    def finish(self, params: AttentionParams) -> torch.Tensor:
+        """Return the output (1, heads, queries, value_dim), when all keys are in.
+
+        One learned score per head, a sink, takes its share of the softmax and gives nothing.
+        """
+        if params.sinks is None:
+            return self.out
+        return self.out * torch.sigmoid(self.lse - params.sinks.float().view(1, -1, 1)).unsqueeze(-1)
 
 
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, *, causal: bool = False
 ) -> PartialAttention:
     """Attend to all keys, or (`causal`, as many queries as keys) to those not after the query."""
-    if params.softcap is None and keys.shape[-1] == values.shape[-1]:
+    if params.is_plain and keys.shape[-1] == values.shape[-1]:
         if query.device.type in ("cpu", "meta"):  # meta: only shapes are asked for
             heads, queries = query.shape[1:3]
             if queries == 1:  # decoding: the group's heads as queries read the keys once instead of once each
@@ -94,7 +94,7 @@ def attend_masked(
 
     The whole rectangle is computed, as the paper's TSP does it: for a baseline, not for use.
     """
-    if params.softcap is None and keys.shape[-1] == values.shape[-1] and query.device.type in ("cpu", "meta"):
+    if params.is_plain and keys.shape[-1] == values.shape[-1] and query.device.type in ("cpu", "meta"):
         after = torch.arange(keys.shape[2], device=query.device) > torch.arange(
             offset, offset + query.shape[2], device=query.device
         ).unsqueeze(1)
@@ -133,7 +133,7 @@ def attend_documents(
 def takes_varlen(query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> bool:
     """Whether the flash attention of GPUs can do this."""
     head_dim = query.shape[-1]
-    is_plain = params.softcap is None and head_dim == values.shape[-1]
+    is_plain = params.is_plain and head_dim == values.shape[-1]
     if not (is_plain and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)):
         return False
     return head_dim % 8 == 0 and head_dim <= FLASH_HEAD_DIM and _has_flash(query.device)

@@ -147,7 +147,7 @@ class SliceLayer(CacheLayerMixin):
             part = self.cache.exchange.attend(self, query, keys, values, params)
         else:
             part = self._attend_collected(query, params, skipped)
-        out = part.with_sinks(params.sinks).out.to(query.dtype)
+        out = part.finish(params).to(query.dtype)
         return torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
 
     def _attend_collected(self, query: torch.Tensor, params: AttentionParams, skipped: int) -> PartialAttention:

@@ -78,7 +78,7 @@ class PackedLayer(CacheLayerMixin):
             for layer in self.documents:
                 layer.attended = True
             part = attend_documents(query, keys, values, params, cache.edges, cache.longest, seen.window)
-            return part.with_sinks(params.sinks).out.to(query.dtype)
+            return part.finish(params).to(query.dtype)
         outs = [
             layer.attend(query[:, :, first:last], keys[:, :, first:last], values[:, :, first:last], params)
             for layer, (first, last) in zip(self.documents, cache.bounds, strict=True)
@@ -93,7 +93,7 @@ class PackedLayer(CacheLayerMixin):
             length = before + 1
             low = self.shape.visibility.first_key(before)
             part = attend(token, keys.narrow(2, low, length - low), values.narrow(2, low, length - low), params)
-            outs.append(part.with_sinks(params.sinks).out)
+            outs.append(part.finish(params))
         return torch.cat(outs, dim=2).to(query.dtype)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

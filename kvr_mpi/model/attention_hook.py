@@ -40,6 +40,11 @@ class AttentionParams:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are products and a scale, as kernels compute them; sinks come in at the end."""
+        return self.softcap is None
+
 
 class AttendingLayer(Protocol):
     """One layer of a cache, between its update and its attention."""

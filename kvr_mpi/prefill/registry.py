@@ -224,6 +224,8 @@ STRATEGIES: Mapping[str, Strategy] = {
     )
 }
 KVR = STRATEGIES["kvr"]
+# What a job can ask for.
+JOB_STRATEGIES = (AUTO, *(name for name, strategy in STRATEGIES.items() if strategy.in_jobs))
 
 
 def candidates(name: str, loaded: LoadedModel | None = None) -> list[Strategy]:

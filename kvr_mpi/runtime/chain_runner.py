@@ -71,7 +71,7 @@ class ChainRunner:
 
     Parameters
     ----------
-    prepared : Prepared
+    setup : JobSetup
     chain : Transport
         The ranks that share prompts.
     ranks : slice

@@ -58,7 +58,7 @@ class DocumentRequest:
     Parameters
     ----------
     document : Document
-    prompt_config : Asking
+    prompt_config : PromptConfig
     work : int
         How much work it is, in the job's unit, for the progress.
 

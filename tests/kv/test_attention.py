@@ -87,7 +87,8 @@ def test_sinks_take_their_share() -> None:
     query, keys, values = tensors(4, 2, 9, 20, 16)
     sinks = torch.tensor([-1.0, 0.0, 2.0, 30.0])
     expected = reference(query, keys, values, AttentionParams(0.25), sinks=sinks)
-    found = attend(query, keys, values, AttentionParams(0.25)).with_sinks(sinks).out
+    params = AttentionParams(0.25, sinks=sinks)
+    found = attend(query, keys, values, params).finish(params)
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
 
 
