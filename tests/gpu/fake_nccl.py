@@ -7,6 +7,7 @@ other side makes the matching call.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import Any
 
 import torch
@@ -47,16 +48,19 @@ class FakeNccl:
         self._local, self._connections = local, connections
         self._members = tuple(range(local.size)) if members is None else members
         self.rank, self.size = local.rank, local.size
+        self._sent, self._received = Counter[int](), Counter[int]()  # by peer: messages go by their number
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
         """Connect, then send."""
         self._connections.make(self._members[self.rank], self._members[dest], self._members[self.rank])
-        return self._local.isend(tensor, dest, 0)
+        self._sent[dest] += 1
+        return self._local.isend(tensor, dest, self._sent[dest])
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Connect, then receive."""
         self._connections.make(self._members[source], self._members[self.rank], self._members[self.rank])
-        return self._local.irecv(tensor, source, 0)
+        self._received[source] += 1
+        return self._local.irecv(tensor, source, self._received[source])
 
     def split(self, color: int) -> FakeNccl:
         """Keep the connections."""
