@@ -28,11 +28,11 @@ def test_ranks_keep_their_promises(mpirun: Any, ranks: int, name: str) -> None:
     ("ranks", "rounds", "name"),
     [
         (2, 20, "mpi"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(4, 30, "mpi"), (4, 12, "staged"), (4, 20, "gloo")]),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(4, 60, "mpi"), (8, 30, "mpi"), (4, 12, "staged"), (4, 20, "gloo")]
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [(4, 200, "mpi"), (8, 30, "mpi"), (8, 200, "mpi"), (4, 60, "gloo")]
         ),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in [(4, 200, "mpi"), (8, 200, "mpi"), (4, 60, "gloo")]),
     ],
 )
 def test_chains_are_exact_for_random_partitions(mpirun: Any, ranks: int, rounds: int, name: str) -> None:
@@ -45,8 +45,15 @@ def test_chains_are_exact_for_random_partitions(mpirun: Any, ranks: int, rounds:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mpi", "gloo"])
-@pytest.mark.parametrize("how", ["killed", "raises"])
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ("killed", "mpi"),
+        ("raises", "gloo"),
+        pytest.param("killed", "gloo", marks=pytest.mark.long),
+        pytest.param("raises", "mpi", marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_that_ends_in_a_prefill_ends_all(mpirun: Any, how: str, name: str) -> None:
     run = mpirun(3, [sys.executable, PROGRAMS / "dying_rank.py", how, name], timeout_s=60)  # or it hangs
     assert "rank 1 ends" in run.stdout, run.stderr

@@ -97,9 +97,11 @@ def test_a_profile_needs_no_machine(tmp_path: Path, tiny_model_dir: Path, mpirun
     ("options", "code", "word"),
     [
         (["--contexts", "9999"], 78, "9999: expected between 4 (two for each rank) and 512"),
-        (["--method", "model", "--profile", "abacus"], 78, "'abacus': no such profile"),
+        pytest.param(
+            *(["--method", "model", "--profile", "abacus"], 78, "'abacus': no such profile"), marks=pytest.mark.long
+        ),
         (["--output", "bad.json"], 65, "damaged or foreign"),
-        (["--output", "bad.json/x"], 78, "cannot be written"),
+        pytest.param(*(["--output", "bad.json/x"], 78, "cannot be written"), marks=pytest.mark.long),
     ],
 )
 def test_search_refuses(
