@@ -75,6 +75,7 @@ def _main(command: click.Command, name: str) -> NoReturn:
     """Run a command; user errors become one message and their exit code."""
     try:
         code = command.main(prog_name=name, standalone_mode=False)
+        sys.stdout.flush()  # here, where a reader that has gone is no surprise, and not as the interpreter ends
     except click.exceptions.Abort:
         code = 130
     except click.ClickException as error:

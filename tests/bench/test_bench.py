@@ -12,7 +12,7 @@ from models import tiny
 from kvr_mpi.bench.prompts import STRATEGIES
 from kvr_mpi.bench.verify import verify
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill import relay
+from kvr_mpi.prefill import all_gather, relay, ring
 from kvr_mpi.transport.local import run_local
 from kvr_mpi.tuning.grid import grid_search, interpolate
 
@@ -123,7 +123,8 @@ def test_verify_notices_a_lost_token(broken: bool, monkeypatch: pytest.MonkeyPat
         return attend(query, keys, values, scores, causal=causal)
 
     if broken:
-        monkeypatch.setattr(relay, "attend", forgetful)
+        for strategy in (relay, all_gather, ring):
+            monkeypatch.setattr(strategy, "attend", forgetful)
     loaded = tiny("llama-gqa")
     findings = run_local(2, lambda rank: list(verify(loaded, rank, [40])))
     assert findings[0] == findings[1] and len(findings[0]) == 7

@@ -151,6 +151,6 @@ def test_a_product_that_is_wrong_here_is_not_used(packed: Any, monkeypatch: pyte
 
 def test_parts_that_are_wrong_without_them_are_not_taken_over(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("kvr_mpi.kv.attention.Part.merge", lambda self, other: self)
+    monkeypatch.setattr("kvr_mpi.kv.attention.PartialAttention.merge", lambda self, other: self)
     assert not check_chain(packed("llama-gqa"), say=said.append).attends_in_parts
     assert "differ from those of plain transformers" in said[0]
