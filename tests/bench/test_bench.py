@@ -17,6 +17,7 @@ from kvr_mpi.transport.local import run_local
 from kvr_mpi.tuning.grid import grid_search, interpolate
 
 
+@pytest.mark.slow
 def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
     rows_file, plot = tmp_path / "rows.json", tmp_path / "plot.png"
     run = mpirun(
@@ -105,6 +106,7 @@ def test_verify_holds_on_three_ranks(tiny_model_dir: Path, mpirun: Any, kvr: Pat
     assert "480 tokens, ring" in run.stderr, "the model's context less 32 tokens is always checked"
 
 
+@pytest.mark.slow
 def test_verify_in_bfloat16(tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
     run = mpirun(
         2, [kvr, "verify", "--model", tiny_model_dir, "--lengths", "64", "--longest", "200", "--dtype", "bfloat16"]

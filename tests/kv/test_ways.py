@@ -120,6 +120,7 @@ def test_states_are_one_small_message_a_layer(name: str) -> None:
     assert 0 < sent[0] - 30 * loaded.shape.kv_bytes_per_token < len(states) * 1e4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*STATES, *WHOLE])
 def test_a_prefix_that_all_share_changes_nothing(name: str) -> None:
     loaded, ids = tiny(name), prompt(60)

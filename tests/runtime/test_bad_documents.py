@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from made_jobs import TEXT, last_line
 
 from kvr_mpi.store.folder import read_run
@@ -42,6 +43,7 @@ def test_bad_documents_are_records_and_the_rest_is_done(job: Path, tmp_path: Pat
     )
 
 
+@pytest.mark.slow
 def test_failures_may_be_allowed(job: Path, tmp_path: Path, run_here: Any) -> None:
     corpus = tmp_path / "corpus"
     for name in ("empty-1.txt", "empty-2.txt"):
@@ -66,6 +68,7 @@ def test_failures_may_be_allowed(job: Path, tmp_path: Path, run_here: Any) -> No
     assert run.returncode == 0 and last_line(run.stderr) == "exit code 0: done; all 5 document(s)"
 
 
+@pytest.mark.slow
 def test_pipes_and_devices_in_a_corpus_are_records(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
     os.mkfifo(tmp_path / "corpus" / "pipe.txt")
     (tmp_path / "corpus" / "zero.jsonl").symlink_to("/dev/zero")

@@ -123,6 +123,7 @@ def test_no_document_is_begun_that_would_not_end(job: Any, tmp_path: Path, mpiru
     assert len(answers(tmp_path / "job")) == 4
 
 
+@pytest.mark.slow
 def test_a_deadline_in_the_past_is_not_believed(job: Any, mpirun: Any, kvr_run: Path) -> None:
     run = mpirun(1, [kvr_run, job([1])], env={"SLURM_JOB_END_TIME": "1000000000"})
     assert run.returncode == 0, run.stderr

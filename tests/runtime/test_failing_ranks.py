@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from constants import TESTS
 from made_jobs import last_line
 
@@ -24,6 +25,7 @@ def test_alone_under_slurm_with_several_tasks(job: Path, kvr_run: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank_ends_all(job: Path, mpirun: Any) -> None:
     began = time.monotonic()
     run = mpirun(3, [sys.executable, TESTS / "programs" / "failing_rank.py", job], timeout_s=60)
@@ -34,6 +36,7 @@ def test_an_exception_on_one_rank_ends_all(job: Path, mpirun: Any) -> None:
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all(job: Path, kvr_run: Path, mpirun: Any, tmp_path: Path) -> None:
     marker = tmp_path / "pid"
     began = time.time()

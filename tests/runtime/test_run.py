@@ -85,6 +85,7 @@ def test_braces_in_documents_are_text(job: Path, tmp_path: Path, run_here: Any, 
     assert record.prompt_sha256 == Prompt(tuple(ids)).sha256
 
 
+@pytest.mark.slow
 def test_kv_is_kept_when_asked_for(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path, kvr: Path) -> None:
     settings = ["output.kv=true", "generation.max_new_tokens=0", "model.dtype=bfloat16", "documents.limit=2"]
     run = mpirun(2, [kvr_run, job, *(part for setting in settings for part in ("--set", setting))])
@@ -112,6 +113,7 @@ def test_too_long_is_truncated_or_split(job: Path, tmp_path: Path, run_here: Any
         assert (record.dropped_tokens > 0) == (choice == "truncate")
 
 
+@pytest.mark.slow
 def test_sampling_depends_on_the_seed_only(job: Path, tmp_path: Path, run_here: Any) -> None:
     found = []
     for number, (ranks, seed) in enumerate(((1, 5), (3, 5), (2, 6))):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 from constants import ROOT
 from made_jobs import last_line
@@ -16,6 +17,7 @@ from made_jobs import last_line
 from kvr_mpi.cli import group
 
 
+@pytest.mark.slow
 def test_log_lines_are_whole_and_say_who_and_how_long(job: Path, mpirun: Any, kvr_run: Path) -> None:
     end = str(int(time.time()) + 3600)
     run = mpirun(2, [kvr_run, job], env={"SLURM_JOB_END_TIME": end})

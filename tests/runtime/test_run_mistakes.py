@@ -11,6 +11,7 @@ import pytest
 from made_jobs import last_line
 
 
+@pytest.mark.slow
 def test_folders_that_are_missing_are_wrong_arguments_not_damaged_data(tmp_path: Path, kvr: Path) -> None:
     (tmp_path / "empty").mkdir()
     for command in ("inspect", "export", "status", "merge"):

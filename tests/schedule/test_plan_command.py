@@ -19,6 +19,7 @@ from kvr_mpi.tuning.lookup import choose_slices
 from kvr_mpi.tuning.table import ModelIdentity, save_table
 
 
+@pytest.mark.slow
 def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) -> None:
     command = [str(job), "--ranks", "4", "--hardware", "h200"]
     # Once as a user starts it, without MPI.

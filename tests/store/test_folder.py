@@ -190,6 +190,7 @@ def test_merging_an_empty_folder_makes_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_merging_many_documents_takes_little_memory(tmp_path: Path) -> None:
     program = TESTS / "programs" / "merge_growth.py"
     done = subprocess.run([sys.executable, program, tmp_path, "2000"], capture_output=True, text=True, check=True)

@@ -85,6 +85,7 @@ def test_a_ledger_that_is_a_link_or_a_pipe_ends_the_job(
     assert outside.read_text() == PRECIOUS and not absent.exists()
 
 
+@pytest.mark.slow
 def test_a_merge_truncates_nothing_through_a_link(tmp_path: Path, outside: Path, kvr: Path) -> None:
     folder = tmp_path / "run"
     take(folder, mode="new").close()
@@ -98,6 +99,7 @@ def test_a_merge_truncates_nothing_through_a_link(tmp_path: Path, outside: Path,
     assert outside.read_text() == PRECIOUS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["run.json", ".lock-000007", "ledger-0000.jsonl", "shard-0001-0000-00009.h5"])
 def test_a_pipe_in_the_folder_holds_nobody_up(tmp_path: Path, name: str, kvr: Path) -> None:
     take(tmp_path, mode="new").close()
@@ -156,6 +158,7 @@ HOSTILE_LINES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", HOSTILE_LINES.values(), ids=HOSTILE_LINES)
 def test_a_sealed_line_may_say_anything(tmp_path: Path, line: dict[str, Any], kvr: Path) -> None:
     run = take(tmp_path, mode="new")

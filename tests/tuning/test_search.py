@@ -80,6 +80,7 @@ def test_search_merges_and_checks(tmp_path: Path, tiny_model_dir: Path, mpirun: 
     assert "dtype is 'float32', here it is 'bfloat16'" in third.stderr and "--replace" in third.stderr
 
 
+@pytest.mark.slow
 def test_a_profile_needs_no_machine(tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
     run = mpirun(
         1,
