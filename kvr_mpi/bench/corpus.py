@@ -64,7 +64,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CorpusRun:
     """One way through the corpus."""
 
     seconds: float
@@ -78,18 +78,18 @@ class Run:
 
 
 @dataclass(slots=True)
-class Row:
+class CorpusRow:
     """One way to share a corpus."""
 
     way: str
-    runs: list[Run] = field(default_factory=list)
+    runs: list[CorpusRun] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
         """Median time of the whole corpus."""
         return statistics.median(run.seconds for run in self.runs)
 
-    def as_json(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def as_json(self, rows: Sequence[CorpusRow]) -> dict[str, Any]:
         """Return what a table or file shows, with the ratio to every other way (above 1: faster)."""
         run = min(self.runs, key=lambda run: abs(run.seconds - self.seconds))
         return {
@@ -118,7 +118,7 @@ def bench_corpus(
     ranks: Transport,
     comparison: Comparison,
     log: Log,
-) -> list[Row]:
+) -> list[CorpusRow]:
     """Answer a job's corpus in every way, interleaved; every rank calls this.
 
     Parameters
@@ -152,7 +152,7 @@ def bench_corpus(
                 loaded = next(iter(ready.values())).loaded if ready else None
                 ready[way] = prepare(mine, machine, ranks, chain, log.line, loaded=loaded)
         first = next(iter(ready.values()))
-        rows = [Row(way) for way in ways]
+        rows = [CorpusRow(way) for way in ways]
         shortest = min(range(len(corpus)), key=lambda number: corpus.entries[number].chars)
         _ours(first, corpus, [shortest], control, ranks)  # warms up
         for _ in range(repeats):
@@ -171,7 +171,9 @@ def _spec_for(spec: JobSpec, way: str) -> JobSpec:
     return spec.model_copy(update={"parallel": parallel})
 
 
-def _ours(prepared: JobSetup, corpus: Corpus, numbers: Sequence[int], control: Transport, ranks: Transport) -> Run:
+def _ours(
+    prepared: JobSetup, corpus: Corpus, numbers: Sequence[int], control: Transport, ranks: Transport
+) -> CorpusRun:
     """Do documents as a job does, with their answers stored in a folder that is removed afterwards."""
     with _folder(prepared.spec, control) as folder:
         control.barrier()
@@ -189,7 +191,7 @@ def _ours(prepared: JobSetup, corpus: Corpus, numbers: Sequence[int], control: T
     found = share_json(control, gather_json(control, [asdict(post.tally), seconds]))
     tallies = [Tally(**one) for one, _ in found]
     seconds = max(one for _, one in found)
-    return Run(
+    return CorpusRun(
         seconds=seconds,
         documents=done,
         prompt_tokens=sum(one.prompt_tokens for one in tallies),
@@ -230,17 +232,17 @@ class _FirstToken(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def _generate(prepared: JobSetup, corpus: Corpus, ranks: Transport, batch_size: int) -> Run:
+def _generate(prepared: JobSetup, corpus: Corpus, ranks: Transport, batch_size: int) -> CorpusRun:
     """Answer the corpus with transformers' generate on rank 0, with all cores of its host."""
     found = None
     if ranks.rank == 0:
         with all_cores(), plain(prepared.loaded):
             found = asdict(_generate_here(prepared, corpus, batch_size))
     ranks.barrier()
-    return Run(**share_json(ranks, found))
+    return CorpusRun(**share_json(ranks, found))
 
 
-def _generate_here(prepared: JobSetup, corpus: Corpus, batch_size: int) -> Run:
+def _generate_here(prepared: JobSetup, corpus: Corpus, batch_size: int) -> CorpusRun:
     model, device = prepared.loaded.model, prepared.loaded.device
     began = time.perf_counter()
     prompts = []
@@ -276,4 +278,4 @@ def _generate_here(prepared: JobSetup, corpus: Corpus, batch_size: int) -> Run:
             new_tokens += stop
     seconds = time.perf_counter() - began
     tokens = sum(map(len, prompts))
-    return Run(seconds, len(prompts), tokens, new_tokens, prefill_s, seconds - prefill_s, (1.0,), 1.0)
+    return CorpusRun(seconds, len(prompts), tokens, new_tokens, prefill_s, seconds - prefill_s, (1.0,), 1.0)

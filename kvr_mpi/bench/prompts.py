@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StrategyRun:
     """One prompt under one strategy: what the ranks together found."""
 
     ttft_s: float  # from a common start to the first token's logits
@@ -52,22 +52,22 @@ class Run:
 
 
 @dataclass(slots=True)
-class Row:
+class StrategyRow:
     """One strategy at one length."""
 
     strategy: str
     context_tokens: int
     size: int
     slices: str = ""
-    cold: Run | None = None  # the first, which warms up and tells the memory
-    runs: list[Run] = field(default_factory=list)
+    cold: StrategyRun | None = None  # the first, which warms up and tells the memory
+    runs: list[StrategyRun] = field(default_factory=list)
 
     @property
     def ttft_s(self) -> float:
         """Median time to first token."""
         return statistics.median(run.ttft_s for run in self.runs)
 
-    def as_json(self, rows: Sequence[Row]) -> dict[str, object]:
+    def as_json(self, rows: Sequence[StrategyRow]) -> dict[str, object]:
         """Return what a table or file shows, with ratios to the others of the same length (above 1: faster)."""
         same = {row.strategy: row.ttft_s for row in rows if row.context_tokens == self.context_tokens}
         rivals = [seconds for name, seconds in same.items() if name not in OURS]
@@ -103,7 +103,7 @@ def bench(
     slices: Mapping[int, Sequence[int]] | None = None,
     *,
     lends: bool = False,
-) -> list[Row]:
+) -> list[StrategyRow]:
     """Run every strategy at every length, interleaved; every rank calls this.
 
     Parameters
@@ -116,7 +116,7 @@ def bench(
 
     Returns
     -------
-    list of Row
+    list of StrategyRow
         On every rank; the figures are complete on all of them.
 
     Raises
@@ -150,7 +150,7 @@ def bench(
         partitions = _plan(loaded, world, strategies, contexts, given, say)
         rows = []
         for tokens in contexts:
-            here = [Row(name, tokens, world.size) for name in strategies]
+            here = [StrategyRow(name, tokens, world.size) for name in strategies]
             trials = {
                 name: Trial(loaded, world, name, tokens, partitions.get((name, tokens)), footprint, lends)
                 for name in strategies
@@ -197,7 +197,7 @@ class Trial:
         """Its slices."""
         return self.partition or self.registered.cut_evenly(self.tokens, self.world.size)
 
-    def measure(self, *, cold: bool = False) -> Run:
+    def measure(self, *, cold: bool = False) -> StrategyRun:
         """Prefill it; every rank calls this.
 
         Parameters
@@ -227,7 +227,7 @@ class Trial:
         ]
         del prefill, first_token
         seconds, waits, sent, cpu, peaks, plans = zip(*share_json(world, gather_json(world, found)), strict=True)
-        return Run(max(seconds), max(waits), max(sent), sum(cpu), peaks, plans)
+        return StrategyRun(max(seconds), max(waits), max(sent), sum(cpu), peaks, plans)
 
     def _prefill(self) -> Prefill | None:
         loaded, world, lends = self.loaded, self.world, self.lends

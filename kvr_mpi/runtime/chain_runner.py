@@ -32,20 +32,8 @@ LEAST_SLICE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """How a prompt is run, in words that go from rank to rank.
-
-    strategy : its name; None if one rank prefills the prompt, packed with others.
-    bounds : of its slices.
-    """
-
-    strategy: str | None
-    bounds: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedPrompt:
-    """A prompt and how a chain runs it; made once, the same on every rank.
+    """A prompt and how a chain runs it: made by its first rank, the same on every rank.
 
     prefix : what it begins with, if that has been computed already.
     decode_rank : the rank of the chain that has the last slice, and ends with logits and cache.
@@ -110,51 +98,55 @@ class ChainRunner:
         """Make what carries keys and values from prompt to prompt; None on a rank alone."""
         return Forwarder(self.chain, device=self._loaded.device) if self.chain.size > 1 else None
 
-    def plan(self, request: PromptRequest, decode_rank: int) -> Route:
+    def plan(self, request: PromptRequest, decode_rank: int) -> PlannedPrompt:
         """Decide how a prompt is run with this rank of the chain last; only the chain's first rank does.
 
         Other ranks are told, since what is rounded here could be rounded differently on another processor.
         """
-        prompt = request.prompt
-        known = self._known(prompt)
+        prompt, prefix = request.prompt, self._prefix_of(request.prompt)
+        known = prefix.tokens if prefix else 0
         if self._goes_alone(prompt, known):
-            return Route(None, None)
+            return PlannedPrompt(prompt, prefix, decode_rank, KVR, None)
         strategy = self._choose_strategy(prompt.tokens, known)
-        return Route(strategy.name, self._cut(strategy, prompt.tokens, known, decode_rank).bounds)
+        return PlannedPrompt(
+            prompt, prefix, decode_rank, strategy, self._cut(strategy, prompt.tokens, known, decode_rank)
+        )
 
-    def planned(self, prompt: Prompt, decode_rank: int, route: Route) -> PlannedPrompt:
-        """Put together what a route says of a prompt."""
-        partition = None if route.bounds is None else Partition(tuple(route.bounds))
-        strategy = KVR if route.strategy is None else STRATEGIES[route.strategy]
-        return PlannedPrompt(prompt, self._prefix_of(prompt), decode_rank, strategy, partition)
+    def planned(
+        self, request: PromptRequest, decode_rank: int, strategy: str, bounds: Sequence[int] | None
+    ) -> PlannedPrompt:
+        """Make a prompt's plan of what the chain's first rank tells of it."""
+        partition = None if bounds is None else Partition(tuple(bounds))
+        prompt = request.prompt
+        return PlannedPrompt(prompt, self._prefix_of(prompt), decode_rank, STRATEGIES[strategy], partition)
 
-    def why_too_large(self, request: PromptRequest, decode_rank: int, route: Route) -> str | None:
+    def why_too_large(self, plan: PlannedPrompt) -> str | None:
         """Say why a prompt fits on no empty chain, and how many ranks would do; None if it does."""
-        planned, footprint = self.planned(request.prompt, decode_rank, route), self._setup.footprint
+        footprint = self._setup.footprint
         try:
-            self._loaded.shape.check_ids(request.prompt.ids)
+            self._loaded.shape.check_ids(plan.prompt.ids)
             if footprint is None:
                 return None
-            free, whole = [min(self._free_bytes)], Partition((0, request.prompt.tokens))
-            if planned.partition is None:
-                check_fits(footprint, whole, free, self.new_tokens)
+            free = [min(self._free_bytes)]
+            if plan.partition is None:
+                check_fits(footprint, Partition((0, plan.prompt.tokens)), free, self.new_tokens)
             else:
-                make = planned.strategy.ours.make or Relay
-                check_fits(footprint, planned.partition, free * self.chain.size, self.new_tokens, make)
+                make = plan.strategy.ours.make or Relay
+                check_fits(footprint, plan.partition, free * self.chain.size, self.new_tokens, make)
         except DocumentError as error:
             return str(error)
         return None
 
-    def fits_beside(self, request: PromptRequest, decode_rank: int, route: Route, held_bytes: Sequence[int]) -> bool:
+    def fits_beside(self, plan: PlannedPrompt, held_bytes: Sequence[int]) -> bool:
         """Whether a prompt fits beside what the ranks of the chain hold already."""
-        planned, footprint = self.planned(request.prompt, decode_rank, route), self._setup.footprint
+        footprint = self._setup.footprint
         if footprint is None:  # plain transformers' memory is not predicted: one at a time
             return False
-        if planned.partition is None:
+        if plan.partition is None:
             needs = [0] * self.chain.size
-            needs[decode_rank] = self.held_bytes_of(planned.prompt) + footprint.activation_bytes(PACK_TOKENS)
+            needs[plan.decode_rank] = self._kv_bytes(plan.prompt) + footprint.activation_bytes(PACK_TOKENS)
         else:
-            needs = self._needs(planned.strategy, planned.partition, planned.known_tokens, decode_rank)
+            needs = self._needs(plan.strategy, plan.partition, plan.known_tokens, plan.decode_rank)
         return all(
             not need or need + held <= free
             for need, held, free in zip(needs, held_bytes, self._free_bytes, strict=True)
@@ -162,11 +154,7 @@ class ChainRunner:
 
     def held_bytes(self, request: PromptRequest) -> int:
         """Bytes of a prompt's cache on the rank that decodes it, with room for the answer."""
-        return self.held_bytes_of(request.prompt)
-
-    def held_bytes_of(self, prompt: Prompt) -> int:
-        """Bytes of a prompt's cache, with room for the answer."""
-        return (prompt.tokens + self.new_tokens) * self._loaded.shape.kv_bytes_per_token
+        return self._kv_bytes(request.prompt)
 
     def prefill(self, planned: PlannedPrompt, forwarder: Forwarder | None) -> Prefill:
         """Prefill over the chain; every rank of it gives the same prompts in the same order.
@@ -212,9 +200,8 @@ class ChainRunner:
         """Find what the prompt begins with, if that is computed already."""
         return next((one for one in self._setup.prefixes if prompt.ids[: one.tokens] == one.ids), None)
 
-    def _known(self, prompt: Prompt) -> int:
-        prefix = self._prefix_of(prompt)
-        return prefix.tokens if prefix else 0
+    def _kv_bytes(self, prompt: Prompt) -> int:
+        return (prompt.tokens + self.new_tokens) * self._loaded.shape.kv_bytes_per_token
 
     def _cut(self, strategy: Strategy, tokens: int, known: int, decode_rank: int) -> Partition:
         """Cut a prompt for the chain with this rank of it last; nobody computes what is known."""

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 
 from kvr_mpi.decode.batch import DecodeBatch, Finished
-from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.runtime.requests import PromptOutcome, PromptRequest, error_record
 from kvr_mpi.runtime.result_sink import ResultSink
@@ -50,9 +49,9 @@ class Decoder:
         """Answers under way."""
         return self._batch.running
 
-    def held(self, bytes_of: Callable[[Prompt], int]) -> Held:
+    def held(self, bytes_of: Callable[[PromptRequest], int]) -> Held:
         """Say what this rank holds."""
-        return Held(self._batch.running, sum(bytes_of(request.prompt) for request in self._batch.keys))
+        return Held(self._batch.running, sum(map(bytes_of, self._batch.keys)))
 
     def start(self, request: PromptRequest, prefill: Prefill, seed: int) -> None:
         """Take in a prompt after its prefill."""

@@ -39,10 +39,10 @@ class Capacity(Protocol[R_contra, P]):
     def plan(self, request: R_contra, decode_rank: int) -> P:
         """Decide how a prompt is run with this rank of the chain last."""
 
-    def why_too_large(self, request: R_contra, decode_rank: int, plan: P) -> str | None:
+    def why_too_large(self, plan: P) -> str | None:
         """Say why a prompt fits on no empty chain; None if it does."""
 
-    def fits_beside(self, request: R_contra, decode_rank: int, plan: P, held_bytes: Sequence[int]) -> bool:
+    def fits_beside(self, plan: P, held_bytes: Sequence[int]) -> bool:
         """Whether a prompt fits beside what the ranks hold already."""
 
     def held_bytes(self, request: R_contra) -> int:
@@ -74,7 +74,6 @@ class PrefillPrompt(Generic[P]):
     """The next prompt is prefilled."""
 
     plan: P
-    decode_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +146,9 @@ class WaveScheduler(Generic[R, P]):
         rank = self._next_decode_rank()
         plan = self._capacity.plan(request, rank)
         fits = self._held[rank].sequences < self._max_sequences and self._capacity.fits_beside(
-            request, rank, plan, [held.bytes for held in self._held]
+            plan, [held.bytes for held in self._held]
         )
-        return PrefillPrompt(plan, rank) if fits or not holds_any else EndWave()
+        return PrefillPrompt(plan) if fits or not holds_any else EndWave()
 
     def start_next(self, decode_rank: int) -> R:
         """Take the next prompt, which is prefilled now and then held by this rank."""
@@ -175,7 +174,7 @@ class WaveScheduler(Generic[R, P]):
             return None
         last = len(self._held) - 1
         for each in (other for other in self._waiting if other.document is request.document):
-            if reason := self._capacity.why_too_large(each, last, self._capacity.plan(each, last)):
+            if reason := self._capacity.why_too_large(self._capacity.plan(each, last)):
                 return reason
         self._checked = request.document
         return None

@@ -20,7 +20,7 @@ from kvr_mpi.documents import Corpus, Document
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS
-from kvr_mpi.runtime.chain_runner import ChainRunner, PlannedPrompt, Route
+from kvr_mpi.runtime.chain_runner import ChainRunner, PlannedPrompt
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.pace import Pace
 from kvr_mpi.runtime.requests import DocumentRequest, PromptOutcome, PromptRequest, error_record
@@ -60,7 +60,7 @@ class NoDocuments:
     """None is left, or none is to be begun: the last wave ends."""
 
 
-Decision = OpenDocument | NoDocuments | RefuseDocument | PrefillPrompt[Route] | EndWave
+Decision = OpenDocument | NoDocuments | RefuseDocument | PrefillPrompt[PlannedPrompt] | EndWave
 
 
 class ChainWorker:
@@ -80,7 +80,7 @@ class ChainWorker:
         self._pace = Pace(time.monotonic())
         self._packed: list[tuple[PromptRequest, PlannedPrompt]] = []  # to be prefilled by this rank alone
         # The same on every rank of the chain:
-        self._scheduler: WaveScheduler[PromptRequest, Route] = WaveScheduler(
+        self._scheduler: WaveScheduler[PromptRequest, PlannedPrompt] = WaveScheduler(
             self._chain.size, runner, max_sequences=MAX_SEQUENCES, decodes=runner.new_tokens > 0
         )
         self._has_documents = True
@@ -116,8 +116,8 @@ class ChainWorker:
                     self._open_document(number)
                 case RefuseDocument(reason):
                     self._refuse_document(self._scheduler.next_request.document, reason)
-                case PrefillPrompt(route, decode_rank):
-                    self._prefill(route, decode_rank)
+                case PrefillPrompt(plan):
+                    self._prefill(plan)
         self._has_documents &= not isinstance(decision, NoDocuments)
         self._prefill_packed()
         self._post.tally.phase_s += time.monotonic() - began
@@ -129,7 +129,7 @@ class ChainWorker:
             wave_s = time.monotonic() - self._pace.wave_began_s
             decision = self._scheduler.decide(wave_s=wave_s, has_documents=self._has_documents)
             word = _to_wire(self._take_document() if isinstance(decision, TakeDocument) else decision)
-        return _from_wire(share_json(self._chain, word))
+        return self._from_wire(share_json(self._chain, word))
 
     def _take_document(self) -> OpenDocument | NoDocuments:
         """Take the next document, unless there is none, or no time for it."""
@@ -174,17 +174,25 @@ class ChainWorker:
         if self._chain.rank == 0:
             self._post.sink.write_record(error_record(document, reason), work)
 
-    def _prefill(self, route: Route, decode_rank: int) -> None:
+    def _prefill(self, plan: PlannedPrompt) -> None:
         """Prefill the next prompt; one that goes alone is put aside by the rank that decodes it."""
-        request = self._scheduler.start_next(decode_rank)
-        planned = self._runner.planned(request.prompt, decode_rank, route)
-        if planned.partition is not None:
-            prefill = self._runner.prefill(planned, self._forwarder)
+        request = self._scheduler.start_next(plan.decode_rank)
+        if plan.partition is not None:
+            prefill = self._runner.prefill(plan, self._forwarder)
             self._post.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
-            if self._chain.rank == decode_rank:
+            if self._chain.rank == plan.decode_rank:
                 self._start_decoding(request, prefill)
-        elif self._chain.rank == decode_rank:
-            self._packed.append((request, planned))
+        elif self._chain.rank == plan.decode_rank:
+            self._packed.append((request, plan))
+
+    def _from_wire(self, word: list[Any]) -> Decision:
+        """Read a decision; of a prompt's plan what the ranks do not know is told."""
+        name, fields = word
+        if name == PrefillPrompt.__name__:
+            return PrefillPrompt(self._runner.planned(self._scheduler.next_request, **fields))
+        kinds: dict[str, Any] = {kind.__name__: kind for kind in (OpenDocument, NoDocuments, RefuseDocument, EndWave)}
+        decision: Decision = kinds[name](**fields)
+        return decision
 
     def _prefill_packed(self) -> None:
         """Prefill what was put aside, some prompts at a time."""
@@ -206,7 +214,7 @@ class ChainWorker:
 
     def _exchange_outcomes(self) -> None:
         """Tell each other what is held and what was answered."""
-        held = self._post.decoder.held(self._runner.held_bytes_of)
+        held = self._post.decoder.held(self._runner.held_bytes)
         outcomes = [(key, asdict(outcome)) for key, outcome in self._post.decoder.take_outcomes()]
         self._chain.barrier()  # it sleeps, so that those that still decode have their cores
         ranks = share_json(self._chain, gather_json(self._chain, [asdict(held), outcomes]))
@@ -242,13 +250,10 @@ def _rows(packed: Sequence[tuple[PromptRequest, PlannedPrompt]]) -> list[list[tu
 
 
 def _to_wire(decision: Decision) -> list[Any]:
-    return [type(decision).__name__, asdict(decision)]
-
-
-def _from_wire(word: list[Any]) -> Decision:
-    name, fields = word
-    if name == PrefillPrompt.__name__:
-        return PrefillPrompt(Route(**fields["plan"]), fields["decode_rank"])
-    kinds: dict[str, Any] = {kind.__name__: kind for kind in (OpenDocument, NoDocuments, RefuseDocument, EndWave)}
-    decision: Decision = kinds[name](**fields)
-    return decision
+    if isinstance(decision, PrefillPrompt):
+        plan = decision.plan
+        bounds = None if plan.partition is None else plan.partition.bounds
+        fields = {"decode_rank": plan.decode_rank, "strategy": plan.strategy.name, "bounds": bounds}
+    else:
+        fields = asdict(decision)
+    return [type(decision).__name__, fields]

@@ -27,7 +27,7 @@ NAMES = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ForecastRow:
     """One prompt length on one number of ranks.
 
     ttft_s : seconds to the first token of each strategy, rivals as published (``single`` uses one rank).
@@ -58,7 +58,7 @@ class Row:
 
 def simulate(
     work: Workload, costs: Costs, contexts: Sequence[int], ranks: Sequence[int], *, relay: RelayKind, quantum: int = 64
-) -> list[Row]:
+) -> list[ForecastRow]:
     """Forecast every length on every number of ranks.
 
     Raises
@@ -80,7 +80,7 @@ def simulate(
     return [_row(costs, tokens, size, relay, quantum) for tokens in contexts for size in ranks]
 
 
-def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, quantum: int) -> Row:
+def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, quantum: int) -> ForecastRow:
     partition, searched_s = best_split(costs, tokens, ranks, relay, quantum)
     ttft_s: dict[str, float] = {}
     for one in STRATEGIES.values():
@@ -88,7 +88,7 @@ def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, quantum: int) 
             even_s = one.way(lends=False).seconds(costs, _evenly(tokens, one.stretches * ranks), relay)
             ttft_s |= {one.name + EVEN: even_s, one.name + SEARCHED: searched_s} if one.has_cuts else {one.name: even_s}
     single_s = ttft_s["single"]
-    return Row(
+    return ForecastRow(
         context_tokens=tokens,
         ranks=ranks,
         ttft_s=ttft_s,

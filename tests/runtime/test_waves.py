@@ -38,16 +38,16 @@ class Ranks:
     size: int
     planned: list[tuple[Request, int]] = field(default_factory=list)
 
-    def plan(self, request: Request, decode_rank: int) -> tuple[int, int]:
+    def plan(self, request: Request, decode_rank: int) -> tuple[Request, int]:
         self.planned.append((request, decode_rank))
-        return request.bytes, decode_rank
+        return request, decode_rank
 
-    def why_too_large(self, request: Request, decode_rank: int, plan: tuple[int, int]) -> str | None:
-        assert plan == (request.bytes, decode_rank)
+    def why_too_large(self, plan: tuple[Request, int]) -> str | None:
+        request, _ = plan
         return f"{request.bytes} bytes" if request.bytes > FREE else None
 
-    def fits_beside(self, request: Request, decode_rank: int, plan: tuple[int, int], held_bytes: Sequence[int]) -> bool:
-        assert plan == (request.bytes, decode_rank)
+    def fits_beside(self, plan: tuple[Request, int], held_bytes: Sequence[int]) -> bool:
+        request, decode_rank = plan
         return all(self.needs(request, decode_rank, rank) + held <= FREE for rank, held in enumerate(held_bytes))
 
     def held_bytes(self, request: Request) -> int:
@@ -66,7 +66,9 @@ def test_every_prompt_runs_once_and_memory_is_never_exceeded(
     documents: list[list[int]], size: int, most: int, left: int, decodes: bool
 ) -> None:
     ranks = Ranks(size)
-    scheduler: WaveScheduler[Request, tuple[int, int]] = WaveScheduler(size, ranks, max_sequences=most, decodes=decodes)
+    scheduler: WaveScheduler[Request, tuple[Request, int]] = WaveScheduler(
+        size, ranks, max_sequences=most, decodes=decodes
+    )
     queue = [[Request(number, part, size) for part, size in enumerate(one)] for number, one in enumerate(documents)]
     expected = Counter(each for one in queue if max(each.bytes for each in one) <= FREE for each in one)
     held: list[list[Request]] = [[] for _ in range(size)]
@@ -86,7 +88,7 @@ def test_every_prompt_runs_once_and_memory_is_never_exceeded(
                     assert any(f"{size} bytes" == reason for size in documents[document])
                     refused.append(document)
                     scheduler.drop_document(document)
-                case PrefillPrompt(_, rank):
+                case PrefillPrompt((_, rank)):
                     alone = not any(held)
                     request = scheduler.start_next(rank)
                     for other in range(size):
@@ -105,12 +107,12 @@ def test_every_prompt_runs_once_and_memory_is_never_exceeded(
 
 @given(st.integers(1, 6), st.integers(1, 40))
 def test_no_rank_starves(size: int, prompts: int) -> None:
-    scheduler: WaveScheduler[Request, tuple[int, int]] = WaveScheduler(size, Ranks(size), max_sequences=1000)
+    scheduler: WaveScheduler[Request, tuple[Request, int]] = WaveScheduler(size, Ranks(size), max_sequences=1000)
     scheduler.add(Request(number, 0, 1) for number in range(prompts))
     order = []
     while isinstance(decision := scheduler.decide(wave_s=0.0, has_documents=False), PrefillPrompt):
-        order.append(decision.decode_rank)
-        scheduler.start_next(decision.decode_rank)
+        order.append(decision.plan[1])
+        scheduler.start_next(decision.plan[1])
         held = [one.sequences for one in scheduler.held]
         assert max(held) - min(held) <= 1
     assert order == [number % size for number in range(len(order))]
@@ -118,22 +120,22 @@ def test_no_rank_starves(size: int, prompts: int) -> None:
 
 
 def test_a_long_wave_ends_as_soon_as_there_is_something_to_decode() -> None:
-    scheduler: WaveScheduler[Request, tuple[int, int]] = WaveScheduler(2, Ranks(2), max_sequences=9)
+    scheduler: WaveScheduler[Request, tuple[Request, int]] = WaveScheduler(2, Ranks(2), max_sequences=9)
     scheduler.add([Request(0, 0, 1), Request(1, 0, 1)])
     late = MAX_WAVE_S + 1
     first = scheduler.decide(wave_s=late, has_documents=True)
     assert isinstance(first, PrefillPrompt)  # nothing is held: it would wait for ever
-    scheduler.start_next(first.decode_rank)
+    scheduler.start_next(first.plan[1])
     assert scheduler.decide(wave_s=late, has_documents=True) == EndWave()
     assert isinstance(scheduler.decide(wave_s=MAX_WAVE_S, has_documents=True), PrefillPrompt)
 
 
 def test_what_was_left_over_counts() -> None:
-    scheduler: WaveScheduler[Request, tuple[int, int]] = WaveScheduler(2, Ranks(2), max_sequences=9)
+    scheduler: WaveScheduler[Request, tuple[Request, int]] = WaveScheduler(2, Ranks(2), max_sequences=9)
     scheduler.begin_wave([Held(1, 60), Held(0, 0)])
     scheduler.add([Request(0, 0, 70)])
     decision = scheduler.decide(wave_s=0.0, has_documents=False)
-    assert isinstance(decision, PrefillPrompt) and decision.decode_rank == 1
+    assert isinstance(decision, PrefillPrompt) and decision.plan[1] == 1
     scheduler.start_next(1)
     assert list(scheduler.held) == [Held(1, 60), Held(1, 70)]
     scheduler.add([Request(1, 0, 50)])
@@ -142,7 +144,7 @@ def test_what_was_left_over_counts() -> None:
 
 def test_a_documents_next_prompts_are_looked_at_anew() -> None:
     """The answers about parts make another prompt of the same document, which may be too large by itself."""
-    scheduler: WaveScheduler[Request, tuple[int, int]] = WaveScheduler(1, Ranks(1), max_sequences=9)
+    scheduler: WaveScheduler[Request, tuple[Request, int]] = WaveScheduler(1, Ranks(1), max_sequences=9)
     scheduler.add([Request(0, 0, 1)])
     assert isinstance(scheduler.decide(wave_s=0.0, has_documents=True), PrefillPrompt)
     scheduler.start_next(0)
