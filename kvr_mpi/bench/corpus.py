@@ -25,7 +25,7 @@ from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
-from kvr_mpi.runtime.batch import open_post, work_through
+from kvr_mpi.runtime.batch import open_context, work_through
 from kvr_mpi.runtime.preflight import choose_chain_size
 from kvr_mpi.runtime.requests import DocumentRequest
 from kvr_mpi.runtime.rounds import share_out
@@ -182,13 +182,13 @@ def _ours(
         counters = open_counters(control, FIRST_LIST + shares.slots)
         quiet = Progress(Log(control.rank), len(numbers), shares.work, silent=True)
         with closing(ShardWriter(folder, f"{control.rank:04d}", prepared.header())) as writer:
-            post = open_post(prepared, corpus, counters, writer, quiet, Stop())
-            work_through(prepared, ranks, shares, post, counters, Log(1).line)
+            context = open_context(prepared, corpus, counters, writer, quiet, Stop())
+            work_through(prepared, ranks, shares, context, counters, Log(1).line)
         control.barrier()
         seconds = time.perf_counter() - began
         done = counters.read()[Slot.DONE]
         counters.close()
-    found = share_json(control, gather_json(control, [asdict(post.tally), seconds]))
+    found = share_json(control, gather_json(control, [asdict(context.tally), seconds]))
     tallies = [Tally(**one) for one, _ in found]
     seconds = max(one for _, one in found)
     return CorpusRun(

@@ -30,7 +30,7 @@ from kvr_mpi.runtime.slots import FIRST_LIST, Slot
 from kvr_mpi.runtime.stopping import STOP_SIGNALS, SharedStop, Stop, listening
 from kvr_mpi.runtime.tally import Tally, describe_throughput
 from kvr_mpi.runtime.work_queue import WorkQueue
-from kvr_mpi.runtime.worker import ChainWorker, Post
+from kvr_mpi.runtime.worker import ChainWorker, WorkerContext
 from kvr_mpi.store.folder import Index, check_writable, index_run, read_records, run_files
 from kvr_mpi.store.lock import Owner
 from kvr_mpi.store.merge import merge_run
@@ -93,18 +93,18 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
         ) as progress,
     ):
         check = None if run is None else run.check
-        post = open_post(prepared, corpus, counters, writer, progress, stop, check)
-        work_through(prepared, ranks, shares, post, counters, log.line)
+        context = open_context(prepared, corpus, counters, writer, progress, stop, check)
+        work_through(prepared, ranks, shares, context, counters, log.line)
     world.barrier()
     left = len(todo) - counters.read()[Slot.DONE]
     counters.close()
-    tallies = [Tally(**one) for one in share_json(world, gather_json(world, asdict(post.tally)))]
+    tallies = [Tally(**one) for one in share_json(world, gather_json(world, asdict(context.tally)))]
     for line in describe_throughput(tallies, len(todo) - left, progress.elapsed_s, shares.predicted_s):
         log.root(line)
     return int(share_json(world, on_root(world, lambda: _conclude(run, spec, left, stop, log))))
 
 
-def open_post(
+def open_context(
     setup: JobSetup,
     corpus: Corpus,
     counters: Counters,
@@ -112,19 +112,21 @@ def open_post(
     progress: Progress,
     stop: Stop,
     check: Callable[[], None] | None = None,
-) -> Post:
+) -> WorkerContext:
     """Put together what this rank works with: documents, results, answers under way."""
     sink = ResultSink(writer, counters, progress, keeps_kv=setup.spec.output.kv)
     shared, tally = SharedStop(stop, counters, check), Tally()
     decodes = setup.spec.generation.max_new_tokens > 0
     decoder = Decoder(setup.open_decode_batch(), sink, shared, tally, decodes=decodes)
-    return Post(corpus, sink, decoder, shared, tally)
+    return WorkerContext(corpus, sink, decoder, shared, tally)
 
 
-def work_through(setup: JobSetup, ranks: Transport, shares: Shares, post: Post, counters: Counters, say: Say) -> None:
+def work_through(
+    setup: JobSetup, ranks: Transport, shares: Shares, context: WorkerContext, counters: Counters, say: Say
+) -> None:
     """Do this rank's part of all rounds; every rank calls this."""
     for number in list(shares.does_not_fit)[ranks.rank :: ranks.size]:
-        post.sink.write_record(error_record(post.corpus.read(number), shares.does_not_fit[number]), 0)
+        context.sink.write_record(error_record(context.corpus.read(number), shares.does_not_fit[number]), 0)
     # All of them before any work: making chains waits for all ranks.
     chains = [ranks.split(part.topology.group_of(ranks.rank)) for part in shares.rounds]
     for chain in chains:  # its ring is closed by a link that no longer chain has
@@ -135,9 +137,9 @@ def work_through(setup: JobSetup, ranks: Transport, shares: Shares, post: Post, 
         if own is not None:
             queue = WorkQueue(part.lists, part.works, own, counters, first_slot)
             runner = ChainRunner(setup, chain, part.topology.ranks_of(own), say)
-            ChainWorker(runner, queue, post).run()
+            ChainWorker(runner, queue, context).run()
         first_slot += len(part.lists)
-    post.decoder.decode()
+    context.decoder.decode()
 
 
 def _scan(spec: JobSpec, folder: Path, options: RunOptions) -> Corpus:

@@ -33,7 +33,7 @@ from kvr_mpi.transport import gather_json, share_json
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class WorkerContext:
     """What a rank works with, whatever chain it is in.
 
     corpus : where documents come from.
@@ -71,11 +71,11 @@ class ChainWorker:
     runner : ChainRunner
     queue : WorkQueue
         Which documents this chain takes.
-    post : Post
+    context : WorkerContext
     """
 
-    def __init__(self, runner: ChainRunner, queue: WorkQueue, post: Post) -> None:
-        self._runner, self._queue, self._post, self._chain = runner, queue, post, runner.chain
+    def __init__(self, runner: ChainRunner, queue: WorkQueue, context: WorkerContext) -> None:
+        self._runner, self._queue, self._context, self._chain = runner, queue, context, runner.chain
         self._forwarder = runner.open_forwarder()
         self._pace = Pace(time.monotonic())
         self._packed: list[tuple[PromptRequest, PlannedPrompt]] = []  # to be prefilled by this rank alone
@@ -105,7 +105,7 @@ class ChainWorker:
 
     def _is_over(self) -> bool:
         """Say whether the chain has no time left; its first rank looks at the clock for all."""
-        return bool(share_json(self._chain, self._post.stop.is_over))
+        return bool(share_json(self._chain, self._context.stop.is_over))
 
     def _prefill_wave(self) -> None:
         """Prefill until a decision ends the wave."""
@@ -120,7 +120,7 @@ class ChainWorker:
                     self._prefill(plan)
         self._has_documents &= not isinstance(decision, NoDocuments)
         self._prefill_packed()
-        self._post.tally.phase_s += time.monotonic() - began
+        self._context.tally.phase_s += time.monotonic() - began
 
     def _agree_on_decision(self) -> Decision:
         """Let the chain's first rank decide what comes next, for all of them."""
@@ -133,7 +133,7 @@ class ChainWorker:
 
     def _take_document(self) -> OpenDocument | NoDocuments:
         """Take the next document, unless there is none, or no time for it."""
-        stop, following = self._post.stop, self._queue.peek_document()
+        stop, following = self._context.stop, self._queue.peek_document()
         stop.announce()
         stop.listen()
         if following is None:
@@ -144,8 +144,8 @@ class ChainWorker:
 
     def _open_document(self, number: int) -> None:
         """Make a document's prompts; it is in flight from now on."""
-        document, work = self._post.corpus.read(number), self._queue.work_of(number)
-        self._post.sink.begin_document(document.id)
+        document, work = self._context.corpus.read(number), self._queue.work_of(number)
+        self._context.sink.begin_document(document.id)
         self._pace.add_work(work)
         try:
             request = DocumentRequest(document, self._runner.prompt_config, work)
@@ -172,14 +172,14 @@ class ChainWorker:
     def _write_error(self, document: Document, work: int, reason: str) -> None:
         """Store an error that all ranks of the chain know of: one of them does."""
         if self._chain.rank == 0:
-            self._post.sink.write_record(error_record(document, reason), work)
+            self._context.sink.write_record(error_record(document, reason), work)
 
     def _prefill(self, plan: PlannedPrompt) -> None:
         """Prefill the next prompt; one that goes alone is put aside by the rank that decodes it."""
         request = self._scheduler.start_next(plan.decode_rank)
         if plan.partition is not None:
             prefill = self._runner.prefill(plan, self._forwarder)
-            self._post.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
+            self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
             if self._chain.rank == plan.decode_rank:
                 self._start_decoding(request, prefill)
         elif self._chain.rank == plan.decode_rank:
@@ -200,22 +200,22 @@ class ChainWorker:
         for row in _rows(packed):
             prefills = self._runner.prefill_packed([planned for _, planned in row])
             for (request, _), prefill in zip(row, prefills, strict=True):
-                self._post.tally.busy_s += prefill.seconds / len(row)
+                self._context.tally.busy_s += prefill.seconds / len(row)
                 self._start_decoding(request, prefill)
 
     def _start_decoding(self, request: PromptRequest, prefill: Prefill) -> None:
-        self._post.decoder.start(request, prefill, self._runner.seed_of(request.document.id))
+        self._context.decoder.start(request, prefill, self._runner.seed_of(request.document.id))
 
     def _decode_wave(self) -> None:
         """Decode what this rank holds; leave some of it for the next wave, if prompts wait for that."""
-        decoder = self._post.decoder
+        decoder = self._context.decoder
         few = max(0, decoder.running - 1) if self._chain.size == 1 else decoder.running // 4
         decoder.decode(leave=few if self._has_documents or self._scheduler.has_waiting else 0)
 
     def _exchange_outcomes(self) -> None:
         """Tell each other what is held and what was answered."""
-        held = self._post.decoder.held(self._runner.held_bytes)
-        outcomes = [(key, asdict(outcome)) for key, outcome in self._post.decoder.take_outcomes()]
+        held = self._context.decoder.held(self._runner.held_bytes)
+        outcomes = [(key, asdict(outcome)) for key, outcome in self._context.decoder.take_outcomes()]
         self._chain.barrier()  # it sleeps, so that those that still decode have their cores
         ranks = share_json(self._chain, gather_json(self._chain, [asdict(held), outcomes]))
         self._scheduler.begin_wave(Held(**each) for each, _ in ranks)
