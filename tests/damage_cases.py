@@ -29,7 +29,7 @@ from damage import (
 )
 from untrusted import HEADER
 
-from kvr_mpi.store.outputs import ARRAYS, Record
+from kvr_mpi.store.outputs import ARRAYS, SCHEMA_VERSION, Record
 
 ATTRIBUTES = [spec for spec in fields(Record) if spec.name not in (*ARRAYS, "answer")]
 PICKLE = np.void(b"cos\nsystem\n(S'touch owned'\ntR.")
@@ -127,7 +127,7 @@ RECORD_DAMAGE: dict[str, Damage] = {
     "schema-time": attribute_of_time("/", "schema"),
     "schema-not-utf8": attribute_bytes("/", "schema", b"\xff\xfe"),
     "version-missing": attribute("/", "schema_version", None),
-    "version-newer": attribute("/", "schema_version", 3),
+    "version-newer": attribute("/", "schema_version", SCHEMA_VERSION + 1),
     "version-far": attribute("/", "schema_version", 2**62),
     "version-text": attribute("/", "schema_version", "1"),
     "version-fraction": attribute("/", "schema_version", 1.5),
@@ -190,6 +190,19 @@ KV_DAMAGE: dict[str, Damage] = {
     "keys-compound": replace_in(KEYS, lambda _: COMPOUND),
     "keys-integers": replace_in(KEYS, lambda _: np.zeros((4, 1, 4), dtype=np.int32)),
     "keys-time": of_time(KEYS),
+    "kv-digests-missing": move("documents/a/kv/layer_000/digests", "documents/a/kv/layer_000/d"),
+    "kv-digests-other": replace_in("documents/a/kv/layer_000/digests", lambda _: np.zeros((1, 2), np.int64)),
+    "kv-digests-huge": unwritten("documents/a/kv/layer_000/digests", (2**40, 2), "i8", chunks=(64, 2)),
+    "kv-ids-missing": move("documents/a/kv/token_ids", "documents/a/kv/token"),
+    "kv-ids-other": replace_in("documents/a/kv/token_ids", lambda _: np.arange(4)),
+    "kv-ids-floats": replace_in("documents/a/kv/token_ids", lambda _: np.zeros(4)),
+    "kv-ids-huge": unwritten("documents/a/kv/token_ids", (2**40,), "i8", chunks=(64,)),
+    "kv-ids-external": replace_in("documents/a/kv/token_ids", external("/floats")),
+    "kv-text-other": attribute("documents/a/kv", "text_stop", 2),
+    "kv-text-outside": attribute("documents/a/kv", "text_stop", 99),
+    "kv-text-missing": attribute("documents/a/kv", "text_start", None),
+    "kv-blocks-other": attribute("documents/a/kv", "block_tokens", 4),
+    "kv-blocks-none": attribute("documents/a/kv", "block_tokens", 0),
 }
 # The type of keys is not looked at to show their shape.
 KV_READ_DAMAGE: dict[str, Damage] = {

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvr_mpi.documents import Corpus, CorpusFile, Entry
+from kvr_mpi.store.kv import CachedTokens, open_kv
 from kvr_mpi.store.lock import this_process
 from kvr_mpi.store.outputs import Header, Record
 from kvr_mpi.store.run import Run, open_run
@@ -31,7 +32,8 @@ def write(folder: Path, name: str, records: Iterable[Record], *, kv: bool = Fals
     writer = ShardWriter(folder, name, header)
     for number, each in enumerate(records):
         layer = torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(number))
-        writer.write(each, [(layer, -layer), None, (layer.half(), layer.half())] if kv else ())
+        layers = [(layer, -layer), None, (layer.half(), layer.half())] if kv else ()
+        writer.write(each, layers, CachedTokens((7, 8, 9, 5), (1, 3)) if kv else None)
     writer.close()
 
 
@@ -61,3 +63,8 @@ def resume(folder: Path, **options: Any) -> tuple[set[str], set[str], list[str]]
 
 def result_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.endswith((".h5", ".part")))
+
+
+def stored_layers(group: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of a document's group, by layer."""
+    return {layer.number: layer.read() for layer in open_kv(group).layers}

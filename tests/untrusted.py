@@ -12,8 +12,8 @@ import torch
 
 from kvr_mpi.errors import EXIT_BAD_DATA
 from kvr_mpi.store.folder import read_run
-from kvr_mpi.store.kv import read_array
-from kvr_mpi.store.outputs import Header, Record, document_groups, kv_layers, open_file, read_header, read_software
+from kvr_mpi.store.kv import CachedTokens, open_kv
+from kvr_mpi.store.outputs import Header, Record, document_groups, open_file, read_header, read_software
 from kvr_mpi.store.shards import ShardWriter
 
 IDENTITY: dict[str, Any] = {"model": "0123abcd", "kv": True}
@@ -30,7 +30,8 @@ def write_good(folder: Path) -> Path:
         record = Record(
             name, "done", answer=f"about {name}", token_ids=(5, 6), slices=(0, 2, 4), prompt_tokens=4, ttft_s=0.5
         )
-        writer.write(record, [(layer, -layer), (layer.half(), layer.half())])
+        tokens = CachedTokens((7, 8, 9, 5), (1, 3))
+        writer.write(record, [(layer, -layer), (layer.half(), layer.half())], tokens)
     writer.flush()
     return next(folder.glob("*.h5"))
 
@@ -42,9 +43,8 @@ def read_everything(path: Path) -> list[Record]:
         read_header(file)
         read_software(file)
         for group, _, _ in document_groups(file):
-            for _, keys, values in kv_layers(group):
-                read_array(keys)
-                read_array(values)
+            for layer in open_kv(group).layers:
+                layer.read()
     return records
 
 

@@ -73,18 +73,23 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
     from kvr_mpi.report.table import printable
     from kvr_mpi.store.folder import find_record
     from kvr_mpi.store.hdf5 import group_in
-    from kvr_mpi.store.kv import type_name
-    from kvr_mpi.store.outputs import check_arrays, kv_layers, open_file, read_record
+    from kvr_mpi.store.kv import open_kv, type_name
+    from kvr_mpi.store.outputs import open_file, read_record
 
     file, key = find_record(path, document, verify=verify)
     with open_file(file) as stored:
         group = group_in(group_in(stored, "documents"), key)
-        record, found = read_record(group), kv_layers(group)
+        record, found = read_record(group), open_kv(group)
         if verify:
-            check_arrays(found)
+            found.check()
         layers = [
-            {"layer": number, "keys": list(keys.shape), "values": list(values.shape), "dtype": type_name(keys)}
-            for number, keys, values in found
+            {
+                "layer": layer.number,
+                "keys": list(layer.keys.shape),
+                "values": list(layer.values.shape),
+                "dtype": type_name(layer.keys),
+            }
+            for layer in found.layers
         ]
     if as_json:
         click.echo(json.dumps({**record.as_json(), "kv": layers}))

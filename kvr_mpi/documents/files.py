@@ -24,7 +24,7 @@ from kvr_mpi.errors import CorpusError
 MAX_ID_CHARS = 512
 # Of a document, or of a row: more than any model reads. What is larger is never in memory as a whole.
 MAX_TEXT_BYTES = 64 << 20
-PARQUET_ROWS = 16  # in memory together
+PARQUET_ROWS, PARQUET_BYTES = 16, 64 << 20  # in memory together
 # Of a file that is only looked into.
 SAMPLE_ROWS, SAMPLE_BYTES = 20, 8 << 20
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -183,13 +183,22 @@ def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[
         while groups and number + sizes[groups[0]] <= start:
             number += sizes[groups.pop(0)]
         columns = [field for field in wanted if field in names]
-        for batch in table.iter_batches(batch_size=PARQUET_ROWS, row_groups=groups, columns=columns):
+        for batch in table.iter_batches(batch_size=_rows_at_once(table.metadata), row_groups=groups, columns=columns):
             for row in batch.to_pylist():
                 if number >= start:
                     yield number, {**dict.fromkeys(names), **row}
                 number += 1
     except (pyarrow.lib.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(str(error)) from error
+
+
+def _rows_at_once(metadata: Any) -> int:
+    """Say how many rows of a Parquet file to have in memory together: each of them may be all of its column."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    largest = max(
+        (each.column(n).total_uncompressed_size for each in groups for n in range(each.num_columns)), default=0
+    )
+    return int(min(PARQUET_ROWS, max(1, PARQUET_BYTES // max(1, largest))))
 
 
 def _from_row(row: dict[str, Any], place: str, id_field: str, text_field: str) -> Document:

@@ -1,21 +1,162 @@
-"""Keys and values in HDF5, in the model's own dtype, bfloat16 included.
+"""Keys and values in HDF5, in the model's own dtype, bfloat16 included, with all that is needed to go on from them.
 
-HDF5 knows no bfloat16 by name, but describes any binary floating-point type: files written here are read by
-plain h5py as float32, and by `read_array` bit for bit.
+    kv                            attributes: block_tokens, text_start, text_stop (the document's text in the prompt)
+    kv/token_ids                  of the tokens whose keys and values these are (int64)
+    kv/layer_000/keys, values     (tokens, kv_heads, head_dim), in one piece
+    kv/layer_000/digests          XXH3 (64 bits) of every block of tokens of keys and of values (int64, blocks x 2)
+
+HDF5 checks its own checksums at 2 GB/s, which would be most of the time that loading takes; XXH3 costs a tenth of it.
+Everything but keys and values themselves goes into one hash, which the record's own checksum covers. HDF5 knows no
+bfloat16 by name, but describes any binary floating-point type: files written here are read by plain h5py as float32,
+and by `StoredLayer.read` bit for bit.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
+import xxhash
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.hdf5 import slabs, write_dataset
+from kvr_mpi.store.hdf5 import (
+    attribute_names,
+    create_group,
+    dataset_in,
+    group_in,
+    read_attribute,
+    size_bytes,
+    slabs,
+    write_attribute,
+    write_dataset,
+)
 
 if TYPE_CHECKING:
     import torch
+
+KeysValues = tuple["torch.Tensor", "torch.Tensor"]
+# Tokens that one digest is of.
+BLOCK_TOKENS = 256
+LAYER_NAME = re.compile(r"layer_[0-9]{3,}", re.ASCII)
+KINDS = ("keys", "values")
+# Keys and values hardly shrink: more than this many times the file's size is a bomb.
+MAX_INFLATION = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Whose keys and values are stored.
+
+    ids : the tokens, prompt first and then what is held of the answer.
+    text : bounds of the document's text among them.
+    """
+
+    ids: Sequence[int]
+    text: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayer:
+    """One layer's keys and values in a file that is open.
+
+    keys, values : h5py's datasets.
+    digests : of blocks of `block_tokens` (blocks, 2); None if HDF5 has checksums of its own (before version 3).
+    """
+
+    number: int
+    keys: Any
+    values: Any
+    digests: Any = None
+    block_tokens: int = BLOCK_TOKENS
+
+    @property
+    def tokens(self) -> int:
+        """Tokens it has keys and values of."""
+        return int(self.keys.shape[0])
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values."""
+        return size_bytes(self.keys) + size_bytes(self.values)
+
+    def read(self, first: int = 0, last: int | None = None) -> KeysValues:
+        """Read keys and values of a range of tokens, bit for bit, each (tokens, kv_heads, head_dim).
+
+        Raises
+        ------
+        DataError
+            If a block of them is not what was written, or they are of no type that keys and values have.
+        """
+        stop = self.tokens if last is None else last
+        if not 0 <= first <= stop <= self.tokens:
+            raise DataError(f"{_where(self.keys)} has {self.tokens} tokens; {first} to {stop} were asked for")
+        keys, values = (self._read(place, first, stop) for place in range(len(KINDS)))
+        return keys, values
+
+    def check(self) -> None:
+        """Read all of it, piece by piece, and hold it against its checksums.
+
+        Raises
+        ------
+        DataError
+            If it is not what was written; whatever HDF5 raises for files before version 3.
+        """
+        if self.digests is None:
+            for dataset in (self.keys, self.values):
+                for start, stop in slabs(dataset):
+                    _read_raw(dataset, start, stop)
+            return
+        for start in range(0, self.tokens, 4 * self.block_tokens):
+            self.read(start, min(start + 4 * self.block_tokens, self.tokens))
+
+    def _read(self, place: int, first: int, last: int) -> torch.Tensor:
+        dataset = (self.keys, self.values)[place]
+        if self.digests is None:
+            return _as_tensor(dataset, _read_raw(dataset, first, last))
+        block = self.block_tokens
+        start, stop = first // block * block, min(-(-last // block) * block, self.tokens)
+        raw = _read_raw(dataset, start, stop)
+        for at in range(start, stop, block):
+            rows = raw[at - start : at - start + block]
+            if _digest(rows) != self.digests[at // block, place]:
+                raise DataError(
+                    f"{_where(dataset)} is damaged: tokens {at} to {min(at + block, self.tokens)} are not what was "
+                    f"written (checksum)"
+                )
+        return _as_tensor(dataset, raw[first - start : last - start])
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKV:
+    """A document's keys and values in a file that is open; empty if none are stored.
+
+    tokens : whose they are; None if the file does not say (files before version 3).
+    """
+
+    layers: tuple[StoredLayer, ...] = ()
+    tokens: CachedTokens | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of all layers."""
+        return sum(layer.bytes for layer in self.layers)
+
+    def check(self) -> None:
+        """Hold all of it against its checksums; see `StoredLayer.check`."""
+        for layer in self.layers:
+            layer.check()
+
+    def seal(self) -> str:
+        """Hash of everything but keys and values themselves, which have their digests; empty for older files."""
+        if self.tokens is None and all(layer.digests is None for layer in self.layers):
+            return ""
+        return _seal(self.tokens, map(_facts, self.layers))
 
 
 def bfloat16_type() -> Any:
@@ -27,49 +168,191 @@ def bfloat16_type() -> Any:
     return kind
 
 
-def write_array(group: Any, name: str, tensor: torch.Tensor) -> None:
-    """Write a tensor of float32, float16 or bfloat16 as a dataset of its own type: checksums, no compression."""
-    import torch
+def write_kv(group: h5py.Group, layers: Iterable[KeysValues | None], tokens: CachedTokens | None) -> tuple[int, str]:
+    """Write a document's keys and values, layer by layer as they come.
 
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype != torch.bfloat16:
-        write_dataset(group, name, tensor.numpy())
-    else:
-        write_dataset(group, name, tensor.view(torch.int16).numpy().view(np.uint16), bfloat16_type())
+    Parameters
+    ----------
+    group : h5py.Group
+        The document's.
+    layers : iterable of (keys, values) or None
+        Each layer's (tokens, kv_heads, head_dim); None for a layer that has none.
+    tokens : CachedTokens or None
+        Whose they are; without that they can be looked at, but not gone on from.
+
+    Returns
+    -------
+    (int, str)
+        Bytes of keys and values, and the hash of `StoredKV.seal`: 0 and empty if there are none.
+    """
+    found: list[StoredLayer] = []
+    kv = None
+    for number, layer in enumerate(layers):
+        if layer is None:
+            continue
+        if kv is None:
+            kv = create_group(group, "kv")
+        place = create_group(kv, f"layer_{number:03d}")
+        raws = [_write_array(place, name, tensor) for name, tensor in zip(KINDS, layer, strict=True)]
+        blocks = -(-max(len(raw) for raw in raws) // BLOCK_TOKENS)
+        digests = np.zeros((blocks, len(KINDS)), np.int64)
+        for column, raw in enumerate(raws):
+            for block in range(blocks):
+                digests[block, column] = _digest(raw[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS])
+        write_dataset(place, "digests", digests)
+        found.append(StoredLayer(number, place["keys"], place["values"], digests))
+    if kv is None:
+        return 0, ""
+    write_attribute(kv, "block_tokens", BLOCK_TOKENS)
+    if tokens is not None:
+        write_dataset(kv, "token_ids", np.asarray(tokens.ids, np.int64))
+        write_attribute(kv, "text_start", tokens.text[0])
+        write_attribute(kv, "text_stop", tokens.text[1])
+    stored = StoredKV(tuple(found), tokens)
+    return stored.bytes, stored.seal()
 
 
-def read_array(dataset: Any) -> torch.Tensor:
-    """Read what `write_array` wrote, bit for bit.
+def open_kv(group: h5py.Group) -> StoredKV:
+    """Find a document's keys and values, of whatever version; nothing of them is read yet.
 
     Raises
     ------
     DataError
-        If the dataset is of another type.
+        If they are anything else, or larger than the record announces.
     """
-    import torch
-
-    if dataset.id.get_type().equal(bfloat16_type()):
-        raw = np.empty(dataset.shape, np.uint16)
-        dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, raw, bfloat16_type())
-        return torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16)
-    if dataset.dtype not in (np.dtype("<f4"), np.dtype("<f2"), np.dtype("<f8")):
+    where, names = f"{_where(group)}/kv", attribute_names(group)
+    kv = group_in(group, "kv") if "kv" in group else None
+    stored = StoredKV() if kv is None else _open(kv)
+    if "kv_bytes" in names:
+        announced = read_attribute(group, "kv_bytes", int)
+        if stored.bytes != announced:
+            raise DataError(f"{where} has {stored.bytes} bytes; the record announces {announced}")
+        if "kv_sha256" in names and stored.seal() != read_attribute(group, "kv_sha256", str):
+            raise DataError(f"{where} is damaged: what is said of it is not what was written (checksum)")
+    else:  # version 1
+        tokens = read_attribute(group, "prompt_tokens", int) + read_attribute(group, "new_tokens", int)
+        longest = max((layer.tokens for layer in stored.layers), default=0)
+        if longest > tokens:
+            raise DataError(f"{where} has {longest} tokens; the record announces {tokens}")
+    if stored.bytes > MAX_INFLATION * group.file.id.get_filesize():
         raise DataError(
-            f"{dataset.file.filename}{dataset.name}: type {dataset.dtype}; expected keys or values (a float type)"
+            f"{where} has {stored.bytes} bytes in a file of {group.file.id.get_filesize()}; that is no data"
         )
-    return torch.from_numpy(dataset[()])
+    return stored
 
 
-def check_array(dataset: Any) -> None:
-    """Read a dataset piece by piece, so that HDF5 checks its checksums; raises what HDF5 raises."""
-    kind = dataset.id.get_type()
-    for start, stop in slabs(dataset):
-        shape = (stop - start, *dataset.shape[1:])
-        piece = dataset.id.get_space()
-        piece.select_hyperslab((start, *(0 for _ in shape[1:])), shape)
-        # As raw bytes of the stored type: nothing is converted.
-        dataset.id.read(h5py.h5s.create_simple(shape), piece, np.empty(shape, f"V{kind.get_size()}"), kind)
+def strange_members(group: h5py.Group) -> set[str]:
+    """Names of what is in a document's ``kv`` and is none of ours."""
+    if "kv" not in group:
+        return set()
+    kv = group_in(group, "kv")
+    strange = attribute_names(kv) - {"block_tokens", "text_start", "text_stop"}
+    for name in kv:
+        if LAYER_NAME.fullmatch(name):
+            layer = group_in(kv, name)
+            strange |= attribute_names(layer) | {*layer} - {*KINDS, "digests"}
+        elif name != "token_ids":
+            strange.add(name)
+    return strange
 
 
 def type_name(dataset: Any) -> str:
     """Name of a dataset's type: ``bfloat16``, or numpy's name."""
     return "bfloat16" if dataset.id.get_type().equal(bfloat16_type()) else str(dataset.dtype)
+
+
+def _open(kv: h5py.Group) -> StoredKV:
+    layers = tuple(sorted(_layers(kv), key=lambda layer: layer.number))
+    return StoredKV(layers, _read_tokens(kv, max((layer.tokens for layer in layers), default=0)))
+
+
+def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
+    """Find the layers."""
+    block = read_attribute(kv, "block_tokens", int) if "block_tokens" in attribute_names(kv) else None
+    if block is not None and block < 1:
+        raise DataError(f"{_where(kv)} has blocks of {block} tokens; expected at least 1")
+    for name in kv:
+        if name == "token_ids":
+            continue
+        if not LAYER_NAME.fullmatch(name):
+            raise DataError(f"{_where(kv)}/{name} is no layer; expected layer_000, ...")
+        layer = group_in(kv, name)
+        keys, values = (dataset_in(layer, kind, "f", (3,)) for kind in KINDS)
+        if block is None:
+            yield StoredLayer(int(name.removeprefix("layer_")), keys, values)
+            continue
+        digests = dataset_in(layer, "digests", "i", (2,))
+        expected = (-(-max(keys.shape[0], values.shape[0]) // block), len(KINDS))
+        if digests.shape != expected or keys.shape[0] != values.shape[0]:
+            raise DataError(
+                f"{_where(layer)}: keys {keys.shape}, values {values.shape}, digests {digests.shape} do not go together"
+            )
+        yield StoredLayer(int(name.removeprefix("layer_")), keys, values, digests[()], block)
+
+
+def _read_tokens(kv: h5py.Group, longest: int) -> CachedTokens | None:
+    """Read whose keys and values these are."""
+    if "token_ids" not in kv:
+        return None
+    ids = dataset_in(kv, "token_ids", "i", (1,))
+    text = read_attribute(kv, "text_start", int), read_attribute(kv, "text_stop", int)
+    if ids.shape[0] > longest or not 0 <= text[0] <= text[1] <= ids.shape[0]:
+        raise DataError(f"{_where(kv)} has {ids.shape[0]} tokens, text from {text[0]} to {text[1]}, {longest} keys")
+    return CachedTokens(tuple(ids[()].tolist()), text)
+
+
+def _write_array(group: h5py.Group, name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Write a tensor of float32, float16 or bfloat16 in one piece, in its own type; return its bits."""
+    import torch
+
+    tensor = tensor.detach().cpu().contiguous()
+    bits = tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    kind = bfloat16_type() if tensor.dtype == torch.bfloat16 else h5py.h5t.py_create(bits.dtype, logical=True)
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    dataset = h5py.h5d.create(group.id, name.encode(), kind, h5py.h5s.create_simple(bits.shape), dcpl=plist)
+    if bits.size:
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, bits, kind)
+    return bits
+
+
+def _read_raw(dataset: Any, first: int, last: int) -> np.ndarray[Any, Any]:
+    """Read the bits of some rows."""
+    kind, shape = dataset.id.get_type(), (last - first, *dataset.shape[1:])
+    raw = np.empty(shape, f"<i{kind.get_size()}")
+    if raw.size:
+        rows = dataset.id.get_space()
+        rows.select_hyperslab((first, *(0 for _ in shape[1:])), shape)
+        dataset.id.read(h5py.h5s.create_simple(shape), rows, raw, kind)
+    return raw
+
+
+def _as_tensor(dataset: Any, raw: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Take bits for what the dataset says they are."""
+    import torch
+
+    kinds = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
+    name = type_name(dataset)
+    if name not in kinds:
+        raise DataError(f"{_where(dataset)}: type {name}; expected keys or values (one of {', '.join(kinds)})")
+    return torch.from_numpy(raw).view(kinds[name])
+
+
+def _digest(rows: np.ndarray[Any, Any]) -> int:
+    """XXH3 of rows, as a signed number."""
+    return int.from_bytes(xxhash.xxh3_64_digest(rows.data.cast("B") if rows.size else b""), "big", signed=True)
+
+
+def _facts(layer: StoredLayer) -> list[Any]:
+    digests = None if layer.digests is None else np.asarray(layer.digests).tolist()
+    shapes = [list(layer.keys.shape), list(layer.values.shape)]
+    return [layer.number, shapes, [type_name(layer.keys), type_name(layer.values)], layer.block_tokens, digests]
+
+
+def _seal(tokens: CachedTokens | None, layers: Iterable[list[Any]]) -> str:
+    known = None if tokens is None else [list(tokens.ids), list(tokens.text)]
+    return hashlib.sha256(json.dumps([known, list(layers)]).encode()).hexdigest()
+
+
+def _where(item: Any) -> str:
+    return f"{item.file.filename}:{item.name}"

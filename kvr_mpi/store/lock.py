@@ -80,11 +80,12 @@ def read_lock(folder: Path) -> LockState | None:
     try:
         stored = json.loads(read_regular(_path(folder, number), LOCK_BYTES))
         owner, beats, since_s = Owner(**stored["owner"]), int(stored["beats"]), float(stored["since_s"])
+        released = stored["released"]
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return LockState(number, None)
-    if not _is_plausible(owner) or not TIMES_S[0] < since_s < TIMES_S[1]:
+    if not _is_plausible(owner) or not TIMES_S[0] < since_s < TIMES_S[1] or not isinstance(released, bool):
         return LockState(number, None)
-    return LockState(number, owner, beats, bool(stored["released"]), since_s)
+    return LockState(number, owner, beats, released, since_s)
 
 
 def _is_plausible(owner: Owner) -> bool:

@@ -18,7 +18,7 @@ from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import Index, index_run, join_indexes, run_files
 from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import read_array
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.ledger import LedgerWriter, sync
 from kvr_mpi.store.outputs import (
     Header,
@@ -26,7 +26,6 @@ from kvr_mpi.store.outputs import (
     check_record,
     has_seals,
     key_of,
-    kv_layers,
     open_file,
     read_header,
     start_file,
@@ -211,7 +210,7 @@ def _copy_document(
         record = check_record(group)
         if record.id != name:
             raise DataError(f"{group.file.filename}:{group.name}: its id {record.id!r} does not belong there")
-        layers = {} if is_sealed else {number: pair for number, *pair in kv_layers(group)}
+        layers = {} if is_sealed else {layer.number: layer for layer in open_kv(group).layers}
     except DataError as error:
         unreadable.append(str(error))
         return None
@@ -219,10 +218,8 @@ def _copy_document(
         if is_sealed:
             group.file.copy(group, merged["documents"], name=key_of(name))
         else:  # of version 1: written anew, with checksums
-            pairs = (layers.get(number) for number in range(max(layers, default=-1) + 1))
-            write_record(
-                merged, record, ((read_array(pair[0]), read_array(pair[1])) if pair else None for pair in pairs)
-            )
+            found = (layers.get(number) for number in range(max(layers, default=-1) + 1))
+            write_record(merged, record, (layer.read() if layer else None for layer in found))
     except (OSError, RuntimeError) as error:
         if os.strerror(errno.ENOSPC) in str(error):  # not the source's fault
             raise _FullError(str(error)) from error

@@ -1,21 +1,23 @@
-"""The HDF5 schema, version 2, and its one reader and writer.
+"""The HDF5 schema, version 3, and its one reader and writer.
 
-    /                      attributes: schema = "kvr-mpi", schema_version = 2, created, and as JSON: identity (what
+    /                      attributes: schema = "kvr-mpi", schema_version = 3, created, and as JSON: identity (what
                            the answers depend on), model (name, architecture, dtype), software (versions);
                            header_sha256 of all these
     /documents/KEY         one group per document; KEY is its id, percent-encoded
-        attributes         id, status ("done" | "error"), error, document_sha256, prompt_sha256, prompt_tokens,
-                           dropped_tokens, new_tokens, finish_reason, strategy, ttft_s, prefill_tokens_per_s,
-                           wait_s, decode_s, parts, finished_at; what is to be read: answer_bytes, answer_tokens,
-                           kv_bytes; and record_sha256 of all these and of answer, token_ids and slices
+        attributes         id, status ("done" | "error"), document, question, error, document_sha256, prompt_sha256,
+                           prompt_tokens, computed_tokens, dropped_tokens, new_tokens, finish_reason, strategy, ttft_s,
+                           prefill_tokens_per_s, wait_s, decode_s, parts, finished_at; what is to be read:
+                           answer_bytes, answer_tokens, kv_bytes, kv_sha256; and record_sha256 of all these and of
+                           answer, token_ids and slices
         answer             text (UTF-8 string), one element
         token_ids          of the answer (int64)
         slices             bounds of the prompt over the ranks (int64, ranks + 1)
-        kv/layer_000/keys, values     (tokens, kv_heads, head_dim) in the model's dtype, if asked for
+        kv/...             keys and values, if asked for (see ``kv``)
 
 Text has a fixed length (see ``hdf5``): plain h5py gives attributes as bytes, ``[0].decode()`` the answer. Datasets
-carry HDF5's checksums (Fletcher's). Version 1 had none of the checksums, nothing of what is to be read, and the answer
-as a scalar; it is read, and a merge writes it anew. A field that a file does not have, has its default.
+carry HDF5's checksums (Fletcher's), keys and values their own. Version 2 had fewer fields, and HDF5's checksums for
+keys and values; version 1 no checksums at all, nothing of what is to be read, and the answer as a scalar. Both are
+read; a merge writes version 1 anew. A field that a file does not have, has its default.
 """
 
 from __future__ import annotations
@@ -23,14 +25,13 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import h5py
@@ -52,28 +53,20 @@ from kvr_mpi.store.hdf5 import (
     write_attribute,
     write_dataset,
 )
-from kvr_mpi.store.kv import check_array, write_array
+from kvr_mpi.store.kv import CachedTokens, KeysValues, open_kv, strange_members, write_kv
 
-if TYPE_CHECKING:
-    import torch
-
-SCHEMA, SCHEMA_VERSION = "kvr-mpi", 2
+SCHEMA, SCHEMA_VERSION = "kvr-mpi", 3
 # Arrays of a record, kept as datasets; all its other fields are attributes.
 ARRAYS = ("token_ids", "slices")
 DATASETS = (*ARRAYS, "answer")
 STATUSES = ("done", "error")
 FIELD_TYPES: dict[str, Any] = {"str": str, "int": int, "float": float}
-LAYER_NAME = re.compile(r"layer_[0-9]{3,}", re.ASCII)
 HEADER_FIELDS = ("schema", "created", "identity", "model", "software")
-# What a record announces of its datasets, so that nothing is inflated that is larger.
-ANNOUNCED = ("answer_bytes", "answer_tokens", "kv_bytes")
+# What a record announces of its datasets, so that nothing is inflated that is larger, and of their contents.
+ANNOUNCED: dict[str, Any] = {"answer_bytes": int, "answer_tokens": int, "kv_bytes": int, "kv_sha256": str}
 RECORD_SEAL, HEADER_SEAL = "record_sha256", "header_sha256"
 # More than these is no answer and no chain.
 MAX_TOKENS, MAX_SLICES = 1 << 22, 1 << 20
-# Keys and values hardly shrink: more than this many times the file's size is a bomb.
-MAX_INFLATION = 64
-
-KeysValues = tuple["torch.Tensor", "torch.Tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +75,8 @@ class Record:
 
     id: str
     status: str  # "done" or "error"
+    document: str = ""  # that a question was asked about, where ``id`` is the question's
+    question: str = ""
     error: str = ""
     answer: str = ""
     token_ids: tuple[int, ...] = ()
@@ -89,6 +84,7 @@ class Record:
     document_sha256: str = ""
     prompt_sha256: str = ""
     prompt_tokens: int = 0
+    computed_tokens: int = 0  # of them: the others' keys and values were there already
     dropped_tokens: int = 0  # of the text, cut off because the prompt was too long
     new_tokens: int = 0
     finish_reason: str = ""
@@ -164,22 +160,18 @@ def read_software(file: h5py.File) -> dict[str, str]:
     return {name: str(version) for name, version in _read_json(file, "software").items()}
 
 
-def write_record(file: h5py.File, record: Record, layers: Iterable[KeysValues | None] = ()) -> None:
-    """Add a document's group, with each layer's keys and values (tokens, kv_heads, head_dim) if given."""
+def write_record(
+    file: h5py.File, record: Record, layers: Iterable[KeysValues | None] = (), tokens: CachedTokens | None = None
+) -> None:
+    """Add a document's group, with each layer's keys and values (tokens, kv_heads, head_dim) if given, and whose."""
     group = create_group(file["documents"], key_of(record.id))
     values = {name: stored_text(value) if isinstance(value, str) else value for name, value in record.as_dict().items()}
     for name in ARRAYS:
         write_dataset(group, name, np.asarray(values[name], dtype=np.int64))
     write_dataset(group, "answer", fixed_text(record.answer).reshape(1))
-    kv_bytes = 0
-    for number, layer in enumerate(layers):
-        if layer is not None:
-            place = group.create_group(f"kv/layer_{number:03d}")
-            write_array(place, "keys", layer[0])
-            write_array(place, "values", layer[1])
-            kv_bytes += sum(tensor.numel() * tensor.element_size() for tensor in layer)
-    sizes = (len(values["answer"].encode()), len(values["token_ids"]), kv_bytes)
-    values |= dict(zip(ANNOUNCED, sizes, strict=True))
+    kv_bytes, kv_sha256 = write_kv(group, layers, tokens)
+    announced = (len(values["answer"].encode()), len(values["token_ids"]), kv_bytes, kv_sha256)
+    values |= dict(zip(ANNOUNCED, announced, strict=True))
     for name, value in values.items():
         if name not in DATASETS:
             write_attribute(group, name, value)
@@ -252,7 +244,7 @@ def read_record(group: h5py.Group) -> Record:
             values[spec.name] = read_attribute(group, spec.name, FIELD_TYPES[str(spec.type)])
     values.setdefault("finished_at", "")  # its default is now
     if sealed:
-        values |= {name: read_attribute(group, name, int) for name in ANNOUNCED}
+        values |= {name: read_attribute(group, name, kind) for name, kind in ANNOUNCED.items() if name in names}
     values |= _read_datasets(group, values)
     if sealed and read_attribute(group, RECORD_SEAL, str) != _seal(values):
         raise DataError(f"{group.file.filename}:{group.name} is damaged: the record is not what was written (checksum)")
@@ -279,38 +271,6 @@ def _read_datasets(group: h5py.Group, values: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-def kv_layers(group: h5py.Group) -> list[tuple[int, h5py.Dataset, h5py.Dataset]]:
-    """Return (layer, keys, values) of a document that has its keys and values stored; see ``kv.read_array``.
-
-    Raises
-    ------
-    DataError
-        If they are anything else, or larger than the record announces.
-    """
-    found, where = [], f"{group.file.filename}:{group.name}/kv"
-    if "kv" in group:
-        layers = group_in(group, "kv")
-        for name in layers:
-            if not LAYER_NAME.fullmatch(name):
-                raise DataError(f"{where}/{name} is no layer; expected layer_000, ...")
-            layer = group_in(layers, name)
-            pair = (dataset_in(layer, kind, "f", (3,)) for kind in ("keys", "values"))
-            found.append((int(name.removeprefix("layer_")), *pair))
-    total = sum(size_bytes(dataset) for _, *pair in found for dataset in pair)
-    if has_seals(group.file):
-        announced = read_attribute(group, "kv_bytes", int)
-        if total != announced:
-            raise DataError(f"{where} has {total} bytes; the record announces {announced}")
-    else:
-        tokens = read_attribute(group, "prompt_tokens", int) + read_attribute(group, "new_tokens", int)
-        longest = max((dataset.shape[0] for _, *pair in found for dataset in pair), default=0)
-        if longest > tokens:
-            raise DataError(f"{where} has {longest} tokens; the record announces {tokens}")
-    if total > MAX_INFLATION * group.file.id.get_filesize():
-        raise DataError(f"{where} has {total} bytes in a file of {group.file.id.get_filesize()}; that is no data")
-    return found
-
-
 def check_record(group: h5py.Group) -> Record:
     """Read all of a document, its keys and values too (in pieces), and make sure that nothing else is in its group.
 
@@ -320,25 +280,14 @@ def check_record(group: h5py.Group) -> Record:
         If anything is not as it was written.
     """
     record = read_record(group)
-    check_arrays(kv_layers(group))
+    open_kv(group).check()
     known = {spec.name for spec in fields(Record)} | {*ANNOUNCED, RECORD_SEAL}
-    strange = {*group} - {*DATASETS, "kv"} | attribute_names(group) - known
-    for place in [group["kv"], *group["kv"].values()] if "kv" in group else []:
-        strange |= attribute_names(place) | (
-            {*place} - {"keys", "values"} if place.name != f"{group.name}/kv" else set()
-        )
+    strange = {*group} - {*DATASETS, "kv"} | attribute_names(group) - known | strange_members(group)
     if strange:
         raise DataError(
             f"{group.file.filename}:{group.name} has members that are none of ours: {', '.join(sorted(strange)[:5])}"
         )
     return record
-
-
-def check_arrays(layers: Iterable[tuple[int, h5py.Dataset, h5py.Dataset]]) -> None:
-    """Read all keys and values, in pieces; HDF5 raises if one is not what was written."""
-    for _, *pair in layers:
-        for dataset in pair:
-            check_array(dataset)
 
 
 def _seal(values: Mapping[str, Any]) -> str:

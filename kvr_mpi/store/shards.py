@@ -23,9 +23,10 @@ import h5py
 
 from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import OutputError
+from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.lock import session_of
-from kvr_mpi.store.outputs import Header, KeysValues, Record, drop_record, start_file, write_record
+from kvr_mpi.store.outputs import Header, Record, drop_record, start_file, write_record
 from kvr_mpi.store.summary import reason_of
 
 if TYPE_CHECKING:
@@ -45,6 +46,12 @@ class _Mark(Enum):
     DROP = "the document: its layers could not all be had"
     DUE = "the shard is old enough"
     STOP = "the thread"
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    record: Record
+    tokens: CachedTokens | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,7 @@ class ShardWriter:
         self._ledger = LedgerWriter(folder, name)
         self._shard: _Shard | None = None
         self._count = 0
-        self._tasks: queue.SimpleQueue[Record | _Layer | _Mark | threading.Event] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Document | _Layer | _Mark | threading.Event] = queue.SimpleQueue()
         self._room, self._waiting_bytes = threading.Condition(), 0
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
         self._error: Exception | None = None
@@ -109,7 +116,9 @@ class ShardWriter:
         except OSError as error:
             raise self._failure(error) from error
 
-    def write(self, record: Record, layers: Iterable[KeysValues | None] = ()) -> None:
+    def write(
+        self, record: Record, layers: Iterable[KeysValues | None] = (), tokens: CachedTokens | None = None
+    ) -> None:
         """Add a document; it is durable within `FLUSH_S`.
 
         Parameters
@@ -117,9 +126,11 @@ class ShardWriter:
         record : Record
         layers : iterable of (keys, values) or None
             Each layer's (tokens, kv_heads, head_dim), on any device; copied, so they may change afterwards.
+        tokens : CachedTokens or None
+            Whose they are.
         """
         self._check()
-        self._tasks.put(record)
+        self._tasks.put(_Document(record, tokens))
         try:
             for layer in layers:
                 self._tasks.put(self._copy(layer))
@@ -203,9 +214,9 @@ class ShardWriter:
         while task is not _Mark.STOP:
             task = self._next()
             try:
-                if isinstance(task, Record):
-                    self._add(task)
-                if not isinstance(task, Record) or self._is_due():
+                if isinstance(task, _Document):
+                    self._add(task.record, task.tokens)
+                if not isinstance(task, _Document) or self._is_due():
                     self._finish()
             except Exception as error:
                 self._free = self._free or self._space()  # before the unfinished shard makes room again
@@ -214,7 +225,7 @@ class ShardWriter:
             if isinstance(task, threading.Event):
                 task.set()
 
-    def _next(self) -> Record | _Layer | _Mark | threading.Event:
+    def _next(self) -> _Document | _Layer | _Mark | threading.Event:
         if self._shard is None:
             return self._tasks.get()
         try:
@@ -236,14 +247,14 @@ class ShardWriter:
             self._check_space(layer.size_bytes)
             yield layer.content
 
-    def _add(self, record: Record) -> None:
+    def _add(self, record: Record, tokens: CachedTokens | None) -> None:
         layers = self._layers()
         try:
             if self._error is None:
                 self._check_space(4 * len(record.answer) + 8 * len(record.token_ids))
                 shard = self._shard = self._shard or self._open()
                 try:
-                    write_record(shard.file, record, self._contents(layers))
+                    write_record(shard.file, record, self._contents(layers), tokens)
                 except _DroppedError:
                     drop_record(shard.file, record.id)
                 else:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import datetime
 import re
+import sys
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from made_corpora import WRITERS, errors_of, read, read_one, rows_that_do_not_compress, write_parquet
+from measured import run_and_measure
 
 from kvr_mpi.documents import Document
 
@@ -57,3 +60,15 @@ def test_a_parquet_file_without_rows_has_no_documents(tmp_path: Path) -> None:
 def test_parquet_without_either_field_is_an_error_a_row(tmp_path: Path) -> None:
     documents = read(write_parquet(tmp_path / "a.parquet", body=["one", "two"]))
     assert set(errors_of(documents)) == {"a.parquet:1", "a.parquet:2"}
+
+
+def test_a_parquet_file_that_inflates_is_read_a_few_rows_at_a_time(tmp_path: Path) -> None:
+    """A dictionary holds a long text once, however many rows have it."""
+    path = tmp_path / "rows.parquet"
+    rows = pa.table({"id": [f"{n}" for n in range(40)], "text": ["x" * (20 << 20)] * 40})
+    pyarrow.parquet.write_table(rows, path, compression="zstd")
+    assert path.stat().st_size < 1 << 20
+    del rows
+    count = "import sys; from kvr_mpi.documents import read_corpus; print(sum(1 for _ in read_corpus(sys.argv[1:])))"
+    code, rss_bytes = run_and_measure([sys.executable, "-c", count, path])
+    assert code == 0 and rss_bytes < 700 << 20, f"{rss_bytes >> 20} MiB"

@@ -121,7 +121,7 @@ def test_a_merge_keeps_records_and_bits_and_removes_the_shards(tmp_path: Path) -
     write(tmp_path, "0000", [record("a"), record("x/y.txt")], kv=True)
     write(tmp_path, "0001", [record("b", "error"), record("..")], kv=True)
     records, arrays = list(read_run(tmp_path)), raw(tmp_path)
-    assert len(arrays) == 4 * (2 + 2 * 2)
+    assert len(arrays) == 4 * 2 + 4 * 2 * 3 + 4, "tokens, slices; keys, values, digests of two layers; whose"
     result = merge_run(tmp_path)
     assert result == tmp_path / RESULTS
     assert result_files(tmp_path) == [RESULTS]

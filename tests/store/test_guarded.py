@@ -5,29 +5,27 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 import torch
 from constants import TESTS
-from made_runs import HEADER, STAMP, corpus_of, record, result_files, resume, take, write
+from made_runs import HEADER, STAMP, corpus_of, record, result_files, resume, stored_layers, take, write
+from measured import run_and_measure
 
 from kvr_mpi.cli import kvr as kvr_main
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, DataError
 from kvr_mpi.store.folder import read_run
-from kvr_mpi.store.kv import read_array
 from kvr_mpi.store.merge import merge_run
-from kvr_mpi.store.outputs import Record, kv_layers, open_file
+from kvr_mpi.store.outputs import Record, open_file
 from kvr_mpi.store.shards import ShardWriter
 
-VERSION_1 = TESTS / "data" / "version-1"
+VERSION_1, VERSION_2 = TESTS / "data" / "version-1", TESTS / "data" / "version-2"
 # What is in it.
 OLD = [
     Record(
@@ -103,7 +101,7 @@ def test_a_merge_gives_records_of_version_1_their_checksums(old: Path, run_kvr: 
     with open_file(old / "results.h5") as file:
         group = file["documents/a"]
         assert "record_sha256" in group.attrs and group["answer"].fletcher32
-        found = {number: (read_array(keys), read_array(values)) for number, keys, values in kv_layers(group)}
+        found = stored_layers(group)
     assert found.keys() == {0, 2} and found[0][0].dtype == torch.bfloat16
     assert torch.equal(found[0][1], -layer.bfloat16()) and torch.equal(found[2][0], layer)
 
@@ -133,7 +131,23 @@ def test_a_field_that_is_not_there_has_its_default(old: Path) -> None:
     assert (first.wait_s, first.parts, first.slices, first.finished_at) == (0.0, 1, (), "") and second == OLD[1]
 
 
-# Version 2
+def test_files_of_version_2_stay_readable_and_can_be_merged(tmp_path: Path, run_kvr: Kvr) -> None:
+    folder = Path(shutil.copytree(VERSION_2, tmp_path / "run"))
+    wanted = [record("a"), record("b", "error")]
+    layer = torch.arange(16.0).reshape(4, 1, 4)
+    for _ in range(2):
+        assert list(read_run(folder)) == wanted
+        assert run_kvr("inspect", folder, "a")[0] == run_kvr("export", folder)[0] == EXIT_OK
+        (file,) = folder.glob("*.h5")
+        with open_file(file) as stored:
+            found = stored_layers(stored["documents/a"])
+        assert found.keys() == {0, 2} and torch.equal(found[0][1], -layer.bfloat16())
+        assert torch.equal(found[2][0], layer) and torch.equal(found[2][1], layer.half())
+        write(folder, "0001", [])
+        assert run_kvr("merge", folder)[0] == EXIT_OK
+
+
+# Version 3
 
 
 @pytest.fixture
@@ -323,7 +337,8 @@ def much_kv(group: h5py.Group) -> None:
 
 def much_announced_kv(group: h5py.Group) -> None:
     much_kv(group)
-    total = sum(each.size * 4 for layer in group["kv"].values() for each in layer.values())
+    layers = [group[f"kv/{name}"] for name in list(group["kv"]) if name.startswith("layer")]
+    total = sum(layer[kind].size * 4 for layer in layers for kind in ("keys", "values"))
     announce(group, prompt_tokens=20_000_000, **({"kv_bytes": total} if "kv_bytes" in group.attrs else {}))
 
 
@@ -350,22 +365,6 @@ def test_nothing_is_inflated_that_no_record_announces(
     done, _, said = resume(folder, corpus=corpus)
     assert done == set() and any("is damaged" in line for line in said)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 << 10
-
-
-def run_and_measure(command: list[Any]) -> tuple[int, int]:
-    """Return a command's exit code, and the most memory it had.
-
-    Linux counts what a process was forked from as memory it had, so a small process starts it, not this one.
-    """
-    start = """if True:
-        import os, subprocess, sys
-        process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        print(os.waitstatus_to_exitcode(status), usage.ru_maxrss << 10)
-    """
-    words = [sys.executable, "-c", start, *map(str, command)]
-    code, rss_bytes = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
-    return int(code), int(rss_bytes)
 
 
 def test_the_schema_says_what_is_to_be_read(new: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 import kvr_mpi.store.lock as lock_module
 from kvr_mpi.errors import EXIT_CONFIG, OutputError
-from kvr_mpi.store.lock import Lock, Owner, is_alive, read_lock, session_of, this_process
+from kvr_mpi.store.lock import Lock, LockState, Owner, is_alive, read_lock, session_of, this_process
 
 ELSEWHERE = Owner("node17", "another-boot pid:[1]", 4242, 99, "1234", 0)
 
@@ -126,6 +126,17 @@ def test_a_damaged_lock_is_watched(tmp_path: Path, content: bytes) -> None:
     lock = Lock(tmp_path, this_process())
     assert lock.number == 4
     lock.release()
+
+
+@pytest.mark.parametrize("key", ["owner", "beats", "released", "since_s"])
+@pytest.mark.parametrize("value", [None, "no", [], {}])
+def test_a_lock_without_one_of_its_words_is_damaged(tmp_path: Path, key: str, value: Any) -> None:
+    path = plant(tmp_path, ELSEWHERE, since_s=1.7e9)
+    assert read_lock(tmp_path) == LockState(1, ELSEWHERE, 7, False, 1.7e9)
+    stored = json.loads(path.read_text())
+    for changed in ({**stored, key: value}, {name: each for name, each in stored.items() if name != key}):
+        path.write_text(json.dumps(changed))
+        assert read_lock(tmp_path) == LockState(1, None)
 
 
 def test_clocks_do_not_matter(tmp_path: Path) -> None:

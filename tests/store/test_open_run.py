@@ -16,7 +16,7 @@ from kvr_mpi.documents import scan_corpus
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import RESULTS, read_run
 from kvr_mpi.store.merge import merge_run
-from kvr_mpi.store.outputs import Header
+from kvr_mpi.store.outputs import SCHEMA_VERSION, Header
 from kvr_mpi.store.run import RUN_FILE, known_corpus
 
 
@@ -124,10 +124,10 @@ def test_a_newer_schema_is_refused_and_not_touched(tmp_path: Path) -> None:
     write(tmp_path, "0000", [record("a")])
     (shard,) = tmp_path.glob("*.h5")
     with h5py.File(shard, "a") as file:
-        file.attrs["schema_version"] = 3
+        file.attrs["schema_version"] = SCHEMA_VERSION + 1
     (tmp_path / "ledger-0000.jsonl").unlink()
     content = shard.read_bytes()
-    with pytest.raises(DataError, match="schema version 3.*upgrade"):
+    with pytest.raises(DataError, match=f"schema version {SCHEMA_VERSION + 1}.*upgrade"):
         take(tmp_path)
     assert shard.read_bytes() == content
 

@@ -14,13 +14,12 @@ from typing import Any
 import h5py
 import pytest
 import torch
-from made_runs import HEADER, record, result_files, resume, write
+from made_runs import HEADER, record, result_files, resume, stored_layers, write
 
 import kvr_mpi.store.shards as shards_module
 from kvr_mpi.disk import PART
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import read_run, run_files
-from kvr_mpi.store.kv import read_array
 from kvr_mpi.store.ledger import crc32_of, read_ledger
 from kvr_mpi.store.shards import ShardWriter
 
@@ -142,17 +141,17 @@ def test_tensors_may_change_as_soon_as_write_returns(tmp_path: Path) -> None:
     (file,) = run_files(tmp_path)
     with h5py.File(file) as stored:
         for name, tensor in wanted.items():
-            assert torch.equal(read_array(stored[f"documents/{name}/kv/layer_000/values"]), tensor)
+            assert torch.equal(stored_layers(stored[f"documents/{name}"])[0][1], tensor)
 
 
 def test_what_waits_to_be_written_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards_module, "IN_FLIGHT_BYTES", 3 * 8192)
     seen, real = [], shards_module.write_record
 
-    def watched(file: Any, each: Any, layers: Any) -> None:
+    def watched(file: Any, each: Any, layers: Any, tokens: Any) -> None:
         time.sleep(0.02)
         seen.append(writer._waiting_bytes)
-        real(file, each, layers)
+        real(file, each, layers, tokens)
 
     monkeypatch.setattr(shards_module, "write_record", watched)
     writer = ShardWriter(tmp_path, "0000", HEADER)

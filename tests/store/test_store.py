@@ -17,23 +17,23 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from made_runs import stored_layers
 
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import RESULTS, find_record, read_run
 from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import read_array, type_name, write_array
+from kvr_mpi.store.kv import KeysValues, open_kv, type_name
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.outputs import (
+    ANNOUNCED,
     ARRAYS,
     SCHEMA,
     SCHEMA_VERSION,
     Header,
-    KeysValues,
     Record,
     document_groups,
     key_of,
-    kv_layers,
     open_file,
     read_header,
     read_record,
@@ -231,16 +231,16 @@ def test_a_file_is_readable_with_h5py_alone(tmp_path: Path) -> None:
     path = write_shard(tmp_path, record, [(keys, values)])
     with h5py.File(path, "r") as file:
         assert text(file.attrs["schema"]) == SCHEMA == "kvr-mpi"
-        assert int(file.attrs["schema_version"]) == SCHEMA_VERSION == 2
+        assert int(file.attrs["schema_version"]) == SCHEMA_VERSION == 3
         assert text(file.attrs["created"]).startswith("20")
         assert json.loads(file.attrs["identity"]) == HEADER.identity
         assert json.loads(file.attrs["model"]) == HEADER.model
         assert {"kvr_mpi", "python", "torch", "transformers", "h5py", "hdf5"} <= set(json.loads(file.attrs["software"]))
         group = file["documents/dir%2Freport 1.txt"]
         stored = {spec.name for spec in fields(Record)} - {*ARRAYS, "answer"}
-        assert set(group.attrs) == stored | {"answer_bytes", "answer_tokens", "kv_bytes", "record_sha256"}
+        assert set(group.attrs) == stored | {*ANNOUNCED, "record_sha256"}
         assert group.attrs["answer_tokens"] == 3 and group.attrs["kv_bytes"] == 2 * 7 * 2 * 4 * 4
-        for name in ("answer", "token_ids", "slices", "kv/layer_000/keys", "kv/layer_000/values"):
+        for name in ("answer", "token_ids", "slices", "kv/layer_000/digests"):
             assert group[name].fletcher32, f"{name} is not guarded"
         assert text(group.attrs["id"]) == record.id and text(group.attrs["status"]) == "done"
         assert group.attrs["prompt_tokens"] == 7 and group.attrs["ttft_s"] == 1.25
@@ -289,10 +289,11 @@ def test_a_missing_file_is_bad_data(tmp_path: Path) -> None:
 def test_every_16_bit_pattern_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
     patterns = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16)).view(dtype).reshape(1024, 16, 4)
     with memory_file() as file:
-        write_array(file, "keys", patterns)
-        got = read_array(file["keys"])
-        plain = np.asarray(file["keys"][()])
-        assert type_name(file["keys"]) == str(dtype).removeprefix("torch.")
+        write_record(file, Record("a", "done"), [(patterns, patterns)])
+        got, _ = stored_layers(file["documents/a"])[0]
+        keys = file["documents/a/kv/layer_000/keys"]
+        plain = np.asarray(keys[()])
+        assert type_name(keys) == str(dtype).removeprefix("torch.")
     assert got.dtype == dtype and got.shape == patterns.shape
     np.testing.assert_array_equal(bits(got), bits(patterns))
     # Plain h5py sees the values: NaN, infinities and subnormals (the smallest is 2**-133) where they are.
@@ -304,9 +305,10 @@ def test_bfloat16_is_float32_to_plain_h5py() -> None:
     smallest, largest = 2.0**-133, 3.3895313892515355e38
     tensor = torch.tensor([[[0.0, -0.0, smallest, largest, float("inf"), float("-inf"), float("nan"), 1 / 3]]])
     with memory_file() as file:
-        write_array(file, "keys", tensor.bfloat16())
-        plain = file["keys"][()]
-        assert file["keys"].id.get_type().get_size() == 2  # of the file's bytes, though h5py gives float32
+        write_record(file, Record("a", "done"), [(tensor.bfloat16(), tensor.bfloat16())])
+        keys = file["documents/a/kv/layer_000/keys"]
+        plain = keys[()]
+        assert keys.id.get_type().get_size() == 2  # of the file's bytes, though h5py gives float32
     assert plain.dtype == np.float32
     np.testing.assert_array_equal(plain, tensor.bfloat16().float().numpy())
     assert plain[0, 0, 2] == smallest and plain[0, 0, 3] == largest and np.signbit(plain[0, 0, 1])
@@ -322,8 +324,8 @@ def test_any_tensor_comes_back_bit_for_bit(patterns: list[int], dtype: torch.dty
     raw = torch.from_numpy(np.array(patterns, dtype=np.uint32).view(np.int32))
     tensor = (raw.view(dtype)).reshape(-1, 1, 1)
     with memory_file() as file:
-        write_array(file, "values", tensor)
-        got = read_array(file["values"])
+        write_record(file, Record("a", "done"), [(tensor, tensor)])
+        _, got = stored_layers(file["documents/a"])[0]
     assert got.dtype == dtype
     np.testing.assert_array_equal(bits(got), bits(tensor))
 
@@ -333,15 +335,12 @@ def test_any_tensor_comes_back_bit_for_bit(patterns: list[int], dtype: torch.dty
 def test_layers_come_back_from_a_records_group(tmp_path: Path, dtype: torch.dtype, tokens: int) -> None:
     # As the model hands them over: transposed views, not contiguous, and with a gradient.
     layers: list[KeysValues | None] = [
-        (torch.randn(2, tokens, 4).to(dtype).transpose(0, 1), torch.randn(2, tokens, 3, requires_grad=True).to(dtype))
+        (torch.randn(2, tokens, 4).to(dtype).transpose(0, 1), torch.randn(tokens, 2, 3, requires_grad=True).to(dtype))
         for _ in range(3)
     ]
     path = write_shard(tmp_path, Record("a", "done"), layers)
     with open_file(path) as file:
-        got = {
-            number: (read_array(keys), read_array(values))
-            for number, keys, values in kv_layers(group_in(file["documents"], "a"))
-        }
+        got = stored_layers(group_in(file["documents"], "a"))
     assert sorted(got) == [0, 1, 2]
     for number, layer in enumerate(layers):
         assert layer is not None
@@ -356,9 +355,9 @@ def test_bits_survive_a_merge(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = patterns.to(dtype).reshape(-1, 4, 16)
     write_shard(tmp_path, Record("a", "done"), [(tensor, tensor.flip(0))])
     with open_file(merge_run(tmp_path)) as file:
-        ((_, keys, values),) = kv_layers(group_in(file["documents"], "a"))
-        np.testing.assert_array_equal(bits(read_array(keys)), bits(tensor))
-        np.testing.assert_array_equal(bits(read_array(values)), bits(tensor.flip(0)))
+        ((keys, values),) = stored_layers(group_in(file["documents"], "a")).values()
+        np.testing.assert_array_equal(bits(keys), bits(tensor))
+        np.testing.assert_array_equal(bits(values), bits(tensor.flip(0)))
 
 
 @settings(max_examples=25, deadline=None)
@@ -369,7 +368,7 @@ def test_absent_layers_are_skipped_and_the_others_keep_their_numbers(present: li
     with memory_file() as file:
         write_record(file, Record("a", "done"), iter(layers))
         ((group, _, _),) = document_groups(file)
-        got = {number: (float(keys[0, 0, 0]), float(values[0, 0, 0])) for number, keys, values in kv_layers(group)}
+        got = {n: (float(keys[0, 0, 0]), float(values[0, 0, 0])) for n, (keys, values) in stored_layers(group).items()}
         assert ("kv" in group) == any(present)
     assert got == {n: (float(n), -float(n)) for n, is_there in enumerate(present) if is_there}
 
@@ -378,12 +377,15 @@ def test_a_record_without_layers_has_none(tmp_path: Path) -> None:
     write_shard(tmp_path, Record("a", "done"), [])
     file, key = find_record(tmp_path, "a")
     with open_file(file) as stored:
-        assert list(kv_layers(stored["documents"][key])) == []
+        assert stored_layers(stored["documents"][key]) == {}
 
 
-@pytest.mark.parametrize("data", [np.arange(3), np.array([b"x"]), np.zeros(2, "V8"), np.zeros(2, complex)])
-def test_read_array_refuses_what_is_no_float_type(data: np.ndarray[Any, Any]) -> None:
+@pytest.mark.parametrize("data", [np.zeros((4, 2, 8), int), np.zeros((4, 2, 8), "V8"), np.zeros((4, 2, 8), complex)])
+def test_what_is_no_float_type_is_refused(data: np.ndarray[Any, Any]) -> None:
     with memory_file() as file:
-        file["keys"] = data
-        with pytest.raises(DataError, match="float"):
-            read_array(file["keys"])
+        write_record(file, Record("a", "done"), [(torch.zeros(4, 2, 8), torch.zeros(4, 2, 8))])
+        layer = file["documents/a/kv/layer_000"]
+        del layer["keys"]
+        layer["keys"] = data
+        with pytest.raises(DataError, match="'f'"):
+            open_kv(file["documents/a"])
