@@ -34,9 +34,9 @@ MEANINGS = {
 }
 
 
-def exit_line(code: int, about: str = "") -> str:
-    """Say what an exit code means, in a line."""
-    meaning = MEANINGS.get(code, "ended from outside")
+def exit_line(code: int, about: str = "", meaning: str = "") -> str:
+    """Say what an exit code means, in a line; `meaning` is one of its own."""
+    meaning = meaning or MEANINGS.get(code, "ended from outside")
     return f"exit code {code}: {meaning}" + (f"; {about}" if about else "")
 
 
@@ -44,6 +44,7 @@ class KvrError(Exception):
     """Base of every error with a message meant for the user."""
 
     exit_code = EXIT_BUG
+    meaning = ""  # in the last line of a job; default: the exit code's
 
     def __str__(self) -> str:
         """Return the message with everything escaped that would steer a terminal: it may quote any file."""
@@ -63,6 +64,7 @@ class DataError(KvrError):
     """A file is damaged, foreign, or not to be trusted."""
 
     exit_code = EXIT_BAD_DATA
+    meaning = "what was to be read is damaged, foreign or missing"
 
 
 class ForeignError(DataError):
@@ -73,6 +75,7 @@ class MissingError(DataError):
     """A file or folder that was named is not there."""
 
     exit_code = EXIT_CONFIG
+    meaning = ""
 
 
 class TransportError(KvrError):

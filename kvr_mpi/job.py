@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -211,12 +211,25 @@ class OutputSection(Section):
         return int(documents * percent / 100 + 1e-9)
 
 
+class QuestionsSection(Section):
+    """What is asked of documents whose keys and values are stored: `documents.path` is then the run that has them."""
+
+    ask: list[str] | dict[str, str] = Field([], description="questions, or questions by name")
+    file: str | None = Field(None, min_length=1, description="a question a line, or .jsonl with id and question")
+    template: str = Field("\n\n{question}", description="what follows the document")
+    documents: list[str] | None = Field(None, description="ids of documents; default: all of the run")
+    reuse: Literal["auto", "always", "never"] = Field(
+        "auto", description="load what is stored: auto where that is faster than to prefill again"
+    )
+
+
 class JobSpec(Section):
     """A whole job."""
 
     model: ModelSection
     documents: DocumentsSection
     prompt: PromptSection = PromptSection()
+    questions: QuestionsSection | None = None
     generation: GenerationSection = GenerationSection()
     parallel: ParallelSection = ParallelSection()
     output: OutputSection
@@ -252,6 +265,13 @@ def load_job(
         raise ConfigError(f"job file {str(path)!r}: no such file (looked for {path.absolute()})") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"job file {str(path)!r} cannot be read as TOML: {error}") from error
+    return make_job(raw, path, settings, environ)
+
+
+def make_job(
+    raw: dict[str, Any], path: Path, settings: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> tuple[JobSpec, dict[str, str]]:
+    """Check a job that has been read; `path` is where from, the rest as in `load_job`."""
     sources = {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
     runs_code = _runs_code(raw)
     for name, value in sorted(environ.items()):
@@ -286,6 +306,7 @@ def show_job(spec: JobSpec, sources: Mapping[str, str]) -> list[tuple[str, str, 
     return [
         (f"{section}.{key}", repr(value), sources.get(f"{section}.{key}", "default"))
         for section, table in spec.model_dump().items()
+        if table is not None
         for key, value in table.items()
     ]
 
@@ -328,6 +349,7 @@ def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> tu
 
 
 def _fields_of(section: str) -> Mapping[str, Any]:
-    annotation = JobSpec.model_fields[section].annotation
+    kind = JobSpec.model_fields[section].annotation
+    annotation = next(iter(get_args(kind)), kind)  # of a section that may be missing, what it is else
     assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
     return annotation.model_fields

@@ -25,9 +25,8 @@ from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
-from kvr_mpi.runtime.batch import open_context, work_through
+from kvr_mpi.runtime.batch import open_context, open_source, work_through
 from kvr_mpi.runtime.preflight import choose_chain_size
-from kvr_mpi.runtime.requests import DocumentRequest
 from kvr_mpi.runtime.rounds import share_out
 from kvr_mpi.runtime.setup import JobSetup, Machine, prepare
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
@@ -182,7 +181,7 @@ def _ours(
         counters = open_counters(control, FIRST_LIST + shares.slots)
         quiet = Progress(Log(control.rank), len(numbers), shares.work, silent=True)
         with closing(ShardWriter(folder, f"{control.rank:04d}", prepared.header())) as writer:
-            context = open_context(prepared, corpus, counters, writer, quiet, Stop())
+            context = open_context(prepared, open_source(prepared, corpus), counters, writer, quiet, Stop())
             work_through(prepared, ranks, shares, context, counters, Log(1).line)
         control.barrier()
         seconds = time.perf_counter() - began
@@ -245,12 +244,10 @@ def _generate(prepared: JobSetup, corpus: Corpus, ranks: Transport, batch_size: 
 def _generate_here(prepared: JobSetup, corpus: Corpus, batch_size: int) -> CorpusRun:
     model, device = prepared.loaded.model, prepared.loaded.device
     began = time.perf_counter()
-    prompts = []
+    prompts, source = [], open_source(prepared, corpus)
     for number in range(len(corpus)):
         try:
-            prompts += [
-                prompt.ids for prompt in DocumentRequest(corpus.read(number), prepared.prompt_config, 0).prompts
-            ]
+            prompts += [prompt.ids for prompt in source.request(source.read(number), 0).prompts]
         except DocumentError:
             continue
     prompts.sort(key=len)  # alike lengths together: the least padding

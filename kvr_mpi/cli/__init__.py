@@ -18,6 +18,7 @@ from kvr_mpi.errors import EXIT_BUG, EXIT_USAGE, KvrError
 # Subcommand: (module, function in it, help line for the list).
 COMMANDS = {
     "run": ("kvr_mpi.cli.run", "run", "Prefill, answer and store every document of a job."),
+    "ask": ("kvr_mpi.cli.ask", "ask", "Ask stored documents new questions, without prefilling them again."),
     "plan": ("kvr_mpi.cli.plan", "plan", "Which documents would run on which chains, when, and why."),
     "sbatch": ("kvr_mpi.cli.sbatch", "sbatch", "Submit a job to SLURM, with nodes and time from the plan."),
     "simulate": ("kvr_mpi.cli.simulate", "simulate", "Forecast the time to the first token; no run, no model needed."),

@@ -34,15 +34,19 @@ def guarded(world: Transport, work: Callable[[], int]) -> int:
     from kvr_mpi.transport import FailedTogetherError
 
     log = Log(world.rank)
+
+    def tell(error: Exception, code: int) -> None:
+        log.line(f"{_message(error)}\n{exit_line(code, meaning=getattr(error, 'meaning', ''))}")
+
     try:
         return work()
     except FailedTogetherError as error:
         if error.cause is not None:
-            log.line(f"{_message(error.cause)}\n{exit_line(error.exit_code)}")
+            tell(error.cause, error.exit_code)
         return error.exit_code
     except Exception as error:
         code = error.exit_code if isinstance(error, KvrError) else EXIT_BUG
-        log.line(f"{_message(error)}\n{exit_line(code)}")
+        tell(error, code)
         world.abort(code)
         return code
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -17,11 +18,17 @@ if TYPE_CHECKING:
     from kvr_mpi.transport import Transport
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+LoadJob = Callable[[Sequence[str]], "tuple[JobSpec, dict[str, str]]"]
+
+
 @dataclass(frozen=True, slots=True)
 class RunArguments:
-    """What ``kvr run`` was told; its help says more."""
+    """How a command runs a job; `run_options` says more.
 
-    job: Path
+    settings : of the job, from the command line.
+    """
+
     settings: tuple[str, ...]
     transport: str | None
     overwrite: bool
@@ -33,49 +40,62 @@ class RunArguments:
     progress: str
 
 
+# What every command has that runs a job.
+RUN_OPTIONS = (
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="SECTION.KEY=VALUE",
+        help="Override a setting of the job file.",
+    ),
+    click.option(
+        "--transport",
+        type=click.Choice(NAMES),
+        help="What carries keys and values between ranks; the same as --set parallel.transport=...",
+    ),
+    click.option("--overwrite", is_flag=True, help="Delete the results that are in the output folder."),
+    click.option(
+        "--resume",
+        is_flag=True,
+        help="Go on with the results that are in the output folder; implied if SLURM has restarted the job.",
+    ),
+    click.option("--retry-failed", is_flag=True, help="When resuming, do documents with error records again."),
+    click.option(
+        "--time-limit",
+        metavar="TIME",
+        help="Begin no document that would not end in time: seconds, h:mm:ss or d-hh:mm:ss from now.  "
+        "[default: SLURM's end of the job]",
+    ),
+    click.option(
+        "--stop-signals",
+        default="TERM,USR2",
+        show_default=True,
+        metavar="NAMES",
+        help="Signals after which no document is begun, what is begun is finished, and the exit code is 75; a second "
+        "one ends at once.",
+    ),
+    click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and stop."),
+    click.option(
+        "--progress",
+        type=click.Choice(["auto", "bar", "lines"]),
+        default="auto",
+        show_default=True,
+        help="A bar, or a line for each document; auto: a bar on a terminal if no launcher is used.",
+    ),
+)
+
+
+def run_options(command: F) -> F:
+    """Give a command the options of `RunArguments`."""
+    for option in reversed(RUN_OPTIONS):
+        command = option(command)
+    return command
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Override a setting of the job file.",
-)
-@click.option(
-    "--transport",
-    type=click.Choice(NAMES),
-    help="What carries keys and values between ranks; the same as --set parallel.transport=...",
-)
-@click.option("--overwrite", is_flag=True, help="Delete the results that are in the output folder.")
-@click.option(
-    "--resume",
-    is_flag=True,
-    help="Go on with the results that are in the output folder; implied if SLURM has restarted the job.",
-)
-@click.option("--retry-failed", is_flag=True, help="When resuming, do documents with error records again.")
-@click.option(
-    "--time-limit",
-    metavar="TIME",
-    help="Begin no document that would not end in time: seconds, h:mm:ss or d-hh:mm:ss from now.  "
-    "[default: SLURM's end of the job]",
-)
-@click.option(
-    "--stop-signals",
-    default="TERM,USR2",
-    show_default=True,
-    metavar="NAMES",
-    help="Signals after which no document is begun, what is begun is finished, and the exit code is 75; a second one "
-    "ends at once.",
-)
-@click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and stop.")
-@click.option(
-    "--progress",
-    type=click.Choice(["auto", "bar", "lines"]),
-    default="auto",
-    show_default=True,
-    help="A bar, or a line for each document; auto: a bar on a terminal if no launcher is used.",
-)
+@run_options
 def run(**given: Any) -> int:
     """Prefill, answer and store every document of the job file JOB.
 
@@ -87,7 +107,23 @@ def run(**given: Any) -> int:
     stopped before the end: the same command with --resume goes on; 69 the ranks cannot talk; 78 the job cannot be run
     as written; 2 wrong arguments; 1 a bug. The last line says which, and what it means.
     """  # noqa: D301
-    options = RunArguments(**given)
+    from kvr_mpi.job import load_job
+
+    job = given.pop("job")
+    return run_as_told(str(job), RunArguments(**given), lambda settings: load_job(job, settings))
+
+
+def run_as_told(name: str, options: RunArguments, load: LoadJob) -> int:
+    """Run a job on all ranks that were started.
+
+    Parameters
+    ----------
+    name : str
+        Of the job, for a line of text.
+    options : RunArguments
+    load : callable
+        Given settings, makes the job, and says of each of its settings where it is from; called on one rank.
+    """
     settings = options.settings
     if options.overwrite and options.resume:
         raise click.UsageError("--overwrite deletes what --resume would go on with: choose one")
@@ -98,42 +134,29 @@ def run(**given: Any) -> int:
 
     if options.transport is not None:
         settings = (*settings, f"parallel.transport={options.transport}")
-    wishes = {
-        "overwrite": options.overwrite,
-        "resume": options.resume,
-        "retry_failed": options.retry_failed,
-        "stop_signals": tuple(filter(None, options.stop_signals.split(","))),
-    }
     try:
         world = connect()
     except KvrError as error:
         Log().line(f"error: {error}\n{exit_line(error.exit_code)}")
         return error.exit_code
-    return guarded(
-        world,
-        lambda: _run(world, options.job, settings, options.show_config, options.progress, options.time_limit, wishes),
-    )
+    return guarded(world, lambda: _run(world, name, options, lambda: load(settings)))
 
 
-def _run(
-    world: Transport,
-    job: Path,
-    settings: tuple[str, ...],
-    show_config: bool,
-    progress: str,
-    time_limit: str | None,
-    wishes: dict[str, Any],
-) -> int:
+def _run(world: Transport, name: str, told: RunArguments, load: Callable[[], tuple[JobSpec, dict[str, str]]]) -> int:
     from kvr_mpi.cli.environment import is_offline, read_environment, restart_count
-    from kvr_mpi.job import JobSpec, load_job, show_job
+    from kvr_mpi.job import JobSpec, show_job
     from kvr_mpi.report.log import Log
     from kvr_mpi.runtime.preflight import check_job
     from kvr_mpi.runtime.stopping import parse_time_limit
     from kvr_mpi.transport import on_root, share_json
 
-    def load() -> str:
-        spec, sources = load_job(job, settings)
-        if show_config:
+    def load_here() -> str:
+        spec, sources = load()
+        if spec.questions is not None:
+            from kvr_mpi.runtime.asking import complete_questions
+
+            spec = complete_questions(spec)
+        if told.show_config:
             rows = show_job(spec, sources)
             width = max(len(key) for key, _, _ in rows)
             for key, value, source in rows:
@@ -141,15 +164,15 @@ def _run(
         return spec.model_dump_json()
 
     # Read by one rank only, so that all ranks run the same job even if the file changes under them.
-    spec: JobSpec = JobSpec.model_validate_json(share_json(world, on_root(world, load)))
-    if show_config:
+    spec: JobSpec = JobSpec.model_validate_json(share_json(world, on_root(world, load_here)))
+    if told.show_config:
         return 0
-    if restart_count() and not wishes["resume"]:  # a requeued job runs the same command again
-        wishes |= {"resume": True, "overwrite": False}
-    told_s = None if time_limit is None else time.time() + parse_time_limit(time_limit)
-    goes_on = wishes["overwrite"] or wishes["resume"]
-    on_root(world, lambda: check_job(spec, world.size, goes_on=goes_on, offline=is_offline()))
-    Log(world.rank).root(f"{job}: found in order; starting {world.size} rank(s)")
+    # A requeued job runs the same command again.
+    resume = told.resume or bool(restart_count())
+    overwrite = told.overwrite and not (resume and not told.resume)
+    told_s = None if told.time_limit is None else time.time() + parse_time_limit(told.time_limit)
+    on_root(world, lambda: check_job(spec, world.size, goes_on=overwrite or resume, offline=is_offline()))
+    Log(world.rank).root(f"{name}: found in order; starting {world.size} rank(s)")
     # Only now what takes seconds to import.
     from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.report.progress import clock_time, wants_bar
@@ -168,8 +191,11 @@ def _run(
     options = RunOptions(
         machine=environment.machine,
         owner=environment.owner,
-        bar=wants_bar(progress, launched_size(os.environ) is not None),
+        overwrite=overwrite,
+        resume=resume,
+        retry_failed=told.retry_failed,
+        bar=wants_bar(told.progress, launched_size(os.environ) is not None),
         deadline_s=deadline_s,
-        **wishes,
+        stop_signals=tuple(filter(None, told.stop_signals.split(","))),
     )
     return run_job(spec, options, world, log)

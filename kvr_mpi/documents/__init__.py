@@ -5,12 +5,13 @@ document can be read again by any rank. What is wrong with one document is kept 
 """
 
 from kvr_mpi.documents.corpus import Corpus, CorpusFile, Entry, read_corpus, scan_corpus
-from kvr_mpi.documents.files import MAX_ID_CHARS, Document, first_rows, is_table
+from kvr_mpi.documents.files import MAX_ID_CHARS, Asked, Document, first_rows, is_table
 from kvr_mpi.documents.paths import SUFFIXES, find_files
 
 __all__ = [
     "MAX_ID_CHARS",
     "SUFFIXES",
+    "Asked",
     "Corpus",
     "CorpusFile",
     "Document",

@@ -33,12 +33,28 @@ BAD_IN_ID = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """A question, and the document it is about.
+
+    sha256 : of the document's text.
+    """
+
+    document: str
+    question: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class Document:
-    """One document of the corpus: its text, or what is wrong with it."""
+    """One document of the corpus: its text, or what is wrong with it; or a question about one, under an id of its own.
+
+    asked : the question; then the text is where the document's keys and values are.
+    """
 
     id: str
     text: str = ""
     error: str | None = None
+    asked: Asked | None = None
 
     @property
     def chars(self) -> int:

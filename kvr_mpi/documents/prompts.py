@@ -31,10 +31,11 @@ Keep = Literal["head", "tail", "middle"]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids of one prompt, and how much of its document is in it."""
+    """Token ids of one prompt, how much of its document is in it, and where."""
 
     ids: tuple[int, ...]
     dropped_tokens: int = 0
+    text: tuple[int, int] = (0, 0)  # bounds of the document's text
 
     @property
     def tokens(self) -> int:
@@ -62,7 +63,29 @@ class Frame:
 
     def around(self, text_ids: Sequence[int], dropped_tokens: int = 0) -> Prompt:
         """Put the frame around a text."""
-        return Prompt((*self.head, *text_ids, *self.tail), dropped_tokens)
+        text = len(self.head), len(self.head) + len(text_ids)
+        return Prompt((*self.head, *text_ids, *self.tail), dropped_tokens, text)
+
+    def after(self, ids: Sequence[int], text: tuple[int, int], dropped_tokens: int = 0) -> Prompt:
+        """Let another tail follow a document's text in a prompt that is there.
+
+        Raises
+        ------
+        DocumentError
+            If that prompt begins with another head, or becomes too long.
+        """
+        start, stop = text
+        if tuple(ids[:start]) != self.head:
+            raise DocumentError(
+                f"its stored prompt begins with {start} other tokens than this model's tokenizer and chat template "
+                f"give ({len(self.head)}); ask with those it was prefilled with"
+            )
+        if stop + len(self.tail) > self.max_tokens:
+            raise DocumentError(
+                f"too long: its {stop} stored tokens and the question's {len(self.tail)} make more than the "
+                f"{self.max_tokens} that a prompt may have (the context less generation.max_new_tokens)"
+            )
+        return Prompt((*ids[:stop], *self.tail), dropped_tokens, text)
 
 
 def make_frame(
@@ -71,6 +94,7 @@ def make_frame(
     *,
     system: str | None = None,
     chat_template: bool | None = None,
+    after: str | None = None,
     max_prompt_tokens: int,
 ) -> Frame:
     """Render template and chat template once, with a mark in the document's place.
@@ -84,6 +108,8 @@ def make_frame(
         System prompt; needs a chat template.
     chat_template : bool or None
         Wrap in the model's chat template; None does so if it has one.
+    after : str or None
+        Words that follow the document instead of the template's.
     max_prompt_tokens : int
         Longest prompt that leaves room for the answer.
 
@@ -92,7 +118,8 @@ def make_frame(
     ConfigError
         If the template lacks ``{text}``, the chat template is missing or refuses, or nothing fits.
     """
-    before, after = cut_template(template)
+    before, behind = cut_template(template)
+    after = behind if after is None else after
     has_chat = getattr(tokenizer, "chat_template", None) is not None
     if (chat_template or system) and not has_chat:
         key = "prompt.chat_template = true" if chat_template else f"prompt.system = {system!r}"

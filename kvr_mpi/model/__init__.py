@@ -8,8 +8,10 @@ from kvr_mpi.model.load import (
     choose_device,
     convert_gguf,
     find_model,
+    hash_weights,
     load_model,
     load_outline,
+    tokenizer_fingerprint,
 )
 from kvr_mpi.model.shape import LayerShape, ModelShape, StateShape, meta_model, on_meta, probe_shape
 
@@ -24,9 +26,11 @@ __all__ = [
     "choose_device",
     "convert_gguf",
     "find_model",
+    "hash_weights",
     "load_model",
     "load_outline",
     "meta_model",
     "on_meta",
     "probe_shape",
+    "tokenizer_fingerprint",
 ]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PACKAGE = "package:"
+HASHED_BYTES = 16 << 20
 # What transformers raises over files and configurations that it cannot read, or build a model of.
 UNREADABLE = (
     OSError,
@@ -291,6 +292,36 @@ def choose_device(name: str, index: int) -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Identity of a tokenizer: of all that decides on token ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return hashlib.sha256(backend.to_str().encode()).hexdigest()
+    known = [sorted(tokenizer.get_vocab().items()), type(tokenizer).__name__, sorted(tokenizer.all_special_tokens)]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def hash_weights(path: str, *, offline: bool, revision: str | None, cache_dir: Path, trust_remote_code: bool) -> str:
+    """Hash all of a model's weights and its configuration, which takes as long as reading them.
+
+    `LoadedModel.fingerprint` looks at the ends of the files only. A model of the hub is known by its commit.
+    """
+    import xxhash
+
+    source, options = _locate(path, offline, revision, trust_remote_code, cache_dir)
+    if source.is_hub:
+        from transformers import AutoConfig
+
+        return _fingerprint(source, AutoConfig.from_pretrained(source.location, **options))
+    digest = xxhash.xxh3_128()
+    for file in [Path(source.location) / "config.json", *sorted(Path(source.location).glob("*.safetensors"))]:
+        digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+        with file.open("rb", buffering=0) as stream:
+            while piece := stream.read(HASHED_BYTES):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 def _hash_files(files: list[Path], sample_bytes: int = 1 << 20) -> str:

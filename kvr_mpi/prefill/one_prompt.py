@@ -52,6 +52,7 @@ class Prefill:
     layer_times_s: Sequence[float] = ()  # when each layer's keys were made, excluding wait time
     send_wait_s: float = 0.0  # and of them, waiting for the link to take what this rank sent
     strategy: str = "kvr"  # that was used: a name of `registry.STRATEGIES`
+    known_tokens: int = 0  # the first ones, whose keys and values were there already
 
     @property
     def is_plain(self) -> bool:
@@ -243,6 +244,7 @@ def prefill_by(
         layer_times_s=cache.layer_times_s,
         send_wait_s=transfers.send_wait_s if transfers else 0.0,
         strategy=strategy,
+        known_tokens=known,
     )
 
 

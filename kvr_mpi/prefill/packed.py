@@ -93,7 +93,7 @@ def _prefill_row(
     for cache in caches:
         cache.finish()
     return [
-        Prefill(partition, cache, each.clone(), seconds)
+        Prefill(partition, cache, each.clone(), seconds, known_tokens=start)
         for partition, cache, each in zip(partitions, caches, logits, strict=True)
     ]
 

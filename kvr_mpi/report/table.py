@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -36,6 +36,15 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
     lines = [f"{count:{width}} x {printable(reason, '')}" for reason, count in list(reasons.items())[:MAX_REASONS]]
     rest = list(reasons.values())[MAX_REASONS:]
     return lines + ([f"{sum(rest)} for {len(rest)} other reasons"] if rest else [])
+
+
+def _told(record: Record) -> str:
+    """Say how a prompt was computed: its slices, or how many of its tokens if the others were loaded."""
+    if record.question and record.computed_tokens < record.prompt_tokens:
+        return f"{record.computed_tokens} computed"
+    if record.parts > 1:
+        return f"{record.parts} prompts"
+    return "+".join(str(b - a) for a, b in zip(record.slices, record.slices[1:], strict=False))
 
 
 def _short(text: str) -> Text:
@@ -96,15 +105,25 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path) -> Non
         console.print(line, soft_wrap=True, markup=False, emoji=False)
 
 
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print rows under their columns, the first to the left, as wide as they are."""
+    console = Console(file=sys.stdout, width=1000, highlight=False, force_terminal=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if 0 < number < len(columns) - 1 else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_short(str(each)) for each in row))
+    console.print(table)
+
+
 def _add_row(table: Table, record: Record) -> None:
     if record.status == "error":
         table.add_row(_short(record.id), "", "", "", "", _short(f"error: {record.error}"))
         return
-    slices = "+".join(str(b - a) for a, b in zip(record.slices, record.slices[1:], strict=False))
     table.add_row(
         _short(record.id),
         str(record.prompt_tokens),
-        slices if record.parts == 1 else f"{record.parts} prompts",
+        _told(record),
         f"{record.ttft_s:.2f} s",
         f"{record.prefill_tokens_per_s:.0f}",
         _short(record.answer),

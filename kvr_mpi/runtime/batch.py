@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvr_mpi.documents import Corpus, scan_corpus
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, CorpusError, exit_line
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, ConfigError, CorpusError, exit_line
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import choose_device
 from kvr_mpi.report.log import Log
@@ -27,7 +28,9 @@ from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
 from kvr_mpi.runtime.setup import JobSetup, Machine, Say, prepare
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
+from kvr_mpi.runtime.sources import Source, TextSource
 from kvr_mpi.runtime.stopping import STOP_SIGNALS, SharedStop, Stop, listening
+from kvr_mpi.runtime.stored import StoredSource, scan_stored
 from kvr_mpi.runtime.tally import Tally, describe_throughput
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker, WorkerContext
@@ -74,7 +77,8 @@ def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> i
 def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder: Path, stop: Stop) -> int:
     topology = together(world, lambda: Topology(world.size, choose_chain_size(spec, world.size)))
     log.root("reading the documents")
-    corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options).to_json())))
+    listed, plan = share_json(world, on_root(world, lambda: _scan(spec, folder, options, log)))
+    corpus = Corpus.from_json(listed)
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
     ranks, reason = open_transport(world, spec.parallel.transport, device, cache_dir=options.machine.cache_dir)
     log.root(reason)
@@ -83,7 +87,8 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     run = on_root(world, lambda: _open(folder, prepared, corpus, options, log))
     done = set(share_json(world, None if run is None else sorted(run.done | run.failed)))
     todo = [number for number in range(len(corpus))[spec.documents.share] if corpus.entries[number].id not in done]
-    log.root(f"documents: {len(corpus)}" + (f", {len(done)} of them done already" if done else ""))
+    what = "questions about documents" if spec.questions else "documents"
+    log.root(f"{what}: {len(corpus)}" + (f", {len(done)} of them done already" if done else ""))
     shares = share_out(prepared, corpus, todo, ranks, log)
     counters = open_counters(world, FIRST_LIST + shares.slots)
     with (
@@ -93,7 +98,8 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
         ) as progress,
     ):
         check = None if run is None else run.check
-        context = open_context(prepared, corpus, counters, writer, progress, stop, check)
+        source = open_source(prepared, corpus, plan)
+        context = open_context(prepared, source, counters, writer, progress, stop, check)
         work_through(prepared, ranks, shares, context, counters, log.line)
     world.barrier()
     left = len(todo) - counters.read()[Slot.DONE]
@@ -106,7 +112,7 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
 
 def open_context(
     setup: JobSetup,
-    corpus: Corpus,
+    source: Source,
     counters: Counters,
     writer: ShardWriter,
     progress: Progress,
@@ -118,7 +124,7 @@ def open_context(
     shared, tally = SharedStop(stop, counters, check), Tally()
     decodes = setup.spec.generation.max_new_tokens > 0
     decoder = Decoder(setup.open_decode_batch(), sink, shared, tally, decodes=decodes)
-    return WorkerContext(corpus, sink, decoder, shared, tally)
+    return WorkerContext(source, sink, decoder, shared, tally)
 
 
 def work_through(
@@ -126,7 +132,7 @@ def work_through(
 ) -> None:
     """Do this rank's part of all rounds; every rank calls this."""
     for number in list(shares.does_not_fit)[ranks.rank :: ranks.size]:
-        context.sink.write_record(error_record(context.corpus.read(number), shares.does_not_fit[number]), 0)
+        context.sink.write_record(error_record(context.source.read(number), shares.does_not_fit[number]), 0)
     # All of them before any work: making chains waits for all ranks.
     chains = [ranks.split(part.topology.group_of(ranks.rank)) for part in shares.rounds]
     for chain in chains:  # its ring is closed by a link that no longer chain has
@@ -142,10 +148,22 @@ def work_through(
     context.decoder.decode()
 
 
-def _scan(spec: JobSpec, folder: Path, options: RunOptions) -> Corpus:
-    """List all documents; `check_job` has seen that they and the output folder can be had."""
+def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> tuple[dict[str, Any], list[bool]]:
+    """List all documents, and of stored ones which are loaded; `check_job` has seen that they can be had."""
     check_writable(folder)
-    return scan_documents(spec, None if options.overwrite else known_corpus(folder))
+    if spec.questions is not None:
+        stored = scan_stored(spec)
+        for line in stored.describe():
+            log.line(line)
+        return stored.corpus.to_json(), stored.loads
+    return scan_documents(spec, None if options.overwrite else known_corpus(folder)).to_json(), []
+
+
+def open_source(setup: JobSetup, corpus: Corpus, loads: Sequence[bool] = ()) -> Source:
+    """Say where prompts come from; `loads` as from `scan_stored`, if they are questions about stored documents."""
+    if setup.spec.questions is not None:
+        return StoredSource(setup, corpus, loads)
+    return TextSource(corpus, setup.prompt_config)
 
 
 def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
@@ -162,6 +180,8 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
         If there are none.
     """
     wanted = spec.documents
+    if spec.questions is not None:
+        raise ConfigError("a job with [questions] is about a run's documents: `kvr ask --dry-run` says what it takes")
     corpus = scan_corpus(
         wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit, known=known
     )

@@ -19,7 +19,7 @@ from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.registry import KVR, STRATEGIES, Strategy
 from kvr_mpi.prefill.relay import Relay
-from kvr_mpi.runtime.requests import PromptConfig, PromptRequest
+from kvr_mpi.runtime.requests import PromptRequest
 from kvr_mpi.runtime.setup import JobSetup, Say
 from kvr_mpi.schedule.partitioner import Partitioner
 from kvr_mpi.schedule.strategy_choice import Choice, choose_strategies
@@ -80,11 +80,6 @@ class ChainRunner:
         self._chosen: dict[tuple[int, int], Strategy] = {}
 
     @property
-    def prompt_config(self) -> PromptConfig:
-        """How documents are asked."""
-        return self._setup.prompt_config
-
-    @property
     def new_tokens(self) -> int:
         """Most tokens of an answer."""
         return self._spec.generation.max_new_tokens
@@ -103,7 +98,7 @@ class ChainRunner:
 
         Other ranks are told, since what is rounded here could be rounded differently on another processor.
         """
-        prompt, prefix = request.prompt, self._prefix_of(request.prompt)
+        prompt, prefix = request.prompt, self._prefix_of(request)
         known = prefix.tokens if prefix else 0
         if self._goes_alone(prompt, known):
             return PlannedPrompt(prompt, prefix, decode_rank, KVR, None)
@@ -118,7 +113,7 @@ class ChainRunner:
         """Make a prompt's plan of what the chain's first rank tells of it."""
         partition = None if bounds is None else Partition(tuple(bounds))
         prompt = request.prompt
-        return PlannedPrompt(prompt, self._prefix_of(prompt), decode_rank, STRATEGIES[strategy], partition)
+        return PlannedPrompt(prompt, self._prefix_of(request), decode_rank, STRATEGIES[strategy], partition)
 
     def why_too_large(self, plan: PlannedPrompt) -> str | None:
         """Say why a prompt fits on no empty chain, and how many ranks would do; None if it does."""
@@ -179,8 +174,8 @@ class ChainRunner:
         )
 
     def prefill_packed(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
-        """Prefill short prompts in one forward, on this rank alone."""
-        prefix = row[0].prefix if all(one.prefix is row[0].prefix for one in row) else None
+        """Prefill short prompts that begin with the same prefix in one forward, on this rank alone."""
+        prefix = row[0].prefix
         ids = [planned.prompt.ids for planned in row]
         rows = [ids] if self._setup.why_alone is None else [[one] for one in ids]
         return [
@@ -196,9 +191,10 @@ class ChainRunner:
         size, tokens = self.chain.size, prompt.tokens - known
         return tokens < LEAST_SLICE_TOKENS * size or (size == 1 and 2 * tokens <= PACK_TOKENS)
 
-    def _prefix_of(self, prompt: Prompt) -> SharedPrefix | None:
-        """Find what the prompt begins with, if that is computed already."""
-        return next((one for one in self._setup.prefixes if prompt.ids[: one.tokens] == one.ids), None)
+    def _prefix_of(self, request: PromptRequest) -> SharedPrefix | None:
+        """Find what a prompt begins with, if that is computed already."""
+        ids, known = request.prompt.ids, request.document.prefix
+        return known or next((one for one in self._setup.prefixes if ids[: one.tokens] == one.ids), None)
 
     def _kv_bytes(self, prompt: Prompt) -> int:
         return (prompt.tokens + self.new_tokens) * self._loaded.shape.kv_bytes_per_token

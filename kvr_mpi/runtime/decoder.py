@@ -88,11 +88,12 @@ class Decoder:
         if answer is None:
             self._fail(request, finished.error or "unknown")
             return
-        self._tally.prompt_tokens += request.prompt.tokens
+        self._tally.prompt_tokens += request.prompt.tokens - finished.prefill.known_tokens
         self._tally.new_tokens += len(answer.token_ids)
         document = request.document
         if document.is_final:
-            self._sink.write_record(document.record(finished.prefill, answer), document.work, finished.prefill)
+            record = document.record(finished.prefill, answer)
+            self._sink.write_answer(record, document.work, finished.prefill, request.prompt)
         else:
             self._outcomes.append((request.key, document.outcome(request.part, finished.prefill, answer)))
 

@@ -88,7 +88,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         partial(check_template, prompt.reduce_template or prompt.template, "prompt.reduce_template"),
         partial(check_system, prompt.system),
         partial(_check_model, spec.model, offline if spec.model.offline is None else spec.model.offline),
-        *(partial(_check_documents, documents, path) for path in documents.path),
+        *(partial(_check_documents, documents, path) for path in documents.path if spec.questions is None),
         partial(_check_output, Path(spec.output.path), goes_on),
     ]
     if prompt.reduce_template is None:

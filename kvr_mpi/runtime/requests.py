@@ -14,9 +14,10 @@ from typing import Any
 
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.documents import Document
-from kvr_mpi.documents.prompts import Frame, Prompt, encode_text, fit_prompt, split_text
+from kvr_mpi.documents.prompts import Frame, Prompt, encode_text, split_text
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
+from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.store.outputs import Record
 
@@ -44,6 +45,7 @@ class PromptOutcome:
     error: str = ""
     text: str = ""
     tokens: int = 0
+    computed: int = 0  # of them
     new_tokens: int = 0
     prefill_s: float = 0.0
     wait_s: float = 0.0
@@ -61,37 +63,20 @@ class DocumentRequest:
     prompt_config : PromptConfig
     work : int
         How much work it is, in the job's unit, for the progress.
-
-    Raises
-    ------
-    DocumentError
-        If something is wrong with the document.
+    prompts : list of Prompt
+    prefix : SharedPrefix or None
+        What they begin with, if its keys and values are there already.
     """
 
     document: Document
     prompt_config: PromptConfig
     work: int
     prompts: list[Prompt] = field(default_factory=list)
+    prefix: SharedPrefix | None = None
     past: list[PromptOutcome] = field(default_factory=list)  # of earlier prompts
     _stage: int = 0
     _text_ids: Sequence[int] = ()
     _received: dict[int, PromptOutcome] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        document, prompt_config = self.document, self.prompt_config
-        if document.error is not None:
-            raise DocumentError(document.error)
-        ids = encode_text(prompt_config.tokenizer, document.text)
-        if not ids:
-            raise DocumentError(
-                f"{document.id} has no tokens: this model's tokenizer drops all {document.chars} characters"
-            )
-        wanted = prompt_config.prompt
-        if wanted.too_long == "split" and len(ids) > prompt_config.frame.text_budget:
-            self._split_text(ids, prompt_config.frame)
-        else:
-            truncate = wanted.keep if wanted.too_long == "truncate" else None
-            self.prompts = [fit_prompt(prompt_config.frame, ids, truncate=truncate)]
 
     @property
     def id(self) -> str:
@@ -126,7 +111,7 @@ class DocumentRequest:
                 f"too long, and the {len(answers)} answers about its parts got no shorter than the text; lower "
                 f"generation.max_new_tokens, or set prompt.too_long = 'truncate'"
             )
-        self._split_text(ids, self.prompt_config.reduce_frame)
+        self.split_text(ids, self.prompt_config.reduce_frame)
         return True
 
     def outcome(self, part: int, prefill: Prefill, answer: Answer) -> PromptOutcome:
@@ -134,6 +119,7 @@ class DocumentRequest:
         return PromptOutcome(
             text=answer.text,
             tokens=self.prompts[part].tokens,
+            computed=self.prompts[part].tokens - prefill.known_tokens,
             new_tokens=len(answer.token_ids),
             prefill_s=prefill.seconds,
             wait_s=prefill.wait_s,
@@ -145,7 +131,7 @@ class DocumentRequest:
         """Say what is to be stored of a document, after its final prompt."""
         prompt = self.prompts[0]
         outcomes = [*self.past, self.outcome(0, prefill, answer)]
-        tokens = sum(outcome.tokens for outcome in outcomes)
+        computed = sum(outcome.computed for outcome in outcomes)
         seconds = sum(outcome.prefill_s for outcome in outcomes)
         return replace(
             error_record(self.document, ""),
@@ -154,19 +140,21 @@ class DocumentRequest:
             token_ids=answer.token_ids,
             slices=prefill.partition.bounds,
             prompt_sha256=prompt.sha256,
-            prompt_tokens=tokens,
+            prompt_tokens=sum(outcome.tokens for outcome in outcomes),
+            computed_tokens=computed,
             dropped_tokens=prompt.dropped_tokens,
             new_tokens=sum(outcome.new_tokens for outcome in outcomes),
             finish_reason=answer.finish_reason,
             strategy="+".join(dict.fromkeys(outcome.strategy for outcome in outcomes)),
             ttft_s=seconds,
-            prefill_tokens_per_s=tokens / seconds,
+            prefill_tokens_per_s=computed / seconds,
             wait_s=sum(outcome.wait_s for outcome in outcomes),
             decode_s=sum(outcome.decode_s for outcome in outcomes),
             parts=len(outcomes),
         )
 
-    def _split_text(self, ids: Sequence[int], frame: Frame) -> None:
+    def split_text(self, ids: Sequence[int], frame: Frame) -> None:
+        """Make prompts of parts of a text."""
         self._text_ids, self._stage = ids, self._stage + 1
         self.prompts = split_text(self.prompt_config.tokenizer, frame, ids)
 
@@ -199,5 +187,15 @@ class PromptRequest:
 
 def error_record(document: Document, reason: str) -> Record:
     """Say what is to be stored of a document that cannot be done."""
-    sha256 = hashlib.sha256(document.text.encode()).hexdigest()
-    return Record(document.id, "error", error=reason, document_sha256=sha256)
+    if document.asked is None:
+        sha256 = hashlib.sha256(document.text.encode()).hexdigest()
+        return Record(document.id, "error", error=reason, document_sha256=sha256)
+    asked = document.asked
+    return Record(
+        document.id,
+        "error",
+        document=asked.document,
+        question=asked.question,
+        error=reason,
+        document_sha256=asked.sha256,
+    )

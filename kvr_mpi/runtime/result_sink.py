@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.slots import Slot
+from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.transport.counters import Counters
@@ -36,13 +38,24 @@ class ResultSink:
         prefilled = self._counters.add(Slot.PREFILLED, work) + work
         self._progress.prefilled(document_id, prefill.partition.tokens, prefill.seconds, prefilled)
 
-    def write_record(self, record: Record, work: int, prefill: Prefill | None = None) -> None:
-        """Store a result, and with it what the prompt's cache holds if that is wanted, and tell of it."""
-        if self._keeps_kv and prefill is not None:
-            cache = prefill.cache
-            self._writer.write(record, [layer_kv(cache, layer) for layer in range(len(cache.layers))])
+    def write_answer(self, record: Record, work: int, prefill: Prefill, prompt: Prompt) -> None:
+        """Store an answer, and with it what the prompt's cache holds if that is wanted, and tell of it."""
+        if self._keeps_kv:
+            layers = [layer_kv(prefill.cache, layer) for layer in range(len(prefill.cache.layers))]
+            ids = (*prompt.ids, *record.token_ids)  # of the answer's last token there are none
+            ids = ids[: max((len(layer[0]) for layer in layers if layer is not None), default=0)]
+            whole = all(layer is None or len(layer[0]) == len(ids) for layer in layers)
+            self._writer.write(record, layers, CachedTokens(ids, prompt.text) if whole else None)
         else:
             self._writer.write(record)
+        self._tell(record, work)
+
+    def write_record(self, record: Record, work: int) -> None:
+        """Store a result without a cache, and tell of it."""
+        self._writer.write(record)
+        self._tell(record, work)
+
+    def _tell(self, record: Record, work: int) -> None:
         done = self._counters.add(Slot.DONE) + 1
         worked = self._counters.add(Slot.WORK, work) + work
         self._progress.document(record, done, worked, self._counters.read()[Slot.PREFILLED])

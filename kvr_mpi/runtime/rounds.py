@@ -66,11 +66,16 @@ def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Tr
 def _round(corpus: Corpus, todo: Sequence[int], topology: Topology) -> Round:
     """Share documents among chains that are all alike; the longest come first, so that all chains end together."""
     works = {number: max(1, corpus.entries[number].chars) for number in todo}
-    lists = deal(list(works.items()), topology.chains)
+    # What is in one place is dealt to one chain: questions about a document that is loaded once.
+    together: dict[tuple[int, int], list[int]] = {}
+    for number in todo:
+        together.setdefault((corpus.entries[number].file, corpus.entries[number].place), []).append(number)
+    groups = {members[0]: members for members in together.values()}
+    sizes = {first: sum(works[number] for number in members) for first, members in groups.items()}
+    lists = deal(list(sizes.items()), topology.chains)
     # Longest first only to within a factor of two: one after the other in a file, documents are read faster.
-    return Round(
-        topology, [sorted(one, key=lambda number: (-works[number].bit_length(), number)) for one in lists], works
-    )
+    ordered = [sorted(one, key=lambda first: (-sizes[first].bit_length(), first)) for one in lists]
+    return Round(topology, [[number for first in one for number in groups[first]] for one in ordered], works)
 
 
 def _planned(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], world: Transport, log: Log) -> Shares:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.model import LoadedModel, load_model
+from kvr_mpi.model import LoadedModel, hash_weights, load_model, tokenizer_fingerprint
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.prepacked import prepack_weights, prepacked_bytes
 from kvr_mpi.model.rope import depends_on_length
@@ -33,12 +33,13 @@ from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix
 from kvr_mpi.prefill.registry import AUTO, Strategy, candidates
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
+from kvr_mpi.runtime.asking import frame_questions
 from kvr_mpi.runtime.host_memory import free_bytes, keep_heap, ranks_on_device
 from kvr_mpi.runtime.requests import PromptConfig, PromptRequest
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of, with_memory
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.topology import Topology, cores_per_rank
-from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
+from kvr_mpi.transport import Transport, gather_json, host_by_host, on_root, share_json, together
 from kvr_mpi.tuning.identity import key_of
 from kvr_mpi.tuning.lookup import describe_range, find_table
 from kvr_mpi.tuning.measure import measure_costs
@@ -68,6 +69,8 @@ class JobSetup:
     """A job's model, ready on this rank, and what is known of all of them.
 
     frame, reduce_frame : what is around a document's text, and around the answers about its parts.
+    question_frames : around a stored document's text, by the question's name.
+    weights : hash of all of them, if keys and values are stored or loaded; else empty.
     why_alone : why prompts do not run packed; None if they do.
     prefixes : what all prompts begin with, computed; the longest first.
     footprint : to predict a prompt's memory; None for plain transformers, whose memory is not predicted.
@@ -82,6 +85,8 @@ class JobSetup:
     loaded: LoadedModel
     frame: Frame
     reduce_frame: Frame
+    question_frames: Mapping[str, Frame]
+    weights: str
     generation: GenerationConfig
     why_alone: str | None
     prefixes: tuple[SharedPrefix, ...]
@@ -139,10 +144,12 @@ class JobSetup:
             "kv": spec.output.kv,
             "frame": hashlib.sha256(json.dumps([self.frame.head, self.frame.tail]).encode()).hexdigest(),
         }
-        return Header(
-            identity,
-            {"name": loaded.name, "architecture": loaded.shape.architecture, "dtype": identity["dtype"]},
-        )
+        if spec.questions is not None:
+            identity["questions"] = spec.questions.model_dump(include={"ask", "template"})
+        about = {"name": loaded.name, "architecture": loaded.shape.architecture, "dtype": identity["dtype"]}
+        if self.weights:
+            about |= {"tokenizer": tokenizer_fingerprint(loaded.tokenizer), "weights": self.weights}
+        return Header(identity, about)
 
 
 def prepare(
@@ -180,7 +187,9 @@ def prepare(
     why_alone = None if plain else together(world, partial(why_not_packed, loaded))
     if why_alone is not None:
         say(f"documents are decoded one by one: {why_alone}")
-    frames = () if plain else (frame, reduce_frame) if spec.prompt.too_long == "split" else (frame,)
+    weights = _hash_weights(spec, machine, world, say)
+    question_frames = together(world, partial(frame_questions, spec, loaded, weights))
+    frames = () if plain or question_frames else (frame, reduce_frame) if spec.prompt.too_long == "split" else (frame,)
     if any(len(each.head) >= LEAST_PREFIX_TOKENS for each in frames):
         say("computing the instructions that all prompts begin with")
     prefixes = together(world, partial(_compute_prefixes, loaded, frames))
@@ -209,6 +218,8 @@ def prepare(
         loaded=loaded,
         frame=frame,
         reduce_frame=reduce_frame,
+        question_frames=question_frames,
+        weights=weights,
         generation=generation,
         why_alone=why_alone,
         prefixes=prefixes,
@@ -295,6 +306,17 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
         reduce_frame,
         make_generation_config(loaded.model, spec.generation.transformers_settings()),
     )
+
+
+def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> str:
+    """Say which weights make, or made, keys and values that outlive the job; one rank reads them."""
+    if not spec.output.kv and spec.questions is None:
+        return ""
+    say("hashing the weights, which keys and values go with")
+    options = spec.model.model_dump(include={"revision", "trust_remote_code"})
+    offline = machine.offline if spec.model.offline is None else spec.model.offline
+    hashing = partial(hash_weights, spec.model.path, offline=offline, cache_dir=machine.cache_dir, **options)
+    return str(share_json(world, on_root(world, hashing)))
 
 
 def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strategy, ...], list[str]]:

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvr_mpi.decode.batch import MAX_SEQUENCES
-from kvr_mpi.documents import Corpus, Document
-from kvr_mpi.errors import DocumentError
+from kvr_mpi.documents import Document
+from kvr_mpi.errors import DataError, DocumentError
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS
 from kvr_mpi.runtime.chain_runner import ChainRunner, PlannedPrompt
@@ -25,6 +25,7 @@ from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.pace import Pace
 from kvr_mpi.runtime.requests import DocumentRequest, PromptOutcome, PromptRequest, error_record
 from kvr_mpi.runtime.result_sink import ResultSink
+from kvr_mpi.runtime.sources import Source
 from kvr_mpi.runtime.stopping import SharedStop
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.runtime.waves import EndWave, Held, PrefillPrompt, RefuseDocument, TakeDocument, WaveScheduler
@@ -36,12 +37,12 @@ from kvr_mpi.transport import gather_json, share_json
 class WorkerContext:
     """What a rank works with, whatever chain it is in.
 
-    corpus : where documents come from.
+    source : where documents come from.
     sink : where results go.
     decoder : what it decodes.
     """
 
-    corpus: Corpus
+    source: Source
     sink: ResultSink
     decoder: Decoder
     stop: SharedStop
@@ -144,12 +145,12 @@ class ChainWorker:
 
     def _open_document(self, number: int) -> None:
         """Make a document's prompts; it is in flight from now on."""
-        document, work = self._context.corpus.read(number), self._queue.work_of(number)
+        document, work = self._context.source.read(number), self._queue.work_of(number)
         self._context.sink.begin_document(document.id)
         self._pace.add_work(work)
         try:
-            request = DocumentRequest(document, self._runner.prompt_config, work)
-        except DocumentError as error:
+            request = self._context.source.request(document, work)
+        except (DocumentError, DataError) as error:
             self._write_error(document, work, str(error))
         else:
             self._add_prompts(request)
@@ -178,7 +179,11 @@ class ChainWorker:
         """Prefill the next prompt; one that goes alone is put aside by the rank that decodes it."""
         request = self._scheduler.start_next(plan.decode_rank)
         if plan.partition is not None:
-            prefill = self._runner.prefill(plan, self._forwarder)
+            try:
+                prefill = self._runner.prefill(plan, self._forwarder)
+            except DataError as error:  # what is stored of its beginning is damaged: this rank is a chain of its own
+                self._fail([request], str(error))
+                return
             self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
             if self._chain.rank == plan.decode_rank:
                 self._start_decoding(request, prefill)
@@ -198,10 +203,19 @@ class ChainWorker:
         """Prefill what was put aside, some prompts at a time."""
         packed, self._packed = self._packed, []
         for row in _rows(packed):
-            prefills = self._runner.prefill_packed([planned for _, planned in row])
+            try:
+                prefills = self._runner.prefill_packed([planned for _, planned in row])
+            except DataError as error:
+                self._fail([request for request, _ in row], str(error))
+                continue
             for (request, _), prefill in zip(row, prefills, strict=True):
                 self._context.tally.busy_s += prefill.seconds / len(row)
                 self._start_decoding(request, prefill)
+
+    def _fail(self, requests: Sequence[PromptRequest], reason: str) -> None:
+        """Give up questions about a document whose stored keys and values cannot be read to the end."""
+        for request in requests:
+            self._context.sink.write_record(error_record(request.document.document, reason), request.document.work)
 
     def _start_decoding(self, request: PromptRequest, prefill: Prefill) -> None:
         self._context.decoder.start(request, prefill, self._runner.seed_of(request.document.id))
@@ -237,14 +251,15 @@ class ChainWorker:
 
 
 def _rows(packed: Sequence[tuple[PromptRequest, PlannedPrompt]]) -> list[list[tuple[PromptRequest, PlannedPrompt]]]:
-    """Group prompts, as they come, so that none but a single one exceeds `PACK_TOKENS`."""
+    """Group prompts, as they come, so that none but a single one exceeds `PACK_TOKENS`, all with one prefix."""
     rows: list[list[tuple[PromptRequest, PlannedPrompt]]] = []
     left = 0
     for each in packed:
-        left -= each[0].prompt.tokens
-        if left < 0 or not rows:
+        computed = each[0].prompt.tokens - each[1].known_tokens
+        left -= computed
+        if left < 0 or not rows or rows[-1][0][1].prefix is not each[1].prefix:
             rows.append([])
-            left = PACK_TOKENS - each[0].prompt.tokens
+            left = PACK_TOKENS - computed
         rows[-1].append(each)
     return rows
 

@@ -32,8 +32,8 @@ from kvr_mpi.tuning.table import FOLDER, Table, load_table, table_files
 MEMORY_SHARE = 0.95
 
 
-def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str) -> Frame:
-    """Make the frame around a document's text, with room left for the answer.
+def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, after: str | None = None) -> Frame:
+    """Make the frame around a document's text, with room left for the answer; `after` as for `make_frame`.
 
     Raises
     ------
@@ -55,6 +55,7 @@ def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str) ->
         template,
         system=prompt.system,
         chat_template=prompt.chat_template,
+        after=after,
         max_prompt_tokens=room,
     )
 

@@ -43,6 +43,20 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
         yield file
 
 
+def hold_open(path: Path) -> h5py.File:
+    """Open a file for reading for as long as what is returned is held.
+
+    Raises
+    ------
+    DataError
+        If it cannot be opened; what goes wrong later is to be `explained`.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    with explained(path):
+        return h5py.File(path, "r", locking=False)
+
+
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
     """Make whatever HDF5 stumbles over a `DataError` that names the file."""

@@ -1,0 +1,104 @@
+"""``kvr ask RUN --question ...``: new questions about documents whose keys and values are stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvr_mpi.cli.run import RunArguments, run_as_told, run_options
+
+if TYPE_CHECKING:
+    from kvr_mpi.job import JobSpec
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("runs", type=click.Path(path_type=Path), metavar="RUN...", nargs=-1, required=True)
+@click.option("-q", "--question", "questions", multiple=True, help="What to ask of each document; may be repeated.")
+@click.option("--questions", "file", help="A file of questions: one a line, or .jsonl with id and question.")
+@click.option("--doc", "documents", multiple=True, metavar="ID", help="Ask this document; may be repeated.  [all]")
+@click.option("-o", "--output", help="Folder for the answers.  [default: RUN-answers]")
+@click.option("--model", help="The model that made the keys and values, if it is elsewhere now.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Most tokens of an answer.  [default: 128]")
+@click.option(
+    "--reuse",
+    type=click.Choice(["auto", "always", "never"]),
+    default="auto",
+    show_default=True,
+    help="Load what is stored; auto: where that is faster than to prefill the document again.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be loaded, how long that takes, and what it saves.")
+@run_options
+def ask(**given: Any) -> int:
+    """Ask questions about the documents of RUN, a folder or file of results with keys and values (output.kv = true).
+
+    \b
+    mpirun -n 4 kvr ask runs/reports -q "Who is responsible?" -q "What does it cost?"
+
+    A question follows the document in its stored prompt; only the question is prefilled. Answers are results like any
+    other, a record for each document and question, in a folder of their own: kvr inspect, export and status read them.
+    Any number of ranks may ask, whatever wrote the keys and values. A job file with a section [questions] does the same
+    under kvr-run. Exit codes are those of kvr run.
+    """  # noqa: D301
+    wishes = {name: given.pop(name) for name in ("runs", "questions", "file", "documents", "output", "model")}
+    wishes |= {name: given.pop(name) for name in ("max_new_tokens", "reuse", "dry_run")}
+    told = RunArguments(**given)
+    if wishes["dry_run"]:
+        from kvr_mpi.runtime.asking import complete_questions
+
+        _describe(complete_questions(_make_job(wishes, told.settings)[0]))
+        return 0
+    return run_as_told("kvr ask", told, lambda settings: _make_job(wishes, settings))
+
+
+def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str, str]]:
+    """Write down as a job what was asked for."""
+    from kvr_mpi.errors import DataError
+    from kvr_mpi.job import make_job
+    from kvr_mpi.store.folder import run_files
+    from kvr_mpi.store.outputs import open_file, read_header
+    from kvr_mpi.store.shares import find_runs
+
+    runs: tuple[Path, ...] = wishes["runs"]
+    files = run_files(find_runs(runs).paths[0])
+    if not files:
+        raise DataError(f"{runs[0]}: no result file (*.h5) there; expected the output folder of a run")
+    with open_file(files[-1]) as stored:
+        name = read_header(stored).model["name"]
+    questions: dict[str, Any] = {"ask": list(wishes["questions"]), "reuse": wishes["reuse"]}
+    if wishes["file"] is not None:
+        questions["file"] = wishes["file"]
+    if wishes["documents"]:
+        questions["documents"] = list(wishes["documents"])
+    raw: dict[str, Any] = {
+        "model": {"path": wishes["model"] or name},
+        "documents": {"path": list(map(str, runs))},
+        "questions": questions,
+        "output": {"path": wishes["output"] or f"{runs[0]}".rstrip("/").removesuffix(".h5") + "-answers"},
+    }
+    if wishes["max_new_tokens"] is not None:
+        raw["generation"] = {"max_new_tokens": wishes["max_new_tokens"]}
+    return make_job(raw, Path("kvr ask"), settings)
+
+
+def _describe(spec: JobSpec) -> None:
+    """Print what a job with questions would do."""
+    from kvr_mpi.report.table import print_table
+    from kvr_mpi.runtime.stored import scan_stored
+
+    found, cold = scan_stored(spec), scan_stored(spec, cold=True)
+    rows: list[tuple[object, ...]] = []
+    for document, loads in zip(found.documents, found.loads, strict=True):
+        if document.error is not None:
+            rows.append((document.id, *["-"] * 5, document.error))
+            continue
+        times = found.load_s(document), cold.load_s(document)
+        known = f"{document.prefill_s:.3f}" if document.prefill_s else "?"
+        size = f"{document.bytes / 1e6:.1f}"
+        what = "load" if loads else "prefill again"
+        rows.append((document.id, document.tokens, size, *(f"{seconds:.3f}" for seconds in times), known, what))
+    print_table(("document", "tokens", "MB", "load s", "from disk", "prefill s", "what"), rows)
+    for line in found.describe():
+        click.echo(line)
+    click.echo("prefilling: by one rank, as fast as those that wrote it; from disk: after its pages were given back")

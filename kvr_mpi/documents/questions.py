@@ -1,0 +1,113 @@
+"""Questions about documents: a few in the job itself, or a file of them; each has a name, unique among them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvr_mpi.documents.files import MAX_ID_CHARS
+from kvr_mpi.documents.paths import open_regular
+from kvr_mpi.errors import ConfigError
+
+QUESTION = "{question}"
+# A name goes into the ids of answers, after the document's and a "#".
+NAME = re.compile(r"[\w.-]{1,64}")
+MAX_FILE_BYTES = 64 << 20
+
+
+def number_questions(texts: Sequence[str]) -> dict[str, str]:
+    """Name questions by their place: q1, q2, ..."""
+    return {f"q{number}": text for number, text in enumerate(texts, 1)}
+
+
+def read_questions(path: Path) -> dict[str, str]:
+    """Read questions by name: a line each of a text file, or rows of JSON with ``question`` and, if wanted, ``id``.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read, has none, or a name twice.
+    """
+    key = f"questions.file = {str(path)!r}"
+    try:
+        with open_regular(path) as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+        text = data.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key} cannot be read: {error}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{key} is larger than {MAX_FILE_BYTES >> 20} MiB; expected a question a line")
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if path.suffix.lower() != ".jsonl":
+        return checked(number_questions([line for _, line in lines]), key)
+    found: dict[str, str] = {}
+    for number, line in lines:
+        try:
+            row = json.loads(line)
+            text, name = row["question"], row.get("id", f"q{len(found) + 1}")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"{key}: line {number} is no question ({type(error).__name__}: {error}); expected "
+                f'{{"question": "..."}}, with "id" if it is to have a name'
+            ) from error
+        name = str(name) if isinstance(name, int) and not isinstance(name, bool) else name
+        if name in found if isinstance(name, str) else True:
+            raise ConfigError(f"{key}: line {number} has the id {name!r}; expected a text that no other question has")
+        found[name] = text
+    return checked(found, key)
+
+
+def checked(questions: dict[str, str], key: str) -> dict[str, str]:
+    """Return questions that are such.
+
+    Raises
+    ------
+    ConfigError
+        If there are none, one is empty or no text, or a name cannot be part of an id.
+    """
+    if not questions:
+        raise ConfigError(f"{key} has no question")
+    for name, text in questions.items():
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"{key}: a question is named {name[:80]!r}; expected up to 64 letters, digits, ., - and _"
+            )
+        if not isinstance(text, str) or not text.strip():
+            raise ConfigError(f"{key}: question {name!r} is {text!r}; expected words")
+    return questions
+
+
+def answer_id(document_id: str, name: str) -> str:
+    """Id of the answer to a question about a document."""
+    return f"{document_id}#{name}"
+
+
+def parse_answer_id(answer: str) -> tuple[str, str]:
+    """Return the document's id and the question's name."""
+    document_id, _, name = answer.rpartition("#")
+    return document_id, name
+
+
+def check_length(answer: str) -> str | None:
+    """Say what is wrong with an answer's id; None if nothing is."""
+    if len(answer) <= MAX_ID_CHARS:
+        return None
+    return f"the id {answer[:40]!r}... of this answer has {len(answer)} characters; {MAX_ID_CHARS} are allowed"
+
+
+def words_after(template: str, question: str) -> str:
+    """Put a question into what follows the document.
+
+    Raises
+    ------
+    ConfigError
+        If its place is not there once.
+    """
+    if template.count(QUESTION) != 1:
+        raise ConfigError(
+            f"questions.template {template[:60]!r} contains {QUESTION} {template.count(QUESTION)} times; expected "
+            f"once: it follows the document, which stands before it as the stored prompt has it"
+        )
+    return template.replace(QUESTION, question)

@@ -1,0 +1,57 @@
+"""Keys and values that come from a file, layer by layer, while the model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import overload
+
+import torch
+
+# Layers read before they are asked for.
+LAYERS_AHEAD = 3
+# Layers kept: prompts of one row go through the layers together, each a few layers ahead of its computing.
+LAYERS_KEPT = 8
+
+
+class LoadedLayers(Sequence["torch.Tensor | None"]):
+    """The layers of a `SharedPrefix`, read when they are needed, the next ones meanwhile, and forgotten afterwards.
+
+    Asking for an earlier layer again, for the next prompt, begins anew.
+
+    Parameters
+    ----------
+    count : int
+        How many layers there are.
+    load : callable
+        Reads a layer (tokens, elements of K and V of all heads), or gives None if it keeps none; called in a thread of
+        its own, one layer at a time. What it raises comes out where the layer is asked for.
+    """
+
+    def __init__(self, count: int, load: Callable[[int], torch.Tensor | None]) -> None:
+        self._count, self._load = count, load
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvr-loading")
+        self._layers: dict[int, Future[torch.Tensor | None]] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, at: int) -> torch.Tensor | None: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[torch.Tensor | None]: ...
+
+    def __getitem__(self, at: int | slice) -> torch.Tensor | None | Sequence[torch.Tensor | None]:
+        """Return a layer's rows, waiting for them if need be."""
+        if isinstance(at, slice):
+            return [self[layer] for layer in range(*at.indices(self._count))]
+        if not 0 <= at < self._count:
+            raise IndexError(at)
+        for layer in range(at, min(at + 1 + LAYERS_AHEAD, self._count)):
+            if layer not in self._layers:
+                self._layers[layer] = self._pool.submit(self._load, layer)
+        first, last = at - LAYERS_KEPT, at + LAYERS_AHEAD
+        for layer in [layer for layer in self._layers if not first <= layer <= last]:
+            self._layers.pop(layer).cancel()
+        return self._layers[at].result()

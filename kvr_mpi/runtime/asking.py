@@ -1,0 +1,161 @@
+"""A job with questions, completed from the run that it asks: its prompts are that run's, up to the end of each text."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from kvr_mpi.documents.prompts import Frame
+from kvr_mpi.documents.questions import checked, number_questions, read_questions, words_after
+from kvr_mpi.errors import ConfigError, DataError, OutputError
+from kvr_mpi.job import JobSpec, ParallelSection, PromptSection, QuestionsSection
+from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
+from kvr_mpi.schedule.forecast import frame_of
+from kvr_mpi.store.folder import run_files
+from kvr_mpi.store.lock import is_alive
+from kvr_mpi.store.outputs import Header, open_file, read_header
+from kvr_mpi.store.shares import find_runs
+
+# Of a prompt: what the stored ones have already.
+STORED = ("template", "system", "chat_template", "too_long", "keep", "reduce_template")
+
+
+def complete_questions(spec: JobSpec) -> JobSpec:
+    """Name a job's questions, and take over what the run they are for has settled.
+
+    Raises
+    ------
+    ConfigError
+        If there is no question, or a setting does not go with questions.
+    DataError
+        If the run cannot be read.
+    """
+    questions = spec.questions
+    if questions is None:
+        return spec
+    ask = _named(questions)
+    for text in ask.values():
+        words_after(questions.template, text)
+    if changed := sorted(spec.prompt.model_fields_set & set(STORED)):
+        raise ConfigError(
+            f"prompt.{changed[0]} does not go with questions: the prompts are the stored ones, up to the end of the "
+            f"document; what follows is questions.template"
+        )
+    if spec.documents.shard is not None:
+        raise ConfigError("documents.shard does not go with questions; name the documents in questions.documents")
+    header = stored_header(spec)
+    try:
+        prompt = PromptSection.model_validate({**header.identity["prompt"], "max_tokens": spec.prompt.max_tokens})
+    except (ValidationError, KeyError, TypeError) as error:
+        raise DataError(f"{spec.documents.path[0]}: its header does not say how the prompts were made") from error
+    dtype = header.model["dtype"] if spec.model.dtype == "auto" else spec.model.dtype
+    return spec.model_copy(
+        update={
+            "model": spec.model.model_copy(update={"dtype": dtype}),
+            "prompt": prompt,
+            "questions": questions.model_copy(update={"ask": ask, "file": None}),
+            "parallel": _alone(spec.parallel),
+        }
+    )
+
+
+def stored_header(spec: JobSpec) -> Header:
+    """Read what the run that is asked says of itself.
+
+    Raises
+    ------
+    DataError
+        If it cannot be read, or several runs are of different jobs.
+    OutputError
+        If a job is still writing it.
+    """
+    found: Header | None = None
+    for path in find_runs([Path(each) for each in spec.documents.path]).paths:
+        files = run_files(path)
+        if not files:
+            raise DataError(f"documents.path {str(path)!r}: no result file (*.h5) there; expected the output of a run")
+        if path.is_dir() and is_alive(path):
+            raise OutputError(
+                f"documents.path {str(path)!r} is being written by a running job: ask when that has ended"
+            )
+        with open_file(files[-1]) as stored:
+            header = read_header(stored)
+        if found is not None and header.identity != found.identity:
+            raise DataError(f"documents.path {spec.documents.path}: {path} is of another job; expected shares of one")
+        found = header
+    assert found is not None, "a path at least"
+    return found
+
+
+def frame_questions(spec: JobSpec, loaded: LoadedModel, weights: str) -> dict[str, Frame]:
+    """Make what is around a stored document's text when it is asked a question, by the question's name.
+
+    Parameters
+    ----------
+    weights : str
+        Of `hash_weights`.
+
+    Raises
+    ------
+    ConfigError
+        If another model, or another tokenizer, made the keys and values.
+    """
+    questions = spec.questions
+    if questions is None:
+        return {}
+    assert isinstance(questions.ask, dict), "questions have their names"
+    _check_identity(spec, loaded, weights)
+    frame = partial(frame_of, spec, loaded.tokenizer, loaded.shape, spec.prompt.template)
+    return {name: frame(words_after(questions.template, text)) for name, text in questions.ask.items()}
+
+
+def _check_identity(spec: JobSpec, loaded: LoadedModel, weights: str) -> None:
+    """Refuse a model that did not make the keys and values, or tokens that it would not make.
+
+    Parameters
+    ----------
+    weights : str
+        Of `hash_weights`.
+
+    Raises
+    ------
+    ConfigError
+        Saying what differs.
+    """
+    header = stored_header(spec)
+    here = {
+        "weights or configuration": (header.model.get("weights"), weights),
+        "dtype": (header.model.get("dtype"), str(loaded.dtype).removeprefix("torch.")),
+        "tokenizer": (header.model.get("tokenizer"), tokenizer_fingerprint(loaded.tokenizer)),
+    }
+    differing = [
+        f"{name} ({str(then)[:12]}, here {str(now)[:12]})" for name, (then, now) in here.items() if then != now
+    ]
+    if differing:
+        raise ConfigError(
+            f"model.path {spec.model.path!r} is not what made the keys and values in {spec.documents.path[0]}: other "
+            f"{', '.join(differing)}. They are of {header.model['name']}; name that, or prefill the documents again"
+        )
+
+
+def _named(questions: QuestionsSection) -> dict[str, str]:
+    """Put together the questions of the job and of its file."""
+    ask = questions.ask if isinstance(questions.ask, dict) else number_questions(questions.ask)
+    if questions.file is None:
+        return checked(ask, "questions.ask")
+    more = read_questions(Path(questions.file))
+    if twice := ask.keys() & more.keys():
+        raise ConfigError(f"questions.ask and questions.file both have a question {min(twice)!r}; give it another name")
+    return checked({**ask, **more}, "questions.ask")
+
+
+def _alone(parallel: ParallelSection) -> ParallelSection:
+    """Let every rank take documents of its own: what is left to prefill of them is short."""
+    if parallel.ranks_per_chain not in ("all", 1) or parallel.strategy not in ("kvr", "auto"):
+        raise ConfigError(
+            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} do not go with "
+            f"questions: every rank answers about documents of its own; leave them out"
+        )
+    return parallel.model_copy(update={"ranks_per_chain": 1, "strategy": "kvr", "partition": "even", "ratios": None})

@@ -1,0 +1,65 @@
+"""Where a job's documents come from, and how the prompts of each are made."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvr_mpi.documents import Corpus, Document
+from kvr_mpi.documents.prompts import encode_text, fit_prompt
+from kvr_mpi.errors import DocumentError
+from kvr_mpi.runtime.requests import DocumentRequest, PromptConfig
+
+
+class Source(Protocol):
+    """Documents by number, the same on every rank."""
+
+    corpus: Corpus
+
+    def read(self, number: int) -> Document:
+        """Read a document; one that is wrong says so."""
+
+    def request(self, document: Document, work: int) -> DocumentRequest:
+        """Make a document's prompts.
+
+        Raises
+        ------
+        DocumentError
+            If something is wrong with it.
+        """
+
+
+class TextSource:
+    """A corpus of texts.
+
+    Parameters
+    ----------
+    corpus : Corpus
+    prompt_config : PromptConfig
+        How they are asked.
+    """
+
+    def __init__(self, corpus: Corpus, prompt_config: PromptConfig) -> None:
+        self.corpus, self._config = corpus, prompt_config
+
+    def read(self, number: int) -> Document:
+        """Read a document's text."""
+        return self.corpus.read(number)
+
+    def request(self, document: Document, work: int) -> DocumentRequest:
+        """Put the job's words around a text; cut it if it is too long, or make several prompts of it."""
+        config = self._config
+        if document.error is not None:
+            raise DocumentError(document.error)
+        ids = encode_text(config.tokenizer, document.text)
+        if not ids:
+            raise DocumentError(
+                f"{document.id} has no tokens: this model's tokenizer drops all {document.chars} characters"
+            )
+        request = DocumentRequest(document, config, work)
+        wanted = config.prompt
+        if wanted.too_long == "split" and len(ids) > config.frame.text_budget:
+            request.split_text(ids, config.frame)
+        else:
+            truncate = wanted.keep if wanted.too_long == "truncate" else None
+            request.prompts = [fit_prompt(config.frame, ids, truncate=truncate)]
+        return request

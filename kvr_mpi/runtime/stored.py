@@ -1,0 +1,321 @@
+"""Documents whose keys and values are stored, asked again: only the question is prefilled.
+
+A run's folder is the corpus. The questions follow each document's text in its stored prompt, and what comes before is
+loaded layer by layer while the model computes (``kv.loading``), each block held against its checksum. Where loading
+would take longer than prefilling, or the keys would depend on how the prompt goes on, the prompt is prefilled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from kvr_mpi.disk import drop_pages
+from kvr_mpi.documents import MAX_ID_CHARS, Asked, Corpus, CorpusFile, Document, Entry
+from kvr_mpi.documents.questions import answer_id, check_length, parse_answer_id
+from kvr_mpi.errors import CorpusError, DataError, DocumentError
+from kvr_mpi.job import JobSpec
+from kvr_mpi.kv.loading import LoadedLayers
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.runtime.requests import DocumentRequest
+from kvr_mpi.runtime.setup import JobSetup
+from kvr_mpi.schedule.plan import duration
+from kvr_mpi.store.folder import Index
+from kvr_mpi.store.hdf5 import explained, group_in, hold_open
+from kvr_mpi.store.kv import StoredKV, open_kv, type_name
+from kvr_mpi.store.outputs import Record, key_of, open_file, read_record
+from kvr_mpi.store.shares import find_runs, index_runs
+
+# Of stored keys and values, to see how fast they are read here.
+SAMPLE_BYTES = 128 << 20
+# How much work a loaded token is, of a prefilled one; for the progress and for sharing out.
+LOADED_WORK = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDocument:
+    """What is stored of a document, or why it cannot be asked.
+
+    bytes : of keys and values, all of them.
+    prefill_s : seconds that one rank would take to prefill it; 0 if that is not known.
+    """
+
+    id: str
+    file: Path
+    tokens: int = 0
+    bytes: int = 0
+    prefill_s: float = 0.0
+    sha256: str = ""
+    text_sha256: str = ""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCorpus:
+    """Questions about stored documents.
+
+    corpus : an entry for each document and question; `place` is the document's number.
+    documents : by number.
+    loads : for each document, whether what is stored is used.
+    read_bytes_per_s : measured; None if nothing was there to read.
+    left_out : documents of the run that have no answer, and so no keys and values.
+    """
+
+    corpus: Corpus
+    documents: tuple[StoredDocument, ...]
+    loads: list[bool]
+    read_bytes_per_s: float | None
+    left_out: int = 0
+
+    def load_s(self, document: StoredDocument) -> float:
+        """Seconds to load a document."""
+        return document.bytes / self.read_bytes_per_s if self.read_bytes_per_s else 0.0
+
+    def describe(self) -> list[str]:
+        """Say what is loaded, what is not, and why."""
+        good = [(one, loads) for one, loads in zip(self.documents, self.loads, strict=True) if one.error is None]
+        loaded = [one for one, loads in good if loads]
+        lines = []
+        if self.left_out:
+            lines.append(f"{self.left_out} document(s) of the run have error records, and are not asked")
+        if loaded:
+            size, load_s = sum(one.bytes for one in loaded), sum(map(self.load_s, loaded))
+            known = sum(one.prefill_s for one in loaded)
+            instead = f", instead of prefilling them in {duration(known)} of one rank's time" if known else ""
+            speed = (self.read_bytes_per_s or 0) / 1e9
+            lines.append(
+                f"{len(loaded)} document(s) are loaded: {size / 1e9:.2f} GB of keys and values at {speed:.2f} GB/s, "
+                f"{load_s:.1f} s{instead}"
+            )
+        if len(loaded) < len(good):
+            lines.append(f"{len(good) - len(loaded)} document(s) are prefilled again: that is faster, or asked for")
+        return lines
+
+
+def scan_stored(spec: JobSpec, *, cold: bool = False) -> StoredCorpus:
+    """Find the stored documents of a job with questions, and decide which are loaded.
+
+    Parameters
+    ----------
+    spec : JobSpec
+        Of `complete_questions`.
+    cold : bool
+        Give back what the system holds of the files in memory before it is measured how fast they are read.
+
+    Raises
+    ------
+    CorpusError
+        If a document that is named is not there, or none has keys and values.
+    DataError
+        If the run cannot be read.
+    """
+    questions = spec.questions
+    assert questions is not None and isinstance(questions.ask, dict)
+    index, _ = index_runs(find_runs([Path(path) for path in spec.documents.path]))
+    wanted = questions.documents if questions.documents is not None else index.ids()
+    if unknown := [name for name in wanted if name not in index.places]:
+        raise CorpusError(
+            f"questions.documents: {unknown[0]!r} is not among the {len(index.places)} documents of "
+            f"{', '.join(spec.documents.path)}, such as {', '.join(map(repr, index.ids()[:3]))}"
+        )
+    done = [name for name in wanted if index.places[name].is_done][: spec.documents.limit]
+    documents = tuple(_look(index, name) for name in done)
+    if all(one.error is not None for one in documents):
+        why = f": {documents[0].error}" if documents else ""
+        raise CorpusError(f"documents.path {spec.documents.path}: no document there can be asked{why}")
+    if cold:
+        for file in {one.file for one in documents}:
+            drop_pages(file)
+    speed = _measure_reading(documents)
+    found = StoredCorpus(Corpus((), ()), documents, [], speed, len(wanted) - len(done))
+    loads = [
+        questions.reuse != "never"
+        and (questions.reuse == "always" or not one.prefill_s or found.load_s(one) < one.prefill_s)
+        for one in documents
+    ]
+    return StoredCorpus(_corpus(documents, questions.ask, loads), documents, loads, speed, found.left_out)
+
+
+class StoredSource:
+    """Questions about stored documents, and their prompts.
+
+    Parameters
+    ----------
+    setup : JobSetup
+    corpus : Corpus
+        Of `scan_stored`.
+    loads : sequence of bool
+        For each document, whether what is stored is used.
+    """
+
+    def __init__(self, setup: JobSetup, corpus: Corpus, loads: Sequence[bool]) -> None:
+        self.corpus, self._setup, self._loads = corpus, setup, loads
+        questions = setup.spec.questions
+        assert questions is not None and isinstance(questions.ask, dict)
+        self._ask: Mapping[str, str] = questions.ask
+        self._numbers = {entry.id: number for number, entry in enumerate(corpus.entries)}
+        self._open: _OpenDocument | None = None  # the last one
+        self._recomputes = bool(depends_on_length(setup.loaded.model))
+
+    def read(self, number: int) -> Document:
+        """Say what is asked, about which document."""
+        entry = self.corpus.entries[number]
+        document_id, name = parse_answer_id(entry.id)
+        return Document(entry.id, error=entry.error, asked=Asked(document_id, self._ask[name], ""))
+
+    def request(self, document: Document, work: int) -> DocumentRequest:
+        """Let a question follow a document's text; its keys and values are loaded when they are needed."""
+        if document.error is not None:
+            raise DocumentError(document.error)
+        assert document.asked is not None
+        opened = self._find(document.id)
+        _, name = parse_answer_id(document.id)
+        prompt = self._setup.question_frames[name].after(opened.ids, opened.text, opened.record.dropped_tokens)
+        document = replace(document, asked=replace(document.asked, sha256=opened.record.document_sha256))
+        return DocumentRequest(document, self._setup.prompt_config, work, [prompt], opened.prefix)
+
+    def _find(self, answer: str) -> _OpenDocument:
+        """Open the document of an answer, unless it is the last one that was."""
+        entry = self.corpus.entries[self._numbers[answer]]
+        document_id, name = parse_answer_id(answer)
+        if self._open is None or self._open.record.id != document_id:
+            self._open = None
+            self._open = self._read(Path(self.corpus.files[entry.file].path), document_id, self._loads[entry.place])
+        if _seal(self._open.seal, self._ask[name]) != entry.sha256:
+            raise DocumentError(f"{document_id}: its stored keys and values have changed since the batch began")
+        return self._open
+
+    def _read(self, file: Path, document_id: str, loads: bool) -> _OpenDocument:
+        """Open a stored document."""
+        if not file.is_file():
+            raise DocumentError(f"{file} was there when the batch began, and is gone: was the run merged meanwhile?")
+        stored = hold_open(file)
+        with explained(file):
+            group = group_in(group_in(stored, "documents"), key_of(document_id))
+            record, kv = read_record(group), open_kv(group)
+        assert kv.tokens is not None, "it was looked at before"
+        ids, text = tuple(kv.tokens.ids), kv.tokens.text
+        prefix = None
+        if loads and not self._recomputes:
+            _check_layers(document_id, kv, self._setup.loaded)
+            layers = {layer.number: layer for layer in kv.layers}
+
+            def load(number: int) -> torch.Tensor | None:
+                if number not in layers:
+                    return None
+                with explained(file):
+                    keys, values = layers[number].read(0, text[1])
+                assert stored, "open as long as its layers may be asked for"
+                return torch.cat([keys.flatten(1), values.flatten(1)], 1)
+
+            prefix = SharedPrefix(ids[: text[1]], LoadedLayers(len(self._setup.loaded.shape.layers), load))
+        return _OpenDocument(record, ids, text, kv.seal(), prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenDocument:
+    record: Record
+    ids: tuple[int, ...]
+    text: tuple[int, int]
+    seal: str
+    prefix: SharedPrefix | None
+
+
+def _look(index: Index, name: str) -> StoredDocument:
+    """Find out what is stored of a document; nothing of its keys and values is read."""
+    file = index.places[name].file
+    try:
+        with open_file(file) as stored:
+            group = group_in(group_in(stored, "documents"), key_of(name))
+            record, kv = read_record(group), open_kv(group)
+            seal, size = kv.seal(), kv.bytes
+    except DataError as error:
+        return StoredDocument(name, file, error=str(error))
+    why = None
+    if not kv.layers:
+        why = "no keys and values are stored of it; prefill it with output.kv = true"
+    elif record.parts > 1:
+        why = f"its text was too long and was asked in {record.parts - 1} parts: what is stored is of their answers"
+    elif kv.tokens is None:
+        why = "its stored keys and values do not say whose they are, or are not of all tokens; prefill it again"
+    if why is not None or kv.tokens is None:
+        return StoredDocument(name, file, error=f"{name} cannot be asked: {why}")
+    rate = record.prefill_tokens_per_s / max(1, len(record.slices) - 1)
+    return StoredDocument(
+        name, file, kv.tokens.text[1], size, kv.tokens.text[1] / rate if rate > 0 else 0.0, seal, record.document_sha256
+    )
+
+
+def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str], loads: Sequence[bool]) -> Corpus:
+    """List every question about every document."""
+    files = list(dict.fromkeys(document.file for document in documents))
+    numbers = {file: number for number, file in enumerate(files)}
+    entries = []
+    for place, (document, is_loaded) in enumerate(zip(documents, loads, strict=True)):
+        for name, question in ask.items():
+            answer = answer_id(document.id, name)
+            work = 1 + int(document.tokens * (LOADED_WORK if is_loaded else 1.0)) + len(question)
+            error = document.error or check_length(answer)
+            sha256 = _seal(document.sha256, question)
+            if error is not None and len(answer) > MAX_ID_CHARS:
+                answer = answer_id(document.id[: MAX_ID_CHARS - 80], f"{name}")
+            entries.append(Entry(answer, work, sha256, numbers[document.file], place, error))
+    return Corpus(tuple(_file(file) for file in files), tuple(entries))
+
+
+def _file(file: Path) -> CorpusFile:
+    found = file.stat()
+    return CorpusFile(str(file), file.name, found.st_size, found.st_mtime_ns)
+
+
+def _measure_reading(documents: Sequence[StoredDocument]) -> float | None:
+    """Read some of what is stored, with its checksums, and return bytes per second."""
+    read_bytes, began = 0, time.perf_counter()
+    for document in documents:
+        if document.error is None and read_bytes < SAMPLE_BYTES:
+            try:
+                with open_file(document.file) as stored:
+                    group = group_in(group_in(stored, "documents"), key_of(document.id))
+                    for layer in open_kv(group).layers:
+                        layer.read()
+                        read_bytes += layer.bytes
+                        if read_bytes >= SAMPLE_BYTES:
+                            break
+            except DataError:
+                continue  # said when it is asked
+    return read_bytes / (time.perf_counter() - began) if read_bytes else None
+
+
+def _check_layers(document_id: str, kv: StoredKV, loaded: LoadedModel) -> None:
+    """Refuse keys and values of another shape or type than the model's.
+
+    Raises
+    ------
+    DocumentError
+        Saying what differs.
+    """
+    assert kv.tokens is not None
+    tokens, found = len(kv.tokens.ids), {layer.number: layer for layer in kv.layers}
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    for number, shape in enumerate(loaded.shape.layers):
+        if not shape.elements:
+            continue
+        layer = found.get(number)
+        has = None if layer is None else (layer.keys.shape, layer.values.shape, type_name(layer.keys))
+        heads = shape.num_kv_heads
+        if has != ((tokens, heads, shape.key_dim), (tokens, heads, shape.value_dim), dtype):
+            raise DocumentError(
+                f"{document_id}: layer {number} has keys and values {has}; this model's are of {heads} heads, "
+                f"{shape.key_dim} and {shape.value_dim} elements, {dtype}"
+            )
+
+
+def _seal(kv_sha256: str, question: str) -> str:
+    return hashlib.sha256(f"{kv_sha256} {question}".encode()).hexdigest()

@@ -1,0 +1,96 @@
+"""Keys and values that come from a file while the model computes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import h5py
+import pytest
+import torch
+from models import prompt, tiny
+
+from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.loading import LAYERS_AHEAD, LAYERS_KEPT, LoadedLayers
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.prefill.packed import prefill_packed
+from kvr_mpi.prefill.self_check import allowed_error, error_share
+from kvr_mpi.store.kv import CachedTokens, open_kv
+from kvr_mpi.store.outputs import Record, write_record
+from kvr_mpi.transport.local import LocalTransport, run_local
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama-gqa", torch.bfloat16),
+        ("gemma2-softcap", torch.bfloat16),
+        ("gemma2-softcap", torch.float16),
+        ("mistral-window", torch.float32),
+    ],
+)
+def test_logits_after_a_loaded_prefix_are_those_of_a_fresh_prefill(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    """As near as rounding allows: greedy tokens of a random model in 16 bits are decided by the order of adding up."""
+    loaded, ids = tiny(name, dtype), prompt(120)
+    prepare_model(loaded.model, chain=True)
+    truth = prefill_kvr(loaded, ids, Partition((0, 120)), LocalTransport())
+    two = run_local(2, lambda rank: prefill_kvr(loaded, ids, Partition((0, 70, 120)), rank, keeps_all=True).cache)[1]
+    layers = [layer_kv(two, layer) for layer in range(3)]
+    path = tmp_path / "kv.h5"
+    with h5py.File(path, "w") as file:
+        file.create_group("documents")
+        write_record(file, Record("a", "done"), layers, CachedTokens(ids, (0, 100)))
+    with h5py.File(path) as file:
+        stored = {layer.number: layer for layer in open_kv(file["documents/a"]).layers}
+
+        def load(number: int) -> torch.Tensor:
+            keys, values = stored[number].read(0, 100)
+            return torch.cat([keys.flatten(1), values.flatten(1)], 1)
+
+        prefix = SharedPrefix(tuple(ids[:100]), LoadedLayers(3, load))
+        several = prefill_packed(loaded, [ids, ids[:110], ids], prefix=prefix)
+    assert several[0].known_tokens == 100 and several[0].logits is not None and truth.logits is not None
+    for found in (several[0], several[2]):
+        assert error_share(found.logits, truth.logits) <= allowed_error(dtype)
+
+
+def test_layers_are_read_ahead_once_and_forgotten() -> None:
+    read: list[int] = []
+
+    def load(number: int) -> torch.Tensor | None:
+        assert threading.current_thread().name.startswith("kvr-loading")
+        read.append(number)
+        return None if number == 5 else torch.full((2, 3), float(number))
+
+    layers = LoadedLayers(40, load)
+    assert len(layers) == 40
+    for number in range(40):
+        for _ in range(3):  # prompts of one row
+            rows = layers[number]
+            assert rows is None if number == 5 else rows is not None and float(rows[0, 0]) == number
+    assert read == list(range(40)), "each of them once, in order"
+    assert layers[0] is not None and len(layers._layers) <= LAYERS_AHEAD + LAYERS_KEPT + 1
+    assert read[40] == 0, "another prompt begins anew"
+    with pytest.raises(IndexError):
+        layers[40]
+
+
+def test_what_reading_raises_comes_out_where_the_layer_is_asked_for() -> None:
+    def load(number: int) -> torch.Tensor:
+        if number == 2:
+            raise OSError("damaged")
+        return torch.zeros(1)
+
+    layers = LoadedLayers(4, load)
+    assert layers[1] is not None
+    time.sleep(0.05)
+    for _ in range(2):
+        with pytest.raises(OSError, match="damaged"):
+            layers[2]
+    assert layers[3] is not None

@@ -1,0 +1,355 @@
+"""Stored documents asked again: the answers of a fresh prefill, with only the question computed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+import torch
+import transformers as tf
+from constants import SMOLLM
+from made_jobs import TEXT, last_line
+from models import CONFIGS, WHOLE
+
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.outputs import Record, open_file, read_header, start_file, write_record
+from kvr_mpi.transport.local import LocalTransport
+
+QUESTIONS = {"who": "Who wrote it?", "json": 'As {"json"}: what {is} it?'}
+MODELS = {**CONFIGS, **WHOLE}
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Callable[[str], Path]:
+    """A folder with a tiny random model of a kind, and a real tokenizer."""
+
+    def make(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        config = MODELS[name]()
+        config.vocab_size = len(tokenizer)
+        config.eos_token_id, config.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
+        torch.manual_seed(0)
+        tf.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def options(*settings: str) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def ask_job(folder: Path, model: Path | str, run: Path, name: str = "asked", more: str = "", tokens: int = 8) -> Path:
+    ask = "\n".join(f"{key} = {json.dumps(text)}" for key, text in QUESTIONS.items())
+    path = folder / f"{name}.toml"
+    path.write_text(
+        f"""
+        [model]
+        path = "{model}"
+        [documents]
+        path = "{run}"
+        [questions]
+        reuse = "always"
+        {more}
+        [questions.ask]
+        {ask}
+        [generation]
+        max_new_tokens = {tokens}
+        [output]
+        path = "{folder / name}"
+        """
+    )
+    return path
+
+
+def records(folder: Path) -> dict[str, Record]:
+    return {record.id: record for record in read_run(folder)}
+
+
+def check_answers(asked: Path, fresh: dict[str, Path]) -> None:
+    """Hold answers against those to fresh prompts: the same tokens, of which only the question's were computed."""
+    found = records(asked)
+    wanted = {name: records(folder) for name, folder in fresh.items()}
+    assert len(found) == sum(map(len, wanted.values()))
+    for name, answers in wanted.items():
+        for document, truth in answers.items():
+            record = found[f"{document}#{name}"]
+            assert (record.status, record.document, record.question) == ("done", document, QUESTIONS[name]), (
+                record.error
+            )
+            assert record.token_ids == truth.token_ids and len(truth.token_ids) == truth.new_tokens > 0
+            assert record.prompt_sha256 == truth.prompt_sha256 and record.prompt_tokens == truth.prompt_tokens
+            assert record.document_sha256 == truth.document_sha256
+            assert 0 < record.computed_tokens < 40 < record.prompt_tokens
+
+
+def ask_fresh(job: Path, folder: Path, run_here: Any, *settings: str) -> dict[str, Path]:
+    """Answer every question in prompts of their own."""
+    fresh = {}
+    for name, text in QUESTIONS.items():
+        fresh[name] = folder / f"fresh-{name}"
+        words = "Summarise: {text}\n\n" + text.replace("{", "{{").replace("}", "}}")
+        told = (f"prompt.template={words}", f"output.path={fresh[name]}", *settings)
+        run = run_here(1, [job, *options(*told)])
+        assert run.returncode == 0, run.stderr
+    return fresh
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "ranks", "more"),
+    [
+        ("llama-gqa", "float32", 3, ("parallel.partition=ratio", "parallel.ratios=[5, 3, 1]")),
+        ("mistral-window", "float32", 2, ()),
+        ("qwen2-some-windows", "float32", 4, ("parallel.ranks_per_chain=2",)),
+        ("gemma2-softcap", "float32", 2, ("parallel.strategy=ring",)),
+        ("bloom-own-attention", "float32", 2, ()),
+        ("deepseek-latents", "float32", 3, ()),
+        ("llama-gqa", "float32", 1, ()),
+    ],
+)
+def test_answers_are_those_of_a_fresh_prefill(
+    job: Path, tmp_path: Path, run_here: Any, model_of: Any, name: str, dtype: str, ranks: int, more: tuple[str, ...]
+) -> None:
+    model = model_of(name)
+    own = (f"model.path={model}", f"model.dtype={dtype}", "prompt.max_tokens=500")
+    wrote = run_here(ranks, [job, *options(*own, "output.kv=true", "generation.max_new_tokens=3", *more)])
+    assert wrote.returncode == 0, wrote.stderr
+    fresh = ask_fresh(job, tmp_path, run_here, *own)
+    for readers in (1, 3):
+        asked = run_here(readers, [ask_job(tmp_path, model, tmp_path / "out"), "--overwrite"])
+        assert asked.returncode == 0, asked.stderr
+        assert "5 document(s) are loaded" in asked.stderr and "questions about documents: 10" in asked.stderr
+        check_answers(tmp_path / "asked", fresh)
+
+
+@pytest.mark.slow
+def test_a_real_model_answers_as_to_a_fresh_prefill(tmp_path: Path, job: Path, run_here: Any) -> None:
+    for number, file in enumerate(sorted(Path("jobs/demo").glob("*.*"))[:3]):
+        (tmp_path / "corpus" / f"doc-{number}.txt").write_text(file.read_text()[:2500])
+    own = (f"model.path={SMOLLM}", "documents.limit=3")
+    wrote = run_here(2, [job, *options(*own, "output.kv=true", "generation.max_new_tokens=0")])
+    assert wrote.returncode == 0, wrote.stderr
+    fresh = ask_fresh(job, tmp_path, run_here, *own)
+    asked = run_here(1, [ask_job(tmp_path, SMOLLM, tmp_path / "out"), "--overwrite"])
+    assert asked.returncode == 0, asked.stderr
+    check_answers(tmp_path / "asked", fresh)
+
+
+@pytest.fixture
+def run(job: Path, tmp_path: Path, run_here: Any) -> Path:
+    """A run with keys and values."""
+    done = run_here(2, [job, *options("output.kv=true", "generation.max_new_tokens=3")])
+    assert done.returncode == 0, done.stderr
+    return tmp_path / "out"
+
+
+def test_prefilling_again_gives_the_same(
+    job: Path, run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
+) -> None:
+    asked = run_here(2, [ask_job(tmp_path, tiny_model_dir, run), *options("questions.reuse=never")])
+    assert asked.returncode == 0, asked.stderr
+    assert "5 document(s) are prefilled again" in asked.stderr
+    found = records(tmp_path / "asked")
+    for name, folder in ask_fresh(job, tmp_path, run_here).items():
+        for document, truth in records(folder).items():
+            record = found[f"{document}#{name}"]
+            assert record.token_ids == truth.token_ids
+            assert record.computed_tokens == record.prompt_tokens == truth.prompt_tokens
+
+
+def test_some_documents_a_file_of_questions_and_resuming(
+    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
+) -> None:
+    file = tmp_path / "more.jsonl"
+    file.write_text('{"id": "when", "question": "When was it?"}\n{"question": "Where?"}\n', encoding="utf-8-sig")
+    more = f'file = "{file}"\ndocuments = ["doc-1.txt", "doc-3.txt"]'
+    job = ask_job(tmp_path, tiny_model_dir, run, more=more)
+    assert run_here(1, [job, *options("documents.limit=1")]).returncode == 0
+    names = [*QUESTIONS, "when", "q2"]
+    assert set(records(tmp_path / "asked")) == {f"doc-1.txt#{name}" for name in names}
+    again = run_here(2, [job, "--resume"])
+    assert again.returncode == 78 and "6" not in records(tmp_path / "asked") and "doc-3.txt" in again.stderr
+    again = run_here(2, [job, "--overwrite"])
+    assert again.returncode == 0, again.stderr
+    assert len(records(tmp_path / "asked")) == 8
+    again = run_here(3, [job, "--resume"])
+    assert again.returncode == 0 and "8 of them done already" in again.stderr
+
+
+def test_the_answer_may_be_asked_about_again(run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path) -> None:
+    """What is asked is stored like any prompt, if that is wanted."""
+    job = ask_job(tmp_path, tiny_model_dir, run)
+    assert run_here(1, [job, *options("output.kv=true")]).returncode == 0
+    deeper = ask_job(tmp_path, tiny_model_dir, tmp_path / "asked", name="deeper")
+    done = run_here(1, [deeper])
+    assert done.returncode == 0, done.stderr
+    first, second = records(tmp_path / "asked"), records(tmp_path / "deeper")
+    assert second["doc-2.txt#who#json"].token_ids == first["doc-2.txt#json"].token_ids
+
+
+def damage(path: Path, name: str = "doc-2.txt", layer: str = "layer_001") -> None:
+    """Flip a bit of stored values, as a disk does."""
+    with h5py.File(path) as file:
+        dataset = file[f"documents/{name}/kv/{layer}/values"]
+        at = dataset.id.get_offset() + 4 * 11
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_damaged_document_is_named_and_never_answered_and_the_others_are(
+    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
+) -> None:
+    damage(run / "results.h5")
+    asked = run_here(2, [ask_job(tmp_path, tiny_model_dir, run)])
+    assert asked.returncode == 65, asked.stderr
+    found = records(tmp_path / "asked")
+    bad = {name: record for name, record in found.items() if record.status == "error"}
+    assert set(bad) == {"doc-2.txt#who", "doc-2.txt#json"} and len(found) == 10
+    for record in bad.values():
+        assert "layer_001/values is damaged" in record.error and record.document == "doc-2.txt"
+        assert not record.answer and record.question in QUESTIONS.values()
+    (run / "results.h5").write_bytes((run / "results.h5").read_bytes()[:-5000])
+    cut = run_here(1, [ask_job(tmp_path, tiny_model_dir, run, name="cut")])
+    assert cut.returncode == 65 and "results.h5" in cut.stderr and "Traceback" not in cut.stderr
+
+
+def test_documents_that_have_no_whole_cache_are_error_records(
+    job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
+) -> None:
+    (tmp_path / "corpus" / "long.txt").write_text(TEXT * 60)
+    (tmp_path / "corpus" / "empty.txt").write_text("")
+    run = run_here(2, [job, *options("output.kv=true", "prompt.too_long=split")])
+    assert run.returncode == 65
+    asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, tmp_path / "out")])
+    assert asked.returncode == 65 and "1 document(s) of the run have error records, and are not asked" in asked.stderr
+    found = records(tmp_path / "asked")
+    assert "parts" in found["long.txt#who"].error and "empty.txt#who" not in found
+    assert sum(record.status == "done" for record in found.values()) == 10
+
+
+def test_a_question_that_overflows_the_context_is_an_error_record(
+    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
+) -> None:
+    job = ask_job(tmp_path, tiny_model_dir, run, more='documents = ["doc-0.txt", "doc-4.txt"]')
+    asked = run_here(1, [job, *options("prompt.max_tokens=150")])
+    assert asked.returncode == 65, asked.stderr
+    found = records(tmp_path / "asked")
+    assert found["doc-0.txt#who"].status == "done" and "too long" in found["doc-4.txt#who"].error
+
+
+def other_weights(model: Path) -> None:
+    loaded = tf.AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        loaded.get_input_embeddings().weight[7, 3] += 1
+    loaded.save_pretrained(model)
+
+
+def other_rope(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] *= 2
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def other_tokenizer(model: Path) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][-1]["content"] = "<|other|>"
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"), [(other_weights, "weights"), (other_rope, "configuration"), (other_tokenizer, "tokenizer")]
+)
+def test_keys_of_another_model_are_refused(
+    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, change: Callable[[Path], None], word: str
+) -> None:
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    change(model)
+    asked = run_here(2, [ask_job(tmp_path, model, run)])
+    assert asked.returncode == 78, asked.stderr
+    assert "is not what made the keys and values" in asked.stderr and word in asked.stderr
+    assert not list((tmp_path / "asked").glob("*.h5"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["documents.path=nowhere"], "nowhere"),
+        (["model.dtype=bfloat16"], "dtype"),
+        (["prompt.template={text} ?"], "prompt.template does not go with questions"),
+        (["documents.shard=0/2"], "documents.shard"),
+        (["parallel.ranks_per_chain=2"], "ranks_per_chain"),
+        (["questions.template=Why?"], "{question} 0 times"),
+        (['questions.documents=["doc-9.txt"]'], "'doc-9.txt' is not among the 5 documents"),
+        (['questions.ask={"a#b"="Why?"}'], "named 'a#b'"),
+        (['questions.ask=[" "]'], "expected words"),
+        (["questions.ask=[]"], "no question"),
+        (["questions.file=/nowhere.txt"], "cannot be read"),
+        (["questions.reuse=perhaps"], "'auto', 'always' or 'never'"),
+    ],
+)
+def test_what_does_not_go_with_questions_is_refused_before_anything_is_loaded(
+    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, settings: list[str], words: str
+) -> None:
+    asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, run), *options(*settings)])
+    assert asked.returncode in (65, 78) and words in asked.stderr, asked.stderr
+    assert "Traceback" not in asked.stderr and not list((tmp_path / "asked").glob("*.h5"))
+    assert last_line(asked.stderr).startswith("exit code")
+
+
+def test_a_run_without_keys_and_values_cannot_be_asked(
+    job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
+) -> None:
+    assert run_here(1, [job]).returncode == 0
+    asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, tmp_path / "out")])
+    assert asked.returncode == 78 and "output.kv = true" in asked.stderr
+
+
+def test_keys_of_another_shape_are_refused_even_with_checksums_that_fit(
+    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
+) -> None:
+    """Somebody who writes files of his own can seal them, too."""
+    with open_file(run / "results.h5") as stored:
+        header = read_header(stored)
+    forged = tmp_path / "forged.h5"
+    layer = torch.zeros(20, 2, 8)
+    with h5py.File(forged, "w", libver="v110") as file:
+        start_file(file, header)
+        for name, layers in (("few", [(layer, layer)] * 2), ("narrow", [(layer[:, :, :4], layer)] * 3)):
+            write_record(file, Record(name, "done"), layers, CachedTokens(range(20), (0, 10)))
+    asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, forged)])
+    assert asked.returncode == 65, asked.stderr
+    for record in records(tmp_path / "asked").values():
+        assert record.status == "error" and ("layer" in record.error or "begins with" in record.error)
+
+
+def test_kvr_ask_says_what_it_would_do_and_does_it(
+    run: Path, tmp_path: Path, run_kvr: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvr_mpi.transport.mpi.connect", LocalTransport)
+    command = ("ask", run, "-q", "Who?", "-q", "Why?", "--doc", "doc-3.txt", "--reuse", "always")
+    code, out, err = run_kvr(*command, "--dry-run")
+    assert code == 0 and err == "" and "doc-3.txt" in out and "1 document(s) are loaded" in out
+    assert not (tmp_path / "out-answers").exists()
+    code, out, err = run_kvr(*command, "--max-new-tokens", "5")
+    assert code == 0, err
+    found = records(tmp_path / "out-answers")
+    assert set(found) == {"doc-3.txt#q1", "doc-3.txt#q2"} and found["doc-3.txt#q2"].new_tokens == 5
+    (tmp_path / "empty").mkdir()
+    code, out, err = run_kvr("ask", tmp_path / "empty", "-q", "Who?")
+    assert code == 65 and "no result file" in err and "exit code 65: what was to be read is damaged" in err
+
+
+@pytest.mark.slow
+def test_kvr_ask_under_mpirun(run: Path, tmp_path: Path, mpirun: Any, kvr: Path) -> None:
+    asked = mpirun(3, [kvr, "ask", run, "-q", "Who?", "--reuse", "always", "-o", tmp_path / "answers"])
+    assert asked.returncode == 0, asked.stderr
+    assert len(records(tmp_path / "answers")) == 5
