@@ -107,10 +107,10 @@ def ask_fresh(job: Path, folder: Path, run_here: Any, *settings: str) -> dict[st
     ("name", "dtype", "ranks", "more"),
     [
         ("llama-gqa", "float32", 3, ("parallel.partition=ratio", "parallel.ratios=[5, 3, 1]")),
-        ("mistral-window", "float32", 2, ()),
-        ("qwen2-some-windows", "float32", 4, ("parallel.ranks_per_chain=2",)),
-        ("gemma2-softcap", "float32", 2, ("parallel.strategy=ring",)),
-        ("bloom-own-attention", "float32", 2, ()),
+        pytest.param("mistral-window", "float32", 2, (), marks=pytest.mark.slow),
+        pytest.param("qwen2-some-windows", "float32", 4, ("parallel.ranks_per_chain=2",), marks=pytest.mark.slow),
+        pytest.param("gemma2-softcap", "float32", 2, ("parallel.strategy=ring",), marks=pytest.mark.slow),
+        pytest.param("bloom-own-attention", "float32", 2, (), marks=pytest.mark.slow),
         ("deepseek-latents", "float32", 3, ()),
         ("llama-gqa", "float32", 1, ()),
     ],
@@ -130,7 +130,7 @@ def test_answers_are_those_of_a_fresh_prefill(
         check_answers(tmp_path / "asked", fresh)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_real_model_answers_as_to_a_fresh_prefill(tmp_path: Path, job: Path, run_here: Any) -> None:
     for number, file in enumerate(sorted(Path("jobs/demo").glob("*.*"))[:3]):
         (tmp_path / "corpus" / f"doc-{number}.txt").write_text(file.read_text()[:2500])
