@@ -31,6 +31,7 @@ from kvr_mpi.runtime.slots import FIRST_LIST, Slot
 from kvr_mpi.runtime.sources import Source, TextSource
 from kvr_mpi.runtime.stopping import STOP_SIGNALS, SharedStop, Stop, listening
 from kvr_mpi.runtime.stored import StoredSource, scan_stored
+from kvr_mpi.runtime.stored_size import check_stored_size
 from kvr_mpi.runtime.tally import Tally, describe_throughput
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker, WorkerContext
@@ -89,6 +90,9 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     todo = [number for number in range(len(corpus))[spec.documents.share] if corpus.entries[number].id not in done]
     what = "questions about documents" if spec.questions else "documents"
     log.root(f"{what}: {len(corpus)}" + (f", {len(done)} of them done already" if done else ""))
+    if spec.output.kv and spec.questions is None:
+        about = share_json(world, on_root(world, lambda: check_stored_size(prepared, corpus, todo, folder)))
+        log.root(about)
     shares = share_out(prepared, corpus, todo, ranks, log)
     counters = open_counters(world, FIRST_LIST + shares.slots)
     with (

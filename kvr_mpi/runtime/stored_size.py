@@ -1,0 +1,69 @@
+"""How much a job with `output.kv` will write, before it begins: a full disk after ten hours helps nobody."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvr_mpi.documents import Corpus
+from kvr_mpi.documents.prompts import encode_text
+from kvr_mpi.errors import OutputError
+from kvr_mpi.runtime.setup import JobSetup
+
+# Documents tokenised, and characters of each, to see how many characters a token has.
+SAMPLED, SAMPLED_CHARS = 32, 20_000
+# The estimate may be that much too high before a job is refused for it.
+DOUBT = 1.1
+
+
+def estimate_stored_bytes(setup: JobSetup, corpus: Corpus, todo: Sequence[int]) -> int:
+    """Estimate the bytes of keys and values of documents, by a sample of their texts.
+
+    Parameters
+    ----------
+    setup : JobSetup
+    corpus : Corpus
+        Of texts.
+    todo : sequence of int
+        Numbers of the documents.
+    """
+    chars = tokens = 0
+    good = [number for number in todo if corpus.entries[number].error is None]
+    for number in good[:: max(1, len(good) // SAMPLED)]:
+        text = corpus.read(number).text[:SAMPLED_CHARS]
+        chars += len(text)
+        tokens += len(encode_text(setup.loaded.tokenizer, text))
+    if not chars:
+        return 0
+    frame, new = setup.frame, setup.spec.generation.max_new_tokens
+    around = len(frame.head) + len(frame.tail) + new
+    each = (min(corpus.entries[number].chars * tokens / chars, frame.text_budget) + around for number in good)
+    return int(sum(each) * setup.loaded.shape.kv_bytes_per_token)
+
+
+def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], folder: Path) -> str:
+    """Say how much will be written.
+
+    Raises
+    ------
+    OutputError
+        If there is not that much room.
+    """
+    size, free = estimate_stored_bytes(setup, corpus, todo), shutil.disk_usage(folder).free
+    text = f"keys and values of {len(todo)} document(s): about {in_words(size)}; {in_words(free)} are free"
+    if size > DOUBT * free:
+        raise OutputError(
+            f"output.path {str(folder)!r}: this job would write more than there is room for: {text} (quotas are not "
+            f"seen). Choose another folder, fewer documents, or output.kv = false"
+        )
+    return text
+
+
+def in_words(size_bytes: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.4g} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.4g} TiB"
