@@ -65,7 +65,7 @@ test: check
 	$(in_venv) python -m pytest -m "not slow and not long"
 
 test-all: check
-	$(in_venv) python -m pytest -m "not long"
+	$(in_venv) python -m pytest -m "not long" --durations=40
 
 test-long: check
 	$(in_venv) python -m pytest

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from kvr_mpi.decode.sampling import Answer
-from kvr_mpi.documents import Document
+from kvr_mpi.documents import Corpus, Document
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.runtime.requests import DocumentRequest, PromptConfig, PromptOutcome, PromptRequest
+from kvr_mpi.runtime.sources import TextSource
 
 FRAME = Frame(head=(1, 2), tail=(3,), max_tokens=23)  # twenty tokens for the text
 SENTENCES = "The old bridge was inspected in March and found to be sound. " * 8
@@ -23,7 +24,7 @@ SENTENCES = "The old bridge was inspected in March and found to be sound. " * 8
 
 def request(tokenizer: Any, text: str, too_long: str = "error") -> DocumentRequest:
     config = PromptConfig(tokenizer, PromptSection(template="{text}", too_long=too_long), FRAME, FRAME)
-    return DocumentRequest(Document("a.txt", text), config, work=100)
+    return TextSource(Corpus((), ()), config).request(Document("a.txt", text), work=100)
 
 
 def prefill(tokens: int, seconds: float = 2.0) -> Prefill:
