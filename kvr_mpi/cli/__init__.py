@@ -29,7 +29,9 @@ COMMANDS = {
     "status": ("kvr_mpi.cli.status", "status", "How far is a run? Done, failed, running, left; also while it runs."),
     "merge": ("kvr_mpi.cli.merge", "merge", "Put the shards of a run into one HDF5 file, every checksum verified."),
     "inspect": ("kvr_mpi.cli.inspect", "inspect", "Show what is in a result file, or one document of it."),
-    "export": ("kvr_mpi.cli.export", "export", "Write the answers as JSON lines, CSV or Parquet."),
+    "export": ("kvr_mpi.cli.export", "export", "Write the answers as JSON lines, CSV or Parquet; keys and values too."),
+    "import": ("kvr_mpi.cli.import_kv", "import_command", "Make a run of exported keys and values."),
+    "prune": ("kvr_mpi.cli.prune", "prune", "Remove stored keys and values: by document, age or size."),
 }
 
 

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to write; default: standard output.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+@click.option(
+    "--kv",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write keys and values into this folder instead, a safetensors file for each document; see kvr import.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace what exists.")
 @click.option("--status", type=click.Choice(["done", "error"]), help="Only documents that are done, or that failed.")
 @click.option(
     "--verify/--no-verify",
@@ -30,7 +35,13 @@ if TYPE_CHECKING:
     "too; records are always held against their own.",
 )
 def export(
-    paths: tuple[Path, ...], kind: str, output: Path | None, overwrite: bool, status: str | None, verify: bool
+    paths: tuple[Path, ...],
+    kind: str,
+    output: Path | None,
+    kv: Path | None,
+    overwrite: bool,
+    status: str | None,
+    verify: bool,
 ) -> int:
     """Write the answers in FILE, one row per document, in the order of their ids.
 
@@ -40,7 +51,9 @@ def export(
     from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, OutputError
     from kvr_mpi.store.shares import find_runs, index_runs, tell_missing
 
-    if output is None and kind == "parquet":
+    if kv is not None and output is not None:
+        raise click.UsageError("--kv FOLDER writes keys and values, -o FILE answers: choose one")
+    if output is None and kv is None and kind == "parquet":
         raise click.UsageError("Parquet is binary: name a file with -o FILE")
     if output is not None and output.exists():
         if not overwrite:
@@ -48,7 +61,13 @@ def export(
         if any(path.exists() and output.samefile(path) for path in paths):
             raise OutputError(f"{output} is what is to be exported; choose another file")
     index, missing = index_runs(find_runs(paths), verify=verify)
-    _write(index, kind, output, status)
+    if kv is None:
+        _write(index, kind, output, status)
+    else:
+        from kvr_mpi.store.tensors import export_kv
+
+        written = [name for name, _ in export_kv(index, index.ids("done"), kv, overwrite=overwrite)]
+        click.echo(f"{kv}: keys and values of {len(written)} document(s)")
     if missing:
         click.echo(f"kvr: {tell_missing(missing)}", err=True)
     return EXIT_BAD_DATA if missing else EXIT_OK

@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import h5py
@@ -113,8 +113,8 @@ def merge_files(
     index = index_run(folder, verify=True)
     if files == [result] and not index.unrecorded:
         return result
-    with _part_of(result) as part:
-        done, failed = _copy(index, _header([folder]), part, should_stop)
+    with part_of(result) as part:
+        done, failed = copy_documents(index, _header([folder]), part, should_stop)
         LedgerWriter(folder, "merged").publish(result, done, failed)
     if not keep_shards:
         for file in files:
@@ -135,15 +135,15 @@ def merge_runs(folders: Sequence[Path], target: Path, *, should_stop: Callable[[
     """
     index = join_indexes(index_run(folder, verify=True) for folder in folders)
     header = _header(folders)
-    with _part_of(target) as part:
-        _copy(index, header, part, should_stop)
+    with part_of(target) as part:
+        copy_documents(index, header, part, should_stop)
         sync(part)
         os.replace(part, target)
     return target
 
 
 @contextlib.contextmanager
-def _part_of(result: Path) -> Iterator[Path]:
+def part_of(result: Path) -> Iterator[Path]:
     """Yield the name of the file to write, and remove it if it is not complete."""
     part = result.with_name(result.name + PART)
     try:
@@ -158,10 +158,27 @@ def _part_of(result: Path) -> Iterator[Path]:
         raise OutputError(f"{result} cannot be written: {error}; the shards are as they were") from error
 
 
-def _copy(
-    index: Index, header: Header, part: Path, should_stop: Callable[[], bool]
+def copy_documents(
+    index: Index,
+    header: Header,
+    part: Path,
+    should_stop: Callable[[], bool] = lambda: False,
+    without_kv: Collection[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
-    """Copy every document once; return the ids of those done, and of those failed with the reason."""
+    """Copy every document once into a new file; return the ids of those done, and of those failed with the reason.
+
+    Parameters
+    ----------
+    should_stop : callable
+        Asked before each document.
+    without_kv : collection of str
+        Ids of documents whose keys and values are left out.
+
+    Raises
+    ------
+    DataError
+        If one cannot be read.
+    """
     places: dict[Path, list[str]] = {}
     for name, place in index.places.items():
         places.setdefault(place.file, []).append(name)
@@ -178,7 +195,7 @@ def _copy(
                     for name in names:
                         if should_stop():
                             raise _StoppedError
-                        record = _copy_document(groups, name, merged, is_sealed, unreadable)
+                        record = _copy_document(groups, name, merged, is_sealed, unreadable, name in without_kv)
                         if record is not None and record.status == "done":
                             done.append(name)
                         elif record is not None:
@@ -202,9 +219,9 @@ def _stretches(places: Mapping[Path, list[str]]) -> Iterator[tuple[Path, list[st
 
 
 def _copy_document(
-    groups: h5py.Group, name: str, merged: h5py.File, is_sealed: bool, unreadable: list[str]
+    groups: h5py.Group, name: str, merged: h5py.File, is_sealed: bool, unreadable: list[str], drops_kv: bool
 ) -> Record | None:
-    """Copy a document that can be read; else say so in `unreadable`."""
+    """Copy a document that can be read, if wanted without keys and values; else say so in `unreadable`."""
     try:
         group = group_in(groups, key_of(name))
         record = check_record(group)
@@ -215,7 +232,9 @@ def _copy_document(
         unreadable.append(str(error))
         return None
     try:
-        if is_sealed:
+        if drops_kv:
+            write_record(merged, record)
+        elif is_sealed:
             group.file.copy(group, merged["documents"], name=key_of(name))
         else:  # of version 1: written anew, with checksums
             found = (layers.get(number) for number in range(max(layers, default=-1) + 1))

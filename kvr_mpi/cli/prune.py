@@ -1,0 +1,74 @@
+"""``kvr prune RUN``: give back the room that stored keys and values take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """Read ``500G``, ``1.5T`` or bytes.
+
+    Raises
+    ------
+    click.UsageError
+        If it is something else.
+    """
+    word = text.strip().upper().removesuffix("B").removesuffix("I")
+    number, unit = (word[:-1], word[-1]) if word[-1:] in UNITS and word else (word, "")
+    try:
+        size = float(number) * UNITS[unit]
+    except (ValueError, KeyError):
+        raise click.UsageError(f"--keep {text!r}: expected a size such as 500G, 1.5T, or bytes") from None
+    if not 0 <= size < 1 << 62:
+        raise click.UsageError(f"--keep {text!r}: expected a size such as 500G, 1.5T, or bytes")
+    return int(size)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("folder", type=click.Path(path_type=Path), metavar="RUN")
+@click.option("--doc", "documents", multiple=True, metavar="ID", help="This document's; may be repeated.")
+@click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Of documents finished before that.")
+@click.option("--keep", metavar="SIZE", help="The oldest, until no more than this is left: 500G, 1.5T, or bytes.")
+@click.option("--dry-run", is_flag=True, help="Say what would be removed.")
+def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, keep: str | None, dry_run: bool) -> None:
+    """Remove keys and values from RUN, the output folder of a run; records and answers stay.
+
+    Files that have some are written anew, one after the other, so there has to be room for the largest of them. Refused
+    while a job is at work in RUN.
+    """
+    from datetime import timedelta
+
+    from kvr_mpi.cli.environment import read_environment
+    from kvr_mpi.errors import ConfigError, MissingError
+    from kvr_mpi.store.folder import index_run
+    from kvr_mpi.store.lock import Lock
+    from kvr_mpi.store.prune import choose_pruned, list_stored, prune_kv
+
+    if not documents and older_than is None and keep is None:
+        raise click.UsageError("say what is to go: --doc ID, --older-than DAYS or --keep SIZE")
+    if not folder.is_dir():
+        raise MissingError(f"{folder}: no such folder; expected the output folder of a run")
+    age, keep_bytes = (
+        None if older_than is None else timedelta(days=older_than),
+        None if keep is None else parse_size(keep),
+    )
+    lock = Lock(folder, read_environment().owner, lambda line: click.echo(line, err=True))
+    try:
+        stored = list_stored(index_run(folder))
+        if unknown := set(documents) - {one.id for one in stored}:
+            raise ConfigError(f"{folder} has no keys and values of a document {min(unknown)!r}")
+        gone = choose_pruned(stored, documents=documents, older_than=age, keep_bytes=keep_bytes)
+        if not dry_run:
+            prune_kv(folder, [one.id for one in gone])
+    finally:
+        lock.release()
+    size, left = sum(one.bytes for one in gone), sum(one.bytes for one in stored) - sum(one.bytes for one in gone)
+    verb = "would be removed" if dry_run else "removed"
+    click.echo(
+        f"{folder}: keys and values of {len(gone)} document(s) {verb}, {size / 1e6:.1f} MB; "
+        f"{len(stored) - len(gone)} document(s) keep theirs, {left / 1e6:.1f} MB"
+    )

@@ -1,0 +1,111 @@
+"""Removing stored keys and values, and nothing else: records and answers stay."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from kvr_mpi.errors import DataError
+from kvr_mpi.store.folder import Index, index_run
+from kvr_mpi.store.hdf5 import group_in
+from kvr_mpi.store.kv import open_kv
+from kvr_mpi.store.ledger import LedgerWriter
+from kvr_mpi.store.merge import copy_documents, part_of
+from kvr_mpi.store.outputs import open_file, read_header, read_record
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKVOf:
+    """A document's keys and values: how large they are, and when the document was finished (UTC)."""
+
+    id: str
+    bytes: int
+    finished_at: datetime
+
+
+def list_stored(index: Index) -> list[StoredKVOf]:
+    """List the documents that have keys and values, the oldest first.
+
+    Raises
+    ------
+    DataError
+        If a record cannot be read.
+    """
+    found = []
+    for file in sorted({place.file for place in index.places.values()}):
+        with open_file(file) as stored:
+            documents = group_in(stored, "documents")
+            for name, place in index.places.items():
+                if place.file == file and place.is_done:
+                    group = group_in(documents, place.key)
+                    if size := open_kv(group).bytes:
+                        found.append(StoredKVOf(name, size, _time(read_record(group).finished_at)))
+    return sorted(found, key=lambda one: (one.finished_at, one.id))
+
+
+def choose_pruned(
+    stored: Sequence[StoredKVOf],
+    *,
+    documents: Collection[str] = (),
+    older_than: timedelta | None = None,
+    keep_bytes: int | None = None,
+    now: datetime | None = None,
+) -> list[StoredKVOf]:
+    """Say whose keys and values are to go.
+
+    Parameters
+    ----------
+    stored : sequence of StoredKVOf
+        Of `list_stored`.
+    documents : collection of str
+        These go.
+    older_than : timedelta or None
+        And those of documents that were finished longer ago.
+    keep_bytes : int or None
+        And then the oldest, until no more than so many bytes are left.
+    """
+    before = None if older_than is None else (now or datetime.now(UTC)) - older_than
+    gone = {one.id for one in stored if one.id in documents or (before is not None and one.finished_at < before)}
+    left = sum(one.bytes for one in stored if one.id not in gone)
+    for one in stored:
+        if keep_bytes is None or left <= keep_bytes:
+            break
+        if one.id not in gone:
+            gone.add(one.id)
+            left -= one.bytes
+    return [one for one in stored if one.id in gone]
+
+
+def prune_kv(folder: Path, documents: Iterable[str]) -> None:
+    """Write the files that have these documents' keys and values anew, without them; the folder has to be locked.
+
+    Each file is replaced when its successor is complete and recorded, so that a crash leaves one or the other.
+
+    Raises
+    ------
+    DataError
+        If a file is damaged: it stays as it is, and those before it are pruned.
+    OutputError
+        If there is no room for the successor.
+    """
+    index, gone = index_run(folder, verify=True), set(documents)
+    if unknown := gone - index.places.keys():
+        raise DataError(f"{folder} has no document {min(unknown)!r}")
+    for file in sorted({index.places[name].file for name in gone}):
+        here = {name: place for name, place in index.places.items() if place.file == file}
+        with open_file(file) as stored:
+            header = read_header(stored)
+        with part_of(file) as part:
+            done, failed = copy_documents(replace(index, places=here), header, part, without_kv=gone)
+            LedgerWriter(folder, "pruned").publish(file, done, failed)
+
+
+def _time(text: str) -> datetime:
+    """Read when a document was finished; long ago, if the record does not say."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        return datetime.min.replace(tzinfo=UTC)
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)

@@ -1,0 +1,106 @@
+"""Keys and values removed: records stay, files shrink, and what is left can be read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import HEADER, record, result_files, resume, take
+
+from kvr_mpi.cli.prune import parse_size
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE
+from kvr_mpi.store.folder import index_run, read_run
+from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.prune import choose_pruned, list_stored
+from kvr_mpi.store.shards import ShardWriter
+
+NOW = datetime(2026, 11, 22, tzinfo=UTC)
+
+
+def kept(folder: Path) -> set[str]:
+    return {one.id for one in list_stored(index_run(folder, verify=True))}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Four documents in two shards, a day between each; one of them failed."""
+    import torch
+
+    folder = tmp_path / "run"
+    take(folder, mode="new").close()
+    for number, name in enumerate("abcde"):
+        writer = ShardWriter(folder, f"000{number // 3}", HEADER)
+        day = (NOW - timedelta(days=5 - number)).isoformat(timespec="milliseconds")
+        layer = torch.randn(400, 4, 16)
+        one = replace(record(name, "error" if name == "e" else "done"), finished_at=day)
+        writer.write(one, [(layer, -layer)] if name != "e" else (), CachedTokens(range(400), (2, 390)))
+        writer.close()
+    assert kept(folder) == set("abcd")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    [
+        (["--doc", "b"], "acd"),
+        (["--doc", "b", "--doc", "d"], "ac"),
+        (["--keep", "450000"], "cd"),
+        (["--keep", "0"], ""),
+        (["--doc", "d", "--keep", "220K"], "c"),
+        (["--keep", "1T"], "abcd"),
+    ],
+)
+def test_what_is_named_goes_and_records_stay(run: Path, run_kvr: Any, arguments: list[str], left: str) -> None:
+    before, size = list(read_run(run)), sum(file.stat().st_size for file in run.glob("*.h5"))
+    files = result_files(run)
+    code, out, err = run_kvr("prune", run, *arguments, "--dry-run")
+    assert code == EXIT_OK and err == "" and "would be removed" in out and kept(run) == set("abcd")
+    code, out, err = run_kvr("prune", run, *arguments)
+    assert code == EXIT_OK and err == "", err
+    assert f"of {4 - len(left)} document(s) removed" in out and f"{len(left)} document(s) keep theirs" in out
+    assert kept(run) == set(left) and list(read_run(run)) == before and result_files(run) == files
+    smaller = sum(file.stat().st_size for file in run.glob("*.h5"))
+    assert size - smaller >= (4 - len(left)) * 400 * 4 * 16 * 4 * 2
+    assert run_kvr("inspect", run)[0] == run_kvr("export", run)[0] == EXIT_OK
+    done, failed, said = resume(run)
+    assert (done, failed, said) == (set("abcd"), {"e"}, [])
+
+
+def test_age_counts_from_when_a_document_was_finished(run: Path) -> None:
+    stored = list_stored(index_run(run))
+    assert [one.id for one in stored] == ["a", "b", "c", "d"]
+    for days, gone in ((10, ""), (3.5, "ab"), (2.5, "abc"), (0, "abcd")):
+        chosen = choose_pruned(stored, older_than=timedelta(days=days), now=NOW)
+        assert "".join(one.id for one in chosen) == gone
+    both = choose_pruned(stored, older_than=timedelta(days=4.5), keep_bytes=2 * stored[0].bytes, now=NOW)
+    assert "".join(one.id for one in both) == "ab"
+
+
+def test_a_damaged_file_is_left_as_it_is(run: Path, run_kvr: Any) -> None:
+    file = max(run.glob("*.h5"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    code, out, err = run_kvr("prune", run, "--doc", "d")
+    assert code == EXIT_BAD_DATA and file.name in err and file.read_bytes() == content
+
+
+def test_prune_refuses_what_is_not_there(run: Path, tmp_path: Path, run_kvr: Any) -> None:
+    assert run_kvr("prune", run)[0] == EXIT_USAGE
+    assert run_kvr("prune", run, "--keep", "much")[0] == EXIT_USAGE
+    code, _, err = run_kvr("prune", run, "--doc", "e")
+    assert code == EXIT_CONFIG and "'e'" in err
+    assert run_kvr("prune", tmp_path / "no", "--keep", "0")[0] == EXIT_CONFIG
+    lock = take(run)
+    try:
+        code, _, err = run_kvr("prune", run, "--keep", "0")
+        assert code == EXIT_CONFIG and "is in use" in err
+    finally:
+        lock.close()
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    assert [parse_size(text) for text in ("12", "1k", "1.5 KiB", "2G", "3TB")] == [12, 1024, 1536, 2 << 30, 3 << 40]
