@@ -52,6 +52,11 @@ class DocumentsSection(Section):
     text_field: str = Field("text", description="field of a row that holds its text")
     limit: int | None = Field(None, ge=1, description="only the first documents")
     shard: str | None = Field(None, description="'i/n': every n-th document, from the i-th (0 to n - 1)")
+    reuse: str | None = Field(
+        None,
+        min_length=1,
+        description="a run with keys and values: prompts that begin like its prompts go on from them",
+    )
 
     @field_validator("path", mode="before")
     @classmethod

@@ -76,11 +76,11 @@ class SliceLayer(CacheLayerMixin):
         if self.layout is not None:
             return
         self.layout = UniformLayout(cache.buffers.take(self.shape), self.shape)
-        if cache.prefix is not None and cache.prefilling:
-            cache.prefix.copy_into(self.layout.buffer, self.layer_idx)
         if self.segments is not None:
             self.segments.buffer = self.layout.buffer
             cache.exchange.post(self.segments)
+        if cache.prefix is not None and cache.prefilling:
+            cache.prefix.copy_into(self.layout.buffer, self.layer_idx)  # fails if it is read, and damaged
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

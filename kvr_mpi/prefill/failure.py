@@ -1,4 +1,6 @@
-"""A rank that runs out of memory in the middle of a prompt does not end the chain: it plays on as a dead hand.
+"""A rank that fails in the middle of a prompt does not end the chain: it plays on as a dead hand.
+
+It may have run out of memory, or what is stored of the prompt's beginning cannot be read.
 
 The others wait for segments that come by way of this rank, and for it to take theirs. So it goes on to receive, to
 pass on, and to send, through the last layer; what it sends in its own name has no meaning. Then all tell each other
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from kvr_mpi.errors import DataError
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.topology import Rotation
 
@@ -20,6 +23,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
         mark in str(error) for mark in ("can't allocate memory", "ALLOC_FAILED", "out of memory")
     )
+
+
+def is_spared(error: BaseException) -> bool:
+    """Whether an error is one prompt's, and the chain goes on to the next."""
+    return is_out_of_memory(error) or isinstance(error, DataError)
 
 
 def play_on(cache: SliceCache) -> None:

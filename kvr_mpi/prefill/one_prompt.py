@@ -25,7 +25,7 @@ from kvr_mpi.model.attention_hook import run_model, run_plain, takes
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.all_gather import AllGather
-from kvr_mpi.prefill.failure import agree, is_out_of_memory, play_on
+from kvr_mpi.prefill.failure import agree, is_out_of_memory, is_spared, play_on
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.prefill.ring import Ring
 from kvr_mpi.topology import Rotation
@@ -33,6 +33,8 @@ from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport
 
+# What a prompt begins with was to be loaded.
+UNREADABLE = "what is stored of the prompt's beginning cannot be used"
 # The strategy that is plain transformers.
 PLAIN = "single"
 
@@ -48,7 +50,7 @@ class Prefill:
     wait_s: float = 0.0  # of them, waiting for other ranks' keys and values
     sent_bytes: int = 0
     last: int = 0  # the decode rank: it had the last slice
-    error: str | None = None  # memory ran out, here or (on the last rank) anywhere in the chain: there is no cache
+    error: str | None = None  # it failed, here or (on the last rank) anywhere in the chain: there is no cache
     layer_times_s: Sequence[float] = ()  # when each layer's keys were made, excluding wait time
     send_wait_s: float = 0.0  # and of them, waiting for the link to take what this rank sent
     strategy: str = "kvr"  # that was used: a name of `registry.STRATEGIES`
@@ -74,7 +76,8 @@ class Options(TypedDict, total=False):
         One that goes on from prompt to prompt, with the ranks of the chain: what this rank still has to send when it
         has computed goes beside the next prompt. None: everything is sent when the prefill returns.
     spares_chain
-        If memory runs out on a rank it takes part in the transfers to the end, so that the others come through;
+        If memory runs out on a rank, or a stored prefix cannot be read there, it takes part in the transfers to the
+        end, so that the others come through;
         `Prefill.error` says so there and on the rank with the last slice. Otherwise the error is raised. The same on
         all ranks.
     keeps_all
@@ -271,7 +274,7 @@ def _rotation(make: MakeExchange, partition: Partition, size: int, known: int, l
 def _run_slice(
     loaded: LoadedModel, ids: Sequence[int], cache: SliceCache, forwarder: Forwarder | None, spares_chain: bool
 ) -> tuple[torch.Tensor | None, str | None]:
-    """Run this rank's tokens; return logits (vocab_size,), if there are any, or how memory ran out."""
+    """Run this rank's tokens; return logits (vocab_size,), if there are any, or what went wrong."""
     mine = [token for first, last in cache.exchange.owned for token in ids[first:last]]
     logits = None
     try:
@@ -280,11 +283,12 @@ def _run_slice(
             logits = run_model(loaded.model, torch.tensor([mine], device=loaded.device), cache)[0]
         cache.settle()
     except BaseException as error:
-        if not spares_chain or not is_out_of_memory(error):
+        if not spares_chain or not is_spared(error):
             if forwarder is not None:
                 forwarder.abandon()
             raise
-        return None, str(error).splitlines()[0]
+        what = str(error).splitlines()[0]
+        return None, what if is_out_of_memory(error) else f"{UNREADABLE}: {what}"
     return logits, None
 
 
@@ -312,7 +316,9 @@ def _check_order(loaded: LoadedModel, exchange: Exchange) -> None:
 
 
 def _say(ranks: Sequence[int], computed: Sequence[int], failure: str | None, tokens: int, size: int) -> str:
-    """Say which ranks of the chain ran out of memory, and what to do about it."""
+    """Say which ranks of the chain failed, and what to do about it."""
+    if failure is not None and failure.startswith(UNREADABLE):
+        return failure
     why = f" ({failure})" if failure else ""
     return (
         f"a prompt of {tokens} tokens: of the {size} rank(s) of its chain rank {', '.join(map(str, ranks))} ran out of "

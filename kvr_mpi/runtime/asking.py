@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def complete_questions(spec: JobSpec) -> JobSpec:
         )
     if spec.documents.shard is not None:
         raise ConfigError("documents.shard does not go with questions; name the documents in questions.documents")
-    header = stored_header(spec)
+    header = stored_header("documents.path", spec.documents.path)
     try:
         prompt = PromptSection.model_validate({**header.identity["prompt"], "max_tokens": spec.prompt.max_tokens})
     except (ValidationError, KeyError, TypeError) as error:
@@ -61,8 +62,8 @@ def complete_questions(spec: JobSpec) -> JobSpec:
     )
 
 
-def stored_header(spec: JobSpec) -> Header:
-    """Read what the run that is asked says of itself.
+def stored_header(key: str, paths: Sequence[str]) -> Header:
+    """Read what the run with the keys and values says of itself; `key` is the setting that names it.
 
     Raises
     ------
@@ -72,18 +73,16 @@ def stored_header(spec: JobSpec) -> Header:
         If a job is still writing it.
     """
     found: Header | None = None
-    for path in find_runs([Path(each) for each in spec.documents.path]).paths:
+    for path in find_runs([Path(each) for each in paths]).paths:
         files = run_files(path)
         if not files:
-            raise DataError(f"documents.path {str(path)!r}: no result file (*.h5) there; expected the output of a run")
+            raise DataError(f"{key} {str(path)!r}: no result file (*.h5) there; expected the output of a run")
         if path.is_dir() and is_alive(path):
-            raise OutputError(
-                f"documents.path {str(path)!r} is being written by a running job: ask when that has ended"
-            )
+            raise OutputError(f"{key} {str(path)!r} is being written by a running job: wait until that has ended")
         with open_file(files[-1]) as stored:
             header = read_header(stored)
         if found is not None and header.identity != found.identity:
-            raise DataError(f"documents.path {spec.documents.path}: {path} is of another job; expected shares of one")
+            raise DataError(f"{key} {list(paths)}: {path} is of another job; expected shares of one")
         found = header
     assert found is not None, "a path at least"
     return found
@@ -106,16 +105,18 @@ def frame_questions(spec: JobSpec, loaded: LoadedModel, weights: str) -> dict[st
     if questions is None:
         return {}
     assert isinstance(questions.ask, dict), "questions have their names"
-    _check_identity(spec, loaded, weights)
+    check_made_by("documents.path", spec.documents.path, spec, loaded, weights)
     frame = partial(frame_of, spec, loaded.tokenizer, loaded.shape, spec.prompt.template)
     return {name: frame(words_after(questions.template, text)) for name, text in questions.ask.items()}
 
 
-def _check_identity(spec: JobSpec, loaded: LoadedModel, weights: str) -> None:
+def check_made_by(key: str, paths: Sequence[str], spec: JobSpec, loaded: LoadedModel, weights: str) -> None:
     """Refuse a model that did not make the keys and values, or tokens that it would not make.
 
     Parameters
     ----------
+    key, paths
+        As for `stored_header`.
     weights : str
         Of `hash_weights`.
 
@@ -124,7 +125,7 @@ def _check_identity(spec: JobSpec, loaded: LoadedModel, weights: str) -> None:
     ConfigError
         Saying what differs.
     """
-    header = stored_header(spec)
+    header = stored_header(key, paths)
     here = {
         "weights or configuration": (header.model.get("weights"), weights),
         "dtype": (header.model.get("dtype"), str(loaded.dtype).removeprefix("torch.")),
@@ -135,7 +136,7 @@ def _check_identity(spec: JobSpec, loaded: LoadedModel, weights: str) -> None:
     ]
     if differing:
         raise ConfigError(
-            f"model.path {spec.model.path!r} is not what made the keys and values in {spec.documents.path[0]}: other "
+            f"model.path {spec.model.path!r} is not what made the keys and values in {paths[0]}: other "
             f"{', '.join(differing)}. They are of {header.model['name']}; name that, or prefill the documents again"
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,8 @@ def open_source(setup: JobSetup, corpus: Corpus, loads: Sequence[bool] = ()) -> 
     """Say where prompts come from; `loads` as from `scan_stored`, if they are questions about stored documents."""
     if setup.spec.questions is not None:
         return StoredSource(setup, corpus, loads)
+    if setup.beginnings is not None:
+        return TextSource(corpus, setup.prompt_config, partial(setup.beginnings.find, loaded=setup.loaded))
     return TextSource(corpus, setup.prompt_config)
 
 

@@ -36,6 +36,7 @@ from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.runtime.asking import frame_questions
 from kvr_mpi.runtime.host_memory import free_bytes, keep_heap, ranks_on_device
 from kvr_mpi.runtime.requests import PromptConfig, PromptRequest
+from kvr_mpi.runtime.reuse import StoredBeginnings, find_beginnings
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of, with_memory
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.topology import Topology, cores_per_rank
@@ -79,6 +80,7 @@ class JobSetup:
     costs : of ranks and links, if chains are to be planned or strategies chosen.
     rates : of all ranks, if slices are to be cut by time.
     table : if the job names one.
+    beginnings : of stored prompts, if the job is to go on from them.
     """
 
     spec: JobSpec
@@ -96,6 +98,7 @@ class JobSetup:
     costs: Costs | None
     rates: list[Rates]
     table: Table | None
+    beginnings: StoredBeginnings | None = None
 
     @property
     def prompt_config(self) -> PromptConfig:
@@ -229,6 +232,7 @@ def prepare(
         costs=costs,
         rates=rates,
         table=table,
+        beginnings=None if spec.documents.reuse is None else find_beginnings(spec, loaded, weights, world, say),
     )
 
 
@@ -310,7 +314,7 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
 
 def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> str:
     """Say which weights make, or made, keys and values that outlive the job; one rank reads them."""
-    if not spec.output.kv and spec.questions is None:
+    if not spec.output.kv and spec.questions is None and spec.documents.reuse is None:
         return ""
     say("hashing the weights, which keys and values go with")
     options = spec.model.model_dump(include={"revision", "trust_remote_code"})

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvr_mpi.documents import Corpus, Document
 from kvr_mpi.documents.prompts import encode_text, fit_prompt
 from kvr_mpi.errors import DocumentError
+from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.runtime.requests import DocumentRequest, PromptConfig
+
+FindPrefix = Callable[[Sequence[int]], SharedPrefix | None]
 
 
 class Source(Protocol):
@@ -36,10 +40,12 @@ class TextSource:
     corpus : Corpus
     prompt_config : PromptConfig
         How they are asked.
+    find_prefix : callable, optional
+        Finds what is stored of a prompt's beginning, alike on every rank.
     """
 
-    def __init__(self, corpus: Corpus, prompt_config: PromptConfig) -> None:
-        self.corpus, self._config = corpus, prompt_config
+    def __init__(self, corpus: Corpus, prompt_config: PromptConfig, find_prefix: FindPrefix = lambda ids: None) -> None:
+        self.corpus, self._config, self._find_prefix = corpus, prompt_config, find_prefix
 
     def read(self, number: int) -> Document:
         """Read a document's text."""
@@ -62,4 +68,5 @@ class TextSource:
         else:
             truncate = wanted.keep if wanted.too_long == "truncate" else None
             request.prompts = [fit_prompt(config.frame, ids, truncate=truncate)]
+            request.prefix = self._find_prefix(request.prompts[0].ids)
         return request

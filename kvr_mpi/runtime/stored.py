@@ -13,24 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from kvr_mpi.disk import drop_pages
 from kvr_mpi.documents import MAX_ID_CHARS, Asked, Corpus, CorpusFile, Document, Entry
 from kvr_mpi.documents.questions import answer_id, check_length, parse_answer_id
 from kvr_mpi.errors import CorpusError, DataError, DocumentError
 from kvr_mpi.job import JobSpec
-from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.runtime.requests import DocumentRequest
 from kvr_mpi.runtime.setup import JobSetup
+from kvr_mpi.runtime.stored_prefix import StoredPrompt, open_prompt, prefix_of
 from kvr_mpi.schedule.plan import duration
 from kvr_mpi.store.folder import Index
-from kvr_mpi.store.hdf5 import explained, group_in, hold_open
-from kvr_mpi.store.kv import StoredKV, open_kv, type_name
-from kvr_mpi.store.outputs import Record, key_of, open_file, read_record
+from kvr_mpi.store.hdf5 import group_in
+from kvr_mpi.store.kv import open_kv
+from kvr_mpi.store.outputs import key_of, open_file, read_record
 from kvr_mpi.store.shares import find_runs, index_runs
 
 # Of stored keys and values, to see how fast they are read here.
@@ -161,7 +158,7 @@ class StoredSource:
         assert questions is not None and isinstance(questions.ask, dict)
         self._ask: Mapping[str, str] = questions.ask
         self._numbers = {entry.id: number for number, entry in enumerate(corpus.entries)}
-        self._open: _OpenDocument | None = None  # the last one
+        self._open: tuple[StoredPrompt, SharedPrefix | None] | None = None  # the last one
         self._recomputes = bool(depends_on_length(setup.loaded.model))
 
     def read(self, number: int) -> Document:
@@ -175,57 +172,27 @@ class StoredSource:
         if document.error is not None:
             raise DocumentError(document.error)
         assert document.asked is not None
-        opened = self._find(document.id)
+        stored, prefix = self._find(document.id)
         _, name = parse_answer_id(document.id)
-        prompt = self._setup.question_frames[name].after(opened.ids, opened.text, opened.record.dropped_tokens)
-        document = replace(document, asked=replace(document.asked, sha256=opened.record.document_sha256))
-        return DocumentRequest(document, self._setup.prompt_config, work, [prompt], opened.prefix)
+        prompt = self._setup.question_frames[name].after(stored.ids, stored.text, stored.record.dropped_tokens)
+        document = replace(document, asked=replace(document.asked, sha256=stored.record.document_sha256))
+        return DocumentRequest(document, self._setup.prompt_config, work, [prompt], prefix)
 
-    def _find(self, answer: str) -> _OpenDocument:
+    def _find(self, answer: str) -> tuple[StoredPrompt, SharedPrefix | None]:
         """Open the document of an answer, unless it is the last one that was."""
         entry = self.corpus.entries[self._numbers[answer]]
         document_id, name = parse_answer_id(answer)
-        if self._open is None or self._open.record.id != document_id:
+        if self._open is None or self._open[0].record.id != document_id:
             self._open = None
-            self._open = self._read(Path(self.corpus.files[entry.file].path), document_id, self._loads[entry.place])
-        if _seal(self._open.seal, self._ask[name]) != entry.sha256:
+            path = Path(self.corpus.files[entry.file].path)
+            stored = open_prompt(path, key_of(document_id))
+            prefix = None
+            if self._loads[entry.place] and not self._recomputes:
+                prefix = prefix_of(stored.ids[: stored.text[1]], self._setup.loaded, lambda: stored, path)
+            self._open = stored, prefix
+        if _seal(self._open[0].kv.seal(), self._ask[name]) != entry.sha256:
             raise DocumentError(f"{document_id}: its stored keys and values have changed since the batch began")
         return self._open
-
-    def _read(self, file: Path, document_id: str, loads: bool) -> _OpenDocument:
-        """Open a stored document."""
-        if not file.is_file():
-            raise DocumentError(f"{file} was there when the batch began, and is gone: was the run merged meanwhile?")
-        stored = hold_open(file)
-        with explained(file):
-            group = group_in(group_in(stored, "documents"), key_of(document_id))
-            record, kv = read_record(group), open_kv(group)
-        assert kv.tokens is not None, "it was looked at before"
-        ids, text = tuple(kv.tokens.ids), kv.tokens.text
-        prefix = None
-        if loads and not self._recomputes:
-            _check_layers(document_id, kv, self._setup.loaded)
-            layers = {layer.number: layer for layer in kv.layers}
-
-            def load(number: int) -> torch.Tensor | None:
-                if number not in layers:
-                    return None
-                with explained(file):
-                    keys, values = layers[number].read(0, text[1])
-                assert stored, "open as long as its layers may be asked for"
-                return torch.cat([keys.flatten(1), values.flatten(1)], 1)
-
-            prefix = SharedPrefix(ids[: text[1]], LoadedLayers(len(self._setup.loaded.shape.layers), load))
-        return _OpenDocument(record, ids, text, kv.seal(), prefix)
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenDocument:
-    record: Record
-    ids: tuple[int, ...]
-    text: tuple[int, int]
-    seal: str
-    prefix: SharedPrefix | None
 
 
 def _look(index: Index, name: str) -> StoredDocument:
@@ -291,30 +258,6 @@ def _measure_reading(documents: Sequence[StoredDocument]) -> float | None:
             except DataError:
                 continue  # said when it is asked
     return read_bytes / (time.perf_counter() - began) if read_bytes else None
-
-
-def _check_layers(document_id: str, kv: StoredKV, loaded: LoadedModel) -> None:
-    """Refuse keys and values of another shape or type than the model's.
-
-    Raises
-    ------
-    DocumentError
-        Saying what differs.
-    """
-    assert kv.tokens is not None
-    tokens, found = len(kv.tokens.ids), {layer.number: layer for layer in kv.layers}
-    dtype = str(loaded.dtype).removeprefix("torch.")
-    for number, shape in enumerate(loaded.shape.layers):
-        if not shape.elements:
-            continue
-        layer = found.get(number)
-        has = None if layer is None else (layer.keys.shape, layer.values.shape, type_name(layer.keys))
-        heads = shape.num_kv_heads
-        if has != ((tokens, heads, shape.key_dim), (tokens, heads, shape.value_dim), dtype):
-            raise DocumentError(
-                f"{document_id}: layer {number} has keys and values {has}; this model's are of {heads} heads, "
-                f"{shape.key_dim} and {shape.value_dim} elements, {dtype}"
-            )
 
 
 def _seal(kv_sha256: str, question: str) -> str:

@@ -179,11 +179,8 @@ class ChainWorker:
         """Prefill the next prompt; one that goes alone is put aside by the rank that decodes it."""
         request = self._scheduler.start_next(plan.decode_rank)
         if plan.partition is not None:
-            try:
-                prefill = self._runner.prefill(plan, self._forwarder)
-            except DataError as error:  # what is stored of its beginning is damaged: this rank is a chain of its own
-                self._fail([request], str(error))
-                return
+            prefill = self._runner.prefill(plan, self._forwarder)
+            request.document.prefix = None  # with the file it is loaded from
             self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
             if self._chain.rank == plan.decode_rank:
                 self._start_decoding(request, prefill)
@@ -209,6 +206,7 @@ class ChainWorker:
                 self._fail([request for request, _ in row], str(error))
                 continue
             for (request, _), prefill in zip(row, prefills, strict=True):
+                request.document.prefix = None
                 self._context.tally.busy_s += prefill.seconds / len(row)
                 self._start_decoding(request, prefill)
 

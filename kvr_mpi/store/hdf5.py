@@ -43,6 +43,11 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
         yield file
 
 
+def create_hdf5(path: Path) -> h5py.File:
+    """Make a file that is not there yet. No locks: file systems without them would refuse, and nobody else has it."""
+    return h5py.File(path, "x", libver="v110", locking=False)
+
+
 def hold_open(path: Path) -> h5py.File:
     """Open a file for reading for as long as what is returned is held.
 

@@ -17,7 +17,7 @@ import h5py
 from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import Index, index_run, join_indexes, run_files
-from kvr_mpi.store.hdf5 import group_in
+from kvr_mpi.store.hdf5 import create_hdf5, group_in
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.ledger import LedgerWriter, sync
 from kvr_mpi.store.outputs import (
@@ -186,7 +186,7 @@ def copy_documents(
     failed: dict[str, str] = {}
     unreadable: list[str] = []
     part.unlink(missing_ok=True)
-    with h5py.File(part, "x", libver="v110", locking=False) as merged:
+    with create_hdf5(part) as merged:
         start_file(merged, header)
         for file, names in _stretches(places):
             try:

@@ -23,6 +23,7 @@ import h5py
 
 from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import OutputError
+from kvr_mpi.store.hdf5 import create_hdf5
 from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.lock import session_of
@@ -273,8 +274,7 @@ class ShardWriter:
             self._count += 1
             if not path.exists():
                 with contextlib.suppress(FileExistsError):
-                    # No locks: file systems without them would refuse, and nobody else writes to it.
-                    file = h5py.File(path.with_name(path.name + PART), "x", libver="v110", locking=False)
+                    file = create_hdf5(path.with_name(path.name + PART))
                     shard = self._shard = _Shard(file, path, time.monotonic() + FLUSH_S)
                     start_file(file, self._header)
                     return shard

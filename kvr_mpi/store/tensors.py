@@ -13,14 +13,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import h5py
-
 from kvr_mpi.disk import PART
 from kvr_mpi.documents import Document
 from kvr_mpi.documents.files import check_document
 from kvr_mpi.errors import DataError, MissingError, OutputError
 from kvr_mpi.store.folder import Index
-from kvr_mpi.store.hdf5 import group_in
+from kvr_mpi.store.hdf5 import create_hdf5, group_in
 from kvr_mpi.store.kv import CachedTokens, KeysValues, open_kv
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.merge import part_of
@@ -102,7 +100,7 @@ def import_kv(source: Path, folder: Path) -> list[str]:
     result, first = folder / RESULTS, None
     with part_of(result) as part:
         part.unlink(missing_ok=True)
-        with h5py.File(part, "x", libver="v110", locking=False) as merged:
+        with create_hdf5(part) as merged:
             for file in files:
                 header, record, layers, tokens = _read(file)
                 if first is None:

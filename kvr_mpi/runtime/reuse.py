@@ -1,0 +1,121 @@
+"""Prompts that begin as stored ones do: documents that grew at the end, or that share a long beginning.
+
+Every 256 tokens of a stored prompt have a hash of all tokens up to there. A new prompt's beginning is looked up among
+them, the longest first, and held against the stored tokens themselves; its keys and values are loaded, not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvr_mpi.errors import DataError
+from kvr_mpi.job import JobSpec
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.runtime.asking import check_made_by
+from kvr_mpi.runtime.stored_prefix import open_prompt, prefix_of
+from kvr_mpi.store.hdf5 import group_in
+from kvr_mpi.store.kv import BLOCK_TOKENS, open_kv
+from kvr_mpi.store.outputs import open_file
+from kvr_mpi.store.shares import find_runs, index_runs
+from kvr_mpi.transport import Transport, on_root, share_json, together
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBeginnings:
+    """What stored prompts begin with: the same on every rank, so that all of them find the same.
+
+    files : paths.
+    documents : of each its file's number and its group's name.
+    hashes : of all tokens up to a block's end, and whose they are.
+    """
+
+    files: list[str]
+    documents: list[tuple[int, str]]
+    hashes: dict[str, int]
+
+    def to_json(self) -> list[Any]:
+        """Return what `StoredBeginnings` is made of."""
+        return [self.files, self.documents, self.hashes]
+
+    def find(self, ids: Sequence[int], loaded: LoadedModel) -> SharedPrefix | None:
+        """Find the longest stored beginning of a prompt, less one token at least; None if there is none."""
+        for count, found in reversed(list(enumerate(hash_blocks(ids[: len(ids) - 1]), 1))):
+            number = self.hashes.get(found)
+            if number is not None:
+                file, key = self.documents[number]
+                path = Path(self.files[file])
+                return prefix_of(ids[: count * BLOCK_TOKENS], loaded, partial(open_prompt, path, key), path)
+        return None
+
+
+def hash_blocks(ids: Sequence[int]) -> list[str]:
+    """Hash all tokens up to the end of each whole block."""
+    digest, found = xxhash.xxh3_128(), []
+    data = np.asarray(ids, "<i8")
+    for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        digest.update(data[start : start + BLOCK_TOKENS].tobytes())
+        found.append(digest.hexdigest())
+    return found
+
+
+def scan_beginnings(path: str) -> StoredBeginnings:
+    """List what the prompts of a run begin with.
+
+    Raises
+    ------
+    DataError
+        If the run cannot be read.
+    """
+    index, _ = index_runs(find_runs([Path(path)]))
+    files = sorted({str(place.file) for place in index.places.values()})
+    found = StoredBeginnings(files, [], {})
+    for number, file in enumerate(files):
+        with open_file(Path(file)) as stored:
+            documents = group_in(stored, "documents")
+            for place in index.places.values():
+                if str(place.file) != file or not place.is_done:
+                    continue
+                try:
+                    kv = open_kv(group_in(documents, place.key))
+                except DataError:
+                    continue  # not used; `kvr inspect` says what is wrong with it
+                if kv.tokens is not None:
+                    for each in hash_blocks(kv.tokens.ids):
+                        found.hashes.setdefault(each, len(found.documents))
+                    found.documents.append((number, place.key))
+    return found
+
+
+def find_beginnings(
+    spec: JobSpec, loaded: LoadedModel, weights: str, world: Transport, say: Callable[[str], None]
+) -> StoredBeginnings | None:
+    """List what the prompts of `documents.reuse` begin with, if this model can go on from them; every rank calls this.
+
+    Raises
+    ------
+    ConfigError
+        If another model made them.
+    DataError
+        If the run cannot be read.
+    """
+    path = spec.documents.reuse
+    assert path is not None
+    together(world, partial(check_made_by, "documents.reuse", [path], spec, loaded, weights))
+    kinds = depends_on_length(loaded.model)
+    if kinds or spec.parallel.strategy == "single":
+        why = f"its rotary embedding ({kinds}) depends on the prompt's length" if kinds else "strategy is 'single'"
+        say(f"documents.reuse: nothing is reused: {why}")
+        return None
+    found = StoredBeginnings(*share_json(world, on_root(world, lambda: scan_beginnings(path).to_json())))
+    count = len(found.documents)
+    say(f"documents.reuse: prompts go on from the longest beginning that one of {count} stored prompts shares")
+    return found
