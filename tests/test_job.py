@@ -36,6 +36,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     text_field = "body"
     limit = 3
     shard = "1/4"
+    reuse = "runs/old"
     [prompt]
     template = "Sum up: {text}"
     system = "Be brief."

@@ -215,7 +215,6 @@ def prepare(
     if rates:
         mine = rates if spec.parallel.planned else rates[world.rank - chain.rank :][: chain.size]
         say(_describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
-    table = _find_table(spec, loaded, world, chain, say)
     return JobSetup(
         spec=spec,
         loaded=loaded,
@@ -231,7 +230,7 @@ def prepare(
         strategies=strategies,
         costs=costs,
         rates=rates,
-        table=table,
+        table=_find_table(spec, loaded, world, chain, say),
         beginnings=None if spec.documents.reuse is None else find_beginnings(spec, loaded, weights, world, say),
     )
 

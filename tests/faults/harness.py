@@ -254,9 +254,13 @@ def compare(output: Path, reference: Path) -> None:
                 assert found.attrs[name] == group.attrs[name], f"{key}: {name} differs"
             assert found["token_ids"][()].tolist() == group["token_ids"][()].tolist(), f"{key}: other tokens"
             assert found["answer"][()] == group["answer"][()], f"{key}: another answer"
-            layers = list(group["kv"]) if "kv" in group else []
-            assert layers == (list(found["kv"]) if "kv" in found else []), f"{key}: other layers"
-            for layer in layers:
+            stored = list(group["kv"]) if "kv" in group else []
+            assert stored == (list(found["kv"]) if "kv" in found else []), f"{key}: other layers"
+            for name in ("text_start", "text_stop", "block_tokens") if stored else ():
+                assert found["kv"].attrs[name] == group["kv"].attrs[name], f"{key}: kv {name} differs"
+            if stored:
+                assert found["kv/token_ids"][()].tolist() == group["kv/token_ids"][()].tolist(), f"{key}: other ids"
+            for layer in (name for name in stored if name.startswith("layer")):
                 for what in ("keys", "values"):
                     one, other = found[f"kv/{layer}/{what}"][()], group[f"kv/{layer}/{what}"][()]
                     assert np.allclose(one, other, atol=1e-4), f"{key}: {layer} {what} differ"

@@ -11,12 +11,14 @@ import os
 import signal
 import time
 
+import kvr_mpi.runtime.stored_size as stored_size
 import kvr_mpi.store.lock as lock
 import kvr_mpi.store.shards as shards
 from kvr_mpi.cli import kvr_run
 
 faulthandler.register(signal.SIGUSR1)
 shards.FLUSH_S = 0.02
+stored_size.DOUBT = float("inf")  # a disk that is too small is to become full
 lock.WATCH_S = 2 * lock.BEAT_S
 if os.environ.get("KVR_TEST_CLOCK"):  # as if somebody set it: "seconds from now, and how far"
     after_s, jump_s = map(float, os.environ.pop("KVR_TEST_CLOCK").split())
