@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness import make_reference, run_case, write_job
+from harness import make_reference, run_case, write_job, write_questions
 
 # "1-1000" or "3,17"; of these, or else of the first hundred, the quick ones are run by `make test`.
 SEEDS = os.environ.get("KVR_TEST_SEEDS", "")
 QUICK = (4, 18)
 CASES = 105
+QUICK_ASKING, CASES_ASKING = (4,), 30
 
 
 def seeds(text: str) -> list[int]:
@@ -36,14 +38,36 @@ def reference(tmp_path_factory: pytest.TempPathFactory, job: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, reference: Path) -> Path:
+    return write_questions(tmp_path_factory.mktemp("questions"), tiny_model_dir, reference)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory, questions: Path) -> Path:
+    folder = tmp_path_factory.mktemp("answers") / "out"
+    make_reference(questions, folder, well=0)
+    return folder
+
+
+def cases(quick: tuple[int, ...], count: int) -> list[Any]:
+    return [
+        pytest.param(seed, id=f"seed{seed}", marks=() if SEEDS or seed in quick else pytest.mark.long)
+        for seed in seeds(SEEDS or f"1-{count}")
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seed",
-    [
-        pytest.param(seed, id=f"seed{seed}", marks=() if SEEDS or seed in QUICK else pytest.mark.long)
-        for seed in seeds(SEEDS or f"1-{CASES}")
-    ],
-)
+@pytest.mark.parametrize("seed", cases(QUICK, CASES))
 def test_nothing_is_lost_double_different_or_unreadable(seed: int, job: Path, reference: Path, tmp_path: Path) -> None:
     case = run_case(seed, job, reference, tmp_path)
+    print("; ".join(case.story))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", cases(QUICK_ASKING, CASES_ASKING))
+def test_answers_about_stored_documents_are_not_lost_either(
+    seed: int, questions: Path, answers: Path, tmp_path: Path
+) -> None:
+    case = run_case(seed, questions, answers, tmp_path, well=0)
     print("; ".join(case.story))
