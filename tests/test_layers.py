@@ -26,6 +26,7 @@ ROOMS = [
     "store",
     "report",
     "costs",
+    "compress",
     "prefill",
     "job",
     "decode",

@@ -38,6 +38,9 @@ class SimulateOptions:
     csv_file: str | None
     plot: Path | None
     plot_kind: str
+    fairkv: str | None
+    copies: int
+    budget: int
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -66,14 +69,31 @@ class SimulateOptions:
     show_default=True,
     help="ttft: over the ranks, with the lower bounds TTFT(p) and TTFT*(p); slices: as in the paper's Fig. 10.",
 )
+@click.option(
+    "--fairkv",
+    metavar="PROFILE",
+    help="Place a profile's heads on --ranks instead: HeadKV's scores (.json), DuoAttention's gates (.tsv), counts, or "
+    "`paper`: profiles made up for FairKV's Table 2.",
+)
+@click.option(
+    "--copies", type=click.IntRange(min=0), default=4, show_default=True, help="Of heads, a layer (--fairkv)."
+)
+@click.option("--budget", type=click.IntRange(min=1), default=512, show_default=True, help="Of a head (--fairkv).")
 def simulate(**given: Any) -> None:
     """Forecast the time to the first token for any model, hardware, ranks, prompt length and link.
 
     \b
     kvr simulate --model "Llama 3.1 8B 1M" --hardware h100-80gb --ranks 1,8,1024 --contexts 64k,1m
     kvr simulate --paper
+    kvr simulate --fairkv profiles/heads.json --ranks 4,8
     """  # noqa: D301
     options = SimulateOptions(**given)
+    if options.fairkv is not None:
+        from kvr_mpi.cli.fairkv import simulate_fairkv
+
+        ranks = _numbers("--ranks", options.ranks)
+        simulate_fairkv(options.fairkv, ranks, options.copies, options.budget, options.json_file == PRINT)
+        return
     relay = options.relay
     from kvr_mpi.costs.hardware import load_hardware
     from kvr_mpi.errors import ConfigError

@@ -1,0 +1,110 @@
+"""``kvr simulate --fairkv``: what placing heads by their load gains, from profiles alone."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from kvr_mpi.compress.head_profile import HeadProfile
+
+METHOD = (
+    "E_sync: a step waits for the fullest rank in every layer (sum of means over sum of maxima); E: eq. 5, all layers "
+    "together. Ratio: the critical path of static placement (SHA) over this one's; of loads, not a speed-up."
+)
+
+
+def simulate_fairkv(profile: str, ranks: list[int], copies: int, budget: int, as_json: bool) -> None:
+    """Print efficiencies of all placements, of a file's profile or (``paper``) of those made up for Table 2."""
+    if profile == "paper":
+        _paper(copies, as_json)
+        return
+    from kvr_mpi.compress.head_profile import read_profile
+
+    found = read_profile(Path(profile), budget=budget)
+    rows = [row for size in ranks for row in _rows(found, size, copies)]
+    if as_json:
+        click.echo(json.dumps({"source": found.source, "rows": rows}))
+        return
+    from kvr_mpi.report.table import print_table
+
+    mean = found.counts.mean()
+    click.echo(f"{found.source}; {found.layers} layers, {found.kv_heads} KV heads, {mean:.0f} tokens each on average")
+    columns = ("ranks", "placement", "copies", "E_sync", "E", "ratio to SHA", "fullest rank / mean")
+    print_table(columns, [[_shown(row[name]) for name in row] for row in rows])
+    click.echo(METHOD)
+
+
+def _rows(profile: HeadProfile, ranks: int, copies: int) -> list[dict[str, Any]]:
+    """Efficiencies of each placement; SHA first, where the heads can be divided so."""
+    import numpy as np
+
+    from kvr_mpi.compress import placement as place
+
+    ways: dict[str, Any] = {
+        "best effort": place.place_best_effort,
+        "equal copies": partial(place.place_with_equal_copies, copies=copies),
+        "in proportion": partial(place.place_in_proportion, copies=copies),
+        "in proportion, exact": partial(place.place_in_proportion, copies=copies, exact=True),
+    }
+    if profile.kv_heads % ranks == 0:
+        ways = {"SHA": place.place_statically, **ways}
+    placed = {name: place.place_layers(profile.counts, ranks, way) for name, way in ways.items()}
+    placed["eq. 4 alone"] = place.place_by_total(profile.counts, ranks)
+    rows = []
+    for name, layers in placed.items():
+        totals = np.sum([layer.loads for layer in layers], axis=0)
+        rows.append(
+            {
+                "ranks": ranks,
+                "placement": name,
+                "copies": max(layer.copies for layer in layers),
+                "e_sync": place.sync_efficiency(layers),
+                "e_total": place.total_efficiency(layers),
+                "ratio": place.load_ratio(layers, placed["SHA"]) if "SHA" in placed else None,
+                "memory": float(totals.max() / totals.mean()),
+            }
+        )
+    return rows
+
+
+def _paper(copies: int, as_json: bool) -> None:
+    """Hold made-up profiles against Table 2, and say what copies in proportion gain on 8 ranks."""
+    from kvr_mpi.compress.paper import RANKS, TABLE_2, paper_profile
+    from kvr_mpi.report.table import print_table
+
+    rows = []
+    for model, (_, budgets) in TABLE_2.items():
+        for budget in budgets:
+            found = paper_profile(model, budget)
+            best = {row["placement"]: row for row in _rows(found.profile, max(RANKS), copies)}
+            rows.append(
+                {
+                    "model": model,
+                    "budget": budget,
+                    "table": [round(100 * each, 1) for each in found.target],
+                    "made_up": [round(100 * each, 1) for each in found.utilisation],
+                    "equal": best["equal copies"]["e_sync"],
+                    "proportion": best["in proportion"]["e_sync"],
+                    "ratio": best["in proportion"]["ratio"],
+                    "exact": best["in proportion, exact"]["e_sync"],
+                    "exact_ratio": best["in proportion, exact"]["ratio"],
+                }
+            )
+    if as_json:
+        click.echo(json.dumps({"copies": copies, "rows": rows}))
+        return
+    columns = ("model", "budget", "Table 2, SHA on 2/4/8", "made up", "equal copies", "in proportion", "ratio", "exact")
+    print_table([*columns, "ratio"], [[_shown(value) for value in row.values()] for row in rows])
+    click.echo(f"On {max(RANKS)} ranks, {copies} copies a layer. Profiles are made up to have the table's utilisation.")
+    click.echo(METHOD)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(f"{each:.1f}" for each in value)
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)

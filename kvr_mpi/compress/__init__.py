@@ -1,0 +1,1 @@
+"""FairKV: which heads keep how much, and which rank holds which head (papers: FairKV, HeadKV, DuoAttention)."""

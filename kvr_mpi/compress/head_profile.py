@@ -1,0 +1,148 @@
+"""How many keys and values each head keeps: a profile, by layer and KV head, and what published scores say of it.
+
+A profile is an average: of one text's compression or of many's. Scores of heads become counts by the rule of the method
+they were published for (`counts_from_scores`, `counts_from_gates`), which is stated with the profile.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvr_mpi.errors import DataError, MissingError
+
+Counts = npt.NDArray[np.float64]
+# HeadKV (Fu et al. 2024), as published: of each head's budget beyond the window, 1 / beta goes into a pool that is
+# shared out by scores over all heads of the model; the last tokens of the prompt are always kept.
+HEADKV_BETA, HEADKV_WINDOW = 1.2, 8
+# DuoAttention (Xiao et al. 2024): a retrieval head keeps everything, the others sinks and recent tokens.
+DUO_SHARE, DUO_FULL, DUO_OTHERS = 0.5, 8192, 384
+MAX_FILE_BYTES, MAX_LAYERS, MAX_HEADS = 64 << 20, 1024, 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadProfile:
+    """Keys kept by each head.
+
+    counts : (layers, kv_heads).
+    source : what it is from, and by which rule.
+    """
+
+    counts: Counts
+    source: str
+
+    @property
+    def layers(self) -> int:
+        """How many layers it has."""
+        return int(self.counts.shape[0])
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of a layer."""
+        return int(self.counts.shape[1])
+
+
+def counts_from_scores(
+    scores: Counts, kv_heads: int, budget: int, *, beta: float = HEADKV_BETA, window: int = HEADKV_WINDOW
+) -> Counts:
+    """Make counts of scores of query heads as HeadKV shares out its budget, by the mean over each KV head's queries.
+
+    HeadKV's own code counts for each query head; here a budget is of KV heads, which is what memory and time go by.
+
+    Parameters
+    ----------
+    scores : array
+        (layers, query heads), not negative.
+    kv_heads : int
+    budget : int
+        Mean count of a KV head, the window included.
+
+    Raises
+    ------
+    DataError
+        If the heads cannot be divided so, or the budget is no larger than the window.
+    """
+    layers, heads = scores.shape
+    if kv_heads < 1 or heads % kv_heads:
+        raise DataError(f"{heads} query heads cannot be divided over {kv_heads} KV heads")
+    if budget <= window:
+        raise DataError(f"a budget of {budget} is no larger than the window of {window} tokens that every head keeps")
+    grouped = scores.reshape(layers, kv_heads, -1).mean(2)
+    if not grouped.sum() > 0:
+        raise DataError("all scores are 0; expected some heads to matter")
+    pool = (budget - window) / beta
+    counts: Counts = window + (budget - window - pool) + grouped / grouped.sum() * pool * grouped.size
+    return counts
+
+
+def counts_from_gates(
+    gates: Counts, *, share: float = DUO_SHARE, full: int = DUO_FULL, others: int = DUO_OTHERS
+) -> Counts:
+    """Make counts of DuoAttention's gates: a share of the heads, by gate, keeps `full` tokens, the rest `others`."""
+    counts = np.full(gates.size, float(others))
+    counts[np.argsort(-gates.ravel(), kind="stable")[: round(share * gates.size)]] = full
+    return counts.reshape(gates.shape)
+
+
+def read_profile(path: Path, *, budget: int = 512, kv_heads: int | None = None) -> HeadProfile:
+    """Read a profile: ours, HeadKV's scores (``{"layer-head": [scores]}``), or a table of DuoAttention's gates.
+
+    Parameters
+    ----------
+    budget, kv_heads
+        For HeadKV's scores; `kv_heads` defaults to a quarter of the query heads, as Llama 3 8B has them.
+
+    Raises
+    ------
+    DataError
+        If it is none of these.
+    """
+    if not path.is_file():
+        raise MissingError(f"{path}: no such file; expected a profile of heads (.json or .tsv)")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise DataError(f"{path} has {path.stat().st_size} bytes; no profile of heads is larger than {MAX_FILE_BYTES}")
+    try:
+        if path.suffix == ".tsv":
+            gates = _checked(np.loadtxt(path, ndmin=2, dtype=np.float64))
+            rule = f"DuoAttention's gates: the upper {DUO_SHARE:.0%} keep {DUO_FULL} tokens, the others {DUO_OTHERS}"
+            return HeadProfile(counts_from_gates(gates), f"{path.name}, {rule}")
+        stored = json.loads(path.read_text())
+        if "counts" in stored:
+            return HeadProfile(
+                _checked(np.array(stored["counts"], dtype=np.float64)), str(stored.get("source", path.name))
+            )
+        scores = _checked(_scores(stored))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise DataError(f"{path} is no profile of heads: {error}") from error
+    groups = kv_heads or max(1, scores.shape[1] // 4)
+    rule = (
+        f"HeadKV's scores, mean over a KV head's queries, budget {budget}, beta {HEADKV_BETA}, window {HEADKV_WINDOW}"
+    )
+    return HeadProfile(counts_from_scores(scores, groups, budget), f"{path.name}, {rule}")
+
+
+def _scores(stored: dict[str, Any]) -> Counts:
+    """Scores (layers, query heads), each the mean of a head's tests."""
+    if not all(stored.values()):
+        raise ValueError("a head has no scores")
+    places = {tuple(map(int, name.split("-"))): np.mean(np.asarray(tests, float)) for name, tests in stored.items()}
+    layers, heads = (1 + max(place[axis] for place in places) for axis in (0, 1))
+    if len(places) != layers * heads or layers > MAX_LAYERS or heads > MAX_HEADS:
+        raise ValueError(f"{len(places)} heads are named, in {layers} layers of {heads}")
+    scores = np.zeros((layers, heads))
+    for place, score in places.items():
+        scores[place] = score
+    return scores
+
+
+def _checked(values: Counts) -> Counts:
+    if values.ndim != 2 or not values.size or values.shape[0] > MAX_LAYERS or values.shape[1] > MAX_HEADS:
+        raise ValueError(f"its shape is {values.shape}; expected layers and heads")
+    if not np.isfinite(values).all() or (values < 0).any():
+        raise ValueError("a value is negative or not finite")
+    return values
