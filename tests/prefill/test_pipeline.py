@@ -46,7 +46,7 @@ SLOW, LONG = pytest.mark.slow, pytest.mark.long
     [
         (2, "mpi"),
         pytest.param(3, "gloo", marks=SLOW),
-        pytest.param(4, "mpi", marks=SLOW),
+        pytest.param(4, "mpi", marks=LONG),
         pytest.param(2, "gloo", marks=LONG),
         pytest.param(4, "gloo", marks=LONG),
         pytest.param(3, "staged", marks=LONG),

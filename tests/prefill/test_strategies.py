@@ -85,7 +85,7 @@ def test_rings_answer_what_chains_answer(job: Any, expected: Any, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_rings_over_real_ranks_keep_the_same_keys_and_values(
     ranks: int,
     job: Any,

@@ -108,11 +108,11 @@ def ask_fresh(job: Path, folder: Path, run_here: Any, *settings: str) -> dict[st
     [
         ("llama-gqa", "float32", 3, ("parallel.partition=ratio", "parallel.ratios=[5, 3, 1]")),
         pytest.param("mistral-window", "float32", 2, (), marks=pytest.mark.slow),
-        pytest.param("qwen2-some-windows", "float32", 4, ("parallel.ranks_per_chain=2",), marks=pytest.mark.slow),
-        pytest.param("gemma2-softcap", "float32", 2, ("parallel.strategy=ring",), marks=pytest.mark.slow),
-        pytest.param("bloom-own-attention", "float32", 2, (), marks=pytest.mark.slow),
-        ("deepseek-latents", "float32", 3, ()),
-        ("llama-gqa", "float32", 1, ()),
+        pytest.param("qwen2-some-windows", "float32", 4, ("parallel.ranks_per_chain=2",), marks=pytest.mark.long),
+        pytest.param("gemma2-softcap", "float32", 2, ("parallel.strategy=ring",), marks=pytest.mark.long),
+        pytest.param("bloom-own-attention", "float32", 2, (), marks=pytest.mark.long),
+        pytest.param("deepseek-latents", "float32", 3, (), marks=pytest.mark.slow),
+        pytest.param("llama-gqa", "float32", 1, (), marks=pytest.mark.slow),
     ],
 )
 def test_answers_are_those_of_a_fresh_prefill(

@@ -80,7 +80,7 @@ def test_prefill_only_job_runs(tmp_path: Path, mpirun: Any, kvr_run: Path) -> No
     assert record.prompt_tokens == 300 and record.dropped_tokens > 0 and record.answer == ""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_summarize_job_splits_long_documents(tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
     settings = ["documents.limit=1", f"output.path={tmp_path}", "prompt.max_tokens=900", "generation.max_new_tokens=32"]
     run = mpirun(2, [kvr_run, ROOT / "jobs" / "summarize.toml", *(p for s in settings for p in ("--set", s))], cwd=ROOT)

@@ -82,7 +82,7 @@ def test_a_job_records_what_does_not_fit_and_goes_on(
     assert "tokens does not fit: rank" in rows["long.txt"]["error"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_predicted_memory_is_what_is_measured(mpirun: Any, kvr: Path, tmp_path: Path) -> None:
     rows_file = tmp_path / "rows.json"
     run = mpirun(

