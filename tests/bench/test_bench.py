@@ -47,7 +47,7 @@ def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, mpi
         assert strategy in run.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_whole_corpus_in_every_way(tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
     rows = (json.dumps({"id": f"d{n}", "text": "The ferry left at seven. " * (1 + 9 * n)}) for n in range(5))
     (tmp_path / "corpus.jsonl").write_text("\n".join(rows))

@@ -142,7 +142,7 @@ def running(process: subprocess.Popen[str], what: str, timeout_s: float = 120) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize("who", ["one", pytest.param("all", marks=pytest.mark.long)])
 def test_a_signal_to_any_rank_stops_all_in_time(job: Any, tmp_path: Path, mpirun: Any, kvr_run: Path, who: str) -> None:
     path = job([12] * 60, new_tokens=0)  # so that each is finished when it is prefilled
     program = TESTS / "programs" / "slow_rank.py"

@@ -71,7 +71,7 @@ def test_shipped_jobs_are_valid(path: Path) -> None:
     assert tomllib.loads(path.read_text())["output"]["path"] == f"runs/{path.stem}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_prefill_only_job_runs(tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
     options = ["--set", "documents.limit=1", "--set", f"output.path={tmp_path}", "--set", "prompt.max_tokens=300"]
     run = mpirun(2, [kvr_run, ROOT / "jobs" / "prefill-only.toml", *options], cwd=ROOT)

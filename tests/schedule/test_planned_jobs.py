@@ -47,7 +47,7 @@ def test_a_planned_job_gives_the_same_answers(
     assert len(answers(tmp_path / "out")) == 12
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_planned_job_goes_on_with_another_number_of_ranks(
     job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path, run_here: Any
 ) -> None:

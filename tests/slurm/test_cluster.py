@@ -204,6 +204,7 @@ def test_cancelled_then_a_rank_killed_then_complete(cluster: Cluster, tmp_path: 
     assert len(records(tmp_path / "out")) == SLURM_DOCUMENTS
 
 
+@pytest.mark.long
 def test_tables_and_benches(cluster: Cluster, tmp_path: Path, tiny_model_dir: Path) -> None:
     model = ("--model", tiny_model_dir, "--contexts", "128")
     search = submit(cluster, tmp_path, SCRIPTS / "kvr_search.sh", *model, "--output", tmp_path / "tables")

@@ -114,7 +114,7 @@ def test_a_job_says_what_it_chose(mpirun: Any, kvr: Path, tiny_model_dir: Path) 
     assert "'staged'" in unknown.stderr + unknown.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_job_file_names_its_transport(mpirun: Any, kvr_run: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Some words about nothing. " * 8)
     job = tmp_path / "job.toml"
