@@ -154,6 +154,7 @@ def test_an_array_shares_a_corpus(cluster: Cluster, tmp_path: Path, job: Path) -
     assert [sorted(share) for share in shares] == [[f"doc-{n}" for n in range(first, 7, 3)] for first in range(3)]
 
 
+@pytest.mark.long
 def test_a_job_told_to_stop_is_queued_again_and_completes(
     cluster: Cluster, tmp_path: Path, job: Path, kvr: Path
 ) -> None:
