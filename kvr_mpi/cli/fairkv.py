@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ def simulate_fairkv(profile: str, ranks: list[int], copies: int, budget: int, as
 
     mean = found.counts.mean()
     click.echo(f"{found.source}; {found.layers} layers, {found.kv_heads} KV heads, {mean:.0f} tokens each on average")
-    columns = ("ranks", "placement", "copies", "E_sync", "E", "ratio to SHA", "fullest rank / mean")
+    columns = ("ranks", "placement", "copies", "E_sync", "E", "ratio to SHA", "fullest / mean", "ms a layer")
     print_table(columns, [[_shown(row[name]) for name in row] for row in rows])
     click.echo(METHOD)
 
@@ -53,8 +54,12 @@ def _rows(profile: HeadProfile, ranks: int, copies: int) -> list[dict[str, Any]]
     }
     if profile.kv_heads % ranks == 0:
         ways = {"SHA": place.place_statically, **ways}
-    placed = {name: place.place_layers(profile.counts, ranks, way) for name, way in ways.items()}
-    placed["eq. 4 alone"] = place.place_by_total(profile.counts, ranks)
+    placed, took_ms = {}, {}
+    for name, way in {**ways, "eq. 4 alone": None}.items():
+        began = time.perf_counter()
+        counts = profile.counts
+        placed[name] = place.place_layers(counts, ranks, way) if way else place.place_by_total(counts, ranks)
+        took_ms[name] = 1e3 * (time.perf_counter() - began) / profile.layers
     rows = []
     for name, layers in placed.items():
         totals = np.sum([layer.loads for layer in layers], axis=0)
@@ -67,6 +72,7 @@ def _rows(profile: HeadProfile, ranks: int, copies: int) -> list[dict[str, Any]]
                 "e_total": place.total_efficiency(layers),
                 "ratio": place.load_ratio(layers, placed["SHA"]) if "SHA" in placed else None,
                 "memory": float(totals.max() / totals.mean()),
+                "layer_ms": took_ms[name],
             }
         )
     return rows

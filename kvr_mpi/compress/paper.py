@@ -2,7 +2,7 @@
 
 A made-up profile gives every head a floor, and shares the rest of its layer out by gamma-distributed weights (for
 Ada-SnapKV a layer's total is fixed). The one parameter, how uneven the weights are, is fitted so that static placement
-has the utilisation of the table on 2, 4 and 8 ranks; `sync_efficiency` is what is held against it.
+has the utilisation of the table on 2, 4 and 8 ranks; `placement.sync_efficiency` is what is held against it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvr_mpi.compress.head_profile import Counts, HeadProfile
-from kvr_mpi.compress.placement import place_layers, place_statically, sync_efficiency
 
 KV_HEADS, RANKS = 8, (2, 4, 8)
 # Layers, and utilisation in percent on 2, 4 and 8 GPUs by budget (Ada-SnapKV, FairKV's Table 2).
@@ -39,7 +38,7 @@ SHAPES, TRIES, LARGE = np.geomspace(0.3, 40, 40), 40, 1000
 class PaperProfile:
     """A profile made up for one row of the table.
 
-    utilisation : by `sync_efficiency`, of static placement on 2, 4 and 8 ranks.
+    utilisation : by `placement.sync_efficiency`, of static placement on 2, 4 and 8 ranks.
     target : the table's, as shares.
     """
 
@@ -79,8 +78,3 @@ def _utilisation(counts: Counts) -> Counts:
     """Utilisation of static placement on each number of ranks."""
     loads = [counts.reshape(len(counts), ranks, -1).sum(2) for ranks in RANKS]
     return np.array([each.mean(1).sum() / each.max(1).sum() for each in loads])
-
-
-def static_utilisation(counts: Counts, ranks: int) -> float:
-    """Return what the table calls GPU utilisation, from a placement."""
-    return sync_efficiency(place_layers(counts, ranks, place_statically))

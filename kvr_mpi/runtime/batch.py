@@ -18,6 +18,7 @@ from kvr_mpi.documents import Corpus, scan_corpus
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, ConfigError, CorpusError, exit_line
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import choose_device
+from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
@@ -86,6 +87,8 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     log.root(reason)
     chain = ranks.split(topology.group_of(ranks.rank))
     prepared = prepare(spec, options.machine, ranks, chain, log.line)
+    if spec.questions is not None and (kinds := depends_on_length(prepared.loaded.model)):
+        log.root(f"all documents are prefilled again: the rotary embedding ({kinds}) depends on the prompt's length")
     run = on_root(world, lambda: _open(folder, prepared, corpus, options, log))
     done = set(share_json(world, None if run is None else sorted(run.done | run.failed)))
     todo = [number for number in range(len(corpus))[spec.documents.share] if corpus.entries[number].id not in done]

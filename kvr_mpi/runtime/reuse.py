@@ -76,13 +76,13 @@ def scan_beginnings(path: str) -> StoredBeginnings:
         If the run cannot be read.
     """
     index, _ = index_runs(find_runs([Path(path)]))
-    files = sorted({str(place.file) for place in index.places.values()})
-    found = StoredBeginnings(files, [], {})
-    for number, file in enumerate(files):
-        with open_file(Path(file)) as stored:
+    places = index.by_file()
+    found = StoredBeginnings(list(map(str, places)), [], {})
+    for number, file in enumerate(places):
+        with open_file(file) as stored:
             documents = group_in(stored, "documents")
-            for place in index.places.values():
-                if str(place.file) != file or not place.is_done:
+            for place in places[file].values():
+                if not place.is_done:
                     continue
                 try:
                     kv = open_kv(group_in(documents, place.key))

@@ -50,7 +50,6 @@ class StoredDocument:
     bytes: int = 0
     prefill_s: float = 0.0
     sha256: str = ""
-    text_sha256: str = ""
     error: str | None = None
 
 
@@ -215,9 +214,8 @@ def _look(index: Index, name: str) -> StoredDocument:
     if why is not None or kv.tokens is None:
         return StoredDocument(name, file, error=f"{name} cannot be asked: {why}")
     rate = record.prefill_tokens_per_s / max(1, len(record.slices) - 1)
-    return StoredDocument(
-        name, file, kv.tokens.text[1], size, kv.tokens.text[1] / rate if rate > 0 else 0.0, seal, record.document_sha256
-    )
+    tokens = kv.tokens.text[1]
+    return StoredDocument(name, file, tokens, size, tokens / rate if rate > 0 else 0.0, seal)
 
 
 def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str], loads: Sequence[bool]) -> Corpus:

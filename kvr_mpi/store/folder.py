@@ -53,6 +53,14 @@ class Index:
         reasons = [place.reason for place in self.places.values() if not place.is_done]
         return Summary(len(self.places) - len(reasons), len(reasons), count_reasons(reasons))
 
+    def by_file(self) -> dict[Path, dict[str, Place]]:
+        """Group places by file, the files in order."""
+        files = sorted({place.file for place in self.places.values()})
+        found: dict[Path, dict[str, Place]] = {file: {} for file in files}
+        for name, place in self.places.items():
+            found[place.file][name] = place
+        return found
+
     def ids(self, status: str | None = None) -> list[str]:
         """Ids in order, of all documents or of those with this status."""
         return sorted(

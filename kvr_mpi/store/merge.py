@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import h5py
@@ -179,16 +179,13 @@ def copy_documents(
     DataError
         If one cannot be read.
     """
-    places: dict[Path, list[str]] = {}
-    for name, place in index.places.items():
-        places.setdefault(place.file, []).append(name)
     done: list[str] = []
     failed: dict[str, str] = {}
     unreadable: list[str] = []
     part.unlink(missing_ok=True)
     with create_hdf5(part) as merged:
         start_file(merged, header)
-        for file, names in _stretches(places):
+        for file, names in _stretches(index):
             try:
                 with open_file(file) as stored:
                     groups, is_sealed = group_in(stored, "documents"), has_seals(stored)
@@ -211,9 +208,10 @@ def copy_documents(
     return done, failed
 
 
-def _stretches(places: Mapping[Path, list[str]]) -> Iterator[tuple[Path, list[str]]]:
+def _stretches(index: Index) -> Iterator[tuple[Path, list[str]]]:
     """Yield some documents of a file at a time."""
-    for file, names in places.items():
+    for file, places in index.by_file().items():
+        names = list(places)
         for start in range(0, len(names), COPIES_PER_OPENING):
             yield file, names[start : start + COPIES_PER_OPENING]
 

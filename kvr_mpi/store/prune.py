@@ -34,11 +34,11 @@ def list_stored(index: Index) -> list[StoredKVOf]:
         If a record cannot be read.
     """
     found = []
-    for file in sorted({place.file for place in index.places.values()}):
+    for file, places in index.by_file().items():
         with open_file(file) as stored:
             documents = group_in(stored, "documents")
-            for name, place in index.places.items():
-                if place.file == file and place.is_done:
+            for name, place in places.items():
+                if place.is_done:
                     group = group_in(documents, place.key)
                     if size := open_kv(group).bytes:
                         found.append(StoredKVOf(name, size, _time(read_record(group).finished_at)))
@@ -93,8 +93,9 @@ def prune_kv(folder: Path, documents: Iterable[str]) -> None:
     index, gone = index_run(folder, verify=True), set(documents)
     if unknown := gone - index.places.keys():
         raise DataError(f"{folder} has no document {min(unknown)!r}")
-    for file in sorted({index.places[name].file for name in gone}):
-        here = {name: place for name, place in index.places.items() if place.file == file}
+    for file, here in index.by_file().items():
+        if gone.isdisjoint(here):
+            continue
         with open_file(file) as stored:
             header = read_header(stored)
         with part_of(file) as part:

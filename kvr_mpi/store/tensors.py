@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvr_mpi.disk import PART
+import xxhash
+
+from kvr_mpi.disk import PART, create
 from kvr_mpi.documents import Document
 from kvr_mpi.documents.files import check_document
 from kvr_mpi.errors import DataError, MissingError, OutputError
@@ -40,7 +42,9 @@ from kvr_mpi.store.survey import RESULTS
 if TYPE_CHECKING:
     import torch
 
-SUFFIX, ABOUT = ".safetensors", "kvr-mpi"
+SUFFIX, ABOUT, CHECKSUM = ".safetensors", "kvr-mpi", "xxh3_128"
+# More than these no model has.
+MAX_LAYERS = 10_000
 
 
 def export_kv(index: Index, ids: Iterable[str], folder: Path, *, overwrite: bool = False) -> Iterator[tuple[str, Path]]:
@@ -70,12 +74,15 @@ def export_kv(index: Index, ids: Iterable[str], folder: Path, *, overwrite: bool
 
             tensors["token_ids"] = torch.tensor(kv.tokens.ids)
             about["text"] = list(kv.tokens.text)
-        file = folder / (place.key.replace("/", "%2F") + SUFFIX)
+        file = folder / (place.key + SUFFIX)
         if file.exists() and not overwrite:
             raise OutputError(f"{file} exists; add --overwrite, or choose another folder")
         part = file.with_name(file.name + PART)
+        text = json.dumps(about)
         try:
-            save_file(tensors, part, metadata={ABOUT: json.dumps(about)})
+            part.unlink(missing_ok=True)
+            os.close(create(part))  # a file of our own: the library would follow a link that was planted there
+            save_file(tensors, part, metadata={ABOUT: text, CHECKSUM: _checksum(text, tensors)})
             os.replace(part, file)
         except OSError as error:
             part.unlink(missing_ok=True)
@@ -117,6 +124,17 @@ def import_kv(source: Path, folder: Path) -> list[str]:
     return done
 
 
+def _checksum(about: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Hash a file's words and tensors: safetensors has no checksum of its own, and a flipped bit would go unseen."""
+    import torch
+
+    digest = xxhash.xxh3_128(about.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def _tensors(layers: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for layer in layers:
         keys, values = layer.read()
@@ -130,21 +148,26 @@ def _read(file: Path) -> tuple[Header, Record, list[KeysValues | None], CachedTo
 
     try:
         with safe_open(file, framework="pt") as stored:
-            about = json.loads((stored.metadata() or {})[ABOUT])
+            metadata = stored.metadata() or {}
+            about = json.loads(metadata[ABOUT])
             header = Header(dict(about["identity"]), dict(about["model"]))
             record = _record(about["record"])
-            names = set(stored.keys())
-            numbers = sorted({int(name[6:].partition(".")[0]) for name in names if name.startswith("layer_")})
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
+            if metadata[CHECKSUM] != _checksum(metadata[ABOUT], tensors):
+                raise ValueError("it is not what was written (checksum)")
+            numbers = sorted({int(name[6:].partition(".")[0]) for name in tensors if name.startswith("layer_")})
+            if numbers and not 0 <= numbers[0] <= numbers[-1] < MAX_LAYERS:
+                raise ValueError(f"it has a layer {numbers[-1]}")
             layers: list[KeysValues | None] = [None] * (max(numbers, default=-1) + 1)
             for number in numbers:
-                keys, values = (stored.get_tensor(f"layer_{number:03d}.{kind}") for kind in ("keys", "values"))
+                keys, values = (tensors[f"layer_{number:03d}.{kind}"] for kind in ("keys", "values"))
                 if keys.ndim != 3 or values.ndim != 3 or len(keys) != len(values) or not keys.is_floating_point():
                     raise ValueError(f"layer {number} has keys {tuple(keys.shape)}, values {tuple(values.shape)}")
                 layers[number] = (keys, values)
             tokens = None
             if about["text"] is not None:
                 start, stop = map(int, about["text"])
-                tokens = CachedTokens(tuple(stored.get_tensor("token_ids").tolist()), (start, stop))
+                tokens = CachedTokens(tuple(tensors["token_ids"].tolist()), (start, stop))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{file} is damaged, or not of `kvr export --kv`: {error}") from error
     return header, record, layers, tokens

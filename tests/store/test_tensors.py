@@ -16,6 +16,7 @@ from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import open_file, read_header
+from kvr_mpi.store.tensors import _checksum
 
 
 @pytest.fixture
@@ -73,7 +74,8 @@ def rewritten(file: Path, **changes: Any) -> None:
         about = json.loads(stored.metadata()["kvr-mpi"])
     tensors |= {name: value for name, value in changes.items() if isinstance(value, torch.Tensor)}
     about |= {name: value for name, value in changes.items() if not isinstance(value, torch.Tensor)}
-    save_file(tensors, file, metadata={"kvr-mpi": json.dumps(about)})
+    text = json.dumps(about)
+    save_file(tensors, file, metadata={"kvr-mpi": text, "xxh3_128": _checksum(text, tensors)})
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,7 @@ def rewritten(file: Path, **changes: Any) -> None:
         {"layer_000.keys": torch.zeros(3, 2, 8)},
         {"layer_000.keys": torch.zeros(4, 2, 8, dtype=torch.int32)},
         {"layer_9.keys": torch.zeros(4, 2, 8)},
+        {"layer_999999999.keys": torch.zeros(4, 2, 8), "layer_999999999.values": torch.zeros(4, 2, 8)},
     ],
 )
 def test_files_that_somebody_changed_are_refused(
@@ -105,6 +108,27 @@ def test_files_that_somebody_changed_are_refused(
     code, _, err = run_kvr("import", tmp_path / "kv", tmp_path / "back")
     assert code == EXIT_BAD_DATA and ".safetensors" in err or "results.h5" in err, err
     assert not list((tmp_path / "back").glob("*.h5*"))
+
+
+@pytest.mark.parametrize("at", [-1, -300, -700])
+def test_a_flipped_bit_is_noticed(run: Path, tmp_path: Path, run_kvr: Any, at: int) -> None:
+    """Safetensors files have no checksum: without ours it would be asked as if nothing had been."""
+    exported(run, tmp_path / "kv", run_kvr)
+    file = tmp_path / "kv" / "a.safetensors"
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+    code, _, err = run_kvr("import", tmp_path / "kv", tmp_path / "back")
+    assert code == EXIT_BAD_DATA and "checksum" in err and not list((tmp_path / "back").glob("*.h5*"))
+
+
+def test_a_planted_link_is_not_followed(run: Path, tmp_path: Path, run_kvr: Any) -> None:
+    (tmp_path / "kv").mkdir()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "kv" / "a.safetensors.part").symlink_to(victim)
+    exported(run, tmp_path / "kv", run_kvr)
+    assert victim.read_text() == "precious" and not (tmp_path / "kv" / "a.safetensors").is_symlink()
 
 
 @pytest.mark.parametrize("cut", [0, 5, 200, -100])
