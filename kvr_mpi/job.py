@@ -191,7 +191,10 @@ class OutputSection(Section):
     """What is kept, and where."""
 
     path: str = Field(min_length=1, description="folder for the results; created if missing")
-    kv: bool = Field(False, description="keep every prompt's keys and values")
+    kv: bool | Literal["sharded"] = Field(
+        False,
+        description="keep every prompt's keys and values; sharded: every rank holds and writes its own, none all",
+    )
     max_failed: int | float | str = Field(
         0, description="error records that still end with exit code 0: a number, or a share such as 0.05 or '5%'"
     )
@@ -226,6 +229,9 @@ class QuestionsSection(Section):
     reuse: Literal["auto", "always", "never"] = Field(
         "auto", description="load what is stored: auto where that is faster than to prefill again"
     )
+    sharded: bool = Field(
+        False, description="every rank of a chain loads its share of a document: for what no rank has room for"
+    )
 
 
 class JobSpec(Section):
@@ -238,6 +244,22 @@ class JobSpec(Section):
     generation: GenerationSection = GenerationSection()
     parallel: ParallelSection = ParallelSection()
     output: OutputSection
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether keys and values stay spread over the ranks of a chain, which then decode together."""
+        return self.output.kv == "sharded" or (self.questions is not None and self.questions.sharded)
+
+    @model_validator(mode="after")
+    def _sharded_over_chains(self) -> JobSpec:
+        if self.questions is not None and self.questions.sharded and self.output.kv:
+            raise ValueError("output.kv does not go with questions.sharded: leave one of them out")
+        if self.output.kv == "sharded" and (self.parallel.strategy != "kvr" or self.questions is not None):
+            raise ValueError(
+                "output.kv = 'sharded' is for the chains of parallel.strategy = 'kvr', and jobs without questions: "
+                "choose that, or output.kv = true"
+            )
+        return self
 
 
 def load_job(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Load what is stored; auto: where that is faster than to prefill the document again.",
 )
+@click.option("--sharded", is_flag=True, help="Each rank holds a share of a document: for what none has room for.")
 @click.option("--dry-run", is_flag=True, help="Say what would be loaded, how long that takes, and what it saves.")
 @run_options
 def ask(**given: Any) -> int:
@@ -42,7 +43,7 @@ def ask(**given: Any) -> int:
     under kvr-run. Exit codes are those of kvr run.
     """  # noqa: D301
     wishes = {name: given.pop(name) for name in ("runs", "questions", "file", "documents", "output", "model")}
-    wishes |= {name: given.pop(name) for name in ("max_new_tokens", "reuse", "dry_run")}
+    wishes |= {name: given.pop(name) for name in ("max_new_tokens", "reuse", "sharded", "dry_run")}
     told = RunArguments(**given)
     if wishes["dry_run"]:
         from kvr_mpi.runtime.asking import complete_questions
@@ -66,7 +67,11 @@ def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str,
         raise DataError(f"{runs[0]}: no result file (*.h5) there; expected the output folder of a run")
     with open_file(files[-1]) as stored:
         name = read_header(stored).model["name"]
-    questions: dict[str, Any] = {"ask": list(wishes["questions"]), "reuse": wishes["reuse"]}
+    questions: dict[str, Any] = {
+        "ask": list(wishes["questions"]),
+        "reuse": wishes["reuse"],
+        "sharded": wishes["sharded"],
+    }
     if wishes["file"] is not None:
         questions["file"] = wishes["file"]
     if wishes["documents"]:

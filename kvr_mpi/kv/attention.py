@@ -60,6 +60,22 @@ class PartialAttention:
         return self.out * torch.sigmoid(self.lse - params.sinks.float().view(1, -1, 1)).unsqueeze(-1)
 
 
+def merge_ranks(parts: torch.Tensor) -> PartialAttention:
+    """Join attention over the keys of several ranks, in one order, so that all of them get the same bits.
+
+    Parameters
+    ----------
+    parts : torch.Tensor
+        (ranks, 1, heads, queries, value_dim + 1): output, and last the log-sum-exp, which is -inf where a rank has no
+        key for a query; one at least has some.
+    """
+    outs, lses = parts[..., :-1], parts[..., -1]
+    most = lses.amax(0)
+    weights = torch.exp(lses - most)
+    total = weights.sum(0)
+    return PartialAttention((outs * weights.unsqueeze(-1)).sum(0) / total.unsqueeze(-1), most + total.log())
+
+
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, *, causal: bool = False
 ) -> PartialAttention:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.states import EmptyLayer, StateAndSliceLayer, StateAndWholeLayer, StateLayer
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.kv.whole import WholeLayer
@@ -50,6 +52,8 @@ class SliceCache(Cache):
         Room for tokens to be decoded after the prompt, on the decode rank.
     stop_after : int or None
         Leave the model after this many layers (for timing a few of them).
+    is_shared : bool
+        Every rank keeps its own tokens, in `share`, and none keeps all.
 
     Attributes
     ----------
@@ -57,6 +61,8 @@ class SliceCache(Cache):
         Attention is taken over, and attends to the prefix in parts; else the model's own attends to all of it.
     cuts_last_layer : bool
         What follows the last layer's attention is computed for the last token only (``last_token``).
+    keeps_all : bool
+        This rank ends with the keys and values of all tokens.
     """
 
     def __init__(
@@ -68,13 +74,16 @@ class SliceCache(Cache):
         reserve_tokens: int = 0,
         prefix: SharedPrefix | None = None,
         stop_after: int | None = None,
+        is_shared: bool = False,
     ) -> None:
         shape = loaded.shape
         self.exchange, self.transfers, self.prefix = exchange, transfers, prefix
         self.dtype, self.device = loaded.dtype, loaded.device
         self.is_decode_rank = transfers is None or exchange.rank == exchange.decode_rank
         self.start, self.prompt_tokens = exchange.owned[0][0], exchange.partition.tokens
-        self.capacity = exchange.capacity + (reserve_tokens if self.is_decode_rank else 0)
+        self.share = _make_share(loaded, exchange, prefix, reserve_tokens) if is_shared else None
+        self.keeps_all = self.is_decode_rank and self.share is None
+        self.capacity = exchange.capacity + (reserve_tokens if self.keeps_all else 0)
         self.in_parts, self.first_position = loaded.attends_in_parts, shape.first_position
         self.tail = contextlib.ExitStack()  # what is entered after the last attention, until the model returns
         self.layer_times_s: list[float] = []  # when each layer's keys were made, excluding wait time
@@ -89,9 +98,7 @@ class SliceCache(Cache):
         self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self._last].states
         super().__init__(layers=layers)
         filled = [layer.shape for layer in layers[: None if self._stop is None else self._stop + 1 + LAYERS_AHEAD]]
-        self.buffers = LayerBuffers(
-            filled, self.capacity, keeps=self.is_decode_rank, dtype=self.dtype, device=self.device
-        )
+        self.buffers = LayerBuffers(filled, self.capacity, keeps=self.keeps_all, dtype=self.dtype, device=self.device)
 
     @property
     def length(self) -> int:
@@ -146,10 +153,9 @@ class SliceCache(Cache):
         self.layer_times_s += [time.perf_counter() - waits_s] * (layer_idx - self._begun)
         through = self.layers[max(self._begun, 0) : layer_idx]
         self._begun = layer_idx
-        for layer in through:
-            layer.leave()
+        self._leave(through)
         self._post_up_to(layer_idx + 1 + LAYERS_AHEAD)
-        if not self.is_decode_rank:
+        if not self.keeps_all:
             self._held += through
             while self._held and self._held[0].release(wait=len(self._held) > LAYERS_HELD):
                 self._held.pop(0)
@@ -170,12 +176,11 @@ class SliceCache(Cache):
 
     def settle(self) -> None:
         """Hand on what was not handed on when its layer ended: the model has returned."""
-        for layer in self.layers[max(self._begun, 0) :]:
-            layer.leave()
+        self._leave(self.layers[max(self._begun, 0) :])
 
     def finish(self) -> None:
         """End the prefill: what is still being sent goes on by itself; from now on tokens are decoded."""
-        if not self.is_decode_rank:
+        if not self.keeps_all:
             for layer in self.layers:
                 layer.let_go()
         self.prefilling = False
@@ -192,10 +197,24 @@ class SliceCache(Cache):
             layer.length = length
             layer.restore_states()
 
+    def _leave(self, layers: Sequence[Any]) -> None:
+        for layer in layers:
+            layer.leave()
+            if self.share is not None:
+                self.share.take(layer)
+
     def _post_up_to(self, count: int) -> None:
         for layer in self.layers[self._posted : count]:
             layer.post()
         self._posted = max(self._posted, min(count, len(self.layers)))
+
+
+def _make_share(loaded: LoadedModel, exchange: Exchange, prefix: SharedPrefix | None, reserve_tokens: int) -> Share:
+    """Make room for this rank's own tokens; the first rank has those that were known, too."""
+    (start, stop), tokens = exchange.owned[0], exchange.partition.tokens
+    if prefix is not None and start == prefix.tokens:
+        start = 0
+    return Share(loaded, start, stop, tokens, reserve_tokens=reserve_tokens)
 
 
 def _make_layer(cache: SliceCache, layer_idx: int, shape: LayerShape) -> Any:

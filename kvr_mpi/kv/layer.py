@@ -8,7 +8,7 @@ them; `SliceLayer.attend` lets it attend to what has come from the others (KV-Ru
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,6 +23,7 @@ from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers, Range
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.masks import Visibility
 
 
 class LayersOwner(Protocol):
@@ -37,7 +38,7 @@ class LayersOwner(Protocol):
     start: int
     capacity: int
     prefilling: bool
-    is_decode_rank: bool
+    keeps_all: bool
     in_parts: bool
     current: SliceLayer | None
 
@@ -157,26 +158,7 @@ class SliceLayer(CacheLayerMixin):
         ranges = self.cache.exchange.owned if self.cache.prefilling else [(self.length - self.fresh, self.length)]
         if skipped or self.fresh == 1:
             ranges = [(self.length - 1, self.length)]
-        pieces = [piece for bounds in ranges for piece in _pieces(*bounds, self.shape.visibility.chunk)]
-        part, at = None, 0
-        for first, last in pieces:
-            some = query if len(pieces) == 1 else query[:, :, at : at + last - first]
-            at += last - first
-            piece = self._attend_range(some, first, last, params)
-            part = piece if part is None else part.join(piece)
-        assert part is not None
-        return part
-
-    def _attend_range(self, query: torch.Tensor, first: int, last: int, params: AttentionParams) -> PartialAttention:
-        """Attend from the tokens of a range, all of one chunk if there are chunks, to those they see."""
-        seen = self.shape.visibility
-        low = seen.first_key(first)
-        if last - first == 1:
-            return attend(query, *self.rows(low, last), params)
-        if not seen.sees_all(last) and seen.window is not None:
-            return attend_window(query, *self.rows(low, last), params, seen.window)
-        part = attend(query, *self.rows(first, last), params, causal=True)
-        return part.merge(attend(query, *self.rows(low, first), params)) if low < first else part
+        return attend_ranges(query, ranges, self.rows, self.shape.visibility, params)
 
     @property
     def buffer(self) -> torch.Tensor | None:
@@ -201,7 +183,7 @@ class SliceLayer(CacheLayerMixin):
             if not wait and not self.segments.are_through():
                 return False
             self.segments.wait_through()
-        if self.layout is not None and not self.cache.is_decode_rank:
+        if self.layout is not None and not self.cache.keeps_all:
             self.cache.buffers.give_back(self.layout.buffer)
         self.let_go()
         self.is_over = True
@@ -236,6 +218,51 @@ class SliceLayer(CacheLayerMixin):
             raise ModelError(
                 f"layer {self.layer_idx}: the layer before it never attended to its keys through the cache"
             )
+
+
+def attend_ranges(
+    query: torch.Tensor,
+    ranges: Sequence[Range],
+    rows: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]],
+    seen: Visibility,
+    params: AttentionParams,
+) -> PartialAttention:
+    """Attend from ranges of tokens to those they see, all of which are here.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        Of the ranges' tokens, one after the other (1, heads, tokens, head_dim).
+    rows : callable
+        Gives keys and values of a range of tokens, each (1, kv_heads, tokens, head_dim).
+    """
+    pieces = [piece for bounds in ranges for piece in _pieces(*bounds, seen.chunk)]
+    part, at = None, 0
+    for first, last in pieces:
+        some = query if len(pieces) == 1 else query[:, :, at : at + last - first]
+        at += last - first
+        piece = _attend_range(some, first, last, rows, seen, params)
+        part = piece if part is None else part.join(piece)
+    assert part is not None
+    return part
+
+
+def _attend_range(
+    query: torch.Tensor,
+    first: int,
+    last: int,
+    rows: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]],
+    seen: Visibility,
+    params: AttentionParams,
+) -> PartialAttention:
+    """Attend from the tokens of a range, all of one chunk if there are chunks, to those they see."""
+    low = seen.first_key(first)
+    if last - first == 1:
+        return attend(query, *rows(low, last), params)
+    if not seen.sees_all(last) and seen.window is not None:
+        return attend_window(query, *rows(low, last), params, seen.window)
+    part = attend(query, *rows(first, last), params, causal=True)
+    return part.merge(attend(query, *rows(low, first), params)) if low < first else part
 
 
 def _pieces(start: int, stop: int, chunk: int | None) -> Iterator[Range]:

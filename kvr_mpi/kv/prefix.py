@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+ReadRows = Callable[[int, int, int], "torch.Tensor | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +21,14 @@ class SharedPrefix:
         For each layer (tokens, elements of K and V of all heads), as buffers hold them; None where there are none.
     states : dict of int to Tensor
         By layer, those of layers that keep states (bytes,), as messages hold them.
+    read : callable or None
+        Of what is stored: reads of a layer the rows from a token to another, or gives None if it keeps none.
     """
 
     ids: tuple[int, ...]
     layers: Sequence[torch.Tensor | None]
     states: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    read: ReadRows | None = None
 
     @property
     def tokens(self) -> int:

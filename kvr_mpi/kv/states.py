@@ -225,7 +225,7 @@ class StateAndSliceLayer(StateLayer, SliceLayer):
         buffer, cache = self.buffer, self.cache
         if not StateLayer.release(self, wait=wait):
             return False
-        if buffer is not None and not cache.is_decode_rank:
+        if buffer is not None and not cache.keeps_all:
             cache.buffers.give_back(buffer)
         return True
 

@@ -94,18 +94,21 @@ class Footprint:
         """
         return self.exchange_bytes(Relay(partition, rank, prefix_tokens), reserve_tokens=reserve_tokens)
 
-    def exchange_bytes(self, exchange: Exchange, *, reserve_tokens: int = 0) -> int:
+    def exchange_bytes(self, exchange: Exchange, *, reserve_tokens: int = 0, is_shared: bool = False) -> int:
         """Most bytes a rank takes for a prompt under any strategy, beyond what it holds already.
 
-        An upper bound: a rank that does not keep all is taken to hold as many layers as it may before it waits.
+        An upper bound: a rank that does not keep all is taken to hold as many layers as it may before it waits. With
+        `is_shared` every rank keeps its own tokens, and none all.
         """
         is_decode_rank = exchange.rank == exchange.decode_rank
         layers = sorted((layer.elements for layer in self.shape.layers), reverse=True)
-        if not is_decode_rank:
-            layers = layers[: LAYERS_HELD + 1 + LAYERS_AHEAD]
-        tokens = exchange.capacity + (reserve_tokens if is_decode_rank else 0)
+        reserved = reserve_tokens if is_decode_rank else 0
         computed = sum(stop - start for start, stop in exchange.owned)
-        return tokens * sum(layers) * self.shape.dtype_bytes + self.activation_bytes(computed)
+        kept = (computed + reserved) * sum(layers) if is_shared else 0
+        if is_shared or not is_decode_rank:
+            layers = layers[: LAYERS_HELD + 1 + LAYERS_AHEAD]
+        tokens = exchange.capacity + (0 if is_shared else reserved)
+        return (tokens * sum(layers) + kept) * self.shape.dtype_bytes + self.activation_bytes(computed)
 
     def activation_bytes(self, tokens: int) -> int:
         """Bytes taken for one layer's activations, between the two nearest powers of two that were counted."""
@@ -168,6 +171,8 @@ def check_fits(
     free_bytes: Sequence[int],
     reserve_tokens: int,
     make: MakeExchange = Relay,
+    *,
+    is_shared: bool = False,
 ) -> None:
     """Refuse a prompt that would not fit, before anything is computed; the same on every rank.
 
@@ -177,6 +182,8 @@ def check_fits(
         Bytes each rank of the chain has left for prompts, in the order of their slices.
     make : callable
         The strategy's exchange.
+    is_shared : bool
+        Every rank keeps its own tokens, and none all.
 
     Raises
     ------
@@ -184,15 +191,26 @@ def check_fits(
         Saying how many ranks would do, if any number would.
     """
     size = len(free_bytes)
-    needs = [footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens) for rank in range(size)]
+    needs = [
+        footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_shared=is_shared)
+        for rank in range(size)
+    ]
     short = [rank for rank, (need, free) in enumerate(zip(needs, free_bytes, strict=True)) if need > free]
     if not short:
         return
     rank, tokens = short[-1], partition.tokens
     enough = ranks_that_fit(
-        footprint, tokens, min(free_bytes), reserve_tokens, make=make, slices_per_rank=partition.size // size
+        footprint,
+        tokens,
+        min(free_bytes),
+        reserve_tokens,
+        make=make,
+        slices_per_rank=partition.size // size,
+        is_shared=is_shared,
     )
-    advice = f"{enough} ranks would do" if enough else "no number of ranks would do, since the last one keeps them all"
+    advice = f"{enough} ranks would do" if enough else "no number of ranks would do"
+    if not enough and not is_shared:
+        advice += ", since the last one keeps them all (unless output.kv = 'sharded')"
     raise DocumentError(
         f"a prompt of {tokens} tokens does not fit: rank {rank} of {size} needs {needs[rank] / GIB:.2f} GiB "
         f"beside the weights and has {free_bytes[rank] / GIB:.2f} GiB; its keys and values alone take "
@@ -209,6 +227,7 @@ def ranks_that_fit(
     *,
     make: MakeExchange = Relay,
     slices_per_rank: int = 1,
+    is_shared: bool = False,
 ) -> int | None:
     """Find the least number of ranks over which an even split fits into `free` bytes on each; None if none does."""
     size = 1
@@ -217,7 +236,10 @@ def ranks_that_fit(
         ends = {0, size - 1}  # the ranks between hold less than the last, and no more than the one before it
         if size > 1:
             ends.add(size - 2)
-        needs = (footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens) for rank in ends)
+        needs = (
+            footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_shared=is_shared)
+            for rank in ends
+        )
         if all(need <= free for need in needs):
             return size
         size = size + 1 if size < 16 else size + size // 8

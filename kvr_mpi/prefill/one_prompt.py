@@ -19,6 +19,7 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache, SliceDoneError
 from kvr_mpi.kv.exchange import Exchange, MakeExchange
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model, run_plain, takes
@@ -55,6 +56,7 @@ class Prefill:
     send_wait_s: float = 0.0  # and of them, waiting for the link to take what this rank sent
     strategy: str = "kvr"  # that was used: a name of `registry.STRATEGIES`
     known_tokens: int = 0  # the first ones, whose keys and values were there already
+    share: Share | None = None  # this rank's, of a prompt that stays spread over its chain: there is no cache
 
     @property
     def is_plain(self) -> bool:
@@ -83,6 +85,8 @@ class Options(TypedDict, total=False):
     keeps_all
         The rank with the last slice is to end with the keys and values of all tokens, even in layers with a window or
         chunks.
+    is_shared
+        Every rank ends with the keys and values of its own tokens, and none with all (`Prefill.share`).
     """
 
     reserve_tokens: int
@@ -92,6 +96,7 @@ class Options(TypedDict, total=False):
     forwarder: Forwarder | None
     spares_chain: bool
     keeps_all: bool
+    is_shared: bool
 
 
 @torch.inference_mode()
@@ -219,6 +224,7 @@ def prefill_by(
         reserve_tokens=options.get("reserve_tokens", 0),
         prefix=options.get("prefix"),
         stop_after=options.get("stop_after"),
+        is_shared=options.get("is_shared", False),
     )
     spares_chain = options.get("spares_chain", False)
     logits, failure = _run_slice(loaded, ids, cache, forwarder, spares_chain)
@@ -237,7 +243,7 @@ def prefill_by(
     has_logits = cache.is_decode_rank and options.get("stop_after") is None and not failed
     return Prefill(
         partition,
-        None if failed else cache,
+        None if failed or cache.share is not None else cache,
         logits if has_logits else None,
         seconds,
         wait_s=transfers.wait_s if transfers else 0.0,
@@ -248,6 +254,7 @@ def prefill_by(
         send_wait_s=transfers.send_wait_s if transfers else 0.0,
         strategy=strategy,
         known_tokens=known,
+        share=None if failed else cache.share,
     )
 
 

@@ -57,7 +57,7 @@ def complete_questions(spec: JobSpec) -> JobSpec:
             "model": spec.model.model_copy(update={"dtype": dtype}),
             "prompt": prompt,
             "questions": questions.model_copy(update={"ask": ask, "file": None}),
-            "parallel": _alone(spec.parallel),
+            "parallel": _together(spec.parallel) if questions.sharded else _alone(spec.parallel),
         }
     )
 
@@ -160,3 +160,13 @@ def _alone(parallel: ParallelSection) -> ParallelSection:
             f"questions: every rank answers about documents of its own; leave them out"
         )
     return parallel.model_copy(update={"ranks_per_chain": 1, "strategy": "kvr", "partition": "even", "ratios": None})
+
+
+def _together(parallel: ParallelSection) -> ParallelSection:
+    """Let the ranks of a chain hold a document together."""
+    if parallel.ranks_per_chain == "auto" or parallel.strategy not in ("kvr", "auto"):
+        raise ConfigError(
+            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} do not go with "
+            f"questions.sharded: say how many ranks hold a document together, and leave out the strategy"
+        )
+    return parallel.model_copy(update={"strategy": "kvr", "partition": "even", "ratios": None})

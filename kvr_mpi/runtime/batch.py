@@ -7,13 +7,14 @@ the front of its own list, and, when that is empty, from the list with most left
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvr_mpi.decode.shares_batch import SharesBatch
 from kvr_mpi.documents import Corpus, scan_corpus
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, ConfigError, CorpusError, exit_line
 from kvr_mpi.job import JobSpec
@@ -25,7 +26,7 @@ from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.preflight import choose_chain_size
-from kvr_mpi.runtime.requests import error_record
+from kvr_mpi.runtime.requests import PromptRequest, error_record
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
 from kvr_mpi.runtime.setup import JobSetup, Machine, Say, prepare
@@ -38,8 +39,9 @@ from kvr_mpi.runtime.tally import Tally, describe_throughput
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker, WorkerContext
 from kvr_mpi.store.folder import Index, check_writable, index_run, read_records, run_files
-from kvr_mpi.store.lock import Owner
+from kvr_mpi.store.lock import Owner, session_of
 from kvr_mpi.store.merge import merge_run
+from kvr_mpi.store.parts import PARTS
 from kvr_mpi.store.run import Run, known_corpus, open_run
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.topology import Topology
@@ -101,13 +103,14 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     counters = open_counters(world, FIRST_LIST + shares.slots)
     with (
         closing(ShardWriter(folder, f"{world.rank:04d}", prepared.header())) as writer,
+        _open_parts(prepared, folder, world.rank) as parts,
         Progress(
             log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0
         ) as progress,
     ):
         check = None if run is None else run.check
         source = open_source(prepared, corpus, plan)
-        context = open_context(prepared, source, counters, writer, progress, stop, check)
+        context = open_context(prepared, source, counters, writer, progress, stop, check, parts)
         work_through(prepared, ranks, shares, context, counters, log.line)
     world.barrier()
     left = len(todo) - counters.read()[Slot.DONE]
@@ -126,13 +129,36 @@ def open_context(
     progress: Progress,
     stop: Stop,
     check: Callable[[], None] | None = None,
+    parts: ShardWriter | None = None,
 ) -> WorkerContext:
     """Put together what this rank works with: documents, results, answers under way."""
-    sink = ResultSink(writer, counters, progress, keeps_kv=setup.spec.output.kv)
+    sink = ResultSink(writer, counters, progress, keeps_kv=bool(setup.spec.output.kv), parts=parts)
     shared, tally = SharedStop(stop, counters, check), Tally()
     decodes = setup.spec.generation.max_new_tokens > 0
     decoder = Decoder(setup.open_decode_batch(), sink, shared, tally, decodes=decodes)
     return WorkerContext(source, sink, decoder, shared, tally)
+
+
+def _sharing(context: WorkerContext, setup: JobSetup, chain: Transport) -> WorkerContext:
+    """Let a chain decode together: keys and values stay spread over its ranks."""
+    generation = setup.spec.generation
+    new_tokens = generation.max_new_tokens
+    batch = SharesBatch[PromptRequest](
+        setup.loaded, setup.generation, stop=generation.stop, max_new_tokens=new_tokens, chain=chain
+    )
+    decoder = Decoder(batch, context.sink, context.stop, context.tally, decodes=new_tokens > 0, chain=chain)
+    return replace(context, decoder=decoder)
+
+
+@contextmanager
+def _open_parts(setup: JobSetup, folder: Path, rank: int) -> Iterator[ShardWriter | None]:
+    """Open what this rank's part of prompts that stay spread is written with; None if none do."""
+    if setup.spec.output.kv != "sharded":
+        yield None
+        return
+    (folder / PARTS).mkdir(exist_ok=True)
+    with closing(ShardWriter(folder / PARTS, f"{rank:04d}", setup.header(), session_of(folder))) as writer:
+        yield writer
 
 
 def work_through(
@@ -144,14 +170,14 @@ def work_through(
     # All of them before any work: making chains waits for all ranks.
     chains = [ranks.split(part.topology.group_of(ranks.rank)) for part in shares.rounds]
     for chain in chains:  # its ring is closed by a link that no longer chain has
-        warm_up(chain, setup.loaded.device)
+        warm_up(chain, setup.loaded.device, every_pair=setup.spec.is_shared)
     first_slot = FIRST_LIST
     for part, chain in zip(shares.rounds, chains, strict=True):
         own = part.topology.chain_of(ranks.rank)
         if own is not None:
             queue = WorkQueue(part.lists, part.works, own, counters, first_slot)
             runner = ChainRunner(setup, chain, part.topology.ranks_of(own), say)
-            ChainWorker(runner, queue, context).run()
+            ChainWorker(runner, queue, _sharing(context, setup, chain) if runner.is_shared else context).run()
         first_slot += len(part.lists)
     context.decoder.decode()
 

@@ -6,6 +6,7 @@ Stands between the batch, which has the documents, and the strategies, which kno
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +15,12 @@ from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.memory_budget import check_fits
+from kvr_mpi.prefill.memory_budget import GIB, check_fits
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.registry import KVR, STRATEGIES, Strategy
 from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.runtime.requests import PromptRequest
 from kvr_mpi.runtime.setup import JobSetup, Say
 from kvr_mpi.schedule.partitioner import Partitioner
@@ -80,6 +82,11 @@ class ChainRunner:
         self._chosen: dict[tuple[int, int], Strategy] = {}
 
     @property
+    def is_shared(self) -> bool:
+        """Whether keys and values stay spread over the chain, whose ranks then decode together."""
+        return self._spec.is_shared
+
+    @property
     def new_tokens(self) -> int:
         """Most tokens of an answer."""
         return self._spec.generation.max_new_tokens
@@ -102,6 +109,9 @@ class ChainRunner:
         known = prefix.tokens if prefix else 0
         if self._goes_alone(prompt, known):
             return PlannedPrompt(prompt, prefix, decode_rank, KVR, None)
+        if self._is_stored(prefix):
+            partition = share_out_stored(known, prompt.tokens, self.chain.size)
+            return PlannedPrompt(prompt, prefix, decode_rank, KVR, partition)
         strategy = self._choose_strategy(prompt.tokens, known)
         return PlannedPrompt(
             prompt, prefix, decode_rank, strategy, self._cut(strategy, prompt.tokens, known, decode_rank)
@@ -123,11 +133,15 @@ class ChainRunner:
             if footprint is None:
                 return None
             free = [min(self._free_bytes)]
-            if plan.partition is None:
+            if self._is_stored(plan.prefix):
+                self._check_share(plan)
+            elif plan.partition is None:
                 check_fits(footprint, Partition((0, plan.prompt.tokens)), free, self.new_tokens)
             else:
                 make = plan.strategy.ours.make or Relay
-                check_fits(footprint, plan.partition, free * self.chain.size, self.new_tokens, make)
+                check_fits(
+                    footprint, plan.partition, free * self.chain.size, self.new_tokens, make, is_shared=self.is_shared
+                )
         except DocumentError as error:
             return str(error)
         return None
@@ -137,7 +151,9 @@ class ChainRunner:
         footprint = self._setup.footprint
         if footprint is None:  # plain transformers' memory is not predicted: one at a time
             return False
-        if plan.partition is None:
+        if self._is_stored(plan.prefix):
+            needs = [self._share_bytes(plan)] * self.chain.size
+        elif plan.partition is None:
             needs = [0] * self.chain.size
             needs[plan.decode_rank] = self._kv_bytes(plan.prompt) + footprint.activation_bytes(PACK_TOKENS)
         else:
@@ -148,7 +164,7 @@ class ChainRunner:
         )
 
     def held_bytes(self, request: PromptRequest) -> int:
-        """Bytes of a prompt's cache on the rank that decodes it, with room for the answer."""
+        """Bytes of a prompt's cache, with room for the answer: on the rank that decodes it, or on all together."""
         return self._kv_bytes(request.prompt)
 
     def prefill(self, planned: PlannedPrompt, forwarder: Forwarder | None) -> Prefill:
@@ -160,6 +176,17 @@ class ChainRunner:
             Of `open_forwarder`.
         """
         assert planned.partition is not None, "it goes alone"
+        if self._is_stored(planned.prefix):
+            assert planned.prefix is not None
+            return prefill_stored(
+                self._loaded,
+                planned.prompt.ids,
+                planned.prefix,
+                planned.partition,
+                self.chain,
+                reserve_tokens=self.new_tokens,
+                last=planned.decode_rank,
+            )
         return planned.strategy.prefill(
             self._loaded,
             planned.prompt.ids,
@@ -170,7 +197,8 @@ class ChainRunner:
             last=planned.decode_rank,
             forwarder=forwarder,
             spares_chain=True,
-            keeps_all=self._spec.output.kv,
+            keeps_all=bool(self._spec.output.kv) and not self.is_shared,
+            is_shared=self.is_shared,
         )
 
     def prefill_packed(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
@@ -184,9 +212,13 @@ class ChainRunner:
             for prefill in prefill_packed(self._loaded, row, reserve_tokens=self.new_tokens, prefix=prefix)
         ]
 
+    def _is_stored(self, prefix: SharedPrefix | None) -> bool:
+        """Whether what a prompt begins with is loaded in shares, a rank's by that rank."""
+        return self.is_shared and prefix is not None and prefix.read is not None
+
     def _goes_alone(self, prompt: Prompt, known: int) -> bool:
         """Whether a prompt is too short to be cut: one rank prefills it, packed with others."""
-        if self._strategy.is_plain:
+        if self._strategy.is_plain or self.is_shared:
             return False
         size, tokens = self.chain.size, prompt.tokens - known
         return tokens < LEAST_SLICE_TOKENS * size or (size == 1 and 2 * tokens <= PACK_TOKENS)
@@ -198,6 +230,23 @@ class ChainRunner:
 
     def _kv_bytes(self, prompt: Prompt) -> int:
         return (prompt.tokens + self.new_tokens) * self._loaded.shape.kv_bytes_per_token
+
+    def _share_bytes(self, plan: PlannedPrompt) -> int:
+        """Bytes a rank takes at most for its share of a stored prompt, and to run what follows it."""
+        assert plan.partition is not None and self._setup.footprint is not None
+        fresh = plan.prompt.tokens - plan.known_tokens
+        longest = max(stop - start for start, stop in itertools.pairwise(plan.partition.bounds))
+        held = (longest + fresh + self.new_tokens) * self._loaded.shape.kv_bytes_per_token
+        return held + self._setup.footprint.activation_bytes(fresh)
+
+    def _check_share(self, plan: PlannedPrompt) -> None:
+        """Refuse a stored prompt of which no rank has room for its share."""
+        needs, free = self._share_bytes(plan), min(self._free_bytes)
+        if needs > free:
+            raise DocumentError(
+                f"a stored prompt of {plan.known_tokens} tokens over {self.chain.size} rank(s): each needs "
+                f"{needs / GIB:.2f} GiB beside the weights and has {free / GIB:.2f} GiB; use more ranks"
+            )
 
     def _cut(self, strategy: Strategy, tokens: int, known: int, decode_rank: int) -> Partition:
         """Cut a prompt for the chain with this rank of it last; nobody computes what is known."""
@@ -212,7 +261,7 @@ class ChainRunner:
         for exchange in strategy.exchanges(partition, known):
             rotation = Rotation.bringing(size, exchange.decode_rank, decode_rank)
             needs[rotation.rank_of(exchange.rank)] = self._setup.footprint.exchange_bytes(
-                exchange, reserve_tokens=self.new_tokens
+                exchange, reserve_tokens=self.new_tokens, is_shared=self.is_shared
             )
         return needs
 

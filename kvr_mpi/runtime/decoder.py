@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvr_mpi.decode.batch import DecodeBatch, Finished
+from kvr_mpi.decode.shares_batch import SharesBatch
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.runtime.requests import PromptOutcome, PromptRequest, error_record
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.stopping import SharedStop
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.runtime.waves import Held
+from kvr_mpi.transport import Transport, share_json
 
 
 class Decoder:
@@ -23,25 +26,30 @@ class Decoder:
 
     Parameters
     ----------
-    batch : DecodeBatch
+    batch : DecodeBatch or SharesBatch
     sink : ResultSink
     stop : SharedStop
     tally : Tally
         Of this rank.
     decodes : bool
         Whether there is anything to decode after the first logits.
+    chain : Transport or None
+        The ranks that decode together, because keys and values stay spread over them: all make the same calls, and
+        the one with a prompt's last share delivers its answer. None: a rank decodes alone.
     """
 
     def __init__(
         self,
-        batch: DecodeBatch[PromptRequest],
+        batch: DecodeBatch[PromptRequest] | SharesBatch[PromptRequest],
         sink: ResultSink,
         stop: SharedStop,
         tally: Tally,
         *,
         decodes: bool,
+        chain: Transport | None = None,
     ) -> None:
         self._batch, self._sink, self._stop, self._tally, self._decodes = batch, sink, stop, tally, decodes
+        self._chain = chain
         self._outcomes: list[tuple[str, PromptOutcome]] = []
 
     @property
@@ -51,15 +59,20 @@ class Decoder:
 
     def held(self, bytes_of: Callable[[PromptRequest], int]) -> Held:
         """Say what this rank holds."""
-        return Held(self._batch.running, sum(map(bytes_of, self._batch.keys)))
+        size = 1 if self._chain is None else self._chain.size
+        return Held(self._batch.running, sum(-(-bytes_of(key) // size) for key in self._batch.keys))
 
     def start(self, request: PromptRequest, prefill: Prefill, seed: int) -> None:
         """Take in a prompt after its prefill."""
         self._stop.announce()
+        if self._chain is not None:  # only the rank with the last slice knows whether all came through
+            error = share_json(self._chain, prefill.error, prefill.last)
+            prefill = prefill if error is None else replace(prefill, error=error, share=None)
         if prefill.error is not None:
-            self._fail(request, prefill.error)
+            if self._delivers(prefill):
+                self._fail(request, prefill.error)
             return
-        if self._decodes:
+        if self._decodes and self._delivers(prefill):
             self._sink.report_prefill(request.document.id, prefill, request.work)
         self._batch.add(request, prefill, request.prompt.ids, seed)
         if not self._decodes:  # its record need not wait for the others
@@ -68,7 +81,7 @@ class Decoder:
     def decode(self, leave: int = 0) -> None:
         """Decode until no more than so many answers are under way, or the time is over."""
         began = time.monotonic()
-        while self._batch.running > leave and not self._stop.is_over:
+        while self._batch.running > leave and not self._is_over():
             self._step()
             self._stop.announce()
         self._tally.decode_s += time.monotonic() - began
@@ -78,6 +91,15 @@ class Decoder:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
+    def _delivers(self, prefill: Prefill) -> bool:
+        """Whether what becomes of a prompt is told by this rank."""
+        return self._chain is None or self._chain.rank == prefill.last
+
+    def _is_over(self) -> bool:
+        """Whether there is no time left; ranks that decode together have to see it at once."""
+        is_over = self._stop.is_over
+        return is_over if self._chain is None else bool(share_json(self._chain, is_over))
+
     def _step(self) -> None:
         """Write one token of every answer, and deliver what is finished."""
         for finished in self._batch.step():
@@ -85,6 +107,12 @@ class Decoder:
 
     def _deliver(self, finished: Finished[PromptRequest]) -> None:
         request, answer = finished.key, finished.answer
+        if not self._delivers(finished.prefill):
+            if answer is not None and request.document.is_final:
+                self._sink.write_share(
+                    request.document.record(finished.prefill, answer), finished.prefill, request.prompt
+                )
+            return
         if answer is None:
             self._fail(request, finished.error or "unknown")
             return

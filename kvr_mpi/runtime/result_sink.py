@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.slots import Slot
-from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.parts import part_record
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.transport.counters import Counters
 
@@ -24,10 +26,21 @@ class ResultSink:
     progress : Progress
     keeps_kv : bool
         Whether keys and values are stored.
+    parts : ShardWriter or None
+        Where this rank's keys and values go of prompts that stay spread over ranks (see ``store.parts``).
     """
 
-    def __init__(self, writer: ShardWriter, counters: Counters, progress: Progress, *, keeps_kv: bool) -> None:
+    def __init__(
+        self,
+        writer: ShardWriter,
+        counters: Counters,
+        progress: Progress,
+        *,
+        keeps_kv: bool,
+        parts: ShardWriter | None = None,
+    ) -> None:
         self._writer, self._counters, self._progress, self._keeps_kv = writer, counters, progress, keeps_kv
+        self._parts = parts
 
     def begin_document(self, document_id: str) -> None:
         """Take note that a document is in flight from now on."""
@@ -40,7 +53,9 @@ class ResultSink:
 
     def write_answer(self, record: Record, work: int, prefill: Prefill, prompt: Prompt) -> None:
         """Store an answer, and with it what the prompt's cache holds if that is wanted, and tell of it."""
-        if self._keeps_kv:
+        if self._keeps_kv and prefill.share is not None:
+            self._writer.write(record, *_stored_share(prefill.share, record, prompt))
+        elif self._keeps_kv:
             layers = [layer_kv(prefill.cache, layer) for layer in range(len(prefill.cache.layers))]
             ids = (*prompt.ids, *record.token_ids)  # of the answer's last token there are none
             ids = ids[: max((len(layer[0]) for layer in layers if layer is not None), default=0)]
@@ -49,6 +64,13 @@ class ResultSink:
         else:
             self._writer.write(record)
         self._tell(record, work)
+
+    def write_share(self, record: Record, prefill: Prefill, prompt: Prompt) -> None:
+        """Store this rank's keys and values of a prompt whose answer another rank stores."""
+        if self._keeps_kv:
+            assert self._parts is not None and prefill.share is not None
+            part = part_record(record, prefill.share.start)
+            self._parts.write(part, *_stored_share(prefill.share, record, prompt))
 
     def write_record(self, record: Record, work: int) -> None:
         """Store a result without a cache, and tell of it."""
@@ -59,3 +81,11 @@ class ResultSink:
         done = self._counters.add(Slot.DONE) + 1
         worked = self._counters.add(Slot.WORK, work) + work
         self._progress.document(record, done, worked, self._counters.read()[Slot.PREFILLED])
+
+
+def _stored_share(share: Share, record: Record, prompt: Prompt) -> tuple[list[KeysValues | None], CachedTokens]:
+    """Say what is stored of a rank's share: keys and values, and whose they are."""
+    stop = share.held_until
+    text = min(prompt.text[0], stop), min(prompt.text[1], stop)
+    ids = (*prompt.ids, *record.token_ids)[:stop]
+    return [share.own_kv(layer) for layer in range(len(share.layers))], CachedTokens(ids, text, share.start)

@@ -23,7 +23,7 @@ from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.runtime.asking import check_made_by
 from kvr_mpi.runtime.stored_prefix import open_prompt, prefix_of
 from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import BLOCK_TOKENS, open_kv
+from kvr_mpi.store.kv import BLOCK_TOKENS, open_whole_kv
 from kvr_mpi.store.outputs import open_file
 from kvr_mpi.store.shares import find_runs, index_runs
 from kvr_mpi.transport import Transport, on_root, share_json, together
@@ -85,7 +85,7 @@ def scan_beginnings(path: str) -> StoredBeginnings:
                 if not place.is_done:
                     continue
                 try:
-                    kv = open_kv(group_in(documents, place.key))
+                    kv = open_whole_kv(group_in(documents, place.key))
                 except DataError:
                     continue  # not used; `kvr inspect` says what is wrong with it
                 if kv.tokens is not None:

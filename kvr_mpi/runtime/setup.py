@@ -20,6 +20,7 @@ from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.sampling import make_generation_config
+from kvr_mpi.decode.shares_batch import check_shareable
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
@@ -295,6 +296,8 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
         prepare_model(loaded.model, chain=False)
     else:
         loaded = check_chain(loaded, say=say)
+    if spec.is_shared:
+        check_shareable(loaded)
     if spec.output.kv and loaded.shape.has_states:
         raise ConfigError(
             f"output.kv = true: {loaded.shape.architecture} keeps states beside keys and values, and "

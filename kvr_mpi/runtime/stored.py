@@ -26,7 +26,7 @@ from kvr_mpi.runtime.stored_prefix import StoredPrompt, open_prompt, prefix_of
 from kvr_mpi.schedule.plan import duration
 from kvr_mpi.store.folder import Index
 from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import open_kv
+from kvr_mpi.store.kv import open_whole_kv
 from kvr_mpi.store.outputs import key_of, open_file, read_record
 from kvr_mpi.store.shares import find_runs, index_runs
 
@@ -200,7 +200,7 @@ def _look(index: Index, name: str) -> StoredDocument:
     try:
         with open_file(file) as stored:
             group = group_in(group_in(stored, "documents"), key_of(name))
-            record, kv = read_record(group), open_kv(group)
+            record, kv = read_record(group), open_whole_kv(group)
             seal, size = kv.seal(), kv.bytes
     except DataError as error:
         return StoredDocument(name, file, error=str(error))
@@ -248,7 +248,7 @@ def _measure_reading(documents: Sequence[StoredDocument]) -> float | None:
             try:
                 with open_file(document.file) as stored:
                     group = group_in(group_in(stored, "documents"), key_of(document.id))
-                    for layer in open_kv(group).layers:
+                    for layer in open_whole_kv(group).layers:
                         layer.read()
                         read_bytes += layer.bytes
                         if read_bytes >= SAMPLE_BYTES:

@@ -14,7 +14,7 @@ from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.store.hdf5 import explained, group_in, hold_open
-from kvr_mpi.store.kv import StoredKV, open_kv, type_name
+from kvr_mpi.store.kv import StoredKV, open_whole_kv, type_name
 from kvr_mpi.store.outputs import Record, read_record
 
 
@@ -46,7 +46,7 @@ def open_prompt(path: Path, key: str) -> StoredPrompt:
     file = hold_open(path)
     with explained(path):
         group = group_in(group_in(file, "documents"), key)
-        record, kv = read_record(group), open_kv(group)
+        record, kv = read_record(group), open_whole_kv(group)
     if kv.tokens is None:
         raise DataError(f"{path}:/documents/{key} does not say whose keys and values it has")
     return StoredPrompt(file, record, kv, tuple(kv.tokens.ids), kv.tokens.text)
@@ -71,7 +71,7 @@ def prefix_of(
     """
     opened: list[StoredPrompt] = []
 
-    def load(number: int) -> torch.Tensor | None:
+    def read(number: int, first: int, last: int) -> torch.Tensor | None:
         if not opened:
             stored = open_stored()
             _check(stored, ids, loaded)
@@ -80,10 +80,11 @@ def prefix_of(
         if layer is None:
             return None
         with explained(path):
-            keys, values = layer.read(0, len(ids))
+            keys, values = layer.read(first, last)
         return torch.cat([keys.flatten(1), values.flatten(1)], 1)
 
-    return SharedPrefix(tuple(ids), LoadedLayers(len(loaded.shape.layers), load))
+    layers = LoadedLayers(len(loaded.shape.layers), lambda number: read(number, 0, len(ids)))
+    return SharedPrefix(tuple(ids), layers, read=read)
 
 
 def _check(stored: StoredPrompt, ids: Sequence[int], loaded: LoadedModel) -> None:

@@ -46,7 +46,7 @@ class Capacity(Protocol[R_contra, P]):
         """Whether a prompt fits beside what the ranks hold already."""
 
     def held_bytes(self, request: R_contra) -> int:
-        """Bytes of a prompt on the rank that decodes it; 0 if nothing is decoded."""
+        """Bytes of a prompt on the ranks that decode it, together; 0 if nothing is decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,21 @@ class WaveScheduler(Generic[R, P]):
         Most that one rank decodes together.
     decodes : bool
         Whether there is anything to decode; otherwise prompts leave as soon as they are prefilled.
+    is_shared : bool
+        Whether every rank holds a share of every prompt, instead of one rank all of it.
     """
 
-    def __init__(self, size: int, capacity: Capacity[R, P], *, max_sequences: int, decodes: bool = True) -> None:
+    def __init__(
+        self,
+        size: int,
+        capacity: Capacity[R, P],
+        *,
+        max_sequences: int,
+        decodes: bool = True,
+        is_shared: bool = False,
+    ) -> None:
         self._capacity, self._max_sequences, self._decodes = capacity, max_sequences, decodes
+        self._is_shared = is_shared
         self._waiting: deque[R] = deque()
         self._held = [Held()] * size
         self._begun = 0
@@ -155,8 +166,11 @@ class WaveScheduler(Generic[R, P]):
         request = self._waiting.popleft()
         self._begun += 1
         if self._decodes:
-            held = self._held[decode_rank]
-            self._held[decode_rank] = Held(held.sequences + 1, held.bytes + self._capacity.held_bytes(request))
+            holders = range(len(self._held)) if self._is_shared else [decode_rank]
+            each = -(-self._capacity.held_bytes(request) // len(holders))
+            for rank in holders:
+                held = self._held[rank]
+                self._held[rank] = Held(held.sequences + 1, held.bytes + each)
         return request
 
     @property

@@ -82,14 +82,21 @@ class ChainWorker:
         self._packed: list[tuple[PromptRequest, PlannedPrompt]] = []  # to be prefilled by this rank alone
         # The same on every rank of the chain:
         self._scheduler: WaveScheduler[PromptRequest, PlannedPrompt] = WaveScheduler(
-            self._chain.size, runner, max_sequences=MAX_SEQUENCES, decodes=runner.new_tokens > 0
+            self._chain.size,
+            runner,
+            max_sequences=MAX_SEQUENCES,
+            decodes=runner.new_tokens > 0,
+            is_shared=runner.is_shared,
         )
         self._has_documents = True
         self._requests = 0
         self._parts: dict[str, PromptRequest] = {}  # of documents that are split, until their outcome is known
 
     def run(self) -> None:
-        """Work until no document is left to prefill, or none is to be begun; what is held then is decoded later."""
+        """Work until no document is left to prefill, or none is to be begun.
+
+        What a rank holds alone then is decoded later; what is spread over the chain, at once.
+        """
         self._exchange_outcomes()
         while self._has_work and not self._is_over():
             self._pace.begin_wave(time.monotonic())
@@ -97,6 +104,8 @@ class ChainWorker:
             if self._has_work:
                 self._decode_wave()
                 self._exchange_outcomes()
+        if self._runner.is_shared:  # with these ranks, or never
+            self._context.decoder.decode()
         if self._forwarder is not None:
             self._forwarder.close()
 
@@ -182,7 +191,7 @@ class ChainWorker:
             prefill = self._runner.prefill(plan, self._forwarder)
             request.document.prefix = None  # with the file it is loaded from
             self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
-            if self._chain.rank == plan.decode_rank:
+            if self._runner.is_shared or self._chain.rank == plan.decode_rank:
                 self._start_decoding(request, prefill)
         elif self._chain.rank == plan.decode_rank:
             self._packed.append((request, plan))

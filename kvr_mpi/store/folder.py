@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.disk import create
+from kvr_mpi.disk import PART, create
 from kvr_mpi.errors import ConfigError, DataError, MissingError, OutputError
 from kvr_mpi.store.hdf5 import explained, group_in, read_attribute
+from kvr_mpi.store.ledger import ledger_files
 from kvr_mpi.store.outputs import Record, document_groups, key_of, open_file, read_record
 from kvr_mpi.store.summary import Summary, count_reasons, reason_of
-from kvr_mpi.store.survey import RESULTS, Survey, is_ours, order, survey
+from kvr_mpi.store.survey import DAMAGED, RESULTS, Survey, is_ours, order, survey
 
 __all__ = ["RESULTS", "check_fresh", "check_writable", "find_record", "index_run", "read_run", "run_files"]
 
@@ -249,6 +250,16 @@ def check_writable(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise OutputError(f"output.path {str(folder)!r} cannot be written: {error.strerror or error}") from error
+
+
+def clear_results(folder: Path) -> None:
+    """Delete the result files and ledgers of a folder, damaged and unfinished ones too, and nothing else."""
+    for file in ledger_files(folder):
+        file.unlink(missing_ok=True)
+    for file in list(folder.iterdir()):
+        name = file.name.partition(DAMAGED)[0].removesuffix(PART)
+        if is_ours(name) and file.is_file():
+            file.unlink()
 
 
 def check_fresh(folder: Path) -> None:

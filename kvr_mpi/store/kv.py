@@ -1,6 +1,8 @@
 """Keys and values in HDF5, in the model's own dtype, bfloat16 included, with all that is needed to go on from them.
 
-    kv                            attributes: block_tokens, text_start, text_stop (the document's text in the prompt)
+    kv                            attributes: block_tokens, text_start, text_stop (the document's text in the prompt),
+                                  first_token (0 if it is not there): of the first row; what stands before it is in
+                                  parts (see ``parts``)
     kv/token_ids                  of the tokens whose keys and values these are (int64)
     kv/layer_000/keys, values     (tokens, kv_heads, head_dim), in one piece
     kv/layer_000/digests          XXH3 (64 bits) of every block of tokens of keys and of values (int64, blocks x 2)
@@ -55,10 +57,12 @@ class CachedTokens:
 
     ids : the tokens, prompt first and then what is held of the answer.
     text : bounds of the document's text among them.
+    first : the first of them whose keys and values are stored here; those before it are elsewhere (see ``parts``).
     """
 
     ids: Sequence[int]
     text: tuple[int, int]
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,11 @@ class StoredKV:
     tokens: CachedTokens | None = None
 
     @property
+    def first_token(self) -> int:
+        """The first whose keys and values are here."""
+        return 0 if self.tokens is None else self.tokens.first
+
+    @property
     def bytes(self) -> int:
         """Of all layers."""
         return sum(layer.bytes for layer in self.layers)
@@ -208,6 +217,8 @@ def write_kv(group: h5py.Group, layers: Iterable[KeysValues | None], tokens: Cac
         write_dataset(kv, "token_ids", np.asarray(tokens.ids, np.int64))
         write_attribute(kv, "text_start", tokens.text[0])
         write_attribute(kv, "text_stop", tokens.text[1])
+        if tokens.first:
+            write_attribute(kv, "first_token", tokens.first)
     stored = StoredKV(tuple(found), tokens)
     return stored.bytes, stored.seal()
 
@@ -241,12 +252,29 @@ def open_kv(group: h5py.Group) -> StoredKV:
     return stored
 
 
+def open_whole_kv(group: h5py.Group) -> StoredKV:
+    """Find a document's keys and values as `open_kv` does, all of them in this file.
+
+    Raises
+    ------
+    DataError
+        If some are in parts, too.
+    """
+    stored = open_kv(group)
+    if stored.first_token:
+        raise DataError(
+            f"{_where(group)} has the keys and values of tokens from {stored.first_token} on; those before are still "
+            f"in parts, as the ranks wrote them: put them together with `kvr merge` first"
+        )
+    return stored
+
+
 def strange_members(group: h5py.Group) -> set[str]:
     """Names of what is in a document's ``kv`` and is none of ours."""
     if "kv" not in group:
         return set()
     kv = group_in(group, "kv")
-    strange = attribute_names(kv) - {"block_tokens", "text_start", "text_stop"}
+    strange = attribute_names(kv) - {"block_tokens", "text_start", "text_stop", "first_token"}
     for name in kv:
         if LAYER_NAME.fullmatch(name):
             layer = group_in(kv, name)
@@ -296,9 +324,12 @@ def _read_tokens(kv: h5py.Group, longest: int) -> CachedTokens | None:
         return None
     ids = dataset_in(kv, "token_ids", "i", (1,))
     text = read_attribute(kv, "text_start", int), read_attribute(kv, "text_stop", int)
-    if ids.shape[0] > longest or not 0 <= text[0] <= text[1] <= ids.shape[0]:
-        raise DataError(f"{_where(kv)} has {ids.shape[0]} tokens, text from {text[0]} to {text[1]}, {longest} keys")
-    return CachedTokens(tuple(ids[()].tolist()), text)
+    first = read_attribute(kv, "first_token", int) if "first_token" in attribute_names(kv) else 0
+    if not 0 <= first <= ids.shape[0] <= first + longest or not 0 <= text[0] <= text[1] <= ids.shape[0]:
+        raise DataError(
+            f"{_where(kv)} has {ids.shape[0]} tokens, text from {text[0]} to {text[1]}, {longest} keys from {first} on"
+        )
+    return CachedTokens(tuple(ids[()].tolist()), text, first)
 
 
 def _write_array(group: h5py.Group, name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -350,7 +381,7 @@ def _facts(layer: StoredLayer) -> list[Any]:
 
 
 def _seal(tokens: CachedTokens | None, layers: Iterable[list[Any]]) -> str:
-    known = None if tokens is None else [list(tokens.ids), list(tokens.text)]
+    known = None if tokens is None else [list(tokens.ids), list(tokens.text), *([tokens.first] if tokens.first else [])]
     return hashlib.sha256(json.dumps([known, list(layers)]).encode()).hexdigest()
 
 

@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import h5py
@@ -18,7 +18,7 @@ from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import Index, index_run, join_indexes, run_files
 from kvr_mpi.store.hdf5 import create_hdf5, group_in
-from kvr_mpi.store.kv import open_kv
+from kvr_mpi.store.kv import CachedTokens, KeysValues, open_kv
 from kvr_mpi.store.ledger import LedgerWriter, sync
 from kvr_mpi.store.outputs import (
     Header,
@@ -31,6 +31,7 @@ from kvr_mpi.store.outputs import (
     start_file,
     write_record,
 )
+from kvr_mpi.store.parts import index_parts, open_parts, part_bytes, remove_parts, whole_tokens
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.store.survey import RESULTS
 
@@ -67,8 +68,10 @@ def merge_run(folder: Path, should_stop: Callable[[], bool] = lambda: False) -> 
         room, no time, or no shard.
     """
     files = run_files(folder)
-    size = sum(file.stat().st_size for file in files)
-    if not files or size > MERGE_MAX_BYTES or (len(files) > 1 and shutil.disk_usage(folder).free < 1.1 * size):
+    parts = part_bytes(folder)
+    size = sum(file.stat().st_size for file in files) + parts
+    copies = len(files) > 1 or parts
+    if not files or size > MERGE_MAX_BYTES or (copies and shutil.disk_usage(folder).free < 1.1 * size):
         return folder
     if files == [folder / RESULTS]:
         return files[0]
@@ -112,10 +115,13 @@ def merge_files(
         raise DataError(f"{folder}: no result file (*.h5) there; expected the output folder of a run")
     index = index_run(folder, verify=True)
     if files == [result] and not index.unrecorded:
+        remove_parts(folder)
         return result
     with part_of(result) as part:
-        done, failed = copy_documents(index, _header([folder]), part, should_stop)
+        done, failed = copy_documents(index, _header([folder]), part, should_stop, parts=index_parts(folder))
         LedgerWriter(folder, "merged").publish(result, done, failed)
+    if not keep_shards:
+        remove_parts(folder)
     if not keep_shards:
         for file in files:
             if file != result:
@@ -134,9 +140,10 @@ def merge_runs(folders: Sequence[Path], target: Path, *, should_stop: Callable[[
         If the file cannot be written.
     """
     index = join_indexes(index_run(folder, verify=True) for folder in folders)
+    parts = join_indexes(map(index_parts, folders))
     header = _header(folders)
     with part_of(target) as part:
-        copy_documents(index, header, part, should_stop)
+        copy_documents(index, header, part, should_stop, parts=parts)
         sync(part)
         os.replace(part, target)
     return target
@@ -164,6 +171,7 @@ def copy_documents(
     part: Path,
     should_stop: Callable[[], bool] = lambda: False,
     without_kv: Collection[str] = (),
+    parts: Index | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Copy every document once into a new file; return the ids of those done, and of those failed with the reason.
 
@@ -173,6 +181,8 @@ def copy_documents(
         Asked before each document.
     without_kv : collection of str
         Ids of documents whose keys and values are left out.
+    parts : Index or None
+        Where keys and values are that the records themselves do not have (see ``parts``).
 
     Raises
     ------
@@ -192,10 +202,14 @@ def copy_documents(
                     for name in names:
                         if should_stop():
                             raise _StoppedError
-                        record = _copy_document(groups, name, merged, is_sealed, unreadable, name in without_kv)
-                        if record is not None and record.status == "done":
+                        try:
+                            record = _copy_document(groups, name, merged, is_sealed, name in without_kv, parts)
+                        except DataError as error:
+                            unreadable.append(str(error))
+                            continue
+                        if record.status == "done":
                             done.append(name)
-                        elif record is not None:
+                        else:
                             failed[name] = reason_of(name, record.error)
             except DataError as error:
                 unreadable.append(str(error))
@@ -217,30 +231,38 @@ def _stretches(index: Index) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _copy_document(
-    groups: h5py.Group, name: str, merged: h5py.File, is_sealed: bool, unreadable: list[str], drops_kv: bool
-) -> Record | None:
-    """Copy a document that can be read, if wanted without keys and values; else say so in `unreadable`."""
-    try:
-        group = group_in(groups, key_of(name))
-        record = check_record(group)
-        if record.id != name:
-            raise DataError(f"{group.file.filename}:{group.name}: its id {record.id!r} does not belong there")
-        layers = {} if is_sealed else {layer.number: layer for layer in open_kv(group).layers}
-    except DataError as error:
-        unreadable.append(str(error))
-        return None
-    try:
-        if drops_kv:
-            write_record(merged, record)
-        elif is_sealed:
-            group.file.copy(group, merged["documents"], name=key_of(name))
-        else:  # of version 1: written anew, with checksums
-            found = (layers.get(number) for number in range(max(layers, default=-1) + 1))
-            write_record(merged, record, (layer.read() if layer else None for layer in found))
-    except (OSError, RuntimeError) as error:
-        if os.strerror(errno.ENOSPC) in str(error):  # not the source's fault
-            raise _FullError(str(error)) from error
-        raise
+    groups: h5py.Group, name: str, merged: h5py.File, is_sealed: bool, drops_kv: bool, parts: Index | None
+) -> Record:
+    """Copy a document, with its keys and values in one piece, or without them.
+
+    Raises
+    ------
+    DataError
+        If it cannot be read.
+    """
+    group = group_in(groups, key_of(name))
+    record = check_record(group)
+    if record.id != name:
+        raise DataError(f"{group.file.filename}:{group.name}: its id {record.id!r} does not belong there")
+    kv = open_kv(group)
+    with contextlib.ExitStack() as files:
+        layers: Iterable[KeysValues | None] = ()
+        tokens: CachedTokens | None = None
+        if not drops_kv and kv.first_token:
+            layers, tokens = open_parts(group, record, parts or Index({}), files).layers(), whole_tokens(kv)
+        elif not drops_kv and not is_sealed:  # of version 1: written anew, with checksums
+            found = {layer.number: layer for layer in kv.layers}
+            numbers = map(found.get, range(max(found, default=-1) + 1))
+            layers = (layer.read() if layer else None for layer in numbers)
+        try:
+            if is_sealed and not drops_kv and not kv.first_token:
+                group.file.copy(group, merged["documents"], name=key_of(name))
+            else:
+                write_record(merged, record, layers, tokens)
+        except (OSError, RuntimeError) as error:
+            if os.strerror(errno.ENOSPC) in str(error):  # not the source's fault
+                raise _FullError(str(error)) from error
+            raise
     return record
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import Index, index_run
 from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import open_kv
+from kvr_mpi.store.kv import open_whole_kv
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.merge import copy_documents, part_of
 from kvr_mpi.store.outputs import open_file, read_header, read_record
@@ -40,7 +40,7 @@ def list_stored(index: Index) -> list[StoredKVOf]:
             for name, place in places.items():
                 if place.is_done:
                     group = group_in(documents, place.key)
-                    if size := open_kv(group).bytes:
+                    if size := open_whole_kv(group).bytes:
                         found.append(StoredKVOf(name, size, _time(read_record(group).finished_at)))
     return sorted(found, key=lambda one: (one.finished_at, one.id))
 

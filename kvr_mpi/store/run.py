@@ -19,15 +19,15 @@ from typing import Any, Literal
 from kvr_mpi.disk import PART, read_regular, replacing
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError, ForeignError, OutputError
-from kvr_mpi.store.folder import check_fresh, check_writable, list_documents
-from kvr_mpi.store.ledger import LedgerWriter, ShardLine, crc32_of, ledger_files, seal, sync, unseal
+from kvr_mpi.store.folder import check_fresh, check_writable, clear_results, list_documents
+from kvr_mpi.store.ledger import LedgerWriter, ShardLine, crc32_of, seal, sync, unseal
 from kvr_mpi.store.lock import Lock, Owner, Say
 from kvr_mpi.store.outputs import Header, check_record, document_groups, has_seals, open_file, read_header
-from kvr_mpi.store.survey import RESULTS, Survey, foreign, is_ours, order, survey
+from kvr_mpi.store.parts import PARTS, incomplete, remove_parts
+from kvr_mpi.store.survey import DAMAGED, RESULTS, Survey, foreign, is_ours, order, survey
 
 RUN_FILE = "run.json"
 RUN_FILE_BYTES = 1 << 30
-DAMAGED = ".damaged"
 # Checksums are looked at for so much of the newest files when a run goes on; `merge_files` looks at all.
 VERIFY_BYTES = 1 << 30
 NAMED = 5  # examples in a message
@@ -113,6 +113,7 @@ def open_run(
         elif mode == "new":
             check_fresh(folder)
         done, failed = _recover(folder, header, say).documents()
+        done -= _without_parts(folder, header, done, say)
         _check_job(folder, header, corpus, share, bool(done or failed), say)
         return Run(done, set() if retry_failed else failed, lock)
     except OSError as error:
@@ -183,6 +184,18 @@ def _recover(folder: Path, header: Header, say: Say) -> Survey:
     return found
 
 
+def _without_parts(folder: Path, header: Header, done: set[str], say: Say) -> set[str]:
+    """Put right what crashes left of parts, and return the documents that have to be done again for want of some."""
+    parts = folder / PARTS
+    if not parts.is_dir() or parts.is_symlink() or not done:
+        return set()
+    there, _ = _recover(parts, header, say).documents()
+    found = incomplete(folder, done, there)
+    if found:
+        say(f"{len(found)} document(s) lack keys and values of some rank, and are done again: {_some(sorted(found))}")
+    return found
+
+
 def _name_recorded(found: Survey) -> bool:
     """Give their names to files that were recorded when a crash came; whether there were any."""
     named = False
@@ -237,12 +250,9 @@ def _set_aside(file: Path) -> Path:
 
 def _clear(folder: Path) -> None:
     """Delete what a run left, and nothing else."""
-    for file in [*ledger_files(folder), folder / RUN_FILE]:
-        file.unlink(missing_ok=True)
-    for file in list(folder.iterdir()):
-        name = file.name.partition(DAMAGED)[0].removesuffix(PART)
-        if is_ours(name) and file.is_file():
-            file.unlink()
+    (folder / RUN_FILE).unlink(missing_ok=True)
+    remove_parts(folder)
+    clear_results(folder)
 
 
 def _check_job(folder: Path, header: Header, corpus: Corpus, share: slice, has_results: bool, say: Say) -> None:

@@ -93,11 +93,13 @@ class ShardWriter:
         Distinguishes this writer's files from those of other writers of the run.
     header : Header
         Goes into every file.
+    session : int or None
+        Of the job; by default the one that has the folder.
     """
 
-    def __init__(self, folder: Path, name: str, header: Header) -> None:
+    def __init__(self, folder: Path, name: str, header: Header, session: int | None = None) -> None:
         self._folder, self._name, self._header = folder, name, header
-        self._session = session_of(folder)
+        self._session = session_of(folder) if session is None else session
         self._ledger = LedgerWriter(folder, name)
         self._shard: _Shard | None = None
         self._count = 0

@@ -12,6 +12,8 @@ from pathlib import Path
 from kvr_mpi.store.ledger import Ledger, ShardLine, crc32_of, read_ledger
 
 RESULTS = "results.h5"
+# What a file that is damaged is called after its name, from then on.
+DAMAGED = ".damaged"
 SHARD_NAME = re.compile(r"shard-.*\.h5")
 CHECK_THREADS = 4
 

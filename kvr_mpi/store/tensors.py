@@ -21,7 +21,7 @@ from kvr_mpi.documents.files import check_document
 from kvr_mpi.errors import DataError, MissingError, OutputError
 from kvr_mpi.store.folder import Index
 from kvr_mpi.store.hdf5 import create_hdf5, group_in
-from kvr_mpi.store.kv import CachedTokens, KeysValues, open_kv
+from kvr_mpi.store.kv import CachedTokens, KeysValues, open_whole_kv
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.merge import part_of
 from kvr_mpi.store.outputs import (
@@ -64,7 +64,7 @@ def export_kv(index: Index, ids: Iterable[str], folder: Path, *, overwrite: bool
         place = index.places[name]
         with open_file(place.file) as stored:
             group = group_in(group_in(stored, "documents"), place.key)
-            record, kv, header = read_record(group), open_kv(group), read_header(stored)
+            record, kv, header = read_record(group), open_whole_kv(group), read_header(stored)
             tensors = dict(_tensors(kv.layers))
         if not tensors:
             continue

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers as tf
 from made_jobs import TEXT
+from models import CONFIGS, WHOLE
+
+MODELS = {**CONFIGS, **WHOLE}
 
 
 @pytest.fixture
@@ -34,3 +41,20 @@ def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
         """
     )
     return path
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Callable[[str], Path]:
+    """A folder with a tiny random model of a kind, and a real tokenizer."""
+
+    def make(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        config = MODELS[name]()
+        config.vocab_size = len(tokenizer)
+        config.eos_token_id, config.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
+        torch.manual_seed(0)
+        tf.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return make

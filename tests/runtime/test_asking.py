@@ -14,7 +14,6 @@ import torch
 import transformers as tf
 from constants import SMOLLM
 from made_jobs import TEXT, last_line
-from models import CONFIGS, WHOLE
 
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.kv import CachedTokens
@@ -22,25 +21,7 @@ from kvr_mpi.store.outputs import Record, open_file, read_header, start_file, wr
 from kvr_mpi.transport.local import LocalTransport
 
 QUESTIONS = {"who": "Who wrote it?", "json": 'As {"json"}: what {is} it?'}
-MODELS = {**CONFIGS, **WHOLE}
 Ask = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Callable[[str], Path]:
-    """A folder with a tiny random model of a kind, and a real tokenizer."""
-
-    def make(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        config = MODELS[name]()
-        config.vocab_size = len(tokenizer)
-        config.eos_token_id, config.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
-        torch.manual_seed(0)
-        tf.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return folder
-
-    return make
 
 
 def options(*settings: str) -> list[str]:

@@ -1,0 +1,143 @@
+"""Decode prompts whose keys and values stay spread over the ranks of a chain: all ranks step together.
+
+Every rank runs the model on the last tokens, attends to its shares (``kv.shares``), and ends with the same logits. The
+rank that has a prompt's last share chooses its token, and tells it to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import torch
+from transformers import GenerationConfig
+
+from kvr_mpi.decode.batch import Finished
+from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.kv.shares import Share, SharesCache
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.model.rope import begins_anew_at
+from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.prefill.packed import why_never_packed
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.gather import all_gather
+
+K = TypeVar("K")
+# Instead of a token, by a rank that does not choose it.
+NOT_MINE = -1
+
+
+def check_shareable(loaded: LoadedModel) -> None:
+    """Refuse models whose keys and values cannot stay spread over ranks.
+
+    Raises
+    ------
+    ConfigError
+        Saying why.
+    """
+    why = why_never_packed(loaded)
+    if why is None and begins_anew_at(loaded.model) is not None:
+        why = "its rotary embedding has it compute the whole cache anew at some length"
+    if why is not None:
+        raise ConfigError(
+            f"keys and values of {loaded.shape.architecture} cannot stay spread over ranks: {why}. Do without "
+            f"output.kv = 'sharded' and questions.sharded"
+        )
+
+
+class SharesBatch(Generic[K]):
+    """Prompts that are being answered by a chain; every rank of it makes the same calls in the same order.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    config : GenerationConfig
+    stop : sequence of str
+        Stop strings.
+    max_new_tokens : int
+    chain : Transport
+        The ranks that have the shares.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: GenerationConfig,
+        *,
+        stop: Sequence[str],
+        max_new_tokens: int,
+        chain: Transport,
+    ) -> None:
+        self._loaded, self._chain = loaded, chain
+        self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
+        self._running: list[tuple[K, Prefill, Share, DecodeSequence]] = []
+        self._finished: list[Finished[K]] = []
+
+    @property
+    def running(self) -> int:
+        """Prompts that `step` has not handed out yet."""
+        return len(self._running) + len(self._finished)
+
+    @property
+    def keys(self) -> list[K]:
+        """Keys of the prompts that `step` has not handed out yet."""
+        return [key for key, *_ in self._running] + [one.key for one in self._finished]
+
+    @torch.inference_mode()
+    def add(self, key: K, prefill: Prefill, prompt_ids: Sequence[int], seed: int) -> None:
+        """Take in a prompt after its prefill; its first token is chosen by the rank that has the logits.
+
+        Parameters are those of `DecodeBatch.add`; every prefill has a share.
+        """
+        assert prefill.share is not None, "it stays spread"
+        device = self._loaded.device
+        writing = DecodeSequence(self._rules, prompt_ids, seed, device)
+        if device.type == "cpu":
+            prefill.share.lay_by_heads()
+        self._running.append((key, prefill, prefill.share, writing))
+        if writing.finish_reason is None:
+            mine = torch.tensor([NOT_MINE], device=device)
+            if prefill.logits is not None:
+                mine = writing.choose(prefill.logits).view(1)
+            writing.write(self._agree(mine)[0])
+        self._let_go()
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished[K]]:
+        """Write one token of every prompt, and hand out those that are answered: the same on every rank."""
+        if self._running:
+            shares, sequences = [share for _, _, share, _ in self._running], [one for *_, one in self._running]
+            cache = SharesCache(self._loaded, shares, [1] * len(shares), self._chain)
+            device = self._loaded.device
+            logits = run_model(
+                self._loaded.model,
+                torch.tensor([[one.token_ids[-1] for one in sequences]], device=device),
+                cache,
+                positions=cache.positions,
+                keep=torch.arange(len(shares), device=device),
+            )
+            cache.lengthen()
+            nobody = torch.tensor(NOT_MINE, device=device)
+            chosen = [
+                one.choose(row) if share.is_last else nobody
+                for share, one, row in zip(shares, sequences, logits, strict=True)
+            ]
+            for one, token in zip(sequences, self._agree(torch.stack(chosen)), strict=True):
+                one.write(token)
+            self._let_go()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _agree(self, mine: torch.Tensor) -> list[int]:
+        """Put together the tokens (prompts,) that each rank has chosen."""
+        found: list[int] = torch.stack(all_gather(self._chain, mine)).amax(0).tolist()
+        return found
+
+    def _let_go(self) -> None:
+        """Take out what is answered."""
+        for one in [one for one in self._running if one[3].finish_reason is not None]:
+            self._running.remove(one)
+            key, prefill, _, writing = one
+            self._finished.append(Finished(key, prefill, writing.answer()))

@@ -1,0 +1,99 @@
+"""Keys and values that stay spread over ranks: the same tokens as on one, and no rank holds more than its share."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from chains import greedy, single
+from models import prompt, tiny
+
+from kvr_mpi.kv.shares import Share, SharesCache
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.local import run_local
+
+NEW_TOKENS = 16
+MODELS = ("llama-gqa", "mistral-window", "gpt2", "gpt-oss-sinks", "gemma2-softcap", "llama4-chunks")
+
+
+def spread(
+    loaded: LoadedModel, ids: list[int], bounds: tuple[int, ...], count: int, **options: Any
+) -> list[tuple[Share, list[int], list[torch.Tensor]]]:
+    """Prefill over threads, and decode the likeliest tokens on all of them."""
+
+    @torch.inference_mode()
+    def work(chain: Transport) -> tuple[Share, list[int], list[torch.Tensor]]:
+        partition = Partition(bounds)
+        done = prefill_kvr(loaded, ids, partition, chain, reserve_tokens=count, is_shared=True, **options)
+        assert done.cache is None and done.share is not None
+        done.share.lay_by_heads()
+        first = b"" if done.logits is None else str(int(done.logits.argmax())).encode()
+        tokens, rows = [int(chain.broadcast(first, done.last))], []
+        while len(tokens) < count:
+            cache = SharesCache(loaded, [done.share], [1], chain)
+            rows.append(run_model(loaded.model, torch.tensor([tokens[-1:]]), cache, positions=cache.positions)[0])
+            cache.lengthen()
+            tokens.append(int(rows[-1].argmax()))
+        return done.share, tokens, rows
+
+    return run_local(len(bounds) - 1, work)
+
+
+@pytest.mark.parametrize("bounds", [(0, 90), (0, 61, 90), (0, 40, 41, 90), (0, 3, 50, 89, 90)])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_tokens_as_on_one_rank(name: str, bounds: tuple[int, ...]) -> None:
+    """Windows, chunks, sinks, soft caps: whatever a layer sees, on whichever rank it is."""
+    loaded, ids = tiny(name), prompt(90)
+    expected = greedy(loaded.model, single(loaded, ids), NEW_TOKENS)
+    prepare_model(loaded.model, chain=True)
+    ranks = spread(loaded, ids, bounds, NEW_TOKENS)
+    assert all(tokens == expected for _, tokens, _ in ranks)
+    for _, _, rows in ranks[1:]:  # to the bit: they all go on from what they see
+        assert all(torch.equal(one, other) for one, other in zip(rows, ranks[0][2], strict=True))
+
+
+def test_no_rank_holds_more_than_its_share() -> None:
+    """1 / p of the keys and values, and the room for new tokens: nothing else of them stays anywhere."""
+    loaded, ids, size = tiny("llama-gqa"), prompt(240), 4
+    prepare_model(loaded.model, chain=True)
+    held_before = tensor_bytes()
+    ranks = spread(loaded, ids, (0, 60, 120, 180, 240), 1)
+    each = loaded.shape.kv_bytes_per_token
+    assert [share.bytes for share, *_ in ranks] == [60 * each] * 3 + [61 * each]
+    assert all(share.bytes <= 1.1 * 240 * each / size for share, *_ in ranks)
+    assert tensor_bytes() - held_before < 1.1 * 240 * each
+
+
+def tensor_bytes() -> int:
+    """Of all tensors that are alive."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alive = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}.values())
+
+
+def test_several_new_tokens_see_each_other_and_all_before() -> None:
+    """As a question does after a stored document."""
+    for name in ("llama-gqa", "mistral-window", "llama4-chunks"):
+        loaded, ids = tiny(name), prompt(90)
+        prepare_model(loaded.model, chain=False)
+        wanted = single(loaded, ids).logits
+        prepare_model(loaded.model, chain=True)
+
+        @torch.inference_mode()
+        def work(chain: Transport, loaded: LoadedModel = loaded, ids: list[int] = ids) -> torch.Tensor:
+            done = prefill_kvr(loaded, ids[:70], Partition((0, 30, 70)), chain, reserve_tokens=20, is_shared=True)
+            assert done.share is not None
+            cache = SharesCache(loaded, [done.share], [20], chain)
+            return run_model(loaded.model, torch.tensor([ids[70:]]), cache, positions=cache.positions)[0]
+
+        for logits in run_local(2, work):
+            torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,231 @@
+"""Jobs whose keys and values stay spread over the ranks: the answers of any other job, and nothing lost or mixed up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+import torch
+from made_jobs import last_line
+from made_runs import stored_layers
+
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.kv import open_kv
+from kvr_mpi.store.outputs import Record, check_record, open_file
+from kvr_mpi.store.parts import PARTS
+
+SHARDED = ("output.kv=sharded", "prompt.max_tokens=400")
+
+
+def options(*settings: str) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def records(folder: Path) -> dict[str, Record]:
+    return {record.id: record for record in read_run(folder)}
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    """Keys and values of every document, and whose they are."""
+    with open_file(folder / "results.h5") as file:
+        groups = {group.attrs["id"].decode(): group for group in file["documents"].values()}
+        return {name: (open_kv(group).tokens, stored_layers(group)) for name, group in groups.items()}
+
+
+@pytest.fixture
+def truth(job: Path, tmp_path: Path, run_here: Any) -> Path:
+    """The same job on one rank, which keeps everything."""
+    told = ("output.kv=true", SHARDED[1], f"output.path={tmp_path / 'truth'}")
+    assert run_here(1, [job, *options(*told)]).returncode == 0
+    return tmp_path / "truth"
+
+
+@pytest.fixture
+def unmerged(monkeypatch: pytest.MonkeyPatch, truth: Path) -> None:
+    """From now on runs are too large to be put together at their end."""
+    monkeypatch.setattr("kvr_mpi.store.merge.MERGE_MAX_BYTES", 0)
+
+
+def check_same(folder: Path, truth: Path) -> None:
+    found, wanted = records(folder), records(truth)
+    assert {name: record.token_ids for name, record in found.items()} == {
+        name: record.token_ids for name, record in wanted.items()
+    }
+    here, there = stored(folder), stored(truth)
+    assert here.keys() == there.keys()
+    for name, (tokens, layers) in here.items():
+        assert tokens == there[name][0] and tokens.first == 0
+        assert layers.keys() == there[name][1].keys()
+        for number, pair in layers.items():
+            for own, other in zip(pair, there[name][1][number], strict=True):
+                torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [(3, ("parallel.partition=ratio", "parallel.ratios=[5, 3, 1]")), (4, ("parallel.ranks_per_chain=2",)), (1, ())],
+)
+def test_the_answers_and_keys_of_one_rank(
+    job: Path, tmp_path: Path, truth: Path, run_here: Any, ranks: int, more: tuple[str, ...]
+) -> None:
+    """And what is put together says nothing of how it was cut."""
+    done = run_here(ranks, [job, *options(*SHARDED, *more)])
+    assert done.returncode == 0, done.stderr
+    check_same(tmp_path / "out", truth)
+    assert not (tmp_path / "out" / PARTS).exists()
+    assert all(
+        len(record.slices) == (2 if "chain" in str(more) else ranks) + 1
+        for record in records(tmp_path / "out").values()
+    )
+
+
+def test_prefill_only_sampling_and_texts_that_are_split(job: Path, tmp_path: Path, run_here: Any) -> None:
+    """Whatever else a job asks for, it is as without shards."""
+    for number, more in enumerate(
+        (
+            ("generation.max_new_tokens=0",),
+            ("generation.temperature=0.9", "generation.do_sample=true", "generation.seed=3"),
+            ("prompt.max_tokens=120", "prompt.too_long=split", "generation.max_new_tokens=4"),
+        )
+    ):
+        folders = tmp_path / f"whole-{number}", tmp_path / f"sharded-{number}"
+        for folder, kv in zip(folders, ("true", "sharded"), strict=True):
+            done = run_here(2, [job, *options(*more, f"output.kv={kv}", f"output.path={folder}")])
+            assert done.returncode == 0, done.stderr
+        check_same(folders[1], folders[0])
+
+
+@pytest.mark.usefixtures("unmerged")
+def test_parts_are_read_when_they_are_put_together(
+    job: Path, tmp_path: Path, truth: Path, run_here: Any, run_kvr: Any, tiny_model_dir: Path
+) -> None:
+    out = tmp_path / "out"
+    assert run_here(3, [job, *options(*SHARDED)]).returncode == 0
+    files = sorted((out / PARTS).glob("shard-*.h5"))
+    assert len(files) >= 2 and {record.id for record in read_run(out / PARTS)} >= {"doc-0.txt/0", "doc-4.txt/0"}
+    for file in files:
+        with open_file(file) as parts:
+            for group in parts["documents"].values():
+                assert check_record(group).document.startswith("doc-")
+    asking = tmp_path / "ask.toml"
+    asking.write_text(
+        f"""
+        model.path = "{tiny_model_dir}"
+        documents.path = "{out}"
+        questions.ask = ["Who?"]
+        output.path = "{tmp_path / "asked"}"
+        """
+    )
+    refused = run_here(1, [asking])
+    assert refused.returncode == 78 and "kvr merge" in refused.stderr
+    again = run_here(2, [job, *options(*SHARDED), "--resume"])
+    assert again.returncode == 0 and "5 of them done already" in again.stderr
+    code, _, said = run_kvr("merge", out)
+    assert code == 0, said
+    assert not (out / PARTS).exists()
+    check_same(out, truth)
+
+
+@pytest.mark.usefixtures("unmerged")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_part_that_is_lost_is_made_again(
+    job: Path, tmp_path: Path, truth: Path, run_here: Any, run_kvr: Any, ranks: int
+) -> None:
+    """Whole documents are done again, on any number of ranks; never is one put together of what is left."""
+    out = tmp_path / "out"
+    assert run_here(3, [job, *options(*SHARDED)]).returncode == 0
+    sorted((out / PARTS).glob("shard-*.h5"))[0].unlink()
+    code, _, said = run_kvr("merge", out)
+    assert code == 65 and "are missing" in said and not (out / "results.h5").exists()
+    again = run_here(ranks, [job, *options(*SHARDED), "--resume"])
+    assert again.returncode == 0 and "lack keys and values of some rank" in again.stderr
+    assert run_kvr("merge", out)[0] == 0
+    check_same(out, truth)
+
+
+@pytest.mark.usefixtures("unmerged")
+def test_a_damaged_part_is_never_used(job: Path, tmp_path: Path, truth: Path, run_here: Any, run_kvr: Any) -> None:
+    out = tmp_path / "out"
+    assert run_here(2, [job, *options(*SHARDED)]).returncode == 0
+    path = next((out / PARTS).glob("shard-*.h5"))
+    with h5py.File(path) as file:
+        dataset = next(iter(file["documents"].values()))["kv/layer_001/values"]
+        offset = dataset.id.get_offset()
+        del dataset
+    data = bytearray(path.read_bytes())
+    data[offset + 5] ^= 4
+    path.write_bytes(data)
+    code, _, said = run_kvr("merge", out)
+    assert code == 65 and "damaged" in said and not (out / "results.h5").exists()
+    again = run_here(2, [job, *options(*SHARDED), "--resume"])
+    assert again.returncode == 0 and "is damaged" in again.stderr
+    assert run_kvr("merge", out)[0] == 0
+    check_same(out, truth)
+
+
+def ask_sharded(folder: Path, model: Path, run: Path, name: str = "asked", tokens: int = 8) -> Path:
+    path = folder / f"{name}.toml"
+    path.write_text(
+        f"""
+        model.path = "{model}"
+        documents.path = "{run}"
+        output.path = "{folder / name}"
+        generation.max_new_tokens = {tokens}
+        [questions]
+        sharded = true
+        reuse = "always"
+        ask = ["Who wrote it, and what for?", "When?"]
+        """
+    )
+    return path
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", pytest.param("mistral-window", marks=pytest.mark.slow)])
+def test_stored_documents_are_asked_by_all_ranks_together(
+    job: Path, tmp_path: Path, run_here: Any, model_of: Any, kind: str
+) -> None:
+    """The answers of one rank that holds everything, however a document is shared out; and when it is read again."""
+    model, out = model_of(kind), tmp_path / "out"
+    own = (f"model.path={model}", "prompt.max_tokens=400")
+    assert run_here(2, [job, *options(*own, "output.kv=true")]).returncode == 0
+    asking = ask_sharded(tmp_path, model, out)
+    wanted = None
+    for ranks, more in ((1, ("questions.sharded=false",)), (1, ()), (2, ()), (3, ()), (2, ("questions.reuse=never",))):
+        done = run_here(ranks, [asking, *options(*more), "--overwrite"])
+        assert done.returncode == 0, done.stderr
+        found = records(tmp_path / "asked")
+        answers = {name: record.token_ids for name, record in found.items()}
+        wanted = wanted or answers
+        assert len(answers) == 10 and answers == wanted
+        assert all((record.computed_tokens < 40) is ("questions.reuse=never" not in more) for record in found.values())
+
+
+def test_a_damaged_share_is_an_error_record_and_nobody_waits(
+    job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
+) -> None:
+    """One rank finds it; all go on to the next document."""
+    out = tmp_path / "out"
+    assert run_here(2, [job, *options("output.kv=true")]).returncode == 0
+    with h5py.File(out / "results.h5", "r+") as file:
+        file["documents/doc-2.txt/kv/layer_001/keys"][3] += 1
+    done = run_here(3, [ask_sharded(tmp_path, tiny_model_dir, out)])
+    assert done.returncode == 65, done.stderr
+    found = records(tmp_path / "asked")
+    bad = {name for name, record in found.items() if record.status == "error"}
+    assert bad == {"doc-2.txt#q1", "doc-2.txt#q2"} and "layer_001" in found["doc-2.txt#q1"].error
+
+
+def test_what_it_does_not_go_with(job: Path, run_here: Any) -> None:
+    refused = run_here(2, [job, *options(*SHARDED, "parallel.strategy=ring")])
+    assert refused.returncode == 78 and "output.kv = 'sharded' is for the chains" in refused.stderr
+    refused = run_here(2, [job, *options("output.kv=shards")])
+    assert refused.returncode == 78 and "'sharded'" in refused.stderr
+
+
+def test_bad_documents_stop_nothing(job: Path, tmp_path: Path, run_here: Any) -> None:
+    (tmp_path / "corpus" / "empty.txt").write_text("")
+    done = run_here(2, [job, *options(*SHARDED)])
+    assert done.returncode == 65 and last_line(done.stderr).count("1 of 6 document(s) failed")
+    assert [record.status for record in records(tmp_path / "out").values()] == ["done"] * 5 + ["error"]
