@@ -195,9 +195,17 @@ class OutputSection(Section):
         False,
         description="keep every prompt's keys and values; sharded: every rank holds and writes its own, none all",
     )
+    kv_dtype: Literal["model", "int8"] = Field(
+        "model", description="of stored keys and values; int8: rounded, a quarter or half of the size"
+    )
     max_failed: int | float | str = Field(
         0, description="error records that still end with exit code 0: a number, or a share such as 0.05 or '5%'"
     )
+
+    @property
+    def kv_identity(self) -> bool | str:
+        """What is stored of keys and values, in a word; runs from before 8 bits go on."""
+        return f"{self.kv} {self.kv_dtype}" if self.kv and self.kv_dtype != "model" else self.kv
 
     @field_validator("max_failed")
     @classmethod

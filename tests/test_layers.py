@@ -40,7 +40,15 @@ ROOMS = [
 # Rooms that may name these libraries; anything else goes through them.
 CONTACTS = {
     "mpi4py": {"transport/mpi.py", "transport/mpi_query.py", "transport/counters.py"},
-    "h5py": {"store/hdf5.py", "store/kv.py", "store/outputs.py", "store/shards.py", "store/merge.py", "doctor/hdf5.py"},
+    "h5py": {
+        "store/arrays.py",
+        "store/hdf5.py",
+        "store/kv.py",
+        "store/outputs.py",
+        "store/shards.py",
+        "store/merge.py",
+        "doctor/hdf5.py",
+    },
     # The caches are one rank's of one prompt; a row of several prompts has to look like a cache to the model, too.
     "transformers.cache_utils": {"kv/cache.py", "kv/layer.py", "kv/states.py", "kv/packed_row.py", "kv/shares.py"},
     "click": {"cli"},

@@ -73,7 +73,7 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
     from kvr_mpi.report.table import printable
     from kvr_mpi.store.folder import find_record
     from kvr_mpi.store.hdf5 import group_in
-    from kvr_mpi.store.kv import open_kv, type_name
+    from kvr_mpi.store.kv import open_kv
     from kvr_mpi.store.outputs import open_file, read_record
 
     file, key = find_record(path, document, verify=verify)
@@ -87,7 +87,7 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
                 "layer": layer.number,
                 "keys": list(layer.keys.shape),
                 "values": list(layer.values.shape),
-                "dtype": type_name(layer.keys),
+                "dtype": layer.keys.type_name,
             }
             for layer in found.layers
         ]

@@ -42,6 +42,9 @@ def plan(
     \b
     kvr plan jobs/summarize.toml --ranks 64 --hardware h200
 
+    With output.kv it measures how fast files are read where the results will be (64 MB are written there, and removed),
+    and says from which length on asking stored documents again is faster than prefilling them.
+
     A job runs as planned with parallel.ranks_per_chain = "auto"; there the costs are measured on its own ranks.
     """  # noqa: D301
     from kvr_mpi.transport.mpi import launched_size
@@ -49,13 +52,15 @@ def plan(
     made = read_and_plan(job, settings, ranks or (launched_size(os.environ) or ("", 0))[1], hardware, exact=exact)
     found, forecast, outline = made.schedule, made.forecast, made.outline
     if as_json:
-        click.echo(json.dumps(_as_json(found, forecast), indent=1))
+        click.echo(json.dumps({**_as_json(found, forecast), "stored": _stored(made)[0]}, indent=1))
         return
     click.echo(f"model      {outline.name} ({outline.shape.architecture}, {str(outline.dtype).removeprefix('torch.')})")
     click.echo(f"costs      {forecast.source}")
     click.echo(f"corpus     {len(made.texts)} documents, {made.counted}\n")
     _print_rows(found, forecast, limit_rows)
     _print_summary(made)
+    for line in _stored(made)[1]:
+        click.echo(line)
 
 
 def read_and_plan(
@@ -109,6 +114,23 @@ def _as_json(found: Schedule, forecast: Forecast) -> dict[str, Any]:
         "documents": [_columns(place, forecast) for place in found.placements],
         "misfits": [{"id": name, "tokens": tokens, "reason": why} for name, tokens, why in found.does_not_fit],
     }
+
+
+def _stored(made: PlannedJob) -> tuple[list[dict[str, Any]], list[str]]:
+    """Say when it pays to ask what a job stores, for JSON and for people; nothing if it stores no keys and values."""
+    from dataclasses import asdict
+
+    from kvr_mpi.runtime.break_even import describe_break_even, list_lengths, measure_reading
+    from kvr_mpi.runtime.stored_size import stored_bytes_per_token
+
+    output = made.spec.output
+    if not output.kv:
+        return [], []
+    speed = measure_reading(Path(output.path))
+    size = stored_bytes_per_token(made.outline.shape, output.kv_dtype)
+    longest = max((place.tokens for place in made.schedule.placements), default=0)
+    lengths = list_lengths(made.forecast, size, speed, min(longest, made.forecast.frame.max_tokens))
+    return [asdict(one) for one in lengths], describe_break_even(lengths, speed)
 
 
 def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:

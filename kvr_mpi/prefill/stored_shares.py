@@ -22,7 +22,7 @@ from kvr_mpi.transport import Transport, gather_json, share_json
 
 def share_out_stored(known: int, tokens: int, size: int) -> Partition:
     """Divide a prompt's first `known` tokens evenly over ranks; those after them go to the last."""
-    return Partition((*(known * place // size for place in range(size)), tokens))
+    return Partition((*Partition.even(known, size).bounds[:-1], tokens))
 
 
 @torch.inference_mode()

@@ -100,9 +100,10 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
         about = share_json(world, on_root(world, lambda: check_stored_size(prepared, corpus, todo, folder)))
         log.root(about)
     shares = share_out(prepared, corpus, todo, ranks, log)
+    name, eight_bit = f"{world.rank:04d}", spec.output.kv_dtype == "int8"
     counters = open_counters(world, FIRST_LIST + shares.slots)
     with (
-        closing(ShardWriter(folder, f"{world.rank:04d}", prepared.header())) as writer,
+        closing(ShardWriter(folder, name, prepared.header(), eight_bit=eight_bit)) as writer,
         _open_parts(prepared, folder, world.rank) as parts,
         Progress(
             log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0
@@ -157,7 +158,9 @@ def _open_parts(setup: JobSetup, folder: Path, rank: int) -> Iterator[ShardWrite
         yield None
         return
     (folder / PARTS).mkdir(exist_ok=True)
-    with closing(ShardWriter(folder / PARTS, f"{rank:04d}", setup.header(), session_of(folder))) as writer:
+    eight_bit = setup.spec.output.kv_dtype == "int8"
+    parts = ShardWriter(folder / PARTS, f"{rank:04d}", setup.header(), session_of(folder), eight_bit=eight_bit)
+    with closing(parts) as writer:
         yield writer
 
 

@@ -145,7 +145,7 @@ class JobSetup:
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "prompt": spec.prompt.model_dump(),
             "generation": spec.generation.model_dump(),
-            "kv": spec.output.kv,
+            "kv": spec.output.kv_identity,
             "frame": hashlib.sha256(json.dumps([self.frame.head, self.frame.tail]).encode()).hexdigest(),
         }
         if spec.questions is not None:

@@ -42,6 +42,7 @@ class StoredDocument:
 
     bytes : of keys and values, all of them.
     prefill_s : seconds that one rank would take to prefill it; 0 if that is not known.
+    error_of_8_bits : largest of its layers', if it is stored in 8 bits (`arrays.EightBit`).
     """
 
     id: str
@@ -51,6 +52,7 @@ class StoredDocument:
     prefill_s: float = 0.0
     sha256: str = ""
     error: str | None = None
+    error_of_8_bits: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,11 @@ class StoredCorpus:
             lines.append(
                 f"{len(loaded)} document(s) are loaded: {size / 1e9:.2f} GB of keys and values at {speed:.2f} GB/s, "
                 f"{load_s:.1f} s{instead}"
+            )
+        if rounded := max((one.error_of_8_bits for one in loaded), default=0.0):
+            lines.append(
+                f"some are stored in 8 bits, and not exact: keys and values are off by up to {rounded:.1%} (root mean "
+                f"square), so answers may differ from a fresh prefill's"
             )
         if len(loaded) < len(good):
             lines.append(f"{len(good) - len(loaded)} document(s) are prefilled again: that is faster, or asked for")
@@ -202,6 +209,7 @@ def _look(index: Index, name: str) -> StoredDocument:
             group = group_in(group_in(stored, "documents"), key_of(name))
             record, kv = read_record(group), open_whole_kv(group)
             seal, size = kv.seal(), kv.bytes
+            rounded = max((max(layer.keys.error, layer.values.error) for layer in kv.layers), default=0.0)
     except DataError as error:
         return StoredDocument(name, file, error=str(error))
     why = None
@@ -215,7 +223,7 @@ def _look(index: Index, name: str) -> StoredDocument:
         return StoredDocument(name, file, error=f"{name} cannot be asked: {why}")
     rate = record.prefill_tokens_per_s / max(1, len(record.slices) - 1)
     tokens = kv.tokens.text[1]
-    return StoredDocument(name, file, tokens, size, tokens / rate if rate > 0 else 0.0, seal)
+    return StoredDocument(name, file, tokens, size, tokens / rate if rate > 0 else 0.0, seal, None, rounded)
 
 
 def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str], loads: Sequence[bool]) -> Corpus:

@@ -14,7 +14,7 @@ from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.store.hdf5 import explained, group_in, hold_open
-from kvr_mpi.store.kv import StoredKV, open_whole_kv, type_name
+from kvr_mpi.store.kv import StoredKV, open_whole_kv
 from kvr_mpi.store.outputs import Record, read_record
 
 
@@ -98,7 +98,7 @@ def _check(stored: StoredPrompt, ids: Sequence[int], loaded: LoadedModel) -> Non
         if not shape.elements:
             continue
         layer, heads = found.get(number), shape.num_kv_heads
-        has = None if layer is None else (layer.keys.shape, layer.values.shape, type_name(layer.keys))
+        has = None if layer is None else (layer.keys.shape, layer.values.shape, layer.keys.type_name)
         if has != ((tokens, heads, shape.key_dim), (tokens, heads, shape.value_dim), dtype):
             raise DataError(
                 f"{name}: layer {number} has keys and values {has}; this model's are of {heads} heads, "

@@ -9,12 +9,15 @@ from pathlib import Path
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.prompts import encode_text
 from kvr_mpi.errors import OutputError
+from kvr_mpi.model import ModelShape
 from kvr_mpi.runtime.setup import JobSetup
 
 # Documents tokenised, and characters of each, to see how many characters a token has.
 SAMPLED, SAMPLED_CHARS = 32, 20_000
 # The estimate may be that much too high before a job is refused for it.
 DOUBT = 1.1
+# Of a token's and head's keys or values in 8 bits.
+SCALE_BYTES = 4
 
 
 def estimate_stored_bytes(setup: JobSetup, corpus: Corpus, todo: Sequence[int]) -> int:
@@ -39,7 +42,15 @@ def estimate_stored_bytes(setup: JobSetup, corpus: Corpus, todo: Sequence[int]) 
     frame, new = setup.frame, setup.spec.generation.max_new_tokens
     around = len(frame.head) + len(frame.tail) + new
     each = (min(corpus.entries[number].chars * tokens / chars, frame.text_budget) + around for number in good)
-    return int(sum(each) * setup.loaded.shape.kv_bytes_per_token)
+    return int(sum(each) * stored_bytes_per_token(setup.loaded.shape, setup.spec.output.kv_dtype))
+
+
+def stored_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:
+    """Bytes that are written of a token's keys and values, with the scales of 8 bits."""
+    if kv_dtype != "int8":
+        return shape.kv_bytes_per_token
+    kept = [layer for layer in shape.layers if layer.elements]
+    return sum(layer.elements + 2 * layer.num_kv_heads * SCALE_BYTES for layer in kept)
 
 
 def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], folder: Path) -> str:

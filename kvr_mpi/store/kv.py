@@ -1,16 +1,18 @@
-"""Keys and values in HDF5, in the model's own dtype, bfloat16 included, with all that is needed to go on from them.
+"""Keys and values in HDF5, in the model's own dtype or in 8 bits, with all that is needed to go on from them.
 
     kv                            attributes: block_tokens, text_start, text_stop (the document's text in the prompt),
                                   first_token (0 if it is not there): of the first row; what stands before it is in
                                   parts (see ``parts``)
     kv/token_ids                  of the tokens whose keys and values these are (int64)
-    kv/layer_000/keys, values     (tokens, kv_heads, head_dim), in one piece
-    kv/layer_000/digests          XXH3 (64 bits) of every block of tokens of keys and of values (int64, blocks x 2)
+    kv/layer_000/keys, values     (tokens, kv_heads, head_dim), in one piece; of 8 bits (int8) with attributes dtype and
+                                  error: the type they had, and the root mean square of what rounding changed, over
+                                  that of what they were
+    kv/layer_000/keys_scales      and values_scales: what a 1 of 8 bits is (float32, tokens x kv_heads)
+    kv/layer_000/digests          XXH3 (64 bits) of every block of tokens of keys and values (int64, blocks x 2), with
+                                  their scales
 
 HDF5 checks its own checksums at 2 GB/s, which would be most of the time that loading takes; XXH3 costs a tenth of it.
-Everything but keys and values themselves goes into one hash, which the record's own checksum covers. HDF5 knows no
-bfloat16 by name, but describes any binary floating-point type: files written here are read by plain h5py as float32,
-and by `StoredLayer.read` bit for bit.
+Everything but keys and values themselves goes into one hash, which the record's own checksum covers.
 """
 
 from __future__ import annotations
@@ -24,16 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
-import xxhash
 
 from kvr_mpi.errors import DataError
+from kvr_mpi.store.arrays import SCALES, Bits, EightBit, StoredArray, digest_of, open_array, where, write_array
 from kvr_mpi.store.hdf5 import (
     attribute_names,
     create_group,
     dataset_in,
     group_in,
     read_attribute,
-    size_bytes,
     slabs,
     write_attribute,
     write_dataset,
@@ -43,10 +44,12 @@ if TYPE_CHECKING:
     import torch
 
 KeysValues = tuple["torch.Tensor", "torch.Tensor"]
+Contents = tuple["torch.Tensor | EightBit", "torch.Tensor | EightBit"]
 # Tokens that one digest is of.
 BLOCK_TOKENS = 256
 LAYER_NAME = re.compile(r"layer_[0-9]{3,}", re.ASCII)
 KINDS = ("keys", "values")
+MEMBERS = {*KINDS, *(kind + SCALES for kind in KINDS), "digests"}
 # Keys and values hardly shrink: more than this many times the file's size is a bomb.
 MAX_INFLATION = 64
 
@@ -69,13 +72,12 @@ class CachedTokens:
 class StoredLayer:
     """One layer's keys and values in a file that is open.
 
-    keys, values : h5py's datasets.
     digests : of blocks of `block_tokens` (blocks, 2); None if HDF5 has checksums of its own (before version 3).
     """
 
     number: int
-    keys: Any
-    values: Any
+    keys: StoredArray
+    values: StoredArray
     digests: Any = None
     block_tokens: int = BLOCK_TOKENS
 
@@ -87,7 +89,7 @@ class StoredLayer:
     @property
     def bytes(self) -> int:
         """Of keys and values."""
-        return size_bytes(self.keys) + size_bytes(self.values)
+        return self.keys.bytes + self.values.bytes
 
     def read(self, first: int = 0, last: int | None = None) -> KeysValues:
         """Read keys and values of a range of tokens, bit for bit, each (tokens, kv_heads, head_dim).
@@ -99,8 +101,8 @@ class StoredLayer:
         """
         stop = self.tokens if last is None else last
         if not 0 <= first <= stop <= self.tokens:
-            raise DataError(f"{_where(self.keys)} has {self.tokens} tokens; {first} to {stop} were asked for")
-        keys, values = (self._read(place, first, stop) for place in range(len(KINDS)))
+            raise DataError(f"{where(self.keys.data)} has {self.tokens} tokens; {first} to {stop} were asked for")
+        keys, values = (array.tensor(self._bits(array, first, stop)) for array in (self.keys, self.values))
         return keys, values
 
     def check(self) -> None:
@@ -112,28 +114,32 @@ class StoredLayer:
             If it is not what was written; whatever HDF5 raises for files before version 3.
         """
         if self.digests is None:
-            for dataset in (self.keys, self.values):
-                for start, stop in slabs(dataset):
-                    _read_raw(dataset, start, stop)
+            for array in (self.keys, self.values):
+                for start, stop in slabs(array.data):
+                    array.bits(start, stop)
             return
         for start in range(0, self.tokens, 4 * self.block_tokens):
             self.read(start, min(start + 4 * self.block_tokens, self.tokens))
 
-    def _read(self, place: int, first: int, last: int) -> torch.Tensor:
-        dataset = (self.keys, self.values)[place]
+    def contents(self) -> Contents:
+        """Read all of it as it was written, in 8 bits if it is; raises as `read`."""
+        keys, values = (array.content(self._bits(array, 0, self.tokens)) for array in (self.keys, self.values))
+        return keys, values
+
+    def _bits(self, array: StoredArray, first: int, last: int) -> list[Bits]:
+        """Read what is stored of a range of tokens, and hold the blocks that they are in against their digests."""
         if self.digests is None:
-            return _as_tensor(dataset, _read_raw(dataset, first, last))
-        block = self.block_tokens
+            return list(array.bits(first, last))
+        block, place = self.block_tokens, int(array is self.values)
         start, stop = first // block * block, min(-(-last // block) * block, self.tokens)
-        raw = _read_raw(dataset, start, stop)
+        bits = array.bits(start, stop)
         for at in range(start, stop, block):
-            rows = raw[at - start : at - start + block]
-            if _digest(rows) != self.digests[at // block, place]:
+            if digest_of([each[at - start : at - start + block] for each in bits]) != self.digests[at // block, place]:
                 raise DataError(
-                    f"{_where(dataset)} is damaged: tokens {at} to {min(at + block, self.tokens)} are not what was "
+                    f"{where(array.data)} is damaged: tokens {at} to {min(at + block, self.tokens)} are not what was "
                     f"written (checksum)"
                 )
-        return _as_tensor(dataset, raw[first - start : last - start])
+        return [each[first - start : last - start] for each in bits]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +174,7 @@ class StoredKV:
         return _seal(self.tokens, map(_facts, self.layers))
 
 
-def bfloat16_type() -> Any:
-    """HDF5's description of bfloat16: sign, 8 bits of exponent with bias 127, 7 bits of mantissa."""
-    kind = h5py.h5t.IEEE_F32LE.copy()
-    kind.set_fields(15, 7, 8, 0, 7)
-    kind.set_size(2)
-    kind.set_ebias(127)
-    return kind
-
-
-def write_kv(group: h5py.Group, layers: Iterable[KeysValues | None], tokens: CachedTokens | None) -> tuple[int, str]:
+def write_kv(group: h5py.Group, layers: Iterable[Contents | None], tokens: CachedTokens | None) -> tuple[int, str]:
     """Write a document's keys and values, layer by layer as they come.
 
     Parameters
@@ -185,7 +182,7 @@ def write_kv(group: h5py.Group, layers: Iterable[KeysValues | None], tokens: Cac
     group : h5py.Group
         The document's.
     layers : iterable of (keys, values) or None
-        Each layer's (tokens, kv_heads, head_dim); None for a layer that has none.
+        Each layer's (tokens, kv_heads, head_dim), as they are or `quantise`d; None for a layer that has none.
     tokens : CachedTokens or None
         Whose they are; without that they can be looked at, but not gone on from.
 
@@ -202,14 +199,16 @@ def write_kv(group: h5py.Group, layers: Iterable[KeysValues | None], tokens: Cac
         if kv is None:
             kv = create_group(group, "kv")
         place = create_group(kv, f"layer_{number:03d}")
-        raws = [_write_array(place, name, tensor) for name, tensor in zip(KINDS, layer, strict=True)]
-        blocks = -(-max(len(raw) for raw in raws) // BLOCK_TOKENS)
+        written = [write_array(place, name, content) for name, content in zip(KINDS, layer, strict=True)]
+        blocks = -(-max(len(bits[0]) for bits in written) // BLOCK_TOKENS)
         digests = np.zeros((blocks, len(KINDS)), np.int64)
-        for column, raw in enumerate(raws):
+        for column, bits in enumerate(written):
             for block in range(blocks):
-                digests[block, column] = _digest(raw[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS])
+                rows = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
+                digests[block, column] = digest_of([each[rows] for each in bits])
         write_dataset(place, "digests", digests)
-        found.append(StoredLayer(number, place["keys"], place["values"], digests))
+        keys, values = (open_array(place, kind) for kind in KINDS)
+        found.append(StoredLayer(number, keys, values, digests))
     if kv is None:
         return 0, ""
     write_attribute(kv, "block_tokens", BLOCK_TOKENS)
@@ -231,23 +230,23 @@ def open_kv(group: h5py.Group) -> StoredKV:
     DataError
         If they are anything else, or larger than the record announces.
     """
-    where, names = f"{_where(group)}/kv", attribute_names(group)
+    place, names = f"{where(group)}/kv", attribute_names(group)
     kv = group_in(group, "kv") if "kv" in group else None
     stored = StoredKV() if kv is None else _open(kv)
     if "kv_bytes" in names:
         announced = read_attribute(group, "kv_bytes", int)
         if stored.bytes != announced:
-            raise DataError(f"{where} has {stored.bytes} bytes; the record announces {announced}")
+            raise DataError(f"{place} has {stored.bytes} bytes; the record announces {announced}")
         if "kv_sha256" in names and stored.seal() != read_attribute(group, "kv_sha256", str):
-            raise DataError(f"{where} is damaged: what is said of it is not what was written (checksum)")
+            raise DataError(f"{place} is damaged: what is said of it is not what was written (checksum)")
     else:  # version 1
         tokens = read_attribute(group, "prompt_tokens", int) + read_attribute(group, "new_tokens", int)
         longest = max((layer.tokens for layer in stored.layers), default=0)
         if longest > tokens:
-            raise DataError(f"{where} has {longest} tokens; the record announces {tokens}")
+            raise DataError(f"{place} has {longest} tokens; the record announces {tokens}")
     if stored.bytes > MAX_INFLATION * group.file.id.get_filesize():
         raise DataError(
-            f"{where} has {stored.bytes} bytes in a file of {group.file.id.get_filesize()}; that is no data"
+            f"{place} has {stored.bytes} bytes in a file of {group.file.id.get_filesize()}; that is no data"
         )
     return stored
 
@@ -263,7 +262,7 @@ def open_whole_kv(group: h5py.Group) -> StoredKV:
     stored = open_kv(group)
     if stored.first_token:
         raise DataError(
-            f"{_where(group)} has the keys and values of tokens from {stored.first_token} on; those before are still "
+            f"{where(group)} has the keys and values of tokens from {stored.first_token} on; those before are still "
             f"in parts, as the ranks wrote them: put them together with `kvr merge` first"
         )
     return stored
@@ -278,15 +277,10 @@ def strange_members(group: h5py.Group) -> set[str]:
     for name in kv:
         if LAYER_NAME.fullmatch(name):
             layer = group_in(kv, name)
-            strange |= attribute_names(layer) | {*layer} - {*KINDS, "digests"}
+            strange |= attribute_names(layer) | {*layer} - MEMBERS
         elif name != "token_ids":
             strange.add(name)
     return strange
-
-
-def type_name(dataset: Any) -> str:
-    """Name of a dataset's type: ``bfloat16``, or numpy's name."""
-    return "bfloat16" if dataset.id.get_type().equal(bfloat16_type()) else str(dataset.dtype)
 
 
 def _open(kv: h5py.Group) -> StoredKV:
@@ -298,14 +292,14 @@ def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
     """Find the layers."""
     block = read_attribute(kv, "block_tokens", int) if "block_tokens" in attribute_names(kv) else None
     if block is not None and block < 1:
-        raise DataError(f"{_where(kv)} has blocks of {block} tokens; expected at least 1")
+        raise DataError(f"{where(kv)} has blocks of {block} tokens; expected at least 1")
     for name in kv:
         if name == "token_ids":
             continue
         if not LAYER_NAME.fullmatch(name):
-            raise DataError(f"{_where(kv)}/{name} is no layer; expected layer_000, ...")
+            raise DataError(f"{where(kv)}/{name} is no layer; expected layer_000, ...")
         layer = group_in(kv, name)
-        keys, values = (dataset_in(layer, kind, "f", (3,)) for kind in KINDS)
+        keys, values = (open_array(layer, kind) for kind in KINDS)
         if block is None:
             yield StoredLayer(int(name.removeprefix("layer_")), keys, values)
             continue
@@ -313,7 +307,7 @@ def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
         expected = (-(-max(keys.shape[0], values.shape[0]) // block), len(KINDS))
         if digests.shape != expected or keys.shape[0] != values.shape[0]:
             raise DataError(
-                f"{_where(layer)}: keys {keys.shape}, values {values.shape}, digests {digests.shape} do not go together"
+                f"{where(layer)}: keys {keys.shape}, values {values.shape}, digests {digests.shape} do not go together"
             )
         yield StoredLayer(int(name.removeprefix("layer_")), keys, values, digests[()], block)
 
@@ -327,63 +321,18 @@ def _read_tokens(kv: h5py.Group, longest: int) -> CachedTokens | None:
     first = read_attribute(kv, "first_token", int) if "first_token" in attribute_names(kv) else 0
     if not 0 <= first <= ids.shape[0] <= first + longest or not 0 <= text[0] <= text[1] <= ids.shape[0]:
         raise DataError(
-            f"{_where(kv)} has {ids.shape[0]} tokens, text from {text[0]} to {text[1]}, {longest} keys from {first} on"
+            f"{where(kv)} has {ids.shape[0]} tokens, text from {text[0]} to {text[1]}, {longest} keys from {first} on"
         )
     return CachedTokens(tuple(ids[()].tolist()), text, first)
 
 
-def _write_array(group: h5py.Group, name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Write a tensor of float32, float16 or bfloat16 in one piece, in its own type; return its bits."""
-    import torch
-
-    tensor = tensor.detach().cpu().contiguous()
-    bits = tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
-    kind = bfloat16_type() if tensor.dtype == torch.bfloat16 else h5py.h5t.py_create(bits.dtype, logical=True)
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    dataset = h5py.h5d.create(group.id, name.encode(), kind, h5py.h5s.create_simple(bits.shape), dcpl=plist)
-    if bits.size:
-        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, bits, kind)
-    return bits
-
-
-def _read_raw(dataset: Any, first: int, last: int) -> np.ndarray[Any, Any]:
-    """Read the bits of some rows."""
-    kind, shape = dataset.id.get_type(), (last - first, *dataset.shape[1:])
-    raw = np.empty(shape, f"<i{kind.get_size()}")
-    if raw.size:
-        rows = dataset.id.get_space()
-        rows.select_hyperslab((first, *(0 for _ in shape[1:])), shape)
-        dataset.id.read(h5py.h5s.create_simple(shape), rows, raw, kind)
-    return raw
-
-
-def _as_tensor(dataset: Any, raw: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Take bits for what the dataset says they are."""
-    import torch
-
-    kinds = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
-    name = type_name(dataset)
-    if name not in kinds:
-        raise DataError(f"{_where(dataset)}: type {name}; expected keys or values (one of {', '.join(kinds)})")
-    return torch.from_numpy(raw).view(kinds[name])
-
-
-def _digest(rows: np.ndarray[Any, Any]) -> int:
-    """XXH3 of rows, as a signed number."""
-    return int.from_bytes(xxhash.xxh3_64_digest(rows.data.cast("B") if rows.size else b""), "big", signed=True)
-
-
 def _facts(layer: StoredLayer) -> list[Any]:
     digests = None if layer.digests is None else np.asarray(layer.digests).tolist()
-    shapes = [list(layer.keys.shape), list(layer.values.shape)]
-    return [layer.number, shapes, [type_name(layer.keys), type_name(layer.values)], layer.block_tokens, digests]
+    keys, values = layer.keys.facts(), layer.values.facts()
+    shapes, types = [keys[0], values[0]], [keys[1], values[1]]
+    return [layer.number, shapes, types, layer.block_tokens, digests, *keys[2:], *values[2:]]
 
 
 def _seal(tokens: CachedTokens | None, layers: Iterable[list[Any]]) -> str:
     known = None if tokens is None else [list(tokens.ids), list(tokens.text), *([tokens.first] if tokens.first else [])]
     return hashlib.sha256(json.dumps([known, list(layers)]).encode()).hexdigest()
-
-
-def _where(item: Any) -> str:
-    return f"{item.file.filename}:{item.name}"

@@ -18,7 +18,7 @@ from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import Index, index_run, join_indexes, run_files
 from kvr_mpi.store.hdf5 import create_hdf5, group_in
-from kvr_mpi.store.kv import CachedTokens, KeysValues, open_kv
+from kvr_mpi.store.kv import CachedTokens, Contents, open_kv
 from kvr_mpi.store.ledger import LedgerWriter, sync
 from kvr_mpi.store.outputs import (
     Header,
@@ -246,7 +246,7 @@ def _copy_document(
         raise DataError(f"{group.file.filename}:{group.name}: its id {record.id!r} does not belong there")
     kv = open_kv(group)
     with contextlib.ExitStack() as files:
-        layers: Iterable[KeysValues | None] = ()
+        layers: Iterable[Contents | None] = ()
         tokens: CachedTokens | None = None
         if not drops_kv and kv.first_token:
             layers, tokens = open_parts(group, record, parts or Index({}), files).layers(), whole_tokens(kv)

@@ -53,7 +53,7 @@ from kvr_mpi.store.hdf5 import (
     write_attribute,
     write_dataset,
 )
-from kvr_mpi.store.kv import CachedTokens, KeysValues, open_kv, strange_members, write_kv
+from kvr_mpi.store.kv import CachedTokens, Contents, open_kv, strange_members, write_kv
 
 SCHEMA, SCHEMA_VERSION = "kvr-mpi", 3
 # Arrays of a record, kept as datasets; all its other fields are attributes.
@@ -161,7 +161,7 @@ def read_software(file: h5py.File) -> dict[str, str]:
 
 
 def write_record(
-    file: h5py.File, record: Record, layers: Iterable[KeysValues | None] = (), tokens: CachedTokens | None = None
+    file: h5py.File, record: Record, layers: Iterable[Contents | None] = (), tokens: CachedTokens | None = None
 ) -> None:
     """Add a document's group, with each layer's keys and values (tokens, kv_heads, head_dim) if given, and whose."""
     group = create_group(file["documents"], key_of(record.id))

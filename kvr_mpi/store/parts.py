@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.errors import DataError
+from kvr_mpi.store.arrays import join
 from kvr_mpi.store.folder import Index, clear_results, index_run, run_files
 from kvr_mpi.store.hdf5 import explained, group_in, hold_open
-from kvr_mpi.store.kv import CachedTokens, KeysValues, StoredKV, StoredLayer, open_kv
+from kvr_mpi.store.kv import CachedTokens, Contents, StoredKV, StoredLayer, open_kv
 from kvr_mpi.store.outputs import Record, check_record, open_file, read_record
 
 PARTS = "parts"
@@ -84,17 +85,15 @@ class Parts:
 
     stored: tuple[StoredKV, ...]
 
-    def layers(self) -> Iterator[KeysValues | None]:
+    def layers(self) -> Iterator[Contents | None]:
         """Yield each layer's keys and values, all tokens', each block held against its digest."""
-        import torch
-
         by_number: list[dict[int, StoredLayer]] = [{layer.number: layer for layer in one.layers} for one in self.stored]
         for number in range(max(by_number[-1], default=-1) + 1):
             if number not in by_number[-1]:
                 yield None
                 continue
-            pairs = [layers[number].read() for layers in by_number]
-            keys, values = (torch.cat([pair[place] for pair in pairs]) for place in (0, 1))
+            pairs = [layers[number].contents() for layers in by_number]
+            keys, values = (join([pair[place] for pair in pairs]) for place in (0, 1))
             yield keys, values
 
 
@@ -125,7 +124,8 @@ def open_parts(group: Any, record: Record, index: Index, stack: ExitStack) -> Pa
             raise DataError(f"{where}: its part from token {start} on has other layers than the record")
         for layer, own in zip(part.layers, last.layers, strict=True):
             shapes = (layer.keys.shape[1:], layer.values.shape[1:]), (own.keys.shape[1:], own.values.shape[1:])
-            if layer.tokens != stop - start or shapes[0] != shapes[1]:
+            same_type = (layer.keys.type_name, layer.values.type_name) == (own.keys.type_name, own.values.type_name)
+            if layer.tokens != stop - start or shapes[0] != shapes[1] or not same_type:
                 raise DataError(
                     f"{where}: its part from token {start} on has {layer.tokens} tokens of {shapes[0]} in layer "
                     f"{layer.number}; expected {stop - start} of {shapes[1]}"

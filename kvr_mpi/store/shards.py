@@ -23,8 +23,9 @@ import h5py
 
 from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import OutputError
+from kvr_mpi.store.arrays import quantise
 from kvr_mpi.store.hdf5 import create_hdf5
-from kvr_mpi.store.kv import CachedTokens, KeysValues
+from kvr_mpi.store.kv import CachedTokens, Contents, KeysValues
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.outputs import Header, Record, drop_record, start_file, write_record
@@ -95,10 +96,14 @@ class ShardWriter:
         Goes into every file.
     session : int or None
         Of the job; by default the one that has the folder.
+    eight_bit : bool
+        Whether keys and values are rounded to 8 bits.
     """
 
-    def __init__(self, folder: Path, name: str, header: Header, session: int | None = None) -> None:
-        self._folder, self._name, self._header = folder, name, header
+    def __init__(
+        self, folder: Path, name: str, header: Header, session: int | None = None, *, eight_bit: bool = False
+    ) -> None:
+        self._folder, self._name, self._header, self._eight_bit = folder, name, header, eight_bit
         self._session = session_of(folder) if session is None else session
         self._ledger = LedgerWriter(folder, name)
         self._shard: _Shard | None = None
@@ -245,10 +250,14 @@ class ShardWriter:
         if task is _Mark.DROP:
             raise _DroppedError
 
-    def _contents(self, layers: Iterable[_Layer]) -> Iterator[KeysValues | None]:
+    def _contents(self, layers: Iterable[_Layer]) -> Iterator[Contents | None]:
         for layer in layers:
             self._check_space(layer.size_bytes)
-            yield layer.content
+            if layer.content is None or not self._eight_bit:
+                yield layer.content
+            else:
+                keys, values = layer.content
+                yield quantise(keys), quantise(values)
 
     def _add(self, record: Record, tokens: CachedTokens | None) -> None:
         layers = self._layers()

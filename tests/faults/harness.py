@@ -51,7 +51,7 @@ SMALL_DISK = "size=900k"
 ENDED_WELL = (0, 65)
 
 
-def write_job(folder: Path, model: Path) -> Path:
+def write_job(folder: Path, model: Path, kv: str = "true") -> Path:
     """Write a job over short documents, one of them bad; its output folder is given with each run."""
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)

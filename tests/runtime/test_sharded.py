@@ -229,3 +229,22 @@ def test_bad_documents_stop_nothing(job: Path, tmp_path: Path, run_here: Any) ->
     done = run_here(2, [job, *options(*SHARDED)])
     assert done.returncode == 65 and last_line(done.stderr).count("1 of 6 document(s) failed")
     assert [record.status for record in records(tmp_path / "out").values()] == ["done"] * 5 + ["error"]
+
+
+def test_8_bits_are_said_and_asked(job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path) -> None:
+    """A quarter of the size, from shares as from one rank; whoever asks is told that they are not exact."""
+    sizes = []
+    for number, told in enumerate((("output.kv=true",), ("output.kv=true", "output.kv_dtype=int8"))):
+        folder = tmp_path / f"out-{number}"
+        assert run_here(2, [job, *options(*told, f"output.path={folder}")]).returncode == 0
+        sizes.append((folder / "results.h5").stat().st_size)
+    assert sizes[1] < 0.6 * sizes[0]
+    sharded = tmp_path / "sharded"
+    told = ("output.kv=sharded", "output.kv_dtype=int8", f"output.path={sharded}")
+    assert run_here(2, [job, *options(*told)]).returncode == 0
+    for run in (tmp_path / "out-1", sharded):
+        asked = run_here(2, [ask_sharded(tmp_path, tiny_model_dir, run), "--overwrite"])
+        assert asked.returncode == 0 and "in 8 bits, and not exact" in asked.stderr
+        assert {record.status for record in records(tmp_path / "asked").values()} == {"done"}
+    again = run_here(2, [job, *options("output.kv=true", f"output.path={tmp_path / 'out-1'}"), "--resume"])
+    assert again.returncode != 0 and "kv was 'True int8', is True" in again.stderr
