@@ -147,7 +147,7 @@ def put_back(action: str, output: Path, decoy: Path) -> None:
 def damage(output: Path, chance: random.Random, case: Case) -> None:
     """Do to the files what disks, people and clocks do."""
     kind = chance.choice(DAMAGES)
-    files = sorted(file for file in output.iterdir() if file.is_file()) if output.is_dir() else []
+    files = sorted(file for file in output.rglob("*") if file.is_file()) if output.is_dir() else []
     if kind == "none" or not files:
         return
     file = chance.choice(files)

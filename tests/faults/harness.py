@@ -74,7 +74,7 @@ def write_job(folder: Path, model: Path, kv: str = "true") -> Path:
         partition = "even"
         [output]
         path = "given with each run"
-        kv = true
+        kv = {kv}
         """
     )
     return job

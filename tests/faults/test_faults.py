@@ -18,6 +18,7 @@ SEEDS = os.environ.get("KVR_TEST_SEEDS", "")
 QUICK = (4,)
 CASES = 105
 QUICK_ASKING, CASES_ASKING = (4,), 30
+CASES_SHARDED = 30
 
 
 def seeds(text: str) -> list[int]:
@@ -50,6 +51,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory, questions: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
+    return write_job(tmp_path_factory.mktemp("sharded"), tiny_model_dir, kv='"sharded"')
+
+
 def cases(quick: tuple[int, ...], count: int) -> list[Any]:
     return [
         pytest.param(seed, id=f"seed{seed}", marks=() if SEEDS or seed in quick else pytest.mark.long)
@@ -70,4 +76,12 @@ def test_answers_about_stored_documents_are_not_lost_either(
     seed: int, questions: Path, answers: Path, tmp_path: Path
 ) -> None:
     case = run_case(seed, questions, answers, tmp_path, well=0)
+    print("; ".join(case.story))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", cases((), CASES_SHARDED))
+def test_parts_of_every_rank_are_not_lost_either(seed: int, sharded: Path, reference: Path, tmp_path: Path) -> None:
+    """Keys and values stay spread over the ranks, each of which writes its own."""
+    case = run_case(seed, sharded, reference, tmp_path)
     print("; ".join(case.story))
