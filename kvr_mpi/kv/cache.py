@@ -19,7 +19,7 @@ from kvr_mpi.kv.buffers import LayerBuffers, make_flat
 from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.ragged import check_retained, elements_needed
+from kvr_mpi.kv.ragged import RaggedLayout, check_retained, elements_needed
 from kvr_mpi.kv.states import EmptyLayer, StateAndSliceLayer, StateAndWholeLayer, StateLayer
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.kv.whole import WholeLayer
@@ -233,6 +233,13 @@ class SliceCache(Cache):
             if layer.shape.elements:
                 layer.keep_only(kept, slack, flat)
         self.buffers.clear()
+        self.capacity = length + slack
+
+    def adopt(self, layouts: Sequence[RaggedLayout], length: int, slack: int) -> None:
+        """Hold some heads of a document of so many tokens, which another rank has prefilled."""
+        assert not self.prefilling
+        for layer, layout in zip(self.layers, layouts, strict=True):
+            layer.layout, layer.length = layout, length
         self.capacity = length + slack
 
     def note_states(self) -> None:

@@ -198,6 +198,20 @@ class SliceLayer(CacheLayerMixin):
             return self.layout.held_bytes
         return 0 if self.layout is None else self.layout.buffer.nbytes
 
+    @property
+    def head_counts(self) -> list[int]:
+        """Tokens that each KV head holds."""
+        if isinstance(self.layout, RaggedLayout):
+            return [count + self.length - self.layout.origin for count in self.layout.kept]
+        return [self.length] * self.shape.num_kv_heads
+
+    def head(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that a KV head holds, as views (tokens, dim)."""
+        if isinstance(self.layout, RaggedLayout):
+            return self.layout.head_rows(head, self.length)
+        keys, values = self.rows(0, self.length)
+        return keys[0, head], values[0, head]
+
     def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a range of tokens, as views (1, kv_heads, tokens, head_dim).
 

@@ -74,11 +74,13 @@ class RaggedLayout:
         self._offsets = [0, *itertools.accumulate(capacities)][: len(capacities)]
         # Where each head's next token goes, but for those appended before it.
         self._ends = torch.tensor(
-            [offset + count for offset, count in zip(self._offsets, kept, strict=True)], device=flat.device
+            [offset + count for offset, count in zip(self._offsets, kept, strict=True)],
+            dtype=torch.int64,
+            device=flat.device,
         )
         self._begins = torch.tensor([*self._offsets, rows], dtype=torch.int32, device=flat.device)
         self._counts = torch.tensor(kept, dtype=torch.int32, device=flat.device)
-        self._places = torch.tensor(self.heads, device=flat.device)
+        self._places = torch.tensor(self.heads, dtype=torch.int64, device=flat.device)
         self._runs = list(self._find_runs())
 
     @property
