@@ -20,7 +20,7 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.attention import attend, attend_documents, takes_varlen
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.layer import SliceLayer
-from kvr_mpi.kv.ragged import RaggedLayout
+from kvr_mpi.kv.ragged import RaggedLayout, attend_row, write_row
 from kvr_mpi.model.attention_hook import AttentionParams
 
 
@@ -39,6 +39,8 @@ class PackedLayer(CacheLayerMixin):
         self._whole = [
             None if layer.is_ragged else layer.rows(0, layer.cache.capacity) for layer in documents if cache.decodes
         ]
+        layouts = [layer.layout for layer in documents if isinstance(layer.layout, RaggedLayout)]
+        self._ragged = layouts if len(layouts) == len(documents) else None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -49,6 +51,11 @@ class PackedLayer(CacheLayerMixin):
         if not cache.decodes:
             for layer, (first, last) in zip(self.documents, cache.bounds, strict=True):
                 layer.update(key_states[:, :, first:last], value_states[:, :, first:last])
+            return key_states, value_states
+        if self._ragged is not None:
+            write_row(self._ragged, key_states, value_states, cache.lengths)
+            for layer, length in zip(self.documents, cache.lengths, strict=True):
+                layer.length = length + 1
             return key_states, value_states
         places, tokens = [], []
         for at, (layer, pair, length) in enumerate(zip(self.documents, self._whole, cache.lengths, strict=True)):
@@ -96,6 +103,8 @@ class PackedLayer(CacheLayerMixin):
 
     def _attend_tokens(self, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
         """Attend from one token of each document: what `SliceLayer.attend` does, without its detours."""
+        if self._ragged is not None and query.shape[2] == len(self.documents):
+            return attend_row(self._ragged, query, [length + 1 for length in self.cache.lengths], params)
         tokens = query.chunk(len(self.documents), dim=2)  # of one document it may be folded, and stays whole
         outs = []
         for layer, token, pair, before in zip(self.documents, tokens, self._whole, self.cache.lengths, strict=True):

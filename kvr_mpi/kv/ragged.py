@@ -22,13 +22,26 @@ from kvr_mpi.model.attention_hook import AttentionParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Unit:
+    """One head that is held.
+
+    keys, values : views (capacity, dim); transposed_keys (dim, capacity).
+    """
+
+    head: int  # its place among those the model gives
+    kept: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    transposed_keys: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Run:
     """Heads next to each other that keep equally many tokens, and so lie as one tensor.
 
     keys, values : views (1, heads, capacity, dim).
     """
 
-    first: int  # of the heads held
     heads: tuple[int, ...]  # their places among those the model gives
     kept: int
     keys: torch.Tensor
@@ -65,7 +78,7 @@ class RaggedLayout:
     ) -> None:
         self.heads = tuple(range(shape.num_kv_heads) if heads is None else heads)
         assert len(kept) == len(self.heads), "one count for each head held"
-        self.kept, self.slack, self.origin, self._shape = tuple(kept), slack, origin, shape
+        self.kept, self.slack, self.origin, self.shape = tuple(kept), slack, origin, shape
         capacities = [count + slack for count in kept]
         rows = sum(capacities)
         self.flat, cut = flat, rows * shape.key_dim
@@ -82,11 +95,21 @@ class RaggedLayout:
         self._counts = torch.tensor(kept, dtype=torch.int32, device=flat.device)
         self._places = torch.tensor(self.heads, dtype=torch.int64, device=flat.device)
         self._runs = list(self._find_runs())
+        self.units = [
+            _Unit(head, count, keys, values, keys.t())
+            for head, count, keys, values in zip(
+                self.heads,
+                kept,
+                torch.split(self._keys, capacities),
+                torch.split(self._values, capacities),
+                strict=True,
+            )
+        ]
 
     @property
     def holds_all(self) -> bool:
         """Whether all heads of the layer are here."""
-        return len(self.heads) == self._shape.num_kv_heads
+        return len(self.heads) == self.shape.num_kv_heads
 
     @property
     def held_bytes(self) -> int:
@@ -98,16 +121,28 @@ class RaggedLayout:
         stretch = slice(self._offsets[at], self._offsets[at] + self.kept[at] + length - self.origin)
         return self._keys[stretch], self._values[stretch]
 
-    def write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append keys and values (1, kv_heads, tokens, dim) of all heads, from a position on."""
-        before, tokens = first - self.origin, keys.shape[2]
-        if not self.heads:
-            return
+    def check_room(self, first: int, tokens: int) -> int:
+        """Say how many tokens were appended before the one at a position.
+
+        Raises
+        ------
+        ValueError
+            If so many from there on do not fit.
+        """
+        before = first - self.origin
         if not 0 <= before <= self.slack - tokens:
             raise ValueError(
-                f"tokens {first} to {first + tokens} do not fit: the heads kept what they keep of {self.origin} tokens "
+                f"tokens {first} to {first + tokens} do not fit: the heads keep what they keep of {self.origin} tokens "
                 f"and have room for {self.slack} more"
             )
+        return before
+
+    def write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append keys and values (1, kv_heads, tokens, dim) of all heads, from a position on."""
+        tokens = keys.shape[2]
+        before = self.check_room(first, tokens)
+        if not self.heads:
+            return
         if not self.holds_all:
             keys, values = keys.index_select(1, self._places), values.index_select(1, self._places)
         for token in range(tokens):
@@ -132,11 +167,15 @@ class RaggedLayout:
         Tensor
             The query's shape but for the last dimension, which is value_dim; zeros of heads that are not held.
         """
-        shape, appended = self._shape, length - self.origin
+        shape, appended = self.shape, length - self.origin
         grouped = query.view(1, shape.num_kv_heads, -1, fresh, shape.key_dim)
         out = query.new_empty(*grouped.shape[:-1], shape.value_dim)
         if not self.holds_all:
             out.zero_()
+        if fresh == 1 and _is_short_way(query, params):
+            return attend_row([self], query.view(1, -1, 1, shape.key_dim), [length], params).view(
+                *query.shape[:3], shape.value_dim
+            )
         if self.heads and fresh == 1 and takes_varlen(query, self._values, params):
             out[0, self._places, :, 0] = self._attend_at_once(grouped[0, self._places, :, 0], appended, params)
         else:
@@ -148,7 +187,7 @@ class RaggedLayout:
         """Attend from one token (held heads, group, head_dim) on a GPU: every head is a sequence of its own."""
         longest = max(self.kept) + appended
         part = attend_heads(query, self._keys, self._values, params, self._begins, self._counts + appended, longest)
-        sinks = _sinks_of(params, self._places, self._shape.num_kv_heads)
+        sinks = _sinks_of(params, self._places, self.shape.num_kv_heads)
         return part.finish(replace(params, sinks=sinks)).view(query.shape).to(query.dtype)
 
     def _find_runs(self) -> Iterator[_Run]:
@@ -159,7 +198,7 @@ class RaggedLayout:
             keys, values = (
                 held[rows].view(1, count, kept + self.slack, held.shape[1]) for held in (self._keys, self._values)
             )
-            yield _Run(at, self.heads[at : at + count], kept, keys, values)
+            yield _Run(self.heads[at : at + count], kept, keys, values)
             at += count
 
 
@@ -169,11 +208,6 @@ def _attend_run(
     """Attend from (1, kv_heads, group, fresh, head_dim) with the heads of a run, into the same place of `out`."""
     first, last = run.heads[0], run.heads[-1] + 1
     length = run.kept + appended
-    if fresh == 1 and last - first == 1 and _is_short_way(query, params):
-        # One head, one token: two products and a softmax take less than the flash kernel.
-        scores = torch.mm(query[0, first, :, 0], run.keys[0, 0, :length].t()).mul_(params.scale)
-        torch.mm(torch.softmax(scores, -1), run.values[0, 0, :length], out=out[0, first, :, 0])
-        return
     places: slice | list[int] = slice(first, last) if last - first == len(run.heads) else list(run.heads)
     mine = query[:, places].flatten(1, 2)
     keys, values = run.keys[:, :, :length], run.values[:, :, :length]
@@ -187,6 +221,57 @@ def _attend_run(
     sinks = _sinks_of(params, places, query.shape[1])
     finished = part.finish(replace(params, sinks=sinks)).to(out.dtype)
     out[:, places] = finished.view(1, len(run.heads), *out.shape[2:])
+
+
+def write_row(
+    layouts: Sequence[RaggedLayout], keys: torch.Tensor, values: torch.Tensor, lengths: Sequence[int]
+) -> None:
+    """Append one token to each of several documents of so many tokens (1, kv_heads, documents, dim)."""
+    places, tokens = [], []
+    by_document = zip(layouts, lengths, keys[0].unbind(1), values[0].unbind(1), strict=True)
+    for layout, length, token_keys, token_values in by_document:
+        appended = layout.check_room(length, 1)
+        of_heads, of_values = token_keys.unbind(0), token_values.unbind(0)
+        for unit in layout.units:
+            end = unit.kept + appended
+            places += [unit.keys.select(0, end), unit.values.select(0, end)]
+            tokens += [of_heads[unit.head], of_values[unit.head]]
+    if places:
+        torch._foreach_copy_(places, tokens)
+
+
+def attend_row(
+    layouts: Sequence[RaggedLayout], query: torch.Tensor, lengths: Sequence[int], params: AttentionParams
+) -> torch.Tensor:
+    """Attend from one token of each of several documents, whose lengths include it.
+
+    Parameters
+    ----------
+    query : Tensor
+        (1, heads, documents, head_dim).
+
+    Returns
+    -------
+    Tensor
+        (1, heads, documents, value_dim).
+    """
+    if not _is_short_way(query, params):
+        tokens = zip(layouts, query.chunk(len(layouts), dim=2), lengths, strict=True)
+        return torch.cat([layout.attend(token, length, 1, params) for layout, token, length in tokens], dim=2)
+    # Two products and a softmax for a head take less than a flash kernel of several heads, or of padded ones.
+    shape, documents = layouts[0].shape, len(layouts)
+    kv_heads = shape.num_kv_heads
+    scaled = (query[0] * params.scale).view(kv_heads, -1, documents, shape.key_dim).permute(2, 0, 1, 3)
+    out = query.new_zeros(documents * kv_heads, scaled.shape[2], shape.value_dim)
+    queries, outs = scaled.flatten(0, 1).unbind(0), out.unbind(0)
+    for document, (layout, length) in enumerate(zip(layouts, lengths, strict=True)):
+        appended, first = length - layout.origin, document * kv_heads
+        for unit in layout.units:
+            held = unit.kept + appended
+            scores = torch.mm(queries[first + unit.head], unit.transposed_keys.narrow(1, 0, held))
+            torch.mm(torch.softmax(scores, -1), unit.values.narrow(0, 0, held), out=outs[first + unit.head])
+    by_document = out.view(documents, kv_heads, -1, shape.value_dim)
+    return by_document.permute(1, 2, 0, 3).reshape(1, -1, documents, shape.value_dim)
 
 
 def _is_short_way(query: torch.Tensor, params: AttentionParams) -> bool:
