@@ -50,6 +50,9 @@ class LayersOwner(Protocol):
     def leave_if_done(self, layer_idx: int) -> None:
         """Leave the model where nobody reads on."""
 
+    def observe(self, layer_idx: int, query: torch.Tensor, params: AttentionParams) -> None:
+        """Keep the queries of the observation window, if there is one."""
+
 
 class SliceLayer(CacheLayerMixin):
     """One layer's keys and values on one rank."""
@@ -140,6 +143,7 @@ class SliceLayer(CacheLayerMixin):
         # A single token's query heads may come folded into the query length (1, kv_heads, group, head_dim).
         if query.shape[2] != self.fresh and self.fresh > 1:
             raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
+        self.cache.observe(self.layer_idx, query, params)
         skipped = self.fresh - 1 if self.cache.reads_only_last(self.layer_idx) else 0
         query = query[:, :, skipped:]
         sees_all = self.shape.visibility.sees_all(self.length)

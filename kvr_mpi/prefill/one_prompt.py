@@ -19,7 +19,7 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache, SliceDoneError
 from kvr_mpi.kv.exchange import Exchange, MakeExchange
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.transfers import PromptTransfers
+from kvr_mpi.kv.transfers import PromptTransfers, Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model, run_plain, takes
 from kvr_mpi.model.rope import depends_on_length
@@ -83,6 +83,8 @@ class Options(TypedDict, total=False):
     keeps_all
         The rank with the last slice is to end with the keys and values of all tokens, even in layers with a window or
         chunks.
+    window
+        Tokens whose queries the rank with the last slice keeps, for compression; they have to be in that slice.
     """
 
     reserve_tokens: int
@@ -92,6 +94,7 @@ class Options(TypedDict, total=False):
     forwarder: Forwarder | None
     spares_chain: bool
     keeps_all: bool
+    window: Range | None
 
 
 @torch.inference_mode()
@@ -219,6 +222,7 @@ def prefill_by(
         reserve_tokens=options.get("reserve_tokens", 0),
         prefix=options.get("prefix"),
         stop_after=options.get("stop_after"),
+        window=options.get("window"),
     )
     spares_chain = options.get("spares_chain", False)
     logits, failure = _run_slice(loaded, ids, cache, forwarder, spares_chain)
