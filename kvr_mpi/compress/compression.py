@@ -6,6 +6,7 @@ what is kept. What follows the window is kept by every head, beside the budget: 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,6 @@ from kvr_mpi.compress.streaming_llm import recency_scores
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.transfers import Range
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.rope import begins_anew_at
 
 # For each layer and KV head the positions that are kept, ascending; None: the layer keeps all it has.
 Retained = list[Sequence[torch.Tensor] | None]
@@ -29,12 +29,13 @@ Retained = list[Sequence[torch.Tensor] | None]
 
 @dataclass(frozen=True, slots=True)
 class RetainedSize:
-    """What is left of a prompt's keys and values.
+    """What is left of a prompt's keys and values, and by which method.
 
     tokens : of a KV head, on average over the layers that are compressed.
     kv_bytes : of all layers.
     """
 
+    method: str
     tokens: float
     kv_bytes: int
 
@@ -50,6 +51,18 @@ class Compression:
     layers: tuple[int, ...]
     kv_heads: int
     profile: HeadProfile | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What answers depend on: the settings, and instead of the profile's name what it says."""
+        said = self.settings.model_dump()
+        if self.profile is not None:
+            said["profile"] = hashlib.sha256(self.profile.counts.tobytes()).hexdigest()
+        return said
+
+    def describe(self) -> str:
+        """Say in a few words what is done."""
+        return f"{self.settings}; {len(self.layers)} layer(s) of {self.kv_heads} KV head(s)"
 
     def window_of(self, tokens: int, text: Range) -> Range | None:
         """Say before which tokens of a prompt is chosen, and after which all are kept.
@@ -74,6 +87,39 @@ class Compression:
     def observed_of(self, tokens: int, text: Range) -> Range | None:
         """Say whose queries the prefill has to keep, as `window_of`; None if it need not keep any."""
         return self.window_of(tokens, text) if self.settings.rule.observes else None
+
+    def dropped_bytes(self, loaded: LoadedModel, tokens: int, text: Range) -> int:
+        """Say how many bytes of a prompt's keys and values will be dropped."""
+        window = self.window_of(tokens, text)
+        dropped = 0 if window is None else window[1] - self.settings.kept_of(window[1])
+        return dropped * sum(loaded.shape.layers[idx].elements for idx in self.layers) * loaded.dtype.itemsize
+
+    @torch.inference_mode()
+    def compress(self, cache: Any, text: Range, *, slack: int) -> RetainedSize | None:
+        """Let a cache keep what the method chooses, after a prefill on the rank with all keys.
+
+        Parameters
+        ----------
+        cache : SliceCache
+            Which has observed what `observed_of` says.
+        text : (int, int)
+            Where the document's text is in the prompt.
+        slack : int
+            Room for tokens to be decoded.
+
+        Returns
+        -------
+        RetainedSize or None
+            None if the cache stays whole.
+        """
+        window = self.window_of(cache.length, text)
+        if window is None:
+            return None
+        retained = self.choose(cache, window)
+        size = self.size_of(cache, retained)
+        cache.keep_only(retained, slack)
+        cache.observation = None
+        return size
 
     def choose(self, cache: Any, window: Range) -> Retained:
         """Choose what each KV head keeps, after a prefill.
@@ -102,15 +148,13 @@ class Compression:
     def size_of(self, cache: Any, retained: Retained) -> RetainedSize:
         """Say how much of a cache that is."""
         kept, kv_bytes = 0, 0
-        for layer, heads in zip(cache.layers, retained, strict=True):
+        for layer_idx, (layer, heads) in enumerate(zip(cache.layers, retained, strict=True)):
             shape = layer.shape
-            if heads is None:
-                kv_bytes += layer.length * shape.elements * cache.dtype.itemsize
-                continue
-            tokens = sum(len(head) for head in heads)
-            kept += tokens
+            every = layer.length * shape.num_kv_heads if shape.elements else 0
+            tokens = every if heads is None else sum(map(len, heads))
+            kept += tokens if layer_idx in self.layers else 0
             kv_bytes += tokens * (shape.key_dim + shape.value_dim) * cache.dtype.itemsize
-        return RetainedSize(kept / (len(self.layers) * self.kv_heads), kv_bytes)
+        return RetainedSize(str(self.settings), kept / (len(self.layers) * self.kv_heads), kv_bytes)
 
     def _scores(self, cache: Any, layer_idx: int, window: Range) -> torch.Tensor:
         """Score the tokens before the window (kv_heads, tokens)."""
@@ -141,11 +185,6 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
     if not loaded.attends_in_parts:
         why = shape.why_whole or "its own attention runs over the whole cache, as that over latents or with ALiBi"
         raise ConfigError(f"{name} cannot be compressed by heads: {why}; leave [compress] out for this model")
-    if begins_anew_at(loaded.model) is not None:
-        raise ConfigError(
-            f"{name} has a rotary embedding that changes with the length, so that an answer may have to begin with all "
-            f"keys anew; leave [compress] out for this model"
-        )
     layers = tuple(idx for idx, one in enumerate(shape.layers) if one.elements and one.visibility.size is None)
     if not layers:
         raise ConfigError(f"{name} has no layer that sees all tokens: windows and chunks bound what is kept already")

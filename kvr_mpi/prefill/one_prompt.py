@@ -15,6 +15,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from transformers import DynamicCache
 
+from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache, SliceDoneError
 from kvr_mpi.kv.exchange import Exchange, MakeExchange
@@ -55,6 +56,7 @@ class Prefill:
     send_wait_s: float = 0.0  # and of them, waiting for the link to take what this rank sent
     strategy: str = "kvr"  # that was used: a name of `registry.STRATEGIES`
     known_tokens: int = 0  # the first ones, whose keys and values were there already
+    retained: RetainedSize | None = None  # what compression has left of the cache; None: it is whole
 
     @property
     def is_plain(self) -> bool:
