@@ -57,16 +57,30 @@ class LayerBuffers:
 
     def scratch(self, rows: int, count: int) -> list[torch.Tensor]:
         """Make room for so many times some rows of any layer, after everything else was let go."""
-        self._all = None
-        self._free.clear()
+        self.clear()
         elements = max(shape.elements for shape in self._shapes)
         return list(torch.empty(count, rows * elements, dtype=self._dtype, device=self._device))
 
+    def clear(self) -> None:
+        """Forget all memory: what no layer holds goes back to the system."""
+        self._all = None
+        self._free.clear()
+
     def _make(self, elements: int) -> torch.Tensor:
-        count = self._capacity * elements
-        if self._device.type != "cpu":
-            return torch.empty(count, dtype=self._dtype, device=self._device)
-        return _pages(count, self._dtype)
+        return make_flat(self._capacity * elements, self._dtype, self._device)
+
+
+def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Make a tensor (count,) that goes back to the system when it is let go; what is in it is not defined.
+
+    Raises
+    ------
+    MemoryError, torch.OutOfMemoryError
+        If there is no memory for it.
+    """
+    if device.type != "cpu" or not count:
+        return torch.empty(count, dtype=dtype, device=device)
+    return _pages(count, dtype)
 
 
 def _pages(count: int, dtype: torch.dtype) -> torch.Tensor:

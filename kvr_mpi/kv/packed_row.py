@@ -20,6 +20,7 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.attention import attend, attend_documents, takes_varlen
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.layer import SliceLayer
+from kvr_mpi.kv.ragged import RaggedLayout
 from kvr_mpi.model.attention_hook import AttentionParams
 
 
@@ -34,7 +35,10 @@ class PackedLayer(CacheLayerMixin):
         self.layer_idx, self.documents, self.shape = layer_idx, documents, documents[0].shape
         self.attended = True
         # Views of whole buffers, (kv_heads, capacity, head_dim): narrowing these is all there is to do for a token.
-        self._whole = [layer.rows(0, layer.cache.capacity) for layer in documents] if cache.decodes else []
+        # None where heads keep tokens of their own.
+        self._whole = [
+            None if layer.is_ragged else layer.rows(0, layer.cache.capacity) for layer in documents if cache.decodes
+        ]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -46,13 +50,18 @@ class PackedLayer(CacheLayerMixin):
             for layer, (first, last) in zip(self.documents, cache.bounds, strict=True):
                 layer.update(key_states[:, :, first:last], value_states[:, :, first:last])
             return key_states, value_states
-        places = [
-            whole.select(2, length) for pair, length in zip(self._whole, cache.lengths, strict=True) for whole in pair
-        ]
-        tokens = zip(key_states.unbind(2), value_states.unbind(2), strict=True)
-        torch._foreach_copy_(places, list(itertools.chain.from_iterable(tokens)))
-        for layer, length in zip(self.documents, cache.lengths, strict=True):
+        places, tokens = [], []
+        for at, (layer, pair, length) in enumerate(zip(self.documents, self._whole, cache.lengths, strict=True)):
+            keys, values = key_states.narrow(2, at, 1), value_states.narrow(2, at, 1)
+            if pair is None:
+                assert layer.layout is not None
+                layer.layout.write(length, keys, values)
+            else:
+                places += [whole.narrow(2, length, 1) for whole in pair]
+                tokens += [keys, values]
             layer.length = length + 1
+        if places:
+            torch._foreach_copy_(places, tokens)
         return key_states, value_states
 
     def attend(
@@ -89,8 +98,13 @@ class PackedLayer(CacheLayerMixin):
         """Attend from one token of each document: what `SliceLayer.attend` does, without its detours."""
         tokens = query.chunk(len(self.documents), dim=2)  # of one document it may be folded, and stays whole
         outs = []
-        for token, (keys, values), before in zip(tokens, self._whole, self.cache.lengths, strict=True):
+        for layer, token, pair, before in zip(self.documents, tokens, self._whole, self.cache.lengths, strict=True):
             length = before + 1
+            if isinstance(layer.layout, RaggedLayout):
+                outs.append(layer.layout.attend(token, length, 1, params))
+                continue
+            assert pair is not None
+            keys, values = pair
             low = self.shape.visibility.first_key(before)
             part = attend(token, keys.narrow(2, low, length - low), values.narrow(2, low, length - low), params)
             outs.append(part.finish(params))
