@@ -51,7 +51,9 @@ class CompressSettings(BaseModel):
         method = self.rule
         if (self.budget is None) == (self.compression_ratio is None):
             raise ValueError("compress.budget = TOKENS or compress.compression_ratio = SHARE: expected one of the two")
-        foreign = [name for name in OWN_SETTINGS if name in self.model_fields_set and name not in method.reads]
+        # By value: ranks are sent a job with all its defaults.
+        changed = [name for name in OWN_SETTINGS if getattr(self, name) != type(self).model_fields[name].default]
+        foreign = [name for name in changed if name not in method.reads]
         if foreign:
             raise ValueError(
                 f"compress.{foreign[0]} is nothing that method = {method.name!r} reads; it reads "
