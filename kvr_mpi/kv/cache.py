@@ -18,12 +18,14 @@ from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv.buffers import LayerBuffers, make_flat
 from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layer import SliceLayer
+from kvr_mpi.kv.observation import Observation
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.ragged import RaggedLayout, check_retained, elements_needed
 from kvr_mpi.kv.states import EmptyLayer, StateAndSliceLayer, StateAndWholeLayer, StateLayer
-from kvr_mpi.kv.transfers import PromptTransfers
+from kvr_mpi.kv.transfers import PromptTransfers, Range
 from kvr_mpi.kv.whole import WholeLayer
 from kvr_mpi.model import LayerShape, LoadedModel
+from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.last_token import LastRow
 
 # Layers whose receives are posted before they compute.
@@ -52,9 +54,13 @@ class SliceCache(Cache):
         Room for tokens to be decoded after the prompt, on the decode rank.
     stop_after : int or None
         Leave the model after this many layers (for timing a few of them).
+    window : (int, int) or None
+        Tokens whose queries the decode rank keeps; they have to be in its last stretch.
 
     Attributes
     ----------
+    observation : Observation or None
+        What was kept of the window, on the decode rank.
     in_parts : bool
         Attention is taken over, and attends to the prefix in parts; else the model's own attends to all of it.
     cuts_last_layer : bool
@@ -70,11 +76,15 @@ class SliceCache(Cache):
         reserve_tokens: int = 0,
         prefix: SharedPrefix | None = None,
         stop_after: int | None = None,
+        window: Range | None = None,
     ) -> None:
         shape = loaded.shape
         self.exchange, self.transfers, self.prefix = exchange, transfers, prefix
         self.dtype, self.device = loaded.dtype, loaded.device
         self.is_decode_rank = transfers is None or exchange.rank == exchange.decode_rank
+        self.observation = Observation(window) if window is not None and self.is_decode_rank else None
+        if self.observation is not None:
+            self.observation.check_in(exchange.owned)
         self.start, self.prompt_tokens = exchange.owned[0][0], exchange.partition.tokens
         self.capacity = exchange.capacity + (reserve_tokens if self.is_decode_rank else 0)
         self.in_parts, self.first_position = loaded.attends_in_parts, shape.first_position
@@ -169,6 +179,11 @@ class SliceCache(Cache):
         is_read = self.is_decode_rank or not self.exchange.saves_last_layer
         if layer_idx == self._stop or (layer_idx == self._last and not is_read):
             raise SliceDoneError
+
+    def observe(self, layer_idx: int, query: torch.Tensor, params: AttentionParams) -> None:
+        """Keep the queries of the observation window, if there is one, of (1, heads, tokens, head_dim)."""
+        if self.observation is not None and self.prefilling:
+            self.observation.keep(layer_idx, query, self.exchange.owned, params)
 
     def settle(self) -> None:
         """Hand on what was not handed on when its layer ended: the model has returned."""

@@ -51,6 +51,9 @@ class LayersOwner(Protocol):
     def leave_if_done(self, layer_idx: int) -> None:
         """Leave the model where nobody reads on."""
 
+    def observe(self, layer_idx: int, query: torch.Tensor, params: AttentionParams) -> None:
+        """Keep the queries of the observation window, if there is one."""
+
 
 class SliceLayer(CacheLayerMixin):
     """One layer's keys and values on one rank."""
@@ -143,6 +146,7 @@ class SliceLayer(CacheLayerMixin):
             raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
         if isinstance(self.layout, RaggedLayout):
             return self.layout.attend(query, self.length, self.fresh, params)
+        self.cache.observe(self.layer_idx, query, params)
         skipped = self.fresh - 1 if self.cache.reads_only_last(self.layer_idx) else 0
         query = query[:, :, skipped:]
         sees_all = self.shape.visibility.sees_all(self.length)

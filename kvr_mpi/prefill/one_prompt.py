@@ -15,11 +15,12 @@ from typing import Any, TypedDict, Unpack
 import torch
 from transformers import DynamicCache
 
+from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache, SliceDoneError
 from kvr_mpi.kv.exchange import Exchange, MakeExchange
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.transfers import PromptTransfers
+from kvr_mpi.kv.transfers import PromptTransfers, Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model, run_plain, takes
 from kvr_mpi.model.rope import depends_on_length
@@ -55,6 +56,7 @@ class Prefill:
     send_wait_s: float = 0.0  # and of them, waiting for the link to take what this rank sent
     strategy: str = "kvr"  # that was used: a name of `registry.STRATEGIES`
     known_tokens: int = 0  # the first ones, whose keys and values were there already
+    retained: RetainedSize | None = None  # what compression has left of the cache; None: it is whole
 
     @property
     def is_plain(self) -> bool:
@@ -83,6 +85,8 @@ class Options(TypedDict, total=False):
     keeps_all
         The rank with the last slice is to end with the keys and values of all tokens, even in layers with a window or
         chunks.
+    window
+        Tokens whose queries the rank with the last slice keeps, for compression; they have to be in that slice.
     """
 
     reserve_tokens: int
@@ -92,6 +96,7 @@ class Options(TypedDict, total=False):
     forwarder: Forwarder | None
     spares_chain: bool
     keeps_all: bool
+    window: Range | None
 
 
 @torch.inference_mode()
@@ -219,6 +224,7 @@ def prefill_by(
         reserve_tokens=options.get("reserve_tokens", 0),
         prefix=options.get("prefix"),
         stop_after=options.get("stop_after"),
+        window=options.get("window"),
     )
     spares_chain = options.get("spares_chain", False)
     logits, failure = _run_slice(loaded, ids, cache, forwarder, spares_chain)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from kvr_mpi.compress.compression import Compression
 from kvr_mpi.decode.batch import DecodeBatch, Finished
+from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.runtime.requests import PromptOutcome, PromptRequest, error_record
 from kvr_mpi.runtime.result_sink import ResultSink
@@ -30,6 +32,10 @@ class Decoder:
         Of this rank.
     decodes : bool
         Whether there is anything to decode after the first logits.
+    compression : Compression or None
+        Which keys and values are kept when a prompt is through.
+    slack : int
+        Room for tokens to be decoded, in a compressed cache.
     """
 
     def __init__(
@@ -40,7 +46,10 @@ class Decoder:
         tally: Tally,
         *,
         decodes: bool,
+        compression: Compression | None = None,
+        slack: int = 0,
     ) -> None:
+        self._compression, self._slack = compression, slack
         self._batch, self._sink, self._stop, self._tally, self._decodes = batch, sink, stop, tally, decodes
         self._outcomes: list[tuple[str, PromptOutcome]] = []
 
@@ -58,6 +67,8 @@ class Decoder:
         self._stop.announce()
         if prefill.error is not None:
             self._fail(request, prefill.error)
+            return
+        if self._compression is not None and not self._compress(self._compression, request, prefill):
             return
         if self._decodes:
             self._sink.report_prefill(request.document.id, prefill, request.work)
@@ -77,6 +88,21 @@ class Decoder:
         """Return what became of parts of documents since this was asked last, by their requests' keys."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
+
+    def _compress(self, compression: Compression, request: PromptRequest, prefill: Prefill) -> bool:
+        """Let a prompt's cache keep what the method chooses; say whether there was memory for that."""
+        try:
+            prefill.retained = compression.compress(prefill.cache, request.prompt.text, slack=self._slack)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            what = str(error).splitlines()[0]
+        else:
+            return True
+        # Out of the except block: the error held on to what was made.
+        prefill.cache = None
+        self._fail(request, f"there is no memory to compress its keys and values: {what}")
+        return False
 
     def _step(self) -> None:
         """Write one token of every answer, and deliver what is finished."""
