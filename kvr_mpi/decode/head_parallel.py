@@ -5,10 +5,14 @@ a placement says (``compress.placement``, from what the heads actually keep), an
 its heads' part of attention and of the output projection, a share of the MLP and of the vocabulary, with two sums over
 all ranks in a layer (``model.tensor_parallel``). What is written is chosen on the rank that prefilled the document.
 FairKV decodes so; weights do not move, since every rank has them all from the prefill.
+
+Of a single document no copies could take turns: there every rank has a part of each head's tokens instead, attends with
+all heads, and the parts are merged by their log-sum-exp, which takes a third sum in a layer.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -21,10 +25,11 @@ from kvr_mpi.compress.placement import LayerPlacement, place_layers
 from kvr_mpi.compress.rows import Owners, assign_rows
 from kvr_mpi.decode.batch import Finished
 from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams
-from kvr_mpi.decode.sharing import SharedDocument, share_documents, tell_documents
+from kvr_mpi.decode.sharing import Part, SharedDocument, share_documents, tell_documents
 from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.attention import PartialAttention
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv.packed_row import Merge, PackedCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.tensor_parallel import share_model, why_not_shared
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -126,6 +131,7 @@ class HeadParallelBatch(Generic[K]):
         self._running: list[_Running[K]] = []
         self._finished: list[Finished[K]] = []
         self._pack: PackedCache | None = None
+        self._merging: Merge | None = None
         self.counts = np.zeros((len(loaded.shape.layers), 0, 0), dtype=np.int64)
         self.owners: list[Owners] = []
 
@@ -170,7 +176,7 @@ class HeadParallelBatch(Generic[K]):
         if not self._running:
             return []
         if self._pack is None:
-            self._pack = PackedCache([each.cache for each in self._running], [1] * len(self._running))
+            self._pack = PackedCache([each.cache for each in self._running], [1] * len(self._running), self._merging)
         logits = decode_packed(self._shared_model, self._pack, [each.last_token for each in self._running])
         finished, going_on = [], []
         for document, token in zip(self._running, self._choose(logits).tolist(), strict=True):
@@ -194,22 +200,68 @@ class HeadParallelBatch(Generic[K]):
 
     def _share_out(self, shared: Sequence[SharedDocument], mine: Sequence[_Writing[K]]) -> None:
         """Place the heads by what they keep, and give every rank its own."""
-        ranks, loaded = self._ranks, self._loaded
+        ranks = self._ranks
         self.counts = np.array([document.counts for document in shared], dtype=np.int64).swapaxes(0, 1)
         placed = place_layers(self.counts.sum(1).astype(np.float64), ranks.size, self._place)
         self.owners = [assign_rows(layer, counts) for layer, counts in zip(placed, self.counts, strict=True)]
-        # A model without any head is none: a rank that owns none of a layer computes one, and gives zeros for it.
-        heads = [sorted({int(head) for head in np.nonzero(own == ranks.rank)[1]}) or [0] for own in self.owners]
-        model = share_model(loaded, heads, ranks.rank, ranks.size, ranks.all_reduce)
-        self._shared_model = replace(loaded, model=model)
-        prefills = [writing.document.prefill for writing in mine]
-        caches = share_documents(loaded, ranks, shared, prefills, self.owners, heads)
+        if len(shared) == 1 and ranks.size > 1:
+            caches = self._divide_tokens(shared[0], mine)
+        else:
+            caches = self._divide_heads(shared, mine)
         own = iter(mine)
         self._running = [
             _Running(cache, document.last_token, next(own) if document.home == ranks.rank else None)
             for document, cache in zip(shared, caches, strict=True)
         ]
         self._pack = None
+
+    def _divide_heads(self, shared: Sequence[SharedDocument], mine: Sequence[_Writing[K]]) -> list[SliceCache]:
+        """Give every rank the heads it owns."""
+        ranks = self._ranks
+        # A model without any head is none: a rank that owns none of a layer computes one, and gives zeros for it.
+        heads = [sorted({int(head) for head in np.nonzero(own == ranks.rank)[1]}) or [0] for own in self.owners]
+
+        def parts_of(document: int, rank: int) -> list[list[Part]]:
+            return [
+                [(head, 0, int(counts[document, head])) for head, owner in enumerate(own[document]) if owner == rank]
+                for own, counts in zip(self.owners, self.counts, strict=True)
+            ]
+
+        self._use(heads, None)
+        prefills = [writing.document.prefill for writing in mine]
+        return share_documents(self._loaded, ranks, shared, prefills, parts_of, heads)
+
+    def _divide_tokens(self, shared: SharedDocument, mine: Sequence[_Writing[K]]) -> list[SliceCache]:
+        """Give every rank a part of each head's tokens; the last one keeps those to come."""
+        ranks = self._ranks
+        heads = [list(range(len(counts))) for counts in shared.counts]
+
+        def parts_of(document: int, rank: int) -> list[list[Part]]:
+            whole = [
+                [(head, *share_of(count, rank, ranks.size)) for head, count in enumerate(counts)]
+                for counts in shared.counts
+            ]
+            appends = rank == ranks.size - 1
+            return [[part for part in parts if part[1] < part[2] or appends] for parts in whole]
+
+        self._use(None, self._merge)
+        prefills = [writing.document.prefill for writing in mine]
+        appends = ranks.rank == ranks.size - 1
+        return share_documents(self._loaded, ranks, [shared], prefills, parts_of, heads, appends=appends)
+
+    def _use(self, heads: Sequence[Sequence[int]] | None, merge: Merge | None) -> None:
+        """Compute with this rank's part of the model from now on."""
+        model = share_model(self._loaded, heads, self._ranks.rank, self._ranks.size, self._ranks.all_reduce)
+        self._shared_model, self._merging = replace(self._loaded, model=model), merge
+
+    def _merge(self, part: PartialAttention) -> PartialAttention:
+        """Join attention to this rank's tokens with that to the others', in one order on all ranks."""
+        parts = part.out.new_zeros(self._ranks.size, *part.out.shape[:-1], part.out.shape[-1] + 1)
+        parts[self._ranks.rank, ..., :-1], parts[self._ranks.rank, ..., -1] = part.out, part.lse
+        self._ranks.all_reduce(parts)  # every other rank's part of this one is zero
+        found = [PartialAttention(each[..., :-1], each[..., -1]) for each in parts]
+        # The last rank first: it has the token itself, so that its log-sum-exp is finite.
+        return functools.reduce(PartialAttention.merge, reversed(found))
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose each document's next token by this rank's share of its logits (documents, share), and write it.
@@ -254,5 +306,11 @@ class HeadParallelBatch(Generic[K]):
     @property
     def _share(self) -> tuple[int, int]:
         """First and last token, not included, of this rank's share of the vocabulary."""
-        share = torch.arange(self._loaded.model.lm_head.out_features).tensor_split(self._ranks.size)[self._ranks.rank]
-        return int(share[0]), int(share[-1]) + 1
+        return share_of(self._loaded.model.lm_head.out_features, self._ranks.rank, self._ranks.size)
+
+
+def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
+    """First and last, not included, of a rank's share, as ``tensor_split`` divides."""
+    shares = torch.arange(count).tensor_split(size)
+    first = sum(len(share) for share in shares[:rank])
+    return first, first + len(shares[rank])

@@ -6,12 +6,11 @@ values layer by layer; the whole cache is forgotten when they are sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from kvr_mpi.compress.rows import Owners
 from kvr_mpi.kv.buffers import make_flat
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
@@ -22,6 +21,8 @@ from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.base import gather_json, share_json
 
+# Rows of a KV head that go to one rank: the head, the first row and the one after the last, of those that are held.
+Part = tuple[int, int, int]
 # Of messages with keys and values; nothing else is on its way between these ranks meanwhile.
 TAG = 1
 
@@ -65,10 +66,12 @@ def share_documents(
     ranks: Transport,
     documents: Sequence[SharedDocument],
     prefills: Sequence[Prefill],
-    owners: Sequence[Owners],
+    parts_of: Callable[[int, int], list[list[Part]]],
     heads: Sequence[Sequence[int]],
+    *,
+    appends: bool = True,
 ) -> list[SliceCache]:
-    """Give every rank the heads it owns of every document; every rank calls this.
+    """Give every rank what it owns of every document; every rank calls this.
 
     Parameters
     ----------
@@ -76,20 +79,22 @@ def share_documents(
         Of all ranks.
     prefills : sequence of Prefill
         Of this rank's among them; their caches are forgotten.
-    owners : sequence of array
-        For each layer the rank of each (document, KV head).
+    parts_of : callable
+        Says for a document's place and a rank what it owns, by layer, heads ascending.
     heads : sequence of sequence of int
         For each layer the KV heads this rank's model computes.
+    appends : bool
+        Whether this rank keeps the tokens to come of what it owns.
 
     Returns
     -------
     list of SliceCache
-        Of all documents, with this rank's heads.
+        Of all documents, with what this rank owns.
     """
     own, caches = iter(prefills), []
     for at, document in enumerate(documents):
-        owned = [[_heads_of(layer[at], rank) for layer in owners] for rank in range(ranks.size)]
-        layouts = _make_layouts(loaded, document, owned[ranks.rank], heads)
+        owned = [parts_of(at, rank) for rank in range(ranks.size)]
+        layouts = _make_layouts(loaded, document, owned[ranks.rank], heads, appends)
         if document.home == ranks.rank:
             prefill = next(own)
             _hand_out(ranks, prefill.cache, owned, layouts)
@@ -103,54 +108,55 @@ def share_documents(
     return caches
 
 
-def _heads_of(owners: Owners, rank: int) -> list[int]:
-    return [head for head, owner in enumerate(owners.tolist()) if owner == rank]
-
-
 def _make_layouts(
-    loaded: LoadedModel, document: SharedDocument, owned: Sequence[Sequence[int]], heads: Sequence[Sequence[int]]
+    loaded: LoadedModel,
+    document: SharedDocument,
+    owned: Sequence[Sequence[Part]],
+    heads: Sequence[Sequence[int]],
+    appends: bool,
 ) -> list[RaggedLayout]:
-    """Make room for this rank's heads of a document, in one piece of memory."""
-    shapes = loaded.shape.layers
-    kept = [[counts[head] for head in some] for counts, some in zip(document.counts, owned, strict=True)]
-    sizes = [elements_needed(shape, counts, document.slack) for shape, counts in zip(shapes, kept, strict=True)]
+    """Make room for what this rank owns of a document, in one piece of memory."""
+    shapes, slack = loaded.shape.layers, document.slack if appends else 0
+    kept = [[last - first for _, first, last in parts] for parts in owned]
+    sizes = [elements_needed(shape, counts, slack) for shape, counts in zip(shapes, kept, strict=True)]
     flats = torch.split(make_flat(sum(sizes), loaded.dtype, loaded.device), sizes)
     return [
         RaggedLayout(
             flat,
             replace(shape, num_kv_heads=len(computed)),
             counts,
-            document.slack,
+            slack,
             document.tokens,
-            [list(computed).index(head) for head in some],
+            [list(computed).index(head) for head, _, _ in parts],
+            appends=appends,
         )
-        for flat, shape, counts, some, computed in zip(flats, shapes, kept, owned, heads, strict=True)
+        for flat, shape, counts, parts, computed in zip(flats, shapes, kept, owned, heads, strict=True)
     ]
 
 
 def _hand_out(
-    ranks: Transport, cache: SliceCache, owned: Sequence[Sequence[Sequence[int]]], layouts: Sequence[RaggedLayout]
+    ranks: Transport, cache: SliceCache, owned: Sequence[Sequence[Sequence[Part]]], layouts: Sequence[RaggedLayout]
 ) -> None:
-    """Send every rank its heads' keys and values, and put one's own in their place."""
+    """Send every rank what it owns, and put one's own in its place."""
     requests = []
     for rank, by_layer in enumerate(owned):
         rows = [
-            part
-            for layer, some in zip(cache.layers, by_layer, strict=True)
-            for head in some
-            for part in layer.head(head)
+            held[first:last]
+            for layer, parts in zip(cache.layers, by_layer, strict=True)
+            for head, first, last in parts
+            for held in layer.head(head)
         ]
         if rank == ranks.rank:
             for place, part in zip(_places(layouts, cache.length), rows, strict=True):
                 place.copy_(part)
-        elif rows:
-            requests.append(ranks.isend(torch.cat([part.flatten() for part in rows]), rank, TAG))
+        elif message := [part.flatten() for part in rows]:
+            requests.append(ranks.isend(torch.cat(message), rank, TAG))
     for request in requests:
         request.wait()
 
 
 def _receive(ranks: Transport, document: SharedDocument, layouts: Sequence[RaggedLayout], loaded: LoadedModel) -> None:
-    """Receive this rank's heads of another rank's document."""
+    """Receive what this rank owns of another rank's document."""
     places = list(_places(layouts, document.tokens))
     if not places:
         return

@@ -10,18 +10,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import attend, attend_documents, takes_varlen
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_documents, takes_varlen
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.ragged import RaggedLayout, attend_row, write_row
 from kvr_mpi.model.attention_hook import AttentionParams
+
+Merge = Callable[[PartialAttention], PartialAttention]
 
 
 class PackedLayer(CacheLayerMixin):
@@ -103,6 +105,10 @@ class PackedLayer(CacheLayerMixin):
 
     def _attend_tokens(self, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
         """Attend from one token of each document: what `SliceLayer.attend` does, without its detours."""
+        if self.cache.merge is not None:
+            assert self._ragged is not None
+            part = self._ragged[0].attend_part(query, self.cache.lengths[0] + 1, params)
+            return self.cache.merge(part).finish(params).to(query.dtype)
         if self._ragged is not None and query.shape[2] == len(self.documents):
             return attend_row(self._ragged, query, [length + 1 for length in self.cache.lengths], params)
         tokens = query.chunk(len(self.documents), dim=2)  # of one document it may be folded, and stays whole
@@ -144,12 +150,15 @@ class PackedCache(Cache):
         Each that of a decode rank: prompts that begin, or answers that go on.
     tokens : sequence of int
         How many tokens of each document a row holds; one of each if answers go on.
+    merge : callable, optional
+        Joins attention to what is held here with that of other ranks; of one document, whose tokens they divide.
     """
 
     in_parts = True
 
-    def __init__(self, documents: Sequence[SliceCache], tokens: Sequence[int]) -> None:
-        self.documents = documents
+    def __init__(self, documents: Sequence[SliceCache], tokens: Sequence[int], merge: Merge | None = None) -> None:
+        assert merge is None or len(documents) == 1, "the tokens of one document are divided"
+        self.documents, self.merge = documents, merge
         stops = list(itertools.accumulate(tokens))
         self.bounds = list(zip([0, *stops], stops, strict=False))
         self.edges = torch.tensor([0, *stops], dtype=torch.int32, device=documents[0].device)

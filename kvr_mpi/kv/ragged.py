@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import attend, attend_heads, takes_varlen
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_heads, takes_varlen
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 
@@ -65,6 +65,8 @@ class RaggedLayout:
         Length of the prompt: the position of the first token that is appended.
     heads : sequence of int, optional
         Which heads of the layer are held, ascending; by default all.
+    appends : bool
+        Whether tokens to come are kept here; else another rank has room for them, and `write` does nothing.
     """
 
     def __init__(
@@ -75,7 +77,11 @@ class RaggedLayout:
         slack: int,
         origin: int,
         heads: Sequence[int] | None = None,
+        *,
+        appends: bool = True,
     ) -> None:
+        slack = slack if appends else 0
+        self.appends = appends
         self.heads = tuple(range(shape.num_kv_heads) if heads is None else heads)
         assert len(kept) == len(self.heads), "one count for each head held"
         self.kept, self.slack, self.origin, self.shape = tuple(kept), slack, origin, shape
@@ -140,9 +146,9 @@ class RaggedLayout:
     def write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append keys and values (1, kv_heads, tokens, dim) of all heads, from a position on."""
         tokens = keys.shape[2]
-        before = self.check_room(first, tokens)
-        if not self.heads:
+        if not self.heads or not self.appends:
             return
+        before = self.check_room(first, tokens)
         if not self.holds_all:
             keys, values = keys.index_select(1, self._places), values.index_select(1, self._places)
         for token in range(tokens):
@@ -168,20 +174,43 @@ class RaggedLayout:
             The query's shape but for the last dimension, which is value_dim; zeros of heads that are not held.
         """
         shape, appended = self.shape, length - self.origin
-        grouped = query.view(1, shape.num_kv_heads, -1, fresh, shape.key_dim)
-        out = query.new_empty(*grouped.shape[:-1], shape.value_dim)
-        if not self.holds_all:
-            out.zero_()
         if fresh == 1 and _is_short_way(query, params):
-            return attend_row([self], query.view(1, -1, 1, shape.key_dim), [length], params).view(
-                *query.shape[:3], shape.value_dim
-            )
+            row = attend_row([self], query.view(1, -1, 1, shape.key_dim), [length], params)
+            return row.view(*query.shape[:3], shape.value_dim)
+        grouped = query.view(1, shape.num_kv_heads, -1, fresh, shape.key_dim)
+        out = query.new_zeros(*grouped.shape[:-1], shape.value_dim)
         if self.heads and fresh == 1 and takes_varlen(query, self._values, params):
             out[0, self._places, :, 0] = self._attend_at_once(grouped[0, self._places, :, 0], appended, params)
         else:
             for run in self._runs:
                 _attend_run(run, grouped, out, appended, fresh, params)
         return out.view(*query.shape[:3], shape.value_dim)
+
+    def attend_part(self, query: torch.Tensor, length: int, params: AttentionParams) -> PartialAttention:
+        """Attend from one token to what is held here of each head, where other ranks hold the rest of it.
+
+        Parameters
+        ----------
+        query : Tensor
+            (1, heads, 1, head_dim).
+        length : int
+            Tokens of the document, that one included.
+
+        Returns
+        -------
+        PartialAttention
+            Of (1, heads, 1, value_dim); of heads of which nothing is held the log-sum-exp is minus infinity.
+        """
+        shape, appended = self.shape, length - self.origin
+        grouped = query.view(1, shape.num_kv_heads, -1, 1, shape.key_dim)
+        out = torch.zeros(*grouped.shape[:-1], shape.value_dim, device=query.device)
+        lse = torch.full(grouped.shape[:-1], float("-inf"), device=query.device)
+        for run in self._runs:
+            places, held = list(run.heads), run.kept + (appended if self.appends else 0)
+            part = attend(grouped[:, places].flatten(1, 2), run.keys[:, :, :held], run.values[:, :, :held], params)
+            out[:, places] = part.out.view(1, len(places), *out.shape[2:])
+            lse[:, places] = part.lse.view(1, len(places), *lse.shape[2:])
+        return PartialAttention(out.flatten(1, 2), lse.flatten(1, 2))
 
     def _attend_at_once(self, query: torch.Tensor, appended: int, params: AttentionParams) -> torch.Tensor:
         """Attend from one token (held heads, group, head_dim) on a GPU: every head is a sequence of its own."""
@@ -230,6 +259,8 @@ def write_row(
     places, tokens = [], []
     by_document = zip(layouts, lengths, keys[0].unbind(1), values[0].unbind(1), strict=True)
     for layout, length, token_keys, token_values in by_document:
+        if not layout.appends:
+            continue
         appended = layout.check_room(length, 1)
         of_heads, of_values = token_keys.unbind(0), token_values.unbind(0)
         for unit in layout.units:

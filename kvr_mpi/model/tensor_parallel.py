@@ -74,28 +74,35 @@ def _why_not_layer(layer: Any, text: Any) -> str | None:
 
 
 class _Summed(torch.nn.Module):
-    """A linear layer of which each rank has some inputs: the products are summed over all ranks."""
+    """A linear layer of which each rank has some inputs: the products are summed over all ranks.
 
-    def __init__(self, part: torch.nn.Linear, bias: torch.Tensor | None, reduce: Reduce) -> None:
+    Parameters
+    ----------
+    first : int
+        Of the inputs it is given, the first that is its own.
+    """
+
+    def __init__(self, part: torch.nn.Linear, bias: torch.Tensor | None, reduce: Reduce, first: int = 0) -> None:
         super().__init__()
-        self.part, self._bias, self._reduce = part, bias, reduce
+        self.part, self._bias, self._reduce, self._first = part, bias, reduce, first
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply (..., own in_features) to (..., out_features)."""
-        product: torch.Tensor = self.part(rows).contiguous()
+        """Multiply the own features of (..., in_features) to (..., out_features)."""
+        product: torch.Tensor = self.part(rows.narrow(-1, self._first, self.part.in_features)).contiguous()
         self._reduce(product)
         return product if self._bias is None else product + self._bias
 
 
 def share_model(
-    loaded: LoadedModel, heads: Sequence[Sequence[int]], rank: int, size: int, reduce: Reduce
+    loaded: LoadedModel, heads: Sequence[Sequence[int]] | None, rank: int, size: int, reduce: Reduce
 ) -> torch.nn.Module:
     """Make a rank's twin of a model, whose weights are views of the model's own wherever they lie together.
 
     Parameters
     ----------
-    heads : sequence of sequence of int
-        Of each layer the KV heads, ascending and at least one, that this rank computes queries, keys and values of.
+    heads : sequence of sequence of int or None
+        Of each layer the KV heads, ascending and at least one, that this rank computes queries, keys and values of;
+        None: all of every layer, and a share of the output projection.
     rank, size : int
         Which share of the MLP and the vocabulary.
     reduce : callable
@@ -110,20 +117,28 @@ def share_model(
     tensors = itertools.chain(model.parameters(), model.buffers())
     with unpacked(model), torch.inference_mode():
         twin: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-        for layer, some in zip(twin.model.layers, heads, strict=True):
+        for idx, layer in enumerate(twin.model.layers):
             attention, mlp = layer.self_attn, layer.mlp
-            kv_heads = attention.k_proj.out_features // attention.head_dim
-            for name in ("q_proj", "k_proj", "v_proj"):
-                setattr(attention, name, _some_outputs(getattr(attention, name), kv_heads, some))
-            attention.o_proj = _Summed(_some_inputs(attention.o_proj, kv_heads, some), attention.o_proj.bias, reduce)
+            if heads is None:
+                share, first = _share_of_inputs(attention.o_proj, rank, size)
+                attention.o_proj = _Summed(share, attention.o_proj.bias, reduce, first)
+            else:
+                _keep_heads(attention, heads[idx], reduce)
             for name in ("gate_proj", "up_proj"):
-                whole = getattr(mlp, name)
-                setattr(mlp, name, _share_of_outputs(whole, rank, size))
-            own = mlp.down_proj.weight.tensor_split(size, dim=1)[rank]
-            mlp.down_proj = _Summed(_linear(own, None), mlp.down_proj.bias, reduce)
+                setattr(mlp, name, _share_of_outputs(getattr(mlp, name), rank, size))
+            share, _ = _share_of_inputs(mlp.down_proj, rank, size)
+            mlp.down_proj = _Summed(share, mlp.down_proj.bias, reduce)
         twin.lm_head = _share_of_outputs(twin.lm_head, rank, size)
         _prepack_like(twin, model)
     return twin  # type: ignore[no-any-return]
+
+
+def _keep_heads(attention: Any, heads: Sequence[int], reduce: Reduce) -> None:
+    """Let a layer's attention compute some of its KV heads."""
+    kv_heads = attention.k_proj.out_features // attention.head_dim
+    for name in ("q_proj", "k_proj", "v_proj"):
+        setattr(attention, name, _some_outputs(getattr(attention, name), kv_heads, heads))
+    attention.o_proj = _Summed(_some_inputs(attention.o_proj, kv_heads, heads), attention.o_proj.bias, reduce)
 
 
 def _prepack_like(twin: Any, model: Any) -> None:
@@ -149,6 +164,12 @@ def _share_of_outputs(linear: torch.nn.Linear, rank: int, size: int) -> torch.nn
     """Keep one of `size` even shares of a layer's outputs."""
     bias = None if linear.bias is None else linear.bias.tensor_split(size)[rank]
     return _linear(linear.weight.tensor_split(size)[rank], bias)
+
+
+def _share_of_inputs(linear: torch.nn.Linear, rank: int, size: int) -> tuple[torch.nn.Linear, int]:
+    """Keep one of `size` even shares of a layer's inputs, without the bias; and tell which is the first of them."""
+    shares = linear.weight.tensor_split(size, dim=1)
+    return _linear(shares[rank], None), sum(share.shape[1] for share in shares[:rank])
 
 
 def _pick(tensor: torch.Tensor, dim: int, some: Sequence[int]) -> torch.Tensor:

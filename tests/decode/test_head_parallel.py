@@ -218,6 +218,36 @@ def test_whole_caches_are_shared_out_too() -> None:
     assert texts(found) == texts(truths(loaded, keep_all=True)) != texts(truths(loaded))
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", ["qwen2", "granite"])
+@pytest.mark.parametrize("tokens", [2, 47])
+def test_a_single_document_is_divided_by_tokens(tokens: int, name: str, size: int) -> None:
+    """With two tokens and four ranks some have nothing of the prompt, and of some heads nobody but the last."""
+    loaded = ready(name)
+
+    def work(ranks: Transport) -> tuple[list[Any], int, int]:
+        batch: HeadParallelBatch[int] = HeadParallelBatch(
+            loaded, ranks, make_config(), stop=(), max_new_tokens=NEW_TOKENS, place=PLACES["best-effort"]
+        )
+        home = ranks.rank == 0
+        batch.add([Prefilled(tokens, compressed(loaded, tokens), other_prompt(tokens))] if home else [])
+        held, found = batch.held_bytes, []
+        while batch.running:
+            found += [each.answer for each in batch.step()]
+        return found, held, int(batch.counts.sum())
+
+    ranks = run_local(size, work)
+    (answer,) = ranks[0][0]
+    pool: DecodeBatch[int] = DecodeBatch(loaded, make_config(), stop=(), max_new_tokens=NEW_TOKENS, why_alone=None)
+    pool.add(0, compressed(loaded, tokens), other_prompt(tokens), 0)
+    truth = None
+    while pool.running:
+        truth = next((each.answer for each in pool.step()), None)
+    assert truth is not None and answer.token_ids == truth.token_ids
+    row = 4 * 2 * 8
+    assert sum(held for _, held, _ in ranks) == row * (ranks[0][2] + 3 * 3 * (NEW_TOKENS - 1))
+
+
 def test_ranks_hold_their_share_and_no_more() -> None:
     loaded = ready("qwen2")
 

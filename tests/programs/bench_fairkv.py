@@ -5,7 +5,8 @@
 Real documents are prefilled and compressed by Ada-SnapKV. Every way to decode them is kept at work, and all take turns,
 a few steps each: a ratio is of two turns of one round. Attention is timed apart, on the same caches, without the sums
 that follow it. Efficiency is mean over maximum: of each layer's loads on the ranks, summed (sync), or of all layers'
-together (total, FairKV's eq. 5); predicted from the counts of keys, measured from times. SHA is heads in order, as many
+together (total, FairKV's eq. 5); predicted from the counts of keys, measured from times. ``compute`` is a step's
+processor time without the sums over ranks: what is left of noise where others use the machine, too. SHA is heads in order, as many
 on each rank as can be; where ranks do not divide the heads the first have one more.
 """
 
@@ -88,11 +89,27 @@ def ratio(pairs: Sequence[tuple[float, float]]) -> list[float]:
     return [round(each, 3) for each in (statistics.median(found), found[outside], found[-1 - outside])]
 
 
+class TimedSums:
+    """A transport that keeps the processor time of its sums, in which a rank that waits does not sleep."""
+
+    def __init__(self, world: Transport) -> None:
+        self._world, self.seconds = world, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._world, name)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        began = time.thread_time()
+        self._world.all_reduce(tensor)
+        self.seconds += time.thread_time() - began
+
+
 class Way:
     """One way to decode all documents, under way."""
 
-    def __init__(self, batch: Any, world: Transport) -> None:
-        self.batch, self.world, self.turns, self.tokens = batch, world, list[float](), list[list[int]]()
+    def __init__(self, batch: Any, world: Transport, sums: TimedSums | None = None) -> None:
+        self.batch, self.world, self.sums = batch, world, sums
+        self.turns, self.computed = list[float](), list[float]()
 
     @property
     def caches(self) -> list[SliceCache]:
@@ -108,10 +125,13 @@ class Way:
 
     def turn(self, steps: int) -> None:
         self.world.barrier()
-        began = time.perf_counter()
+        summed = 0.0 if self.sums is None else self.sums.seconds
+        began, computed = time.perf_counter(), time.thread_time()
         for _ in range(steps):
             self.batch.step()
         self.turns.append((time.perf_counter() - began) / steps)
+        summed = 0.0 if self.sums is None else self.sums.seconds - summed
+        self.computed.append((time.thread_time() - computed - summed) / steps)
 
     @torch.inference_mode()
     def attention_s(self) -> list[float]:
@@ -180,11 +200,12 @@ class Bench:
         return made
 
     def shared(self, place: str, compression: Compression | None) -> Way:
+        sums: Any = TimedSums(self.world)
         batch: HeadParallelBatch[int] = HeadParallelBatch(
-            self.loaded, self.world, GREEDY, stop=(), max_new_tokens=self.new_tokens, place=PLACES[place]
+            self.loaded, sums, GREEDY, stop=(), max_new_tokens=self.new_tokens, place=PLACES[place]
         )
         batch.add(self.documents(compression))
-        return Way(batch, self.world)
+        return Way(batch, self.world, sums)
 
     def apart(self, compression: Compression | None) -> Way:
         """Each rank by itself, what it prefilled."""
@@ -204,18 +225,20 @@ class Bench:
             way.turn(self.options.steps)
         for way in ways.values():
             way.turns.clear()
+            way.computed.clear()
         for _ in range(self.options.rounds):
             for way in ways.values():
                 way.turn(self.options.steps)
 
-    def figures(self, way: Way, whole: Sequence[float], sha: Sequence[float]) -> dict[str, Any]:
-        turns = self.critical(way)
+    def figures(self, way: Way, whole: Way, sha: Way) -> dict[str, Any]:
+        turns, computed = self.slowest(way.turns), self.slowest(way.computed)
         seconds = np.array(self.everyone(way.attention_s())).T  # (layers, ranks)
         found = {
             "step_ms": [round(1e3 * value, 1) for value in (min(turns), statistics.median(turns))],
             "tokens_per_s": round(self.options.documents / statistics.median(turns), 1),
-            "whole_over_this": ratio(list(zip(whole, turns, strict=True))),
-            "sha_over_this": ratio(list(zip(sha, turns, strict=True))),
+            "compute_ms": [round(1e3 * value, 1) for value in (min(computed), statistics.median(computed))],
+            "whole_over_this": self.ratios(whole, way),
+            "sha_over_this": self.ratios(sha, way),
             "attention_ms": round(1e3 * float(seconds.max(1).sum()), 1),
             "measured": efficiency(seconds),
             "kv_mib": [round(held / 2**20, 1) for held in self.everyone(sum(each.held_bytes for each in way.caches))],
@@ -225,9 +248,17 @@ class Bench:
             found["predicted"] = efficiency(np.array([rank_loads(own, kept, self.world.size) for own, kept in pairs]))
         return found
 
-    def critical(self, way: Way) -> list[float]:
-        """Seconds a step takes until all ranks are through, by turn."""
-        return [max(ranks) for ranks in zip(*self.everyone(way.turns), strict=True)]
+    def ratios(self, one: Way, other: Way) -> dict[str, list[float]]:
+        """Of what steps take, and of the processor time they compute, on the rank where that is most."""
+        pairs = {"step": (one.turns, other.turns), "compute": (one.computed, other.computed)}
+        return {
+            name: ratio(list(zip(self.slowest(first), self.slowest(second), strict=True)))
+            for name, (first, second) in pairs.items()
+        }
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """The most of any rank, by turn."""
+        return [max(ranks) for ranks in zip(*self.everyone(list(seconds)), strict=True)]
 
 
 def main() -> None:
@@ -250,10 +281,9 @@ def main() -> None:
             bench.run(ways)
             same = [ways[place].written == ways["apart"].written for place in PLACES]
             assert all(itertools.chain.from_iterable(bench.everyone(same))), "answers depend on the placement"
-            whole, sha = bench.critical(ways["whole, SHA"]), bench.critical(ways["SHA"])
             for name, way in ways.items():
                 about = {"budget": compression.settings.budget, "way": name, "ranks": world.size}
-                lines.append(about | bench.figures(way, whole, sha))
+                lines.append(about | bench.figures(way, ways["whole, SHA"], ways["SHA"]))
                 if world.rank == 0:
                     print(json.dumps(lines[-1]), flush=True)
     if options.json and world.rank == 0:
