@@ -193,6 +193,7 @@ class HeadParallelBatch(Generic[K]):
         """Choose a document's first token."""
         logits = document.prefill.logits
         assert logits is not None, "only the decode rank of a chain can decode"
+        assert not document.prefill.is_plain, "plain transformers' cache is not taken apart"
         writing = DecodeSequence(self._rules, document.prompt_ids, document.seed, logits.device)
         if writing.finish_reason is None:
             writing.write(int(writing.choose(logits)))

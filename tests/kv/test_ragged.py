@@ -140,6 +140,25 @@ def test_keeping_all_changes_nothing(name: str) -> None:
         assert tokens == truth[0] and float((logits - truth[1]).abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt-oss-sinks"])
+def test_half_precision_keeps_its_own(name: str) -> None:
+    """By other ways than float32, and as near to whole caches as these are to themselves in other blocks."""
+    loaded = replace(tiny(name, torch.bfloat16), tokenizer=Numbers())
+    prepare_model(loaded.model, chain=True)
+    everything: Retained = [
+        None if shape.visibility.size is not None else [torch.arange(40)] * shape.num_kv_heads
+        for shape in loaded.shape.layers
+    ]
+    rows = []
+    for retained in (everything, None):
+        prefill = alone(loaded, prompt(40), 3)
+        if retained is not None:
+            prefill.cache.keep_only(retained, 3)
+        with torch.inference_mode():
+            rows.append(run_next(loaded.model, prefill, torch.tensor([[7]])))
+    assert float((rows[0] - rows[1]).abs().max()) < 0.05 * float(rows[1].abs().max())
+
+
 def test_several_tokens_at_once_see_what_one_by_one_see() -> None:
     """A question after a compressed document."""
     loaded, ids = ready("llama-gqa"), prompt(50)
