@@ -246,7 +246,9 @@ class SliceCache(Cache):
         whole = make_flat(sum(sizes), self.dtype, self.device)  # one piece: pages are given in wholes
         for layer, kept, flat in zip(self.layers, retained, torch.split(whole, sizes), strict=True):
             if layer.shape.elements:
+                before = layer.buffer
                 layer.keep_only(kept, slack, flat)
+                self.buffers.discard(before)
         self.buffers.clear()
         self.capacity = length + slack
 

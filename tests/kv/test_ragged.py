@@ -6,6 +6,7 @@ import gc
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -307,9 +308,9 @@ def test_other_refusals() -> None:
         alone(whole, prompt(20)).cache.keep_only([None] * 3, 4)
 
 
-def resident_bytes() -> int:
+def resident_bytes(which: str = "VmRSS") -> int:
     with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmRSS"))
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith(which))
 
 
 @pytest.mark.parametrize("by_heads", [False, True])
@@ -329,9 +330,12 @@ def test_memory_is_given_back(by_heads: bool) -> None:
             layer.lay_by_heads()
     whole = cache.held_bytes
     assert whole == 3 * tokens * 2 * 2 * 8 * 4 and resident_bytes() - before > 0.95 * whole
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     cache.keep_only(retained, slack)
+    peak = resident_bytes("VmHWM") - before
     kept = sum(len(positions) + slack for heads in retained if heads for positions in heads) * 2 * 8 * 4
     assert cache.held_bytes == kept < 0.26 * whole
+    assert peak <= whole + 0.5 * kept, "a layer at a time"
     assert resident_bytes() - before <= 1.05 * kept + 0.02 * whole  # the heap's own coming and going
     del cache, layer
     assert resident_bytes() - before <= 0.05 * whole
