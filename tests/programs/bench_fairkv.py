@@ -3,7 +3,7 @@
     mpirun -n 2 -bind-to core python tests/programs/bench_fairkv.py
 
 Real documents are prefilled and compressed by Ada-SnapKV. Every way to decode them is kept at work, and all take turns,
-a few steps each: a ratio is of two turns of one round. Attention is timed apart, on the same caches, without the sums
+a few steps each, in a new order each round: a ratio is of two turns of one round. Attention is timed apart, on the same caches, without the sums
 that follow it. Efficiency is mean over maximum: of each layer's loads on the ranks, summed (sync), or of all layers'
 together (total, FairKV's eq. 5); predicted from the counts of keys, measured from times. ``compute`` is a step's
 processor time without the sums over ranks, which is less disturbed where others use the machine, too. SHA is heads in
@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -226,8 +227,9 @@ class Bench:
         for way in ways.values():
             way.turns.clear()
             way.computed.clear()
+        order = random.Random(0)  # the same on all ranks; none always follows the same other
         for _ in range(self.options.rounds):
-            for way in ways.values():
+            for way in order.sample(list(ways.values()), len(ways)):
                 way.turn(self.options.steps)
 
     def figures(self, way: Way, whole: Way, sha: Way) -> dict[str, Any]:
