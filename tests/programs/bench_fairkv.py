@@ -3,11 +3,12 @@
     mpirun -n 2 -bind-to core python tests/programs/bench_fairkv.py
 
 Real documents are prefilled and compressed by Ada-SnapKV. Every way to decode them is kept at work, and all take turns,
-a few steps each, in a new order each round: a ratio is of two turns of one round. Attention is timed apart, on the same caches, without the sums
-that follow it. Efficiency is mean over maximum: of each layer's loads on the ranks, summed (sync), or of all layers'
-together (total, FairKV's eq. 5); predicted from the counts of keys, measured from times. ``compute`` is a step's
-processor time without the sums over ranks, which is less disturbed where others use the machine, too. SHA is heads in
-order, as many on each rank as can be; where ranks do not divide the heads the first have one more.
+a few steps each, in a new order each round: a ratio is of two turns of one round. Attention is timed apart, on the same
+caches, without the sums that follow it. Efficiency is mean over maximum: of each layer's loads on the ranks, summed
+(sync), or of all layers' together (total, FairKV's eq. 5); predicted from the counts of keys, measured from times.
+``compute`` is a step's processor time without the sums over ranks, which is less disturbed where others use the
+machine, too. SHA is heads in order, as many on each rank as can be; where ranks do not divide the heads the first have
+one more.
 """
 
 from __future__ import annotations
