@@ -67,8 +67,6 @@ def test_a_profile_is_placed_and_compresses(job: Path, tmp_path: Path, run_kvr: 
         ([*METHOD, "--output", "nowhere/heads.json"], EXIT_CONFIG, "no folder 'nowhere'"),
     ],
 )
-def test_what_gives_no_profile_is_refused(
-    job: Path, run_kvr: Kvr, settings: list[str], code: int, why: str
-) -> None:
+def test_what_gives_no_profile_is_refused(job: Path, run_kvr: Kvr, settings: list[str], code: int, why: str) -> None:
     found, _, err = run_kvr("profile-heads", job, *settings)
     assert found == code and why in err, err

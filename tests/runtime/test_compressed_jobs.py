@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from constants import Kvr
 from made_jobs import TEXT, answers, last_line, with_settings
 
 from kvr_mpi.store.folder import read_run
@@ -86,9 +87,10 @@ def test_parts_of_a_text_are_compressed_each(compressed: Any, job: Path) -> None
     assert 64 < record.retained_tokens <= 64 * record.parts
 
 
-def test_another_budget_is_another_run(job: Path, tmp_path: Path, run_here: Any) -> None:
+def test_another_budget_is_another_run(job: Path, tmp_path: Path, run_here: Any, run_kvr: Kvr) -> None:
     done = run_here(1, [job, *with_settings(*SMALL, "documents.limit=1")])
     assert done.returncode == 0, done.stderr
+    assert "compress  method ada-snapkv, budget 64, floor 0.2," in run_kvr("inspect", tmp_path / "out")[1]
     for change in ("compress.budget=65", "compress.observes=document"):
         again = run_here(1, [job, "--resume", *with_settings(*SMALL, change, "documents.limit=1")])
         assert again.returncode != 0 and "compress was" in again.stderr, last_line(again.stderr)
