@@ -132,6 +132,28 @@ def read_profile(
     return HeadProfile(counts_from_scores(scores, groups, budget, beta=beta, window=window), f"{path.name}, {rule}")
 
 
+def similarities(counts: Counts) -> tuple[list[float], list[float]]:
+    """Say how alike each document's counts are to the mean of the others': cosines, raw and mean-centred.
+
+    FairKV's Table 1 has the raw ones. Those are near 1 whatever heads do, since all counts are positive; less the mean
+    over all heads, they tell whether the same heads keep more.
+
+    Parameters
+    ----------
+    counts : array
+        (documents, layers, kv_heads), at least two documents.
+    """
+    flat = counts.reshape(len(counts), -1)
+    others = (flat.sum(0) - flat) / (len(flat) - 1)
+    return _cosines(flat, others), _cosines(flat - flat.mean(1, keepdims=True), others - others.mean(1, keepdims=True))
+
+
+def _cosines(some: Counts, others: Counts) -> list[float]:
+    """Cosine of each row with the same row of others; 0 where one has no direction."""
+    sizes = np.linalg.norm(some, axis=1) * np.linalg.norm(others, axis=1)
+    return [float(product / size) if size else 0.0 for product, size in zip((some * others).sum(1), sizes, strict=True)]
+
+
 def _scores(stored: dict[str, Any]) -> Counts:
     """Scores (layers, query heads), each the mean of a head's tests."""
     if not all(stored.values()):

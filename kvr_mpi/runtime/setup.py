@@ -184,9 +184,8 @@ def prepare(
     if not plain:
         say("checking on a few tokens that chains give this model's own logits")
     loaded, frame, reduce_frame, generation = together(world, partial(_check, spec, loaded, say))
-    compression = None
-    if spec.compress is not None:
-        compression = together(world, partial(open_compression, spec.compress, loaded))
+    compression = together(world, partial(_open_compression, spec, loaded))
+    if compression is not None:
         say(f"keys and values are compressed before answers are decoded ({compression.describe()})")
     strategies, left_out = together(world, partial(_check_strategies, spec, loaded))
     for line in left_out:
@@ -200,14 +199,7 @@ def prepare(
     if any(len(each.head) >= LEAST_PREFIX_TOKENS for each in frames):
         say("computing the instructions that all prompts begin with")
     prefixes = together(world, partial(_compute_prefixes, loaded, frames))
-    footprint = None
-    if not plain:
-        footprint = footprint_of(
-            loaded.model.config,
-            loaded.dtype,
-            on_gpu=loaded.device.type == "cuda",
-            in_parts=loaded.attends_in_parts,
-        )
+    footprint = None if plain else _footprint_of(loaded)
     free_bytes: list[int] = share_json(
         world, gather_json(world, _free_bytes(spec, loaded, ranks_on_device(world, loaded.device)))
     )
@@ -347,6 +339,17 @@ def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame]) -> tuple[Sha
         return ()
     heads = {frame.head for frame in frames if len(frame.head) >= LEAST_PREFIX_TOKENS}
     return tuple(compute_prefix(loaded, head) for head in sorted(heads, key=len, reverse=True))
+
+
+def _open_compression(spec: JobSpec, loaded: LoadedModel) -> Compression | None:
+    """Make the method ready that says which keys and values are kept, if the job names one."""
+    return None if spec.compress is None else open_compression(spec.compress, loaded)
+
+
+def _footprint_of(loaded: LoadedModel) -> Footprint:
+    """Say what prompts take of a rank's memory."""
+    on_gpu = loaded.device.type == "cuda"
+    return footprint_of(loaded.model.config, loaded.dtype, on_gpu=on_gpu, in_parts=loaded.attends_in_parts)
 
 
 def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int) -> int:
