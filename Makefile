@@ -21,7 +21,7 @@ extras  := gguf,parquet,plots,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 stamp   := $(VENV)/.installed-$(MPI)
 in_venv := . $(VENV)/bin/activate &&
 
-.PHONY: help install demo test test-all test-long verify-architectures test-slurm test-faults test-fuzz bench-network bench-handoff bench-planner bench-decode bench-store bench-ask check clean
+.PHONY: help install demo test test-all test-long verify-architectures test-slurm test-faults test-fuzz bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress check clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
@@ -36,8 +36,10 @@ help:
 	@echo "               and patience (ARGS=--help: less of it)"
 	@echo "make bench-handoff  bandwidth of handing keys and values on, against a plain ping"
 	@echo "make bench-decode  eight documents decoded together on one core, against one by one"
+	@echo "make bench-fairkv  compressed documents decoded by $(RANKS) ranks that share heads: placements, and the whole cache"
 	@echo "make bench-store  writing shards against np.tofile and fsync, and what a document's durability costs"
 	@echo "make bench-ask  asking stored documents against prefilling them again; writing and reading keys and values"
+	@echo "make bench-compress  what compressed keys and values cost in quality, beside the full cache"
 	@echo "make bench-planner  search slices, sweep around them, forecast lengths between: an hour on a quiet machine"
 	@echo "make clean     remove the environment and all results"
 
@@ -92,11 +94,17 @@ bench-handoff: $(stamp)
 bench-decode: $(stamp)
 	$(in_venv) taskset -c 0 python tests/programs/bench_decode.py $(ARGS)
 
+bench-fairkv: $(stamp)
+	$(in_venv) mpirun -n $(RANKS) python tests/programs/bench_fairkv.py $(ARGS)
+
 bench-store: $(stamp)
 	$(in_venv) python tests/programs/bench_store.py . $(ARGS)
 
 bench-ask: $(stamp)
 	$(in_venv) mpirun -n 2 python tests/programs/bench_ask.py . $(ARGS)
+
+bench-compress: $(stamp)
+	$(in_venv) python tests/programs/bench_compress.py $(ARGS)
 
 bench-planner: $(stamp)
 	$(in_venv) mpirun -n $(RANKS) kvr search --contexts 1k,2k,4k,8k --check 5 --replace --output runs/planner $(ARGS)

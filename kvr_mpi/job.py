@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.prefill.registry import JOB_STRATEGIES
 from kvr_mpi.transport.choose import Name
@@ -250,6 +251,7 @@ class JobSpec(Section):
     prompt: PromptSection = PromptSection()
     questions: QuestionsSection | None = None
     generation: GenerationSection = GenerationSection()
+    compress: CompressSettings | None = None
     parallel: ParallelSection = ParallelSection()
     output: OutputSection
 

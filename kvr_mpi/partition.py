@@ -85,6 +85,27 @@ class Partition:
         """Give the same slices after a prefix of `tokens`, which the first slice includes."""
         return Partition((0, *(bound + tokens for bound in self.bounds[1:])))
 
+    def with_last_from(self, token: int, known: int = 0) -> Partition:
+        """Let the last slice begin at `token` if it begins later; slices before it give up as little as they can.
+
+        Parameters
+        ----------
+        known : int
+            The first tokens, which nobody computes: the first slice ends after them.
+
+        Raises
+        ------
+        PartitionError
+            If fewer tokens than slices are left before it.
+        """
+        if token - known < self.size - 1:
+            raise PartitionError(
+                f"slice bounds {list(self.bounds)}: the last slice cannot begin at token {token}, {self.size - 1} "
+                f"slice(s) go before it, after {known} known tokens"
+            )
+        inner = (min(bound, token - (self.size - 1 - rank)) for rank, bound in enumerate(self.bounds[1:-1], start=1))
+        return Partition((0, *inner, self.tokens))
+
     @classmethod
     def even(cls, tokens: int, size: int) -> Partition:
         """Cut into `size` slices whose lengths differ by at most one token."""

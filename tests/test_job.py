@@ -154,7 +154,7 @@ def test_a_shown_job_has_every_key_and_where_it_is_from(tmp_path: Path) -> None:
     spec, sources = load_job(path, ["generation.seed=5"], {"KVR_OUTPUT__KV": "true"})
     rows = {key: (value, source) for key, value, source in show_job(spec, sources)}
     assert set(rows) == {f"{section}.{key}" for section, table in spec.model_dump().items() for key in table or ()}
-    assert {key.partition(".")[0] for key in rows} == set(SECTIONS) - {"questions"}, "which few jobs have"
+    assert {key.partition(".")[0] for key in rows} == set(SECTIONS) - {"questions", "compress"}, "which few jobs have"
     assert rows["prompt.keep"] == ("'tail'", str(path))
     assert rows["generation.seed"] == ("5", "--set generation.seed")
     assert rows["output.kv"] == ("True", "KVR_OUTPUT__KV")

@@ -129,3 +129,38 @@ def test_an_empty_stop_string_is_refused(tmp_path: Path) -> None:
 def test_ratios_and_their_partition_go_together(tmp_path: Path, more: str) -> None:
     message = refusal(write_job(tmp_path, f"[parallel]\n{more}"))
     assert re.search(r"job\.toml: .*parallel\.partition = 'ratio' and parallel\.ratios = .* go together", message)
+
+
+COMPRESS = """
+[compress]
+method = "snapkv"
+budget = 512
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["compress.method=h2o"], "compress.method = 'h2o': expected one of 'streaming-llm', 'snapkv', 'pyramidkv'"),
+        (["compress.budget=63"], "compress.budget = 63 is less than the 64 tokens .*compress.window"),
+        (["compress.method=streaming-llm", "compress.budget=4"], "less than the 5 tokens .*compress.sinks"),
+        (["compress.budget=0"], "compress.budget = 0: .*greater than or equal to 1"),
+        (["compress.compression_ratio=0.5"], "compress.budget = TOKENS or compress.compression_ratio = SHARE"),
+        (["compress.floor=0.5"], "compress.floor is nothing that method = 'snapkv' reads; it reads window, kernel"),
+        (["compress.method=pyramidkv", "compress.sinks=8"], "compress.sinks is nothing that method = 'pyramidkv'"),
+        (["compress.kernel=4"], "compress.kernel = 4: expected an odd number"),
+        (["compress.observes=answer"], "compress.observes = 'answer': .*'question' or 'document'"),
+        (["compress.method=headkv"], "needs compress.profile = 'FILE'"),
+        (["compress.method=ada-snapkv", "compress.floor=1.5"], "less than or equal to 1"),
+        (["compress.bugdet=3"], "unknown key 'compress.bugdet': did you mean 'budget'"),
+    ],
+)
+def test_a_compression_that_makes_no_sense_is_refused(tmp_path: Path, settings: list[str], expected: str) -> None:
+    assert re.search(expected, refusal(write_job(tmp_path, COMPRESS), *settings))
+
+
+@pytest.mark.parametrize("settings", [[], ["compress.method=ada-snapkv", "compress.floor=0.5"]])
+def test_a_compression_reaches_all_ranks_as_it_was_read(tmp_path: Path, settings: list[str]) -> None:
+    spec = load_job(write_job(tmp_path, COMPRESS), settings, {})[0]
+    assert spec.compress is not None and spec.compress.budget == 512
+    assert type(spec).model_validate_json(spec.model_dump_json()) == spec, "with all its defaults"

@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": ("kvr_mpi.cli.plan", "plan", "Which documents would run on which chains, when, and why."),
     "sbatch": ("kvr_mpi.cli.sbatch", "sbatch", "Submit a job to SLURM, with nodes and time from the plan."),
     "simulate": ("kvr_mpi.cli.simulate", "simulate", "Forecast the time to the first token; no run, no model needed."),
+    "profile-heads": ("kvr_mpi.cli.profile_heads", "profile_heads", "How much each KV head keeps under compression."),
     "doctor": ("kvr_mpi.cli.doctor", "doctor", "Is this machine ready? Launcher, cores, GPUs, links, files, SLURM."),
     "search": ("kvr_mpi.cli.search", "search", "Measure the best slices here and write them to a lookup table."),
     "bench": ("kvr_mpi.cli.bench", "bench", "Time the strategies side by side."),

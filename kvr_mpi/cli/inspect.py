@@ -49,7 +49,12 @@ def _show_run(path: Path, as_json: bool, verify: bool) -> None:
         return
     rows = list(read_records(index, rows_of(index)))
     click.echo(f"model     {header.model['name']} ({header.model['architecture']}, {header.model['dtype']})")
-    click.echo(f"software  {', '.join(f'{name} {version}' for name, version in versions.items())}\n")
+    click.echo(f"software  {', '.join(f'{name} {version}' for name, version in versions.items())}")
+    compress = header.identity.get("compress")
+    if isinstance(compress, dict):
+        told = sorted(compress.items(), key=lambda item: item[0] != "method")
+        click.echo(f"compress  {', '.join(f'{name} {value}' for name, value in told if value is not None)}")
+    click.echo()
     print_summary(summary, rows, path)
 
 

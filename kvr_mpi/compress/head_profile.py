@@ -31,10 +31,12 @@ class HeadProfile:
 
     counts : (layers, kv_heads).
     source : what it is from, and by which rule.
+    model : fingerprint of the model it was measured on; empty: not said.
     """
 
     counts: Counts
     source: str
+    model: str = ""
 
     @property
     def layers(self) -> int:
@@ -89,12 +91,19 @@ def counts_from_gates(
     return counts.reshape(gates.shape)
 
 
-def read_profile(path: Path, *, budget: int = 512, kv_heads: int | None = None) -> HeadProfile:
+def read_profile(
+    path: Path,
+    *,
+    budget: int = 512,
+    kv_heads: int | None = None,
+    beta: float = HEADKV_BETA,
+    window: int = HEADKV_WINDOW,
+) -> HeadProfile:
     """Read a profile: ours, HeadKV's scores (``{"layer-head": [scores]}``), or a table of DuoAttention's gates.
 
     Parameters
     ----------
-    budget, kv_heads
+    budget, kv_heads, beta, window
         For HeadKV's scores; `kv_heads` defaults to a quarter of the query heads, as Llama 3 8B has them.
 
     Raises
@@ -113,17 +122,36 @@ def read_profile(path: Path, *, budget: int = 512, kv_heads: int | None = None) 
             return HeadProfile(counts_from_gates(gates), f"{path.name}, {rule}")
         stored = json.loads(path.read_text())
         if "counts" in stored:
-            return HeadProfile(
-                _checked(np.array(stored["counts"], dtype=np.float64)), str(stored.get("source", path.name))
-            )
+            counts = _checked(np.array(stored["counts"], dtype=np.float64))
+            return HeadProfile(counts, str(stored.get("source", path.name)), str(stored.get("model", "")))
         scores = _checked(_scores(stored))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise DataError(f"{path} is no profile of heads: {error}") from error
     groups = kv_heads or max(1, scores.shape[1] // 4)
-    rule = (
-        f"HeadKV's scores, mean over a KV head's queries, budget {budget}, beta {HEADKV_BETA}, window {HEADKV_WINDOW}"
-    )
-    return HeadProfile(counts_from_scores(scores, groups, budget), f"{path.name}, {rule}")
+    rule = f"HeadKV's scores, mean over a KV head's queries, budget {budget}, beta {beta}, window {window}"
+    return HeadProfile(counts_from_scores(scores, groups, budget, beta=beta, window=window), f"{path.name}, {rule}")
+
+
+def similarities(counts: Counts) -> tuple[list[float], list[float]]:
+    """Say how alike each document's counts are to the mean of the others': cosines, raw and mean-centred.
+
+    FairKV's Table 1 has the raw ones. Those are near 1 whatever heads do, since all counts are positive; less the mean
+    over all heads, they tell whether the same heads keep more.
+
+    Parameters
+    ----------
+    counts : array
+        (documents, layers, kv_heads), at least two documents.
+    """
+    flat = counts.reshape(len(counts), -1)
+    others = (flat.sum(0) - flat) / (len(flat) - 1)
+    return _cosines(flat, others), _cosines(flat - flat.mean(1, keepdims=True), others - others.mean(1, keepdims=True))
+
+
+def _cosines(some: Counts, others: Counts) -> list[float]:
+    """Cosine of each row with the same row of others; 0 where one has no direction."""
+    sizes = np.linalg.norm(some, axis=1) * np.linalg.norm(others, axis=1)
+    return [float(product / size) if size else 0.0 for product, size in zip((some * others).sum(1), sizes, strict=True)]
 
 
 def _scores(stored: dict[str, Any]) -> Counts:

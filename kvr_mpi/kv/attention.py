@@ -146,6 +146,56 @@ def attend_documents(
     return _attend_varlen(query, keys, values, params, (edges, edges), (longest, longest), left, True)
 
 
+def attend_heads(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    params: AttentionParams,
+    begins: torch.Tensor,
+    counts: torch.Tensor,
+    longest: int,
+) -> PartialAttention:
+    """Attend from one token with heads that hold keys of their own, at once, on a GPU.
+
+    Parameters
+    ----------
+    query : Tensor
+        (kv_heads, group, head_dim).
+    keys, values : Tensor
+        Of all heads, one after the other (rows, dim).
+    begins : Tensor
+        Where each head's rows begin, and where the last one's end (kv_heads + 1,), int32 on the device.
+    counts : Tensor
+        Rows of each head that are filled, from where they begin (kv_heads,), int32.
+    longest : int
+        Most rows that any has filled.
+
+    Returns
+    -------
+    PartialAttention
+        Of (1, kv_heads * group, 1, value_dim).
+    """
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    kv_heads, group, _ = query.shape
+    single = torch.arange(kv_heads + 1, dtype=torch.int32, device=query.device)  # a query for each sequence
+    out, lse = varlen_attn(
+        query,
+        keys.unsqueeze(1),
+        values.unsqueeze(1),
+        single,
+        begins,
+        1,
+        longest,
+        return_aux=AuxRequest(lse=True),
+        scale=params.scale,
+        enable_gqa=True,
+        seqused_k=counts,
+    )
+    # The log-sum-exp is (group, kv_heads): heads of a sequence, then all queries.
+    return PartialAttention(out.reshape(1, kv_heads * group, 1, -1).float(), lse.t().reshape(1, -1, 1).float())
+
+
 def takes_varlen(query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> bool:
     """Whether the flash attention of GPUs can do this."""
     head_dim = query.shape[-1]

@@ -36,6 +36,7 @@ class LayerBuffers:
         self._free: list[torch.Tensor] = []
         self._keeps = keeps
         self._all: torch.Tensor | None = None
+        self._pages: mmap.mmap | None = None  # of what was made last: all of it, on the rank that keeps it
         self._taken = 0
 
     def take(self, shape: LayerShape) -> torch.Tensor:
@@ -57,28 +58,50 @@ class LayerBuffers:
 
     def scratch(self, rows: int, count: int) -> list[torch.Tensor]:
         """Make room for so many times some rows of any layer, after everything else was let go."""
-        self._all = None
-        self._free.clear()
+        self.clear()
         elements = max(shape.elements for shape in self._shapes)
         return list(torch.empty(count, rows * elements, dtype=self._dtype, device=self._device))
 
+    def discard(self, buffer: torch.Tensor) -> None:
+        """Give a kept layer's pages back that nobody reads any more, before the whole can be let go.
+
+        On a CPU, where memory is in pages; what the buffer holds is not defined afterwards.
+        """
+        if self._pages is None or self._all is None:
+            return
+        start = buffer.data_ptr() - self._all.data_ptr()
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (start + buffer.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last and hasattr(mmap, "MADV_DONTNEED"):
+            self._pages.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def clear(self) -> None:
+        """Forget all memory: what no layer holds goes back to the system."""
+        self._all = self._pages = None
+        self._free.clear()
+
     def _make(self, elements: int) -> torch.Tensor:
-        count = self._capacity * elements
-        if self._device.type != "cpu":
-            return torch.empty(count, dtype=self._dtype, device=self._device)
-        return _pages(count, self._dtype)
+        flat, self._pages = _make_flat(self._capacity * elements, self._dtype, self._device)
+        return flat
 
 
-def _pages(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Make a tensor (count,) of fresh pages.
+def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Make a tensor (count,) that goes back to the system when it is let go; what is in it is not defined.
 
     Raises
     ------
-    MemoryError
-        If there are none left.
+    MemoryError, torch.OutOfMemoryError
+        If there is no memory for it.
     """
+    return _make_flat(count, dtype, device)[0]
+
+
+def _make_flat(count: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, mmap.mmap | None]:
+    """Make a tensor (count,) and tell, on a CPU, which fresh pages it is of."""
+    if device.type != "cpu" or not count:
+        return torch.empty(count, dtype=dtype, device=device), None
     try:
         memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"no {count * dtype.itemsize} bytes for keys and values: {error}") from error
-    return torch.frombuffer(memory, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype), memory

@@ -14,16 +14,19 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.buffers import LayerBuffers
+from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.kv.buffers import LayerBuffers, make_flat
 from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layer import SliceLayer
+from kvr_mpi.kv.observation import Observation
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.ragged import RaggedLayout, check_retained, elements_needed
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.states import EmptyLayer, StateAndSliceLayer, StateAndWholeLayer, StateLayer
-from kvr_mpi.kv.transfers import PromptTransfers
+from kvr_mpi.kv.transfers import PromptTransfers, Range
 from kvr_mpi.kv.whole import WholeLayer
 from kvr_mpi.model import LayerShape, LoadedModel
+from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.last_token import LastRow
 
 # Layers whose receives are posted before they compute.
@@ -54,9 +57,13 @@ class SliceCache(Cache):
         Leave the model after this many layers (for timing a few of them).
     is_shared : bool
         Every rank keeps its own tokens, in `share`, and none keeps all.
+    window : (int, int) or None
+        Tokens whose queries the decode rank keeps; they have to be in its last stretch.
 
     Attributes
     ----------
+    observation : Observation or None
+        What was kept of the window, on the decode rank.
     in_parts : bool
         Attention is taken over, and attends to the prefix in parts; else the model's own attends to all of it.
     cuts_last_layer : bool
@@ -75,11 +82,15 @@ class SliceCache(Cache):
         prefix: SharedPrefix | None = None,
         stop_after: int | None = None,
         is_shared: bool = False,
+        window: Range | None = None,
     ) -> None:
         shape = loaded.shape
         self.exchange, self.transfers, self.prefix = exchange, transfers, prefix
         self.dtype, self.device = loaded.dtype, loaded.device
         self.is_decode_rank = transfers is None or exchange.rank == exchange.decode_rank
+        self.observation = Observation(window) if window is not None and self.is_decode_rank else None
+        if self.observation is not None:
+            self.observation.check_in(exchange.owned)
         self.start, self.prompt_tokens = exchange.owned[0][0], exchange.partition.tokens
         self.share = _make_share(loaded, exchange, prefix, reserve_tokens) if is_shared else None
         self.keeps_all = self.is_decode_rank and self.share is None
@@ -174,6 +185,11 @@ class SliceCache(Cache):
         if layer_idx == self._stop or (layer_idx == self._last and not is_read):
             raise SliceDoneError
 
+    def observe(self, layer_idx: int, query: torch.Tensor, params: AttentionParams) -> None:
+        """Keep the queries of the observation window, if there is one, of (1, heads, tokens, head_dim)."""
+        if self.observation is not None and self.prefilling:
+            self.observation.keep(layer_idx, query, self.exchange.owned, params)
+
     def settle(self) -> None:
         """Hand on what was not handed on when its layer ended: the model has returned."""
         self._leave(self.layers[max(self._begun, 0) :])
@@ -184,6 +200,68 @@ class SliceCache(Cache):
             for layer in self.layers:
                 layer.let_go()
         self.prefilling = False
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether heads keep tokens of their own in any layer."""
+        return any(layer.is_ragged for layer in self.layers)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that keys and values take, room for tokens to come included."""
+        return sum(layer.held_bytes for layer in self.layers)
+
+    def keep_only(self, retained: Sequence[Sequence[torch.Tensor] | None], slack: int) -> None:
+        """Drop all keys and values but those that each head is to keep, and give their memory back.
+
+        After the prefill, on the decode rank; tokens decoded afterwards are kept by all heads, at their true positions.
+        If anything is refused, nothing has changed.
+
+        Parameters
+        ----------
+        retained : sequence
+            For each layer, for each KV head: positions (tokens,) int64 that it keeps, ascending; None for a layer that
+            keeps all it has, and for one without keys and values.
+        slack : int
+            Tokens that can be appended.
+
+        Raises
+        ------
+        ModelError
+            If the model's attention cannot be taken over, or a layer with a window or chunks is to drop tokens.
+        ValueError
+            If `retained` is not of this form, or this is not the decode rank after the prefill.
+        """
+        if self.prefilling or not self.is_decode_rank:
+            raise ValueError("only the decode rank drops keys and values, once the prompt is through")
+        if self.is_ragged:
+            raise ValueError("the heads keep tokens of their own already")
+        if not self.in_parts:
+            raise ModelError("its own attention attends to all keys at once, so heads cannot keep tokens of their own")
+        if len(retained) != len(self.layers):
+            raise ValueError(f"the model has {len(self.layers)} layers, and {len(retained)} are to keep tokens")
+        for layer, kept in zip(self.layers, retained, strict=True):
+            if kept is not None:
+                check_retained(kept, layer.shape, layer.length, layer.layer_idx)
+        length, sizes = self.length, []
+        for layer, kept in zip(self.layers, retained, strict=True):
+            counts = [length] * layer.shape.num_kv_heads if kept is None else list(map(len, kept))
+            sizes.append(elements_needed(layer.shape, counts, slack))
+        whole = make_flat(sum(sizes), self.dtype, self.device)  # one piece: pages are given in wholes
+        for layer, kept, flat in zip(self.layers, retained, torch.split(whole, sizes), strict=True):
+            if layer.shape.elements:
+                before = layer.buffer
+                layer.keep_only(kept, slack, flat)
+                self.buffers.discard(before)
+        self.buffers.clear()
+        self.capacity = length + slack
+
+    def adopt(self, layouts: Sequence[RaggedLayout], length: int, slack: int) -> None:
+        """Hold some heads of a document of so many tokens, which another rank has prefilled."""
+        assert not self.prefilling
+        for layer, layout in zip(self.layers, layouts, strict=True):
+            layer.layout, layer.length = layout, length
+        self.capacity = length + slack
 
     def note_states(self) -> None:
         """Remember states as they are, since a step that fails leaves them half changed."""
@@ -234,8 +312,18 @@ def layer_kv(cache: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | 
     """Keys and values a cache holds of one layer, each (tokens, kv_heads, head_dim), or None if it holds none.
 
     A layer with a window or chunks may hold only its last tokens.
+
+    Raises
+    ------
+    ConfigError
+        If heads keep tokens of their own: there are none that all of them hold.
     """
     layer = cache.layers[layer_idx]
+    if getattr(layer, "is_ragged", False):
+        raise ConfigError(
+            f"layer {layer_idx}: its KV heads keep different tokens, and keys and values are stored by token, for all "
+            f"heads: compressed ones are not stored; leave out either compression or output.kv"
+        )
     if isinstance(layer, SliceLayer):
         keys, values = layer.rows(cache.exchange.first_held(layer.shape.visibility), layer.length)
         return keys[0].transpose(0, 1), values[0].transpose(0, 1)

@@ -20,6 +20,7 @@ from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layout import UniformLayout
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.ragged import RaggedLayout
 from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers, Range
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
@@ -51,6 +52,9 @@ class LayersOwner(Protocol):
     def leave_if_done(self, layer_idx: int) -> None:
         """Leave the model where nobody reads on."""
 
+    def observe(self, layer_idx: int, query: torch.Tensor, params: AttentionParams) -> None:
+        """Keep the queries of the observation window, if there is one."""
+
 
 class SliceLayer(CacheLayerMixin):
     """One layer's keys and values on one rank."""
@@ -65,7 +69,7 @@ class SliceLayer(CacheLayerMixin):
         self.length = cache.start
         self.fresh = 0  # tokens last appended
         self.attended = True
-        self.layout: UniformLayout | None = None
+        self.layout: UniformLayout | RaggedLayout | None = None
         self.is_over: bool = False  # let go of, with everything sent
         self.segments: LayerTransfers | None = (
             None if cache.transfers is None else LayerTransfers(cache.transfers, layer_idx, shape.visibility)
@@ -76,12 +80,12 @@ class SliceLayer(CacheLayerMixin):
         cache = self.cache
         if self.layout is not None:
             return
-        self.layout = UniformLayout(cache.buffers.take(self.shape), self.shape)
+        self.layout = layout = UniformLayout(cache.buffers.take(self.shape), self.shape)
         if self.segments is not None:
-            self.segments.buffer = self.layout.buffer
+            self.segments.buffer = layout.buffer
             cache.exchange.post(self.segments)
         if cache.prefix is not None and cache.prefilling:
-            cache.prefix.copy_into(self.layout.buffer, self.layer_idx)  # fails if it is read, and damaged
+            cache.prefix.copy_into(layout.buffer, self.layer_idx)  # fails if it is read, and damaged
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -141,6 +145,9 @@ class SliceLayer(CacheLayerMixin):
         # A single token's query heads may come folded into the query length (1, kv_heads, group, head_dim).
         if query.shape[2] != self.fresh and self.fresh > 1:
             raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
+        if isinstance(self.layout, RaggedLayout):
+            return self.layout.attend(query, self.length, self.fresh, params)
+        self.cache.observe(self.layer_idx, query, params)
         skipped = self.fresh - 1 if self.cache.reads_only_last(self.layer_idx) else 0
         query = query[:, :, skipped:]
         sees_all = self.shape.visibility.sees_all(self.length)
@@ -162,20 +169,77 @@ class SliceLayer(CacheLayerMixin):
 
     @property
     def buffer(self) -> torch.Tensor | None:
-        """All it holds (capacity, elements of K and V of all heads); None if nothing is, or no longer."""
-        return None if self.layout is None else self.layout.buffer
+        """All it holds (capacity, elements of K and V of all heads); None if nothing is so, or no longer."""
+        return self.layout.buffer if isinstance(self.layout, UniformLayout) else None
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether its heads keep tokens of their own."""
+        return isinstance(self.layout, RaggedLayout)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory its keys and values take."""
+        if isinstance(self.layout, RaggedLayout):
+            return self.layout.held_bytes
+        return 0 if self.layout is None else self.layout.buffer.nbytes
+
+    @property
+    def head_counts(self) -> list[int]:
+        """Tokens that each KV head holds."""
+        if isinstance(self.layout, RaggedLayout):
+            return [count + self.length - self.layout.origin for count in self.layout.kept]
+        return [self.length] * self.shape.num_kv_heads
+
+    def head(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that a KV head holds, as views (tokens, dim)."""
+        if isinstance(self.layout, RaggedLayout):
+            return self.layout.head_rows(head, self.length)
+        keys, values = self.rows(0, self.length)
+        return keys[0, head], values[0, head]
 
     def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a range of tokens, as views (1, kv_heads, tokens, head_dim)."""
-        assert self.layout is not None
+        """Keys and values of a range of tokens, as views (1, kv_heads, tokens, head_dim).
+
+        Raises
+        ------
+        ModelError
+            If heads keep tokens of their own: no range is there as a whole.
+        """
+        if not isinstance(self.layout, UniformLayout):
+            raise ModelError(f"layer {self.layer_idx}: its heads keep different tokens, so there is no range of them")
         return self.layout.rows(first, last)
 
     def lay_by_heads(self) -> None:
         """Let a CPU decode faster, once the prompt is through: segments travel by token."""
-        assert self.layout is not None
         if self.segments is not None:
             self.segments.wait_through()
-        self.layout.lay_by_heads(self.length)
+        if isinstance(self.layout, UniformLayout):
+            self.layout.lay_by_heads(self.length)
+
+    def keep_only(self, retained: Sequence[torch.Tensor] | None, slack: int, flat: torch.Tensor) -> None:
+        """Move what is kept into other memory; see `cache.SliceCache.keep_only`.
+
+        Parameters
+        ----------
+        flat : Tensor
+            Of as many elements as it takes.
+        """
+        if self.segments is not None:
+            self.segments.wait_through()
+        keys, values = self.rows(0, self.length)
+        if retained is None:
+            uniform = UniformLayout(flat.view(self.length + slack, self.shape.elements), self.shape)
+            uniform.write(0, keys, values)
+            self.layout = uniform
+        else:
+            ragged = RaggedLayout(flat, self.shape, list(map(len, retained)), slack, self.length)
+            for head, positions in enumerate(retained):
+                own_keys, own_values = ragged.head_rows(head, self.length)
+                torch.index_select(keys[0, head], 0, positions.to(keys.device), out=own_keys)
+                torch.index_select(values[0, head], 0, positions.to(keys.device), out=own_values)
+            self.layout = ragged
+        self.segments = None  # they hold the buffer, too
 
     def release(self, *, wait: bool) -> bool:
         """Let go of the buffer if all of it is sent, or wait for that; say whether it is gone."""
@@ -183,8 +247,8 @@ class SliceLayer(CacheLayerMixin):
             if not wait and not self.segments.are_through():
                 return False
             self.segments.wait_through()
-        if self.layout is not None and not self.cache.keeps_all:
-            self.cache.buffers.give_back(self.layout.buffer)
+        if self.buffer is not None and not self.cache.keeps_all:
+            self.cache.buffers.give_back(self.buffer)
         self.let_go()
         self.is_over = True
         return True

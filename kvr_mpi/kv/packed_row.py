@@ -10,17 +10,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import attend, attend_documents, takes_varlen
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_documents, takes_varlen
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.layer import SliceLayer
+from kvr_mpi.kv.ragged import RaggedLayout, attend_row, write_row
 from kvr_mpi.model.attention_hook import AttentionParams
+
+Merge = Callable[[PartialAttention], PartialAttention]
 
 
 class PackedLayer(CacheLayerMixin):
@@ -34,7 +37,12 @@ class PackedLayer(CacheLayerMixin):
         self.layer_idx, self.documents, self.shape = layer_idx, documents, documents[0].shape
         self.attended = True
         # Views of whole buffers, (kv_heads, capacity, head_dim): narrowing these is all there is to do for a token.
-        self._whole = [layer.rows(0, layer.cache.capacity) for layer in documents] if cache.decodes else []
+        # None where heads keep tokens of their own.
+        self._whole = [
+            None if layer.is_ragged else layer.rows(0, layer.cache.capacity) for layer in documents if cache.decodes
+        ]
+        layouts = [layer.layout for layer in documents if isinstance(layer.layout, RaggedLayout)]
+        self._ragged = layouts if len(layouts) == len(documents) else None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -46,13 +54,23 @@ class PackedLayer(CacheLayerMixin):
             for layer, (first, last) in zip(self.documents, cache.bounds, strict=True):
                 layer.update(key_states[:, :, first:last], value_states[:, :, first:last])
             return key_states, value_states
-        places = [
-            whole.select(2, length) for pair, length in zip(self._whole, cache.lengths, strict=True) for whole in pair
-        ]
-        tokens = zip(key_states.unbind(2), value_states.unbind(2), strict=True)
-        torch._foreach_copy_(places, list(itertools.chain.from_iterable(tokens)))
-        for layer, length in zip(self.documents, cache.lengths, strict=True):
+        if self._ragged is not None:
+            write_row(self._ragged, key_states, value_states, cache.lengths)
+            for layer, length in zip(self.documents, cache.lengths, strict=True):
+                layer.length = length + 1
+            return key_states, value_states
+        places, tokens = [], []
+        for at, (layer, pair, length) in enumerate(zip(self.documents, self._whole, cache.lengths, strict=True)):
+            keys, values = key_states.narrow(2, at, 1), value_states.narrow(2, at, 1)
+            if pair is None:
+                assert layer.layout is not None
+                layer.layout.write(length, keys, values)
+            else:
+                places += [whole.narrow(2, length, 1) for whole in pair]
+                tokens += [keys, values]
             layer.length = length + 1
+        if places:
+            torch._foreach_copy_(places, tokens)
         return key_states, value_states
 
     def attend(
@@ -87,10 +105,21 @@ class PackedLayer(CacheLayerMixin):
 
     def _attend_tokens(self, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
         """Attend from one token of each document: what `SliceLayer.attend` does, without its detours."""
+        if self.cache.merge is not None:
+            assert self._ragged is not None
+            part = self._ragged[0].attend_part(query, self.cache.lengths[0] + 1, params)
+            return self.cache.merge(part).finish(params).to(query.dtype)
+        if self._ragged is not None and query.shape[2] == len(self.documents):
+            return attend_row(self._ragged, query, [length + 1 for length in self.cache.lengths], params)
         tokens = query.chunk(len(self.documents), dim=2)  # of one document it may be folded, and stays whole
         outs = []
-        for token, (keys, values), before in zip(tokens, self._whole, self.cache.lengths, strict=True):
+        for layer, token, pair, before in zip(self.documents, tokens, self._whole, self.cache.lengths, strict=True):
             length = before + 1
+            if isinstance(layer.layout, RaggedLayout):
+                outs.append(layer.layout.attend(token, length, 1, params))
+                continue
+            assert pair is not None
+            keys, values = pair
             low = self.shape.visibility.first_key(before)
             part = attend(token, keys.narrow(2, low, length - low), values.narrow(2, low, length - low), params)
             outs.append(part.finish(params))
@@ -121,12 +150,15 @@ class PackedCache(Cache):
         Each that of a decode rank: prompts that begin, or answers that go on.
     tokens : sequence of int
         How many tokens of each document a row holds; one of each if answers go on.
+    merge : callable, optional
+        Joins attention to what is held here with that of other ranks; of one document, whose tokens they divide.
     """
 
     in_parts = True
 
-    def __init__(self, documents: Sequence[SliceCache], tokens: Sequence[int]) -> None:
-        self.documents = documents
+    def __init__(self, documents: Sequence[SliceCache], tokens: Sequence[int], merge: Merge | None = None) -> None:
+        assert merge is None or len(documents) == 1, "the tokens of one document are divided"
+        self.documents, self.merge = documents, merge
         stops = list(itertools.accumulate(tokens))
         self.bounds = list(zip([0, *stops], stops, strict=False))
         self.edges = torch.tensor([0, *stops], dtype=torch.int32, device=documents[0].device)

@@ -151,9 +151,9 @@ class Share:
         """Copy this rank's part out of a layer whose attention is over."""
         if not layer.shape.elements or self.layers[layer.layer_idx] is not None:
             return
-        assert layer.layout is not None
+        assert layer.buffer is not None
         own = self.add_layer(layer.layer_idx, layer.shape)
-        own.layout.buffer[: self.stop - own.first].copy_(layer.layout.buffer[own.first : self.stop])
+        own.layout.buffer[: self.stop - own.first].copy_(layer.buffer[own.first : self.stop])
 
     def lay_by_heads(self) -> None:
         """Let a CPU attend faster, once the share is complete."""

@@ -169,6 +169,8 @@ class StateLayer(LinearAttentionLayer):
         self._values = {"conv": {}, "recurrent": {}}
         self._incoming = self.segments = None
 
+    is_ragged, held_bytes = False, 0  # of keys and values
+
     def lay_by_heads(self) -> None:
         """Nothing to do: a state has no tokens."""
 
@@ -209,7 +211,7 @@ class StateLayer(LinearAttentionLayer):
 class StateAndSliceLayer(StateLayer, SliceLayer):
     """A layer with attention that is taken over, and states."""
 
-    buffer = SliceLayer.buffer
+    buffer, is_ragged, held_bytes = SliceLayer.buffer, SliceLayer.is_ragged, SliceLayer.held_bytes
 
     def __init__(self, cache: LayersOwner, layer_idx: int, shape: LayerShape) -> None:
         SliceLayer.__init__(self, cache, layer_idx, shape)
@@ -264,7 +266,7 @@ class EmptyLayer(DummyLayer):
         super().__init__()
         self.layer_idx, self.shape = layer_idx, shape
         self.buffer = self.segments = None
-        self.is_over = True
+        self.is_over, self.is_ragged, self.held_bytes = True, False, 0
 
     def post(self) -> None:
         """Nothing to do."""

@@ -15,12 +15,13 @@ from typing import Any, TypedDict, Unpack
 import torch
 from transformers import DynamicCache
 
+from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache, SliceDoneError
 from kvr_mpi.kv.exchange import Exchange, MakeExchange
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.shares import Share
-from kvr_mpi.kv.transfers import PromptTransfers
+from kvr_mpi.kv.transfers import PromptTransfers, Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model, run_plain, takes
 from kvr_mpi.model.rope import depends_on_length
@@ -57,6 +58,7 @@ class Prefill:
     strategy: str = "kvr"  # that was used: a name of `registry.STRATEGIES`
     known_tokens: int = 0  # the first ones, whose keys and values were there already
     share: Share | None = None  # this rank's, of a prompt that stays spread over its chain: there is no cache
+    retained: RetainedSize | None = None  # what compression has left of the cache; None: it is whole
 
     @property
     def is_plain(self) -> bool:
@@ -87,6 +89,8 @@ class Options(TypedDict, total=False):
         chunks.
     is_shared
         Every rank ends with the keys and values of its own tokens, and none with all (`Prefill.share`).
+    window
+        Tokens whose queries the rank with the last slice keeps, for compression; they have to be in that slice.
     """
 
     reserve_tokens: int
@@ -97,6 +101,11 @@ class Options(TypedDict, total=False):
     spares_chain: bool
     keeps_all: bool
     is_shared: bool
+    window: Range | None
+
+
+# Of these, what a rank's cache is told.
+CACHE_OPTIONS = ("reserve_tokens", "prefix", "stop_after", "is_shared", "window")
 
 
 @torch.inference_mode()
@@ -217,15 +226,8 @@ def prefill_by(
     transfers = None
     if forwarder is not None and chain.size > 1:
         transfers = PromptTransfers(forwarder, partition.size, len(loaded.shape.layers), rotation)
-    cache = SliceCache(
-        loaded,
-        exchange,
-        transfers,
-        reserve_tokens=options.get("reserve_tokens", 0),
-        prefix=options.get("prefix"),
-        stop_after=options.get("stop_after"),
-        is_shared=options.get("is_shared", False),
-    )
+    given: dict[str, Any] = {name: value for name, value in options.items() if name in CACHE_OPTIONS}
+    cache = SliceCache(loaded, exchange, transfers, **given)
     spares_chain = options.get("spares_chain", False)
     logits, failure = _run_slice(loaded, ids, cache, forwarder, spares_chain)
     if failure is not None:  # and the error, with all that it held, is forgotten

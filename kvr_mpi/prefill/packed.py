@@ -14,6 +14,7 @@ import torch
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.transfers import Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.partition import Partition
@@ -32,6 +33,7 @@ def prefill_packed(
     *,
     reserve_tokens: int = 0,
     prefix: SharedPrefix | None = None,
+    window: Range | None = None,
 ) -> list[Prefill]:
     """Prefill several short prompts in one forward pass, each exactly as if alone (`prefill_kvr` on one rank).
 
@@ -45,14 +47,18 @@ def prefill_packed(
         Room for tokens to be decoded after each.
     prefix : SharedPrefix or None
         What all of them begin with, if it has been computed; the prompts still contain it.
+    window : (int, int) or None
+        Of a single prompt: tokens whose queries are kept (`one_prompt.Options`).
 
     Returns
     -------
     list of Prefill
         In the prompts' order, each with its own cache. Every one took as long as all of its forward pass.
     """
+    assert window is None or len(prompts) == 1, "prompts that are observed run one by one"
     if len(prompts) == 1 or why_never_packed(loaded):
         options: dict[str, Any] = {"reserve_tokens": reserve_tokens, "prefix": prefix, "spares_chain": True}
+        options["window"] = window
         return [prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), **options) for ids in prompts]
     try:
         return _prefill_row(loaded, prompts, reserve_tokens, prefix)

@@ -71,6 +71,23 @@ def plot_slices(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     _save(figure, path)
 
 
+def plot_heads(counts: Sequence[Sequence[float]], title: str, path: Path) -> None:
+    """Draw how many tokens each head keeps, (layers, kv_heads), a layer a row.
+
+    Raises
+    ------
+    ConfigError
+        If matplotlib is missing or knows no such file type.
+    """
+    figure, axes = _canvas()
+    image = axes.imshow(counts, aspect="auto", interpolation="nearest")
+    figure.colorbar(image, ax=axes, label="tokens kept")
+    axes.set(xlabel="KV head", ylabel="layer")
+    axes.set_xticks(range(len(counts[0])))
+    axes.set_title(title)
+    _save(figure, path)
+
+
 def _canvas() -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure

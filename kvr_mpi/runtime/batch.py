@@ -135,8 +135,16 @@ def open_context(
     """Put together what this rank works with: documents, results, answers under way."""
     sink = ResultSink(writer, counters, progress, keeps_kv=bool(setup.spec.output.kv), parts=parts)
     shared, tally = SharedStop(stop, counters, check), Tally()
-    decodes = setup.spec.generation.max_new_tokens > 0
-    decoder = Decoder(setup.open_decode_batch(), sink, shared, tally, decodes=decodes)
+    new_tokens = setup.spec.generation.max_new_tokens
+    decoder = Decoder(
+        setup.open_decode_batch(),
+        sink,
+        shared,
+        tally,
+        decodes=new_tokens > 0,
+        compression=setup.compression,
+        slack=new_tokens,
+    )
     return WorkerContext(source, sink, decoder, shared, tally)
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.transfers import Range
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, check_fits
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -106,16 +107,17 @@ class ChainRunner:
         Other ranks are told, since what is rounded here could be rounded differently on another processor.
         """
         prompt, prefix = request.prompt, self._prefix_of(request)
-        known = prefix.tokens if prefix else 0
+        known, window = prefix.tokens if prefix else 0, self._window_of(prompt)
         if self._goes_alone(prompt, known):
             return PlannedPrompt(prompt, prefix, decode_rank, KVR, None)
         if self._is_stored(prefix):
             partition = share_out_stored(known, prompt.tokens, self.chain.size)
             return PlannedPrompt(prompt, prefix, decode_rank, KVR, partition)
         strategy = self._choose_strategy(prompt.tokens, known)
-        return PlannedPrompt(
-            prompt, prefix, decode_rank, strategy, self._cut(strategy, prompt.tokens, known, decode_rank)
-        )
+        partition = self._cut(strategy, prompt.tokens, known, decode_rank)
+        if window is not None:
+            partition = partition.with_last_from(window[0], known)
+        return PlannedPrompt(prompt, prefix, decode_rank, strategy, partition)
 
     def planned(
         self, request: PromptRequest, decode_rank: int, strategy: str, bounds: Sequence[int] | None
@@ -165,7 +167,11 @@ class ChainRunner:
 
     def held_bytes(self, request: PromptRequest) -> int:
         """Bytes of a prompt's cache, with room for the answer: on the rank that decodes it, or on all together."""
-        return self._kv_bytes(request.prompt)
+        prompt, compression = request.prompt, self._setup.compression
+        whole = self._kv_bytes(prompt)
+        if compression is None:
+            return whole
+        return whole - compression.dropped_bytes(self._loaded, prompt.tokens, prompt.text)
 
     def prefill(self, planned: PlannedPrompt, forwarder: Forwarder | None) -> Prefill:
         """Prefill over the chain; every rank of it gives the same prompts in the same order.
@@ -199,17 +205,22 @@ class ChainRunner:
             spares_chain=True,
             keeps_all=bool(self._spec.output.kv) and not self.is_shared,
             is_shared=self.is_shared,
+            window=self._window_of(planned.prompt),
         )
 
     def prefill_packed(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
         """Prefill short prompts that begin with the same prefix in one forward, on this rank alone."""
         prefix = row[0].prefix
-        ids = [planned.prompt.ids for planned in row]
-        rows = [ids] if self._setup.why_alone is None else [[one] for one in ids]
+        windows = [self._window_of(planned.prompt) for planned in row]
+        if self._setup.why_alone is None and not any(windows):
+            ids = [planned.prompt.ids for planned in row]
+            return prefill_packed(self._loaded, ids, reserve_tokens=self.new_tokens, prefix=prefix)
         return [
             prefill
-            for row in rows
-            for prefill in prefill_packed(self._loaded, row, reserve_tokens=self.new_tokens, prefix=prefix)
+            for planned, window in zip(row, windows, strict=True)
+            for prefill in prefill_packed(
+                self._loaded, [planned.prompt.ids], reserve_tokens=self.new_tokens, prefix=prefix, window=window
+            )
         ]
 
     def _is_stored(self, prefix: SharedPrefix | None) -> bool:
@@ -220,13 +231,22 @@ class ChainRunner:
         """Whether a prompt is too short to be cut: one rank prefills it, packed with others."""
         if self._strategy.is_plain or self.is_shared:
             return False
-        size, tokens = self.chain.size, prompt.tokens - known
+        size, tokens, window = self.chain.size, prompt.tokens - known, self._window_of(prompt)
+        if window is not None and window[0] - known < 2 * size:  # every slice before the last needs a token
+            return True
         return tokens < LEAST_SLICE_TOKENS * size or (size == 1 and 2 * tokens <= PACK_TOKENS)
 
     def _prefix_of(self, request: PromptRequest) -> SharedPrefix | None:
         """Find what a prompt begins with, if that is computed already."""
-        ids, known = request.prompt.ids, request.document.prefix
-        return known or next((one for one in self._setup.prefixes if ids[: one.tokens] == one.ids), None)
+        ids, known, window = request.prompt.ids, request.document.prefix, self._window_of(request.prompt)
+        end = len(ids) if window is None else window[0]  # of what is known there are no queries
+        fitting = (one for one in self._setup.prefixes if one.tokens <= end and ids[: one.tokens] == one.ids)
+        return known or next(fitting, None)
+
+    def _window_of(self, prompt: Prompt) -> Range | None:
+        """Say which tokens' queries compression asks for; None if it asks for none."""
+        compression = self._setup.compression
+        return None if compression is None else compression.observed_of(prompt.tokens, prompt.text)
 
     def _kv_bytes(self, prompt: Prompt) -> int:
         return (prompt.tokens + self.new_tokens) * self._loaded.shape.kv_bytes_per_token

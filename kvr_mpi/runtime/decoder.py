@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvr_mpi.compress.compression import Compression
 from kvr_mpi.decode.batch import DecodeBatch, Finished
 from kvr_mpi.decode.shares_batch import SharesBatch
+from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.runtime.requests import PromptOutcome, PromptRequest, error_record
 from kvr_mpi.runtime.result_sink import ResultSink
@@ -36,6 +38,10 @@ class Decoder:
     chain : Transport or None
         The ranks that decode together, because keys and values stay spread over them: all make the same calls, and
         the one with a prompt's last share delivers its answer. None: a rank decodes alone.
+    compression : Compression or None
+        Which keys and values are kept when a prompt is through.
+    slack : int
+        Room for tokens to be decoded, in a compressed cache.
     """
 
     def __init__(
@@ -47,7 +53,10 @@ class Decoder:
         *,
         decodes: bool,
         chain: Transport | None = None,
+        compression: Compression | None = None,
+        slack: int = 0,
     ) -> None:
+        self._compression, self._slack = compression, slack
         self._batch, self._sink, self._stop, self._tally, self._decodes = batch, sink, stop, tally, decodes
         self._chain = chain
         self._outcomes: list[tuple[str, PromptOutcome]] = []
@@ -71,6 +80,8 @@ class Decoder:
         if prefill.error is not None:
             if self._delivers(prefill):
                 self._fail(request, prefill.error)
+            return
+        if self._compression is not None and not self._compress(self._compression, request, prefill):
             return
         if self._decodes and self._delivers(prefill):
             self._sink.report_prefill(request.document.id, prefill, request.work)
@@ -99,6 +110,21 @@ class Decoder:
         """Whether there is no time left; ranks that decode together have to see it at once."""
         is_over = self._stop.is_over
         return is_over if self._chain is None else bool(share_json(self._chain, is_over))
+
+    def _compress(self, compression: Compression, request: PromptRequest, prefill: Prefill) -> bool:
+        """Let a prompt's cache keep what the method chooses; say whether there was memory for that."""
+        try:
+            prefill.retained = compression.compress(prefill.cache, request.prompt.text, slack=self._slack)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            what = str(error).splitlines()[0]
+        else:
+            return True
+        # Out of the except block: the error held on to what was made.
+        prefill.cache = None
+        self._fail(request, f"there is no memory to compress its keys and values: {what}")
+        return False
 
     def _step(self) -> None:
         """Write one token of every answer, and deliver what is finished."""

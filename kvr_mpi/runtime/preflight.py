@@ -84,6 +84,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
     checks: list[Callable[[], object]] = [
         partial(choose_chain_size, spec, ranks),
         partial(_check_table, spec, ranks),
+        partial(_check_compress, spec),
         partial(check_template, prompt.template),
         partial(check_template, prompt.reduce_template or prompt.template, "prompt.reduce_template"),
         partial(check_system, prompt.system),
@@ -92,7 +93,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         partial(_check_output, Path(spec.output.path), goes_on),
     ]
     if prompt.reduce_template is None:
-        del checks[3]
+        del checks[4]
     for check in checks:
         try:
             check()
@@ -117,6 +118,31 @@ def _check_table(spec: JobSpec, ranks: int) -> None:
         f"parallel.table = {str(path)!r} does not fit chains of {size} rank(s): {found}. Start as many ranks as a "
         f"table is for, make one with kvr search, or name one file and set parallel.table_force = true"
     )
+
+
+def _check_compress(spec: JobSpec) -> None:
+    """Refuse [compress] beside what it would be ignored by, or would make wrong."""
+    if spec.compress is None:
+        return
+    method = f"compress.method = {spec.compress.method!r}"
+    if spec.parallel.strategy == "single":
+        raise ConfigError(
+            f"{method}: strategy = 'single' decodes from transformers' own cache, which is not compressed; choose "
+            f"parallel.strategy = 'kvr', which runs on one rank, too"
+        )
+    if spec.output.kv:
+        raise ConfigError(f"{method}: output.kv = true stores whole keys and values; leave one of the two out")
+    if spec.questions is not None or spec.documents.reuse is not None:
+        key = "[questions]" if spec.questions is not None else "documents.reuse"
+        raise ConfigError(
+            f"{method}: {key} goes on from stored keys and values, and of stored tokens there are no queries to "
+            f"observe with; leave one of the two out"
+        )
+    if spec.compress.profile is not None and not Path(spec.compress.profile).is_file():
+        raise ConfigError(
+            f"compress.profile = {spec.compress.profile!r}: no such file; make one with kvr profile-heads, or name "
+            f"published scores of this model's heads"
+        )
 
 
 def _check_model(model: ModelSection, offline: bool) -> None:

@@ -51,6 +51,9 @@ class PromptOutcome:
     wait_s: float = 0.0
     decode_s: float = 0.0
     strategy: str = ""
+    compression: str = ""  # by which keys and values were dropped before decoding
+    retained_tokens: float = 0.0  # of a KV head, on average
+    retained_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -116,15 +119,19 @@ class DocumentRequest:
 
     def outcome(self, part: int, prefill: Prefill, answer: Answer) -> PromptOutcome:
         """Sum up one prompt's answer."""
+        tokens, retained = self.prompts[part].tokens, prefill.retained
         return PromptOutcome(
             text=answer.text,
-            tokens=self.prompts[part].tokens,
-            computed=self.prompts[part].tokens - prefill.known_tokens,
+            tokens=tokens,
+            computed=tokens - prefill.known_tokens,
             new_tokens=len(answer.token_ids),
             prefill_s=prefill.seconds,
             wait_s=prefill.wait_s,
             decode_s=answer.seconds,
             strategy=prefill.strategy,
+            compression="" if retained is None else retained.method,
+            retained_tokens=0.0 if retained is None else retained.tokens,
+            retained_bytes=0 if retained is None else retained.kv_bytes,
         )
 
     def record(self, prefill: Prefill, answer: Answer) -> Record:
@@ -151,6 +158,9 @@ class DocumentRequest:
             wait_s=sum(outcome.wait_s for outcome in outcomes),
             decode_s=sum(outcome.decode_s for outcome in outcomes),
             parts=len(outcomes),
+            compression=outcomes[-1].compression,
+            retained_tokens=sum(outcome.retained_tokens for outcome in outcomes),
+            retained_bytes=sum(outcome.retained_bytes for outcome in outcomes),
         )
 
     def split_text(self, ids: Sequence[int], frame: Frame) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from kvr_mpi.compress.compression import Compression, open_compression
 from kvr_mpi.costs.layer_costs import Costs
-from kvr_mpi.costs.solve import Rates, equal_time
+from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.sampling import make_generation_config
 from kvr_mpi.decode.shares_batch import check_shareable
@@ -29,31 +30,26 @@ from kvr_mpi.model import LoadedModel, hash_weights, load_model, tokenizer_finge
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.prepacked import prepack_weights, prepacked_bytes
 from kvr_mpi.model.rope import depends_on_length
-from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix
 from kvr_mpi.prefill.registry import AUTO, Strategy, candidates
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.runtime.asking import frame_questions
 from kvr_mpi.runtime.host_memory import free_bytes, keep_heap, ranks_on_device
+from kvr_mpi.runtime.rates import Say as Say
+from kvr_mpi.runtime.rates import costs_of, describe_rates, rates_of, table_of
 from kvr_mpi.runtime.requests import PromptConfig, PromptRequest
 from kvr_mpi.runtime.reuse import StoredBeginnings, find_beginnings
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of, with_memory
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.topology import Topology, cores_per_rank
 from kvr_mpi.transport import Transport, gather_json, host_by_host, on_root, share_json, together
-from kvr_mpi.tuning.identity import key_of
-from kvr_mpi.tuning.lookup import describe_range, find_table
-from kvr_mpi.tuning.measure import measure_costs
-from kvr_mpi.tuning.probe import measure_rates
 from kvr_mpi.tuning.table import Table
 
 # Instructions shorter than this are computed with every prompt: to copy them would take as long.
 LEAST_PREFIX_TOKENS = 32
 # Slices are shown for this length if the model names no context.
 EXAMPLE_TOKENS = 8192
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +78,7 @@ class JobSetup:
     rates : of all ranks, if slices are to be cut by time.
     table : if the job names one.
     beginnings : of stored prompts, if the job is to go on from them.
+    compression : which keys and values are kept for decoding; None: all.
     """
 
     spec: JobSpec
@@ -100,6 +97,7 @@ class JobSetup:
     rates: list[Rates]
     table: Table | None
     beginnings: StoredBeginnings | None = None
+    compression: Compression | None = None
 
     @property
     def prompt_config(self) -> PromptConfig:
@@ -150,6 +148,8 @@ class JobSetup:
         }
         if spec.questions is not None:
             identity["questions"] = spec.questions.model_dump(include={"ask", "template"})
+        if self.compression is not None:
+            identity["compress"] = self.compression.identity
         about = {"name": loaded.name, "architecture": loaded.shape.architecture, "dtype": identity["dtype"]}
         if self.weights:
             about |= {"tokenizer": tokenizer_fingerprint(loaded.tokenizer), "weights": self.weights}
@@ -185,6 +185,9 @@ def prepare(
     if not plain:
         say("checking on a few tokens that chains give this model's own logits")
     loaded, frame, reduce_frame, generation = together(world, partial(_check, spec, loaded, say))
+    compression = together(world, partial(_open_compression, spec, loaded))
+    if compression is not None:
+        say(f"keys and values are compressed before answers are decoded ({compression.describe()})")
     strategies, left_out = together(world, partial(_check_strategies, spec, loaded))
     for line in left_out:
         say(line)
@@ -197,25 +200,18 @@ def prepare(
     if any(len(each.head) >= LEAST_PREFIX_TOKENS for each in frames):
         say("computing the instructions that all prompts begin with")
     prefixes = together(world, partial(_compute_prefixes, loaded, frames))
-    footprint = None
-    if not plain:
-        footprint = footprint_of(
-            loaded.model.config,
-            loaded.dtype,
-            on_gpu=loaded.device.type == "cuda",
-            in_parts=loaded.attends_in_parts,
-        )
+    footprint = None if plain else _footprint_of(loaded)
     free_bytes: list[int] = share_json(
         world, gather_json(world, _free_bytes(spec, loaded, ranks_on_device(world, loaded.device)))
     )
     costs = None
     are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
     if world.size > 1 and (spec.parallel.planned or are_chosen):
-        costs = _measure_costs(loaded, world, say)
-    rates = _measure_rates(spec, loaded, world, chain, costs, say)
+        costs = costs_of(loaded, world, say)
+    rates = rates_of(spec, loaded, world, chain, costs, say)
     if rates:
         mine = rates if spec.parallel.planned else rates[world.rank - chain.rank :][: chain.size]
-        say(_describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
+        say(describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
     return JobSetup(
         spec=spec,
         loaded=loaded,
@@ -231,8 +227,9 @@ def prepare(
         strategies=strategies,
         costs=costs,
         rates=rates,
-        table=_find_table(spec, loaded, world, chain, say),
+        table=table_of(spec, loaded, world, chain, say),
         beginnings=None if spec.documents.reuse is None else find_beginnings(spec, loaded, weights, world, say),
+        compression=compression,
     )
 
 
@@ -347,54 +344,19 @@ def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame]) -> tuple[Sha
     return tuple(compute_prefix(loaded, head) for head in sorted(heads, key=len, reverse=True))
 
 
+def _open_compression(spec: JobSpec, loaded: LoadedModel) -> Compression | None:
+    """Make the method ready that says which keys and values are kept, if the job names one."""
+    return None if spec.compress is None else open_compression(spec.compress, loaded)
+
+
+def _footprint_of(loaded: LoadedModel) -> Footprint:
+    """Say what prompts take of a rank's memory."""
+    on_gpu = loaded.device.type == "cuda"
+    return footprint_of(loaded.model.config, loaded.dtype, on_gpu=on_gpu, in_parts=loaded.attends_in_parts)
+
+
 def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int) -> int:
     """Bytes this rank may take for prompts: most of what it has left."""
     if spec.parallel.memory_gib is not None:
         return int(spec.parallel.memory_gib * GIB)
     return int(MEMORY_SHARE * free_bytes(loaded.device, sharers))
-
-
-def _measure_costs(loaded: LoadedModel, world: Transport, say: Say) -> Costs:
-    """Measure ranks and links."""
-    say("measuring ranks and links, to plan with")
-    costs = measure_costs(loaded, world)
-    say(
-        f"measured links: {costs.link_bytes_per_s / 1e9:.2f} GB/s, {costs.link_latency_s * 1e6:.0f} us; a token "
-        f"decoded: {1e3 * (costs.layers * costs.launch_floor_s + costs.head_s):.1f} ms"
-    )
-    return costs
-
-
-def _measure_rates(
-    spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport, costs: Costs | None, say: Say
-) -> list[Rates]:
-    """Measure all ranks if slices are to be cut by time; what `costs` say is not measured again."""
-    if spec.parallel.partition != "equal_time" or (chain.size == 1 and costs is None):
-        return []
-    if costs is None:
-        say("probing how fast the ranks are, for slices of equal time")
-        return measure_rates(loaded, world)
-    token_s = costs.qkv_token_s + costs.rest_token_s
-    return [Rates(token_s / speed, costs.pair_s / speed) for speed in costs.speeds or (1.0,) * world.size]
-
-
-def _describe_rates(rates: Sequence[Rates], tokens: int) -> str:
-    """Say in a line how fast a rank is, and how a prompt of so many tokens would be cut."""
-    lengths = equal_time(tokens, rates)
-    return (
-        f"measured per layer: {rates[0].token_s * 1e6:.1f} us a token, {rates[0].pair_s * 1e9:.2f} ns a query-key "
-        f"pair; slices of equal time for {tokens} tokens: {Partition.by_ratio(tokens, lengths, QUANTUM_TOKENS)}"
-    )
-
-
-def _find_table(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport, say: Say) -> Table | None:
-    """Find the lookup table, and refuse one of something else before the batch begins."""
-    parallel = spec.parallel
-    if parallel.table is None or chain.size == 1:
-        return None
-    here, path = key_of(loaded, chain), Path(parallel.table)
-    table, differences = together(world, lambda: find_table(path, here, force=parallel.table_force))
-    say(f"slices by table: {table.key.model.name} on {table.key.hardware}, {describe_range(table)}")
-    if differences:
-        say(f"warning: used all the same (parallel.table_force): {'; '.join(differences)}")
-    return table

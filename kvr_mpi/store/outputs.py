@@ -1,23 +1,23 @@
-"""The HDF5 schema, version 3, and its one reader and writer.
+"""The HDF5 schema, version 4, and its one reader and writer.
 
-    /                      attributes: schema = "kvr-mpi", schema_version = 3, created, and as JSON: identity (what
+    /                      attributes: schema = "kvr-mpi", schema_version = 4, created, and as JSON: identity (what
                            the answers depend on), model (name, architecture, dtype), software (versions);
                            header_sha256 of all these
     /documents/KEY         one group per document; KEY is its id, percent-encoded
         attributes         id, status ("done" | "error"), document, question, error, document_sha256, prompt_sha256,
                            prompt_tokens, computed_tokens, dropped_tokens, new_tokens, finish_reason, strategy, ttft_s,
-                           prefill_tokens_per_s, wait_s, decode_s, parts, finished_at; what is to be read:
-                           answer_bytes, answer_tokens, kv_bytes, kv_sha256; and record_sha256 of all these and of
-                           answer, token_ids and slices
+                           prefill_tokens_per_s, wait_s, decode_s, parts, compression, retained_tokens,
+                           retained_bytes, finished_at; what is to be read: answer_bytes, answer_tokens, kv_bytes,
+                           kv_sha256; and record_sha256 of all these and of answer, token_ids and slices
         answer             text (UTF-8 string), one element
         token_ids          of the answer (int64)
         slices             bounds of the prompt over the ranks (int64, ranks + 1)
         kv/...             keys and values, if asked for (see ``kv``)
 
 Text has a fixed length (see ``hdf5``): plain h5py gives attributes as bytes, ``[0].decode()`` the answer. Datasets
-carry HDF5's checksums (Fletcher's), keys and values their own. Version 2 had fewer fields, and HDF5's checksums for
-keys and values; version 1 no checksums at all, nothing of what is to be read, and the answer as a scalar. Both are
-read; a merge writes version 1 anew. A field that a file does not have, has its default.
+carry HDF5's checksums (Fletcher's), keys and values their own. Version 3 knew no compression; version 2 had fewer
+fields, and HDF5's checksums for keys and values; version 1 no checksums at all, nothing of what is to be read, and the
+answer as a scalar. All are read; a merge writes version 1 anew. A field that a file does not have, has its default.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from kvr_mpi.store.hdf5 import (
 )
 from kvr_mpi.store.kv import CachedTokens, Contents, open_kv, strange_members, write_kv
 
-SCHEMA, SCHEMA_VERSION = "kvr-mpi", 3
+SCHEMA, SCHEMA_VERSION = "kvr-mpi", 4
 # Arrays of a record, kept as datasets; all its other fields are attributes.
 ARRAYS = ("token_ids", "slices")
 DATASETS = (*ARRAYS, "answer")
@@ -94,6 +94,9 @@ class Record:
     wait_s: float = 0.0  # of ttft_s, the last rank's wait for keys and values
     decode_s: float = 0.0  # from its first token to its last, the wait for the rest of its wave included
     parts: int = 1  # prompts it took: more than one if the text was split
+    compression: str = ""  # by which keys and values were dropped before decoding; empty: none, the answer is exact
+    retained_tokens: float = 0.0  # with it, of each prompt: tokens a KV head kept on average
+    retained_bytes: int = 0  # and keys and values of all layers
     finished_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Sums over all ranks, made of messages from rank to rank, so that every transport has them.
 
-A ring: each rank sums one part of the tensor as it comes round, then the sums go round (Patarasuk and Yuan, "Bandwidth
-optimal all-reduce algorithms for clusters of workstations", 2009): 2 (p - 1) / p of the tensor over every link. Each
-part is summed in one place and in one order, so that all ranks end with the same bits: they may decide by them.
+What is small goes from every rank to every other: one message's time; each sums what came, in the order of ranks. What
+is larger goes round a ring: each rank sums one part of the tensor as it comes, then the sums go round (Patarasuk and
+Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009): 2 (p - 1) / p of the tensor over
+every link. Either way a part is summed in one order everywhere, so that all ranks end with the same bits: they may
+decide by them.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.topology import following, others_before, preceding
+from kvr_mpi.topology import following, others_after, others_before, preceding
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 # Below what every MPI allows; nothing else of these ranks is to be on its way meanwhile.
 TAG = 32_000
+# Up to here a message takes as long as an empty one, roughly.
+SMALL_BYTES = 64 << 10
 
 
 def all_reduce(transport: Transport, tensor: torch.Tensor) -> None:
@@ -40,6 +44,11 @@ def all_reduce(transport: Transport, tensor: torch.Tensor) -> None:
         return
     is_half = tensor.dtype in (torch.float16, torch.bfloat16)
     total = (tensor.float() if is_half else tensor).view(-1)
+    if total.nbytes <= SMALL_BYTES:
+        _sum_all(transport, total)
+        if is_half:
+            tensor.copy_(total.view(tensor.shape))
+        return
     parts = list(total.tensor_split(size))
     after, before = following(rank, size), preceding(rank, size)
     incoming = torch.empty_like(parts[0])  # the longest
@@ -54,6 +63,21 @@ def all_reduce(transport: Transport, tensor: torch.Tensor) -> None:
         _exchange(transport, parts[mine], after, parts[theirs], before)
     if is_half:
         tensor.copy_(total.view(tensor.shape))
+
+
+def _sum_all(transport: Transport, total: torch.Tensor) -> None:
+    """Send to all, receive from all, and sum in the order of ranks."""
+    rank, size = transport.rank, transport.size
+    everyone = total.new_empty(size, total.numel())
+    everyone[rank] = total
+    others = list(others_after(rank, size))
+    requests = [transport.irecv(everyone[other], other, TAG) for other in others] if total.numel() else []
+    requests += [transport.isend(everyone[rank], other, TAG) for other in others] if total.numel() else []
+    for request in requests:
+        request.wait()
+    total.copy_(everyone[0])
+    for part in everyone[1:]:
+        total += part
 
 
 def _exchange(transport: Transport, sent: torch.Tensor, dest: int, received: torch.Tensor, source: int) -> None:

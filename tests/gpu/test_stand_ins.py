@@ -15,7 +15,9 @@ from models import prompt, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from kvr_mpi.kv import attention
+from kvr_mpi.kv import attention, ragged
+from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
+from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill import one_prompt
@@ -188,3 +190,46 @@ def test_flash_attention_is_asked_for_what_it_can_do(
         assert attention.takes_varlen(query, query, AttentionParams(0.1)) is takes
         assert not attention.takes_varlen(query, query, AttentionParams(0.1, softcap=30.0))
     attention._has_flash.cache_clear()
+
+
+def _varlen_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any,
+    scale: float,
+    enable_gqa: bool,
+    seqused_k: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``varlen_attn`` documents: of each sequence its queries, and as many of its keys as are used."""
+    assert return_aux.lse and enable_gqa and all(each.dtype == torch.int32 for each in (cu_seq_q, cu_seq_k, seqused_k))
+    out, lse = torch.empty_like(query), torch.empty(query.shape[1], query.shape[0])
+    for at, used in enumerate(seqused_k.tolist()):
+        assert used <= max_k and cu_seq_q[at + 1] - cu_seq_q[at] == max_q == 1
+        keys = slice(int(cu_seq_k[at]), int(cu_seq_k[at]) + used)
+        scores = query[at] @ key[keys, 0].T * scale
+        out[at], lse[:, at] = torch.softmax(scores, -1) @ value[keys, 0], torch.logsumexp(scores, -1)
+    return out, lse
+
+
+@pytest.mark.parametrize("heads", [[0, 1, 2, 3], [0, 2, 3]])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_ragged_heads_are_sequences_to_flash_attention(
+    monkeypatch: pytest.MonkeyPatch, heads: list[int], has_sinks: bool
+) -> None:
+    draw, shape, kept = torch.Generator().manual_seed(0), LayerShape(4, 8, 8), [5, 9, 9, 2][: len(heads)]
+    flat = torch.randn(elements_needed(shape, kept, 3), generator=draw)
+    layout = RaggedLayout(flat, shape, kept, 3, 100, heads)
+    keys, query = torch.randn(1, 4, 1, 8, generator=draw), torch.randn(1, 12, 1, 8, generator=draw)
+    layout.write(100, keys, keys)
+    params = AttentionParams(0.3, sinks=torch.randn(12, generator=draw) if has_sinks else None)
+    truth = layout.attend(query, 101, 1, params)
+    monkeypatch.setattr(ragged, "takes_varlen", lambda *args: True)
+    monkeypatch.setattr(ragged, "_is_short_way", lambda *args: False)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _varlen_reference)
+    torch.testing.assert_close(layout.attend(query, 101, 1, params), truth)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -187,3 +188,18 @@ def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -
     (tmp_path / "out").write_text("a file")
     with pytest.raises(ConfigError, match="is no folder"):
         check(job, goes_on=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("parallel.strategy=single", "strategy = 'single' decodes from transformers' own cache"),
+        ("output.kv=true", "output.kv = true stores whole keys and values"),
+        ("documents.reuse=runs/before", "documents.reuse goes on from stored keys"),
+        ("questions.ask=['Who?']", r"\[questions\] goes on from stored keys"),
+        ("compress.profile=nowhere.json", "compress.profile = 'nowhere.json': no such file"),
+    ],
+)
+def test_compression_is_refused_beside_what_would_ignore_it(job: Path, setting: str, expected: str) -> None:
+    method = "headkv" if "profile" in setting else "snapkv"
+    assert re.search(expected, refusal(job, f"compress.method={method}", "compress.budget=512", setting))

@@ -149,14 +149,18 @@ def test_alone_where_many_were_meant_is_refused() -> None:
     assert connect({}).size == 1
 
 
+@pytest.mark.parametrize("rows", [0, 7, 7000], ids=["nothing", "at once", "round a ring"])
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_threads_sum_to_the_same_bits(size: int) -> None:
+def test_threads_sum_to_the_same_bits(size: int, rows: int) -> None:
+    def draw(rank: int) -> torch.Tensor:
+        return torch.randn(rows, 3, generator=torch.Generator().manual_seed(rank))
+
     def work(rank: LocalTransport) -> torch.Tensor:
-        mine = torch.randn(7, 3, generator=torch.Generator().manual_seed(rank.rank))
+        mine = draw(rank.rank)
         rank.all_reduce(mine)
         return mine
 
     sums = run_local(size, work)
-    truth = sum(torch.randn(7, 3, generator=torch.Generator().manual_seed(rank)).double() for rank in range(size))
+    truth = torch.stack([draw(rank).double() for rank in range(size)]).sum(0)
     assert all(torch.equal(one, sums[0]) for one in sums)
     torch.testing.assert_close(sums[0].double(), truth, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,65 @@
+"""``kvr profile-heads JOB.toml``: how much each KV head keeps of a sample of a job's documents."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import click
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job.")
+@click.option("--documents", default=8, show_default=True, type=click.IntRange(1), help="Most of the corpus to sample.")
+@click.option(
+    "--output",
+    default="heads.json",
+    show_default=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where the profile is written.",
+)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw counts by layer and head (.png).")
+def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: Path, plot: Path | None) -> None:
+    """Prefill a sample of JOB's documents on one rank, and write down how many tokens each KV head keeps.
+
+    \b
+    kvr profile-heads jobs/summarize.toml --set compress.method=ada-snapkv --set compress.budget=512
+    kvr simulate --fairkv heads.json --ranks 4,8
+
+    Placement goes by the mean over documents (kvr simulate --fairkv), and so does compress.method = "headkv". How alike
+    documents are is said, too: cosines near 1 mean little, mean-centred ones tell.
+    """  # noqa: D301
+    from kvr_mpi.cli.environment import is_offline, read_environment
+    from kvr_mpi.disk import replacing
+    from kvr_mpi.errors import OutputError
+    from kvr_mpi.job import load_job
+    from kvr_mpi.report.plots import plot_heads
+    from kvr_mpi.runtime.head_sample import sample_heads
+    from kvr_mpi.runtime.preflight import check_job
+
+    spec, _ = load_job(job, settings)
+    check_job(spec, 1, goes_on=True, offline=is_offline())
+    if not output.parent.is_dir():  # before minutes have gone by
+        raise OutputError(
+            f"--output {str(output)!r}: no folder {str(output.parent)!r}; make it, or choose another place"
+        )
+    setup, sample = sample_heads(spec, read_environment().machine, documents, lambda text: click.echo(text, err=True))
+    for name, reason in sample.left_out:
+        click.echo(f"left out: {name}: {reason}", err=True)
+    found = sample.as_json(setup, spec.documents.path)
+    try:
+        with replacing(output) as stream:
+            stream.write((json.dumps(found) + "\n").encode())
+    except OSError as error:
+        raise OutputError(f"--output {str(output)!r} cannot be written: {error.strerror or error}") from error
+    if plot is not None:
+        plot_heads(found["counts"], found["source"], plot)
+    mean = sample.counts.mean(0)
+    click.echo(f"{found['source']}: {len(mean)} layers of {mean.shape[1]} KV heads")
+    click.echo(f"a head keeps {mean.min():.0f} to {mean.max():.0f} tokens, {mean.mean():.0f} on average")
+    for what, cosines in found["similarity"].items():
+        if cosines:
+            click.echo(f"{what}: {statistics.mean(cosines):.3f} on average, least {min(cosines):.3f}")
+    click.echo(f"written to {output}")

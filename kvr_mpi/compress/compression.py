@@ -1,0 +1,221 @@
+"""A method applied to prompts: which tokens observe, and, when a prompt is through, which each KV head keeps.
+
+Stands between a prefill, whose last rank ends with all keys and the window's queries, and decoding, which goes on from
+what is kept. What follows the window is kept by every head, beside the budget: after a document that is what is asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvr_mpi.compress.budget import Budget
+from kvr_mpi.compress.head_profile import HEADKV_BETA, HeadProfile, read_profile
+from kvr_mpi.compress.scores import top_tokens, window_scores
+from kvr_mpi.compress.settings import CompressSettings
+from kvr_mpi.compress.streaming_llm import recency_scores
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.kv.transfers import Range
+from kvr_mpi.model import LoadedModel
+
+# For each layer and KV head the positions that are kept, ascending; None: the layer keeps all it has.
+Retained = list[Sequence[torch.Tensor] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class RetainedSize:
+    """What is left of a prompt's keys and values, and by which method.
+
+    tokens : of a KV head, on average over the layers that are compressed.
+    kv_bytes : of all layers.
+    """
+
+    method: str
+    tokens: float
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """A method with its settings, for one model.
+
+    layers : which are compressed: those whose queries see all tokens. One with a window or chunks keeps all it has.
+    """
+
+    settings: CompressSettings
+    layers: tuple[int, ...]
+    kv_heads: int
+    profile: HeadProfile | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What answers depend on: the settings, and instead of the profile's name what it says."""
+        said = self.settings.model_dump()
+        if self.profile is not None:
+            said["profile"] = hashlib.sha256(self.profile.counts.tobytes()).hexdigest()
+        return said
+
+    def describe(self) -> str:
+        """Say in a few words what is done."""
+        return f"{self.settings}; {len(self.layers)} layer(s) of {self.kv_heads} KV head(s)"
+
+    def window_of(self, tokens: int, text: Range) -> Range | None:
+        """Say before which tokens of a prompt is chosen, and after which all are kept.
+
+        Parameters
+        ----------
+        tokens : int
+            Of the prompt.
+        text : (int, int)
+            Where the document's text is in it.
+
+        Returns
+        -------
+        (int, int) or None
+            The window that observes, empty if the method looks at none; None if all of the prompt is kept.
+        """
+        stop = text[1] if self.settings.observes == "document" else tokens
+        if self.settings.kept_of(stop) >= stop:
+            return None
+        return stop - self.settings.observed_tokens, stop
+
+    def observed_of(self, tokens: int, text: Range) -> Range | None:
+        """Say whose queries the prefill has to keep, as `window_of`; None if it need not keep any."""
+        return self.window_of(tokens, text) if self.settings.rule.observes else None
+
+    def dropped_bytes(self, loaded: LoadedModel, tokens: int, text: Range) -> int:
+        """Say how many bytes of a prompt's keys and values will be dropped."""
+        window = self.window_of(tokens, text)
+        dropped = 0 if window is None else window[1] - self.settings.kept_of(window[1])
+        return dropped * sum(loaded.shape.layers[idx].elements for idx in self.layers) * loaded.dtype.itemsize
+
+    @torch.inference_mode()
+    def compress(self, cache: Any, text: Range, *, slack: int) -> RetainedSize | None:
+        """Let a cache keep what the method chooses, after a prefill on the rank with all keys.
+
+        Parameters
+        ----------
+        cache : SliceCache
+            Which has observed what `observed_of` says.
+        text : (int, int)
+            Where the document's text is in the prompt.
+        slack : int
+            Room for tokens to be decoded.
+
+        Returns
+        -------
+        RetainedSize or None
+            None if the cache stays whole.
+        """
+        window = self.window_of(cache.length, text)
+        if window is None:
+            return None
+        retained = self.choose(cache, window)
+        size = self.size_of(cache, retained)
+        cache.keep_only(retained, slack)
+        cache.observation = None
+        return size
+
+    def choose(self, cache: Any, window: Range) -> Retained:
+        """Choose what each KV head keeps, after a prefill.
+
+        Parameters
+        ----------
+        cache : SliceCache
+            Of the rank with all keys, which has observed the window.
+        window : (int, int)
+            As from `window_of`.
+        """
+        start, stop = window
+        each = self.settings.kept_of(stop) - self.settings.observed_tokens
+        budget = Budget(each, start, len(self.layers), self.kv_heads)
+        counts = self.settings.rule.share_out(budget, self.settings, self.profile)
+        retained: Retained = [None] * len(cache.layers)
+        for place, layer_idx in enumerate(self.layers):
+            scores = self._scores(cache, layer_idx, window)
+            shares = torch.from_numpy(counts[place]).to(scores.device)
+            if self.settings.rule.compete is not None:
+                shares = self.settings.rule.compete(scores, each, self.settings)
+            always = torch.arange(start, cache.length, device=scores.device)
+            retained[layer_idx] = [torch.cat([chosen, always]) for chosen in top_tokens(scores, shares)]
+        return retained
+
+    def size_of(self, cache: Any, retained: Retained) -> RetainedSize:
+        """Say how much of a cache that is."""
+        kept, kv_bytes = 0, 0
+        for layer_idx, (layer, heads) in enumerate(zip(cache.layers, retained, strict=True)):
+            shape = layer.shape
+            every = layer.length * shape.num_kv_heads if shape.elements else 0
+            tokens = every if heads is None else sum(map(len, heads))
+            kept += tokens if layer_idx in self.layers else 0
+            kv_bytes += tokens * (shape.key_dim + shape.value_dim) * cache.dtype.itemsize
+        return RetainedSize(str(self.settings), kept / (len(self.layers) * self.kv_heads), kv_bytes)
+
+    def _scores(self, cache: Any, layer_idx: int, window: Range) -> torch.Tensor:
+        """Score the tokens before the window (kv_heads, tokens)."""
+        start, stop = window
+        if not self.settings.rule.observes:
+            return recency_scores(start, self.settings.sinks, self.kv_heads, cache.device)
+        observed = cache.observation
+        if observed is None or observed.window != window or layer_idx not in observed.layers:
+            raise ValueError(f"layer {layer_idx} has not observed tokens {start} to {stop}")
+        seen, (keys, _) = observed.layers[layer_idx], cache.layers[layer_idx].rows(0, stop)
+        return window_scores(seen.query, keys, seen.params, start=start, kernel=self.settings.kernel)
+
+
+def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compression:
+    """Make a method ready for a model.
+
+    Raises
+    ------
+    ConfigError
+        If the model cannot be compressed so: it keeps no keys and values of heads, or the profile is of another one.
+    """
+    shape, name = loaded.shape, f"compress.method = {settings.method!r}: {loaded.shape.architecture}"
+    if shape.has_states:
+        raise ConfigError(
+            f"{name} has recurrent layers, whose state is not of tokens; jobs with [compress] are for models "
+            f"whose layers keep keys and values of heads"
+        )
+    if not loaded.attends_in_parts:
+        why = shape.why_whole or "its own attention runs over the whole cache, as that over latents or with ALiBi"
+        raise ConfigError(f"{name} cannot be compressed by heads: {why}; leave [compress] out for this model")
+    layers = tuple(idx for idx, one in enumerate(shape.layers) if one.elements and one.visibility.size is None)
+    if not layers:
+        raise ConfigError(f"{name} has no layer that sees all tokens: windows and chunks bound what is kept already")
+    heads = {shape.layers[idx].num_kv_heads for idx in layers}
+    sizes = {shape.layers[idx].key_dim + shape.layers[idx].value_dim for idx in layers}
+    if len(heads) > 1 or (settings.rule.over_layers and len(sizes) > 1):
+        raise ConfigError(
+            f"{name} has layers of {' and '.join(map(str, sorted(heads)))} KV heads of {sorted(sizes)} elements, and "
+            f"the budget is shared out over heads of one size; choose method = 'snapkv' or leave [compress] out"
+        )
+    (kv_heads,) = heads
+    return Compression(settings, layers, kv_heads, _profile_for(settings, loaded, len(layers), kv_heads))
+
+
+def _profile_for(settings: CompressSettings, loaded: LoadedModel, layers: int, kv_heads: int) -> HeadProfile | None:
+    """Read the method's profile, and refuse that of another model."""
+    if settings.profile is None:
+        return None
+    window = settings.window
+    # Only what is beyond the window counts, in proportion: any budget above it gives the same shares.
+    profile = read_profile(
+        Path(settings.profile), budget=2 * window, kv_heads=kv_heads, beta=settings.beta or HEADKV_BETA, window=window
+    )
+    if (profile.layers, profile.kv_heads) != (layers, kv_heads):
+        raise ConfigError(
+            f"compress.profile = {settings.profile!r} is of {profile.layers} layers of {profile.kv_heads} KV heads, "
+            f"and {loaded.shape.architecture} here has {layers} of {kv_heads}; make one with kvr profile-heads"
+        )
+    if profile.model and profile.model != loaded.fingerprint:
+        raise ConfigError(
+            f"compress.profile = {settings.profile!r} is of another model ({profile.source}) than {loaded.name}; make "
+            f"one with kvr profile-heads"
+        )
+    return profile

@@ -1,0 +1,132 @@
+"""The methods, one line each: what they look at, how they share a budget out, and which settings they read.
+
+Jobs, ``kvr profile-heads`` and the quality bench take their methods from here: a new one is a file with its rule, and
+an entry in `METHODS`. `compression.Compression` applies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:  # settings are checked without torch
+    import torch
+
+    from kvr_mpi.compress.budget import Budget, TokenCounts
+    from kvr_mpi.compress.head_profile import HeadProfile
+
+
+class Parameters(Protocol):
+    """What a job sets of the methods' own parameters (`parameters.CompressSettings`)."""
+
+    @property
+    def window(self) -> int:
+        """Tokens whose queries choose."""
+
+    @property
+    def floor(self) -> float:
+        """Share of the budget that is safe in every head."""
+
+    @property
+    def beta(self) -> float | None:
+        """How uneven shares are; None: the method's own."""
+
+
+# (budget, parameters, profile) to the candidates each head keeps (layers, kv_heads); the same for every text.
+ShareOut = Callable[["Budget", Parameters, "HeadProfile | None"], "TokenCounts"]
+# (scores (kv_heads, candidates), mean count, parameters) to the candidates each head of one layer keeps (kv_heads,).
+Compete = Callable[["torch.Tensor", int, Parameters], "torch.Tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way to choose the tokens that each KV head keeps.
+
+    name : in jobs, records and tables.
+    about : in a few words.
+    paper : on arXiv.
+    share_out : how the budget is shared out over layers and heads.
+    compete : within a layer, by the text's own scores, instead.
+    observes : whether tokens are judged by the queries of a window; else by where they stand.
+    over_layers : whether layers keep different counts, so that their heads have to be of one size.
+    needs_profile : whether counts are those of a file.
+    reads : settings beside those that all read.
+    """
+
+    name: str
+    about: str
+    paper: str
+    share_out: ShareOut
+    reads: tuple[str, ...]
+    compete: Compete | None = None
+    observes: bool = True
+    over_layers: bool = False
+    needs_profile: bool = False
+
+
+OBSERVING = ("window", "kernel")
+
+
+def _evenly(budget: Budget, parameters: Parameters, profile: HeadProfile | None) -> TokenCounts:
+    return budget.evenly()
+
+
+def _pyramid(budget: Budget, parameters: Parameters, profile: HeadProfile | None) -> TokenCounts:
+    from kvr_mpi.compress.pyramidkv import PYRAMID_BETA, pyramidkv_counts
+
+    return pyramidkv_counts(budget, parameters.beta or PYRAMID_BETA)
+
+
+def _by_profile(budget: Budget, parameters: Parameters, profile: HeadProfile | None) -> TokenCounts:
+    from kvr_mpi.compress.headkv import headkv_counts
+
+    assert profile is not None, "it is read when the job is set up"
+    return headkv_counts(budget, profile, parameters.window)
+
+
+def _compete(scores: torch.Tensor, each: int, parameters: Parameters) -> torch.Tensor:
+    from kvr_mpi.compress.adakv import adakv_counts
+
+    return adakv_counts(scores, each, parameters.floor)
+
+
+METHODS: Mapping[str, Method] = {
+    method.name: method
+    for method in (
+        Method(
+            "streaming-llm",
+            "the first tokens and the most recent ones",
+            "arXiv:2309.17453",
+            _evenly,
+            ("sinks",),
+            observes=False,
+        ),
+        Method("snapkv", "what the window attends to, as much in every head", "arXiv:2404.14469", _evenly, OBSERVING),
+        Method(
+            "pyramidkv",
+            "as snapkv, more in lower layers",
+            "arXiv:2406.02069",
+            _pyramid,
+            (*OBSERVING, "beta"),
+            over_layers=True,
+        ),
+        Method(
+            "ada-snapkv",
+            "as snapkv, heads of a layer compete",
+            "arXiv:2407.11550",
+            _evenly,
+            (*OBSERVING, "floor"),
+            compete=_compete,
+        ),
+        Method(
+            "headkv",
+            "as snapkv, more in heads that a profile says retrieve",
+            "arXiv:2410.19258",
+            _by_profile,
+            (*OBSERVING, "beta", "profile"),
+            over_layers=True,
+            needs_profile=True,
+        ),
+    )
+}

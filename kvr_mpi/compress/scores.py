@@ -1,0 +1,65 @@
+"""How much the tokens of an observation window attend to each token before it: what most methods choose tokens by.
+
+SnapKV (Li et al. 2024, arXiv:2404.14469, section 4.2): the softmax over all keys a query sees, its mean over the
+window's queries, pooled along the tokens so that neighbours of what is attended to are kept, too. Under grouped-query
+attention a KV head is scored by the mean of its query heads, since it is kept or dropped for all of them (as kvpress
+does it; SnapKV's own code repeats keys, and chooses for each query head).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvr_mpi.model.attention_hook import AttentionParams
+
+
+def window_scores(
+    query: torch.Tensor, keys: torch.Tensor, params: AttentionParams, *, start: int, kernel: int
+) -> torch.Tensor:
+    """Score the tokens before a window.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        Of the window's tokens (1, heads, window, head_dim), heads a multiple of kv_heads.
+    keys : torch.Tensor
+        Of all tokens up to the window's last (1, kv_heads, start + window, head_dim).
+    params : AttentionParams
+        How the layer makes weights of products.
+    start : int
+        Tokens before the window.
+    kernel : int
+        Tokens that are pooled, odd; 1: each for itself.
+
+    Returns
+    -------
+    torch.Tensor
+        (kv_heads, start), float32.
+    """
+    window, kv_heads = query.shape[2], keys.shape[1]
+    later = torch.ones(window, window, dtype=torch.bool, device=query.device).triu(1)
+    sinks = None if params.sinks is None else params.sinks.float().view(kv_heads, -1, 1)
+    means = []
+    # One head at a time: a row is as long as the text.
+    for head, group in enumerate(query[0].view(kv_heads, -1, window, query.shape[-1])):
+        products = torch.matmul(group.float(), keys[0, head].float().transpose(0, 1)) * params.scale
+        if params.softcap is not None:
+            products = torch.tanh(products / params.softcap) * params.softcap
+        products[..., start:].masked_fill_(later, float("-inf"))
+        total = torch.logsumexp(products, dim=-1)
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks[head])
+        means.append(torch.exp(products[..., :start] - total.unsqueeze(-1)).mean(dim=(0, 1)))
+    return torch.nn.functional.avg_pool1d(torch.stack(means), kernel, stride=1, padding=kernel // 2)
+
+
+def top_tokens(scores: torch.Tensor, counts: torch.Tensor) -> list[torch.Tensor]:
+    """Choose each head's tokens of the highest scores (kv_heads, tokens), as many as its count (kv_heads,).
+
+    Returns
+    -------
+    list of torch.Tensor
+        For each head the positions, ascending, int64.
+    """
+    order = scores.argsort(dim=-1, descending=True, stable=True)  # of equal scores the first: the same everywhere
+    return [tokens[:count].sort().values for tokens, count in zip(order, counts.tolist(), strict=True)]

@@ -1,0 +1,96 @@
+"""A job's ``[compress]``: which tokens' keys and values are kept when a prompt is through, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from kvr_mpi.compress.registry import METHODS, Method
+
+# Settings that only some methods read (`Method.reads`); another's would be ignored, and so are refused.
+OWN_SETTINGS = ("window", "kernel", "floor", "sinks", "beta", "profile")
+
+
+class CompressSettings(BaseModel):
+    """How a prompt's keys and values are compressed before its answer is decoded."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    method: str = Field(description=f"one of {', '.join(METHODS)}")
+    budget: int | None = Field(None, ge=1, description="tokens a KV head keeps on average, the window included")
+    compression_ratio: float | None = Field(None, gt=0, lt=1, description="share of the tokens that is removed")
+    observes: Literal["question", "document"] = Field(
+        "question", description="what chooses: the end of the prompt, or of the document's text whatever is asked"
+    )
+    window: int = Field(64, ge=1, description="tokens whose queries choose, and which are kept")
+    kernel: int = Field(5, ge=1, description="neighbouring tokens whose scores are pooled; odd")
+    floor: float = Field(0.2, ge=0, le=1, description="ada-snapkv: share of the budget that is safe in every head")
+    sinks: int = Field(4, ge=0, description="streaming-llm: first tokens that are kept")
+    beta: float | None = Field(
+        None, ge=1, description="pyramidkv: mean count over the last layer's (20); headkv: 1 / share by scores (1.2)"
+    )
+    profile: str | None = Field(None, min_length=1, description="headkv: a file of scores or counts of this model")
+
+    @field_validator("method")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in METHODS:
+            raise ValueError(f"expected one of {', '.join(map(repr, METHODS))}")
+        return value
+
+    @field_validator("kernel")
+    @classmethod
+    def _odd(cls, value: int) -> int:
+        if value % 2 == 0:
+            raise ValueError("expected an odd number: a token's neighbours on both sides")
+        return value
+
+    @model_validator(mode="after")
+    def _settings_fit_the_method(self) -> CompressSettings:
+        method = self.rule
+        if (self.budget is None) == (self.compression_ratio is None):
+            raise ValueError("compress.budget = TOKENS or compress.compression_ratio = SHARE: expected one of the two")
+        # By value: ranks are sent a job with all its defaults.
+        changed = [name for name in OWN_SETTINGS if getattr(self, name) != type(self).model_fields[name].default]
+        foreign = [name for name in changed if name not in method.reads]
+        if foreign:
+            raise ValueError(
+                f"compress.{foreign[0]} is nothing that method = {method.name!r} reads; it reads "
+                f"{', '.join(method.reads)}, budget, compression_ratio and observes"
+            )
+        if method.needs_profile != (self.profile is not None):
+            raise ValueError(f"compress.method = {method.name!r} needs compress.profile = 'FILE': scores of its heads")
+        if self.budget is not None and self.budget < self.always_kept:
+            what = "window" if method.observes else "sinks"
+            raise ValueError(
+                f"compress.budget = {self.budget} is less than the {self.always_kept} tokens that every head keeps "
+                f"anyway (compress.{what}); raise it, or lower compress.{what}"
+            )
+        return self
+
+    @property
+    def rule(self) -> Method:
+        """The method, by its name."""
+        return METHODS[self.method]
+
+    @property
+    def observed_tokens(self) -> int:
+        """Tokens of the window; 0 if the method looks at none."""
+        return self.window if self.rule.observes else 0
+
+    @property
+    def always_kept(self) -> int:
+        """Tokens that every head keeps: the window, or sinks and the last token."""
+        return self.window if self.rule.observes else self.sinks + 1
+
+    def kept_of(self, tokens: int) -> int:
+        """Say how many of so many tokens a KV head keeps on average: all of them, if the budget is no smaller."""
+        if self.compression_ratio is None:
+            return min(tokens, self.budget or 0)
+        return min(tokens, max(self.always_kept, tokens - int(tokens * self.compression_ratio + 1e-9)))
+
+    def __str__(self) -> str:
+        """In a few words, as records and logs have it."""
+        given = self.model_dump(exclude_none=True, exclude={"method", *(set(OWN_SETTINGS) - set(self.rule.reads))})
+        return f"{self.method}: " + ", ".join(f"{name} {value}" for name, value in given.items())

@@ -1,0 +1,317 @@
+"""Decode the documents of several ranks together, each rank some heads of them.
+
+After the prefill every document's keys and values are on one rank. Here they are shared out by (document, KV head), as
+a placement says (``compress.placement``, from what the heads actually keep), and all ranks step together: each computes
+its heads' part of attention and of the output projection, a share of the MLP and of the vocabulary, with two sums over
+all ranks in a layer (``model.tensor_parallel``). What is written is chosen on the rank that prefilled the document.
+FairKV decodes so; weights do not move, since every rank has them all from the prefill.
+
+Of a single document no copies could take turns: there every rank has a part of each head's tokens instead, attends with
+all heads, and the parts are merged by their log-sum-exp, which takes a third sum in a layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from kvr_mpi.compress.placement import LayerPlacement, place_layers
+from kvr_mpi.compress.rows import Owners, assign_rows
+from kvr_mpi.decode.batch import Finished
+from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams
+from kvr_mpi.decode.sharing import Part, SharedDocument, share_documents, tell_documents
+from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.attention import PartialAttention
+from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.packed_row import Merge, PackedCache
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.tensor_parallel import share_model, why_not_shared
+from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.prefill.packed import decode_packed
+from kvr_mpi.transport import Transport
+
+K = TypeVar("K")
+Place = Callable[[Sequence[float], int], LayerPlacement]
+# Told instead of a token: the answer has ended.
+ENDED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled(Generic[K]):
+    """A document on the rank that prefilled it, and has its keys and values.
+
+    key : comes back in `Finished`.
+    seed : for sampling.
+    """
+
+    key: K
+    prefill: Prefill
+    prompt_ids: Sequence[int]
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Writing(Generic[K]):
+    """An answer, on the rank that prefilled its document."""
+
+    document: Prefilled[K]
+    sequence: DecodeSequence
+
+    def finished(self) -> Finished[K]:
+        return Finished(self.document.key, self.document.prefill, self.sequence.answer())
+
+
+@dataclass(slots=True, eq=False)
+class _Running(Generic[K]):
+    """A document under way, as every rank knows it; `writing` only where it was prefilled."""
+
+    cache: SliceCache  # of this rank's heads
+    last_token: int
+    writing: _Writing[K] | None
+
+
+class HeadParallelBatch(Generic[K]):
+    """Documents that are answered by several ranks together; every method is called by all of them.
+
+    An answer does not depend on the placement, nor on how many ranks there are, but for the order of sums. If memory
+    runs out on a rank, the error ends the batch: the others wait for its part of a sum.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        Prepared for chains.
+    ranks : Transport
+        Those that share the heads.
+    config : GenerationConfig
+    stop : sequence of str
+        Stop strings.
+    max_new_tokens : int
+    place : callable
+        Places one layer's heads by their loads, such as `placement.place_in_proportion`.
+
+    Attributes
+    ----------
+    counts : array
+        Keys that are held of the documents added last, (layers, documents, kv_heads).
+    owners : list of array
+        For each layer the rank of each (document, KV head).
+
+    Raises
+    ------
+    ModelError
+        If the model's heads cannot be shared out.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        ranks: Transport,
+        config: GenerationConfig,
+        *,
+        stop: Sequence[str],
+        max_new_tokens: int,
+        place: Place,
+    ) -> None:
+        if why := why_not_shared(loaded):
+            raise ModelError(
+                f"{loaded.shape.architecture}: {why}, so its heads cannot be shared out over ranks; let each rank "
+                f"decode the documents it prefilled (data-parallel)"
+            )
+        self._loaded, self._ranks, self._place = loaded, ranks, place
+        self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
+        # The likeliest token is told in two numbers; whatever else chooses needs all logits in one place.
+        self._is_greedy = not config.do_sample and not self._rules.processors(1, loaded.device)
+        self._shared_model = loaded
+        self._running: list[_Running[K]] = []
+        self._finished: list[Finished[K]] = []
+        self._pack: PackedCache | None = None
+        self._merging: Merge | None = None
+        self.counts = np.zeros((len(loaded.shape.layers), 0, 0), dtype=np.int64)
+        self.owners: list[Owners] = []
+
+    @property
+    def running(self) -> int:
+        """Documents under way on all ranks."""
+        return len(self._running)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that this rank's share of keys and values takes."""
+        return sum(document.cache.held_bytes for document in self._running)
+
+    @torch.inference_mode()
+    def add(self, documents: Sequence[Prefilled[K]]) -> list[Finished[K]]:
+        """Take in this rank's documents, when none is under way: choose first tokens, and share the heads out.
+
+        The prefills have no cache afterwards: keys and values are with their owners.
+
+        Returns
+        -------
+        list of Finished
+            Those of them that are answered already.
+        """
+        assert not self._running, "weights are shared out for the documents of one call"
+        begun = [self._begin(document) for document in documents]
+        mine = [writing for writing in begun if writing.sequence.finish_reason is None]
+        tokens = [writing.sequence.token_ids for writing in mine]
+        shared = tell_documents(
+            self._ranks,
+            [writing.document.prefill.cache for writing in mine],
+            [written[-1] for written in tokens],
+            [self._rules.max_new_tokens - len(written) for written in tokens],
+        )
+        if shared:
+            self._share_out(shared, mine)
+        return [writing.finished() for writing in begun if writing.sequence.finish_reason is not None]
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished[K]]:
+        """Write one token of every document, and hand out those of this rank that are answered."""
+        if not self._running:
+            return []
+        if self._pack is None:
+            self._pack = PackedCache([each.cache for each in self._running], [1] * len(self._running), self._merging)
+        logits = decode_packed(self._shared_model, self._pack, [each.last_token for each in self._running])
+        finished, going_on = [], []
+        for document, token in zip(self._running, self._choose(logits).tolist(), strict=True):
+            if token != ENDED:
+                document.last_token = token
+                going_on.append(document)
+            elif document.writing is not None:
+                finished.append(document.writing.finished())
+        if len(going_on) < len(self._running):
+            self._running, self._pack = going_on, None
+        return finished
+
+    def _begin(self, document: Prefilled[K]) -> _Writing[K]:
+        """Choose a document's first token."""
+        logits = document.prefill.logits
+        assert logits is not None, "only the decode rank of a chain can decode"
+        assert not document.prefill.is_plain, "plain transformers' cache is not taken apart"
+        writing = DecodeSequence(self._rules, document.prompt_ids, document.seed, logits.device)
+        if writing.finish_reason is None:
+            writing.write(int(writing.choose(logits)))
+        return _Writing(document, writing)
+
+    def _share_out(self, shared: Sequence[SharedDocument], mine: Sequence[_Writing[K]]) -> None:
+        """Place the heads by what they keep, and give every rank its own."""
+        ranks = self._ranks
+        self.counts = np.array([document.counts for document in shared], dtype=np.int64).swapaxes(0, 1)
+        placed = place_layers(self.counts.sum(1).astype(np.float64), ranks.size, self._place)
+        self.owners = [assign_rows(layer, counts) for layer, counts in zip(placed, self.counts, strict=True)]
+        if len(shared) == 1 and ranks.size > 1:
+            caches = self._divide_tokens(shared[0], mine)
+        else:
+            caches = self._divide_heads(shared, mine)
+        own = iter(mine)
+        self._running = [
+            _Running(cache, document.last_token, next(own) if document.home == ranks.rank else None)
+            for document, cache in zip(shared, caches, strict=True)
+        ]
+        self._pack = None
+
+    def _divide_heads(self, shared: Sequence[SharedDocument], mine: Sequence[_Writing[K]]) -> list[SliceCache]:
+        """Give every rank the heads it owns."""
+        ranks = self._ranks
+        # A model without any head is none: a rank that owns none of a layer computes one, and gives zeros for it.
+        heads = [sorted({int(head) for head in np.nonzero(own == ranks.rank)[1]}) or [0] for own in self.owners]
+
+        def parts_of(document: int, rank: int) -> list[list[Part]]:
+            return [
+                [(head, 0, int(counts[document, head])) for head, owner in enumerate(own[document]) if owner == rank]
+                for own, counts in zip(self.owners, self.counts, strict=True)
+            ]
+
+        self._use(heads, None)
+        prefills = [writing.document.prefill for writing in mine]
+        return share_documents(self._loaded, ranks, shared, prefills, parts_of, heads)
+
+    def _divide_tokens(self, shared: SharedDocument, mine: Sequence[_Writing[K]]) -> list[SliceCache]:
+        """Give every rank a part of each head's tokens; the last one keeps those to come."""
+        ranks = self._ranks
+        heads = [list(range(len(counts))) for counts in shared.counts]
+
+        def parts_of(document: int, rank: int) -> list[list[Part]]:
+            whole = [
+                [(head, *share_of(count, rank, ranks.size)) for head, count in enumerate(counts)]
+                for counts in shared.counts
+            ]
+            appends = rank == ranks.size - 1
+            return [[part for part in parts if part[1] < part[2] or appends] for parts in whole]
+
+        self._use(None, self._merge)
+        prefills = [writing.document.prefill for writing in mine]
+        appends = ranks.rank == ranks.size - 1
+        return share_documents(self._loaded, ranks, [shared], prefills, parts_of, heads, appends=appends)
+
+    def _use(self, heads: Sequence[Sequence[int]] | None, merge: Merge | None) -> None:
+        """Compute with this rank's part of the model from now on."""
+        model = share_model(self._loaded, heads, self._ranks.rank, self._ranks.size, self._ranks.all_reduce)
+        self._shared_model, self._merging = replace(self._loaded, model=model), merge
+
+    def _merge(self, part: PartialAttention) -> PartialAttention:
+        """Join attention to this rank's tokens with that to the others', in one order on all ranks."""
+        parts = part.out.new_zeros(self._ranks.size, *part.out.shape[:-1], part.out.shape[-1] + 1)
+        parts[self._ranks.rank, ..., :-1], parts[self._ranks.rank, ..., -1] = part.out, part.lse
+        self._ranks.all_reduce(parts)  # every other rank's part of this one is zero
+        found = [PartialAttention(each[..., :-1], each[..., -1]) for each in parts]
+        # The last rank first: it has the token itself, so that its log-sum-exp is finite.
+        return functools.reduce(PartialAttention.merge, reversed(found))
+
+    def _choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """Choose each document's next token by this rank's share of its logits (documents, share), and write it.
+
+        Returns
+        -------
+        torch.Tensor
+            (documents,) int64, the same on all ranks; `ENDED` for answers that have ended.
+        """
+        told = torch.zeros(len(self._running), dtype=torch.int64, device=logits.device)
+        best = self._likeliest(logits).tolist() if self._is_greedy else None
+        rows = None if self._is_greedy else self._gather(logits)
+        for at, document in enumerate(self._running):
+            if document.writing is None:
+                continue
+            sequence = document.writing.sequence
+            if best is not None:
+                token = best[at]
+            else:
+                assert rows is not None
+                token = int(sequence.choose(rows[at]))
+            sequence.write(token)
+            told[at] = token if sequence.finish_reason is None else ENDED
+        self._ranks.all_reduce(told)
+        return told
+
+    def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """Find the likeliest tokens (documents,) of all shares: of equals the first, as argmax does."""
+        found = torch.zeros(self._ranks.size, len(logits), 2, dtype=torch.float64, device=logits.device)
+        values, places = logits.max(-1)
+        found[self._ranks.rank, :, 0], found[self._ranks.rank, :, 1] = values, places + self._share[0]
+        self._ranks.all_reduce(found)  # every other rank's part of this one is zero
+        return found[found[:, :, 0].argmax(0), torch.arange(len(logits), device=logits.device), 1].long()
+
+    def _gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """Put all shares together (documents, vocab_size)."""
+        rows = logits.new_zeros(len(logits), self._loaded.model.lm_head.out_features)
+        rows[:, self._share[0] : self._share[1]] = logits
+        self._ranks.all_reduce(rows)
+        return rows
+
+    @property
+    def _share(self) -> tuple[int, int]:
+        """First and last token, not included, of this rank's share of the vocabulary."""
+        return share_of(self._loaded.model.lm_head.out_features, self._ranks.rank, self._ranks.size)
+
+
+def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
+    """First and last, not included, of a rank's share, as ``tensor_split`` divides."""
+    shares = torch.arange(count).tensor_split(size)
+    first = sum(len(share) for share in shares[:rank])
+    return first, first + len(shares[rank])

@@ -1,0 +1,173 @@
+"""Documents' keys and values from the rank that prefilled them to the ranks that own their heads.
+
+Between the prefills and `head_parallel`. A document at a time, one message to each owner, with its heads' keys and
+values layer by layer; the whole cache is forgotten when they are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvr_mpi.kv.buffers import make_flat
+from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.base import gather_json, share_json
+
+# Rows of a KV head that go to one rank: the head, the first row and the one after the last, of those that are held.
+Part = tuple[int, int, int]
+# Of messages with keys and values; nothing else is on its way between these ranks meanwhile.
+TAG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDocument:
+    """What all ranks know of a document.
+
+    home : the rank that prefilled it, and writes its answer.
+    tokens : its length.
+    slack : tokens that may still be appended.
+    last_token : written last.
+    counts : keys that are held of it, by layer and KV head.
+    """
+
+    home: int
+    tokens: int
+    slack: int
+    last_token: int
+    counts: tuple[tuple[int, ...], ...]
+
+
+def tell_documents(
+    ranks: Transport, caches: Sequence[SliceCache], last_tokens: Sequence[int], slacks: Sequence[int]
+) -> list[SharedDocument]:
+    """Tell all ranks of this rank's documents; those of all ranks, in the same order everywhere."""
+    mine = [
+        [cache.length, slack, token, [layer.head_counts for layer in cache.layers]]
+        for cache, slack, token in zip(caches, slacks, last_tokens, strict=True)
+    ]
+    everyone = share_json(ranks, gather_json(ranks, mine))
+    return [
+        SharedDocument(home, tokens, slack, token, tuple(map(tuple, counts)))
+        for home, documents in enumerate(everyone)
+        for tokens, slack, token, counts in documents
+    ]
+
+
+def share_documents(
+    loaded: LoadedModel,
+    ranks: Transport,
+    documents: Sequence[SharedDocument],
+    prefills: Sequence[Prefill],
+    parts_of: Callable[[int, int], list[list[Part]]],
+    heads: Sequence[Sequence[int]],
+    *,
+    appends: bool = True,
+) -> list[SliceCache]:
+    """Give every rank what it owns of every document; every rank calls this.
+
+    Parameters
+    ----------
+    documents : sequence of SharedDocument
+        Of all ranks.
+    prefills : sequence of Prefill
+        Of this rank's among them; their caches are forgotten.
+    parts_of : callable
+        Says for a document's place and a rank what it owns, by layer, heads ascending.
+    heads : sequence of sequence of int
+        For each layer the KV heads this rank's model computes.
+    appends : bool
+        Whether this rank keeps the tokens to come of what it owns.
+
+    Returns
+    -------
+    list of SliceCache
+        Of all documents, with what this rank owns.
+    """
+    own, caches = iter(prefills), []
+    for at, document in enumerate(documents):
+        owned = [parts_of(at, rank) for rank in range(ranks.size)]
+        layouts = _make_layouts(loaded, document, owned[ranks.rank], heads, appends)
+        if document.home == ranks.rank:
+            prefill = next(own)
+            _hand_out(ranks, prefill.cache, owned, layouts)
+            prefill.cache = None
+        else:
+            _receive(ranks, document, layouts, loaded)
+        cache = SliceCache(loaded, Relay(Partition((0, document.tokens)), 0), None)
+        cache.finish()
+        cache.adopt(layouts, document.tokens, document.slack)
+        caches.append(cache)
+    return caches
+
+
+def _make_layouts(
+    loaded: LoadedModel,
+    document: SharedDocument,
+    owned: Sequence[Sequence[Part]],
+    heads: Sequence[Sequence[int]],
+    appends: bool,
+) -> list[RaggedLayout]:
+    """Make room for what this rank owns of a document, in one piece of memory."""
+    shapes, slack = loaded.shape.layers, document.slack if appends else 0
+    kept = [[last - first for _, first, last in parts] for parts in owned]
+    sizes = [elements_needed(shape, counts, slack) for shape, counts in zip(shapes, kept, strict=True)]
+    flats = torch.split(make_flat(sum(sizes), loaded.dtype, loaded.device), sizes)
+    return [
+        RaggedLayout(
+            flat,
+            replace(shape, num_kv_heads=len(computed)),
+            counts,
+            slack,
+            document.tokens,
+            [list(computed).index(head) for head, _, _ in parts],
+            appends=appends,
+        )
+        for flat, shape, counts, parts, computed in zip(flats, shapes, kept, owned, heads, strict=True)
+    ]
+
+
+def _hand_out(
+    ranks: Transport, cache: SliceCache, owned: Sequence[Sequence[Sequence[Part]]], layouts: Sequence[RaggedLayout]
+) -> None:
+    """Send every rank what it owns, and put one's own in its place."""
+    requests = []
+    for rank, by_layer in enumerate(owned):
+        rows = [
+            held[first:last]
+            for layer, parts in zip(cache.layers, by_layer, strict=True)
+            for head, first, last in parts
+            for held in layer.head(head)
+        ]
+        if rank == ranks.rank:
+            for place, part in zip(_places(layouts, cache.length), rows, strict=True):
+                place.copy_(part)
+        elif message := [part.flatten() for part in rows]:
+            requests.append(ranks.isend(torch.cat(message), rank, TAG))
+    for request in requests:
+        request.wait()
+
+
+def _receive(ranks: Transport, document: SharedDocument, layouts: Sequence[RaggedLayout], loaded: LoadedModel) -> None:
+    """Receive what this rank owns of another rank's document."""
+    places = list(_places(layouts, document.tokens))
+    if not places:
+        return
+    message = torch.empty(sum(place.numel() for place in places), dtype=loaded.dtype, device=loaded.device)
+    ranks.irecv(message, document.home, TAG).wait()
+    for place, part in zip(places, torch.split(message, [place.numel() for place in places]), strict=True):
+        place.copy_(part.view(place.shape))
+
+
+def _places(layouts: Sequence[RaggedLayout], length: int) -> Iterator[torch.Tensor]:
+    """Where each head's keys and values go, in the order of a message."""
+    for layout in layouts:
+        for at in range(len(layout.heads)):
+            yield from layout.head_rows(at, length)

@@ -1,0 +1,62 @@
+"""The queries of a prompt's observation window, kept while the prompt is prefilled: what compression judges keys by.
+
+Only the rank with the last slice keeps them: it ends with all keys, and the window lies in its slice (SnapKV, Li et al.
+2024, section 4: the last tokens of a prompt show what its answer will attend to).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kvr_mpi.kv.transfers import Range
+from kvr_mpi.model.attention_hook import AttentionParams
+
+
+@dataclass(frozen=True, slots=True)
+class WindowQueries:
+    """One layer's queries of the window (1, heads, window, head_dim), and how its scores are made."""
+
+    query: torch.Tensor
+    params: AttentionParams
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Queries of the tokens of a window, by layer.
+
+    window : positions of its tokens.
+    """
+
+    window: Range
+    layers: dict[int, WindowQueries] = field(default_factory=dict)
+
+    def keep(self, layer_idx: int, query: torch.Tensor, owned: list[Range], params: AttentionParams) -> None:
+        """Keep what a layer is asked by the window's tokens.
+
+        Parameters
+        ----------
+        query : torch.Tensor
+            Of all tokens this rank computes (1, heads, tokens, head_dim); a single token's heads may come folded.
+        owned : list of (int, int)
+            Which those are; the window lies in the last stretch (`check_in`).
+        """
+        computed, (start, stop) = sum(last - first for first, last in owned), self.window
+        whole = query.reshape(1, -1, computed, query.shape[-1])
+        first = computed - (owned[-1][1] - start)
+        self.layers[layer_idx] = WindowQueries(whole[:, :, first : first + stop - start].clone(), params)
+
+    def check_in(self, owned: list[Range]) -> None:
+        """Make sure that a rank computes the whole window.
+
+        Raises
+        ------
+        ValueError
+            If it does not: what is kept would depend on how the prompt is cut.
+        """
+        (first, last), (start, stop) = owned[-1], self.window
+        if not first <= start < stop <= last:
+            raise ValueError(
+                f"the observation window, tokens {start} to {stop}, is not in the last slice, tokens {first} to {last}"
+            )

@@ -1,0 +1,124 @@
+"""How much each head keeps of a sample of a job's documents: the profile that placement and HeadKV go by.
+
+A rank alone prefills each document's prompt as the job would, and asks the method; nothing is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvr_mpi.compress.compression import Compression
+from kvr_mpi.compress.head_profile import Counts, similarities
+from kvr_mpi.documents.prompts import Prompt
+from kvr_mpi.errors import ConfigError, CorpusError, DocumentError
+from kvr_mpi.job import JobSpec
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.runtime.batch import open_source, scan_documents
+from kvr_mpi.runtime.rates import Say
+from kvr_mpi.runtime.setup import JobSetup, Machine, prepare
+from kvr_mpi.store.outputs import software
+from kvr_mpi.transport.local import LocalTransport
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadSample:
+    """What heads keep of some documents.
+
+    documents : their ids.
+    counts : (documents, layers, kv_heads).
+    left_out : documents that are kept whole, or cannot be read, and why.
+    """
+
+    documents: list[str]
+    counts: Counts
+    left_out: list[tuple[str, str]]
+
+    def as_json(self, setup: JobSetup, corpus: Sequence[str]) -> dict[str, Any]:
+        """Give the profile as `head_profile.read_profile` takes it, with where it is from."""
+        compression = setup.compression
+        assert compression is not None, "it has told the counts"
+        raw, centred = similarities(self.counts) if len(self.documents) > 1 else ([], [])
+        return {
+            "counts": self.counts.mean(0).tolist(),
+            "source": f"{setup.loaded.name}, {compression.settings}, mean of {len(self.documents)} document(s)",
+            "model": setup.loaded.fingerprint,
+            "name": setup.loaded.name,
+            "compress": compression.identity,
+            "corpus": list(corpus),
+            "documents": self.documents,
+            "of_each_document": self.counts.astype(int).tolist(),
+            "similarity": {"cosine": raw, "mean_centred": centred},
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "software": software(),
+        }
+
+
+def sample_heads(spec: JobSpec, machine: Machine, documents: int, say: Say) -> tuple[JobSetup, HeadSample]:
+    """Ask the job's method about documents spread over its corpus.
+
+    Raises
+    ------
+    ConfigError
+        If the job names no method, or one that shares out the same whatever a text says.
+    CorpusError
+        If all of the sample is kept whole.
+    """
+    if spec.compress is None or spec.compress.rule.compete is None:
+        found = "no [compress]" if spec.compress is None else f"compress.method = {spec.compress.method!r}"
+        raise ConfigError(
+            f"{found}: a profile is of what heads keep where the text decides; say --set compress.method=ada-snapkv "
+            f"--set compress.budget=512"
+        )
+    corpus, alone = scan_documents(spec), LocalTransport()
+    setup = prepare(spec, machine, alone, alone, say)
+    assert setup.compression is not None, "the job has [compress]"
+    source, names, left_out, counts = open_source(setup, corpus), [], [], []
+    share = range(len(corpus))[spec.documents.share]
+    for number in share[:: max(1, len(share) // documents)][:documents]:
+        document = source.read(number)
+        try:
+            prompts = source.request(document, 0).prompts
+        except DocumentError as error:
+            left_out.append((document.id, str(error)))
+            continue
+        of_prompts = list(retained_counts(setup.loaded, prompts, setup.compression))
+        if not of_prompts:
+            left_out.append((document.id, "the budget holds all of it"))
+            continue
+        names.append(document.id)
+        counts.append(np.mean(of_prompts, axis=0))
+        say(f"{document.id}: {sum(prompt.tokens for prompt in prompts)} tokens")
+    if not names:
+        why = "; ".join(f"{name}: {reason}" for name, reason in left_out[:5])
+        raise CorpusError(f"none of {len(left_out)} document(s) says how much heads keep: {why}")
+    return setup, HeadSample(names, np.stack(counts), left_out)
+
+
+def retained_counts(loaded: LoadedModel, prompts: Sequence[Prompt], compression: Compression) -> Iterator[Counts]:
+    """Say how many tokens each head keeps of each prompt (layers, kv_heads); prompts that are kept whole are left out.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        Prepared for chains.
+    prompts : sequence of Prompt
+    compression : Compression
+    """
+    for prompt in prompts:
+        window = compression.window_of(prompt.tokens, prompt.text)
+        if window is None:
+            continue
+        observed = compression.observed_of(prompt.tokens, prompt.text)
+        options: Any = {"window": observed}
+        found = prefill_kvr(loaded, prompt.ids, Partition((0, prompt.tokens)), LocalTransport(), **options)
+        with torch.inference_mode():
+            retained = compression.choose(found.cache, window)
+        yield np.array([[len(head) for head in layer] for layer in retained if layer is not None], dtype=np.float64)

@@ -1,0 +1,72 @@
+"""kvr profile-heads: a profile that says where it is from, and that placement and HeadKV read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from constants import Kvr
+from made_jobs import TEXT, with_settings
+
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
+
+METHOD = with_settings("compress.method=ada-snapkv", "compress.budget=48", "compress.window=16")
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    """Four documents, one of them shorter than the budget."""
+    (tmp_path / "corpus").mkdir()
+    for number in range(3):
+        (tmp_path / "corpus" / f"doc-{number}.txt").write_text(f"Document {number}. " + TEXT * (4 + number))
+    (tmp_path / "corpus" / "short.txt").write_text("Late.")
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f"""
+        [model]
+        path = "{tiny_model_dir}"
+        [documents]
+        path = "{tmp_path / "corpus"}"
+        [prompt]
+        chat_template = false
+        [output]
+        path = "{tmp_path / "out"}"
+        """
+    )
+    return path
+
+
+def test_a_profile_is_placed_and_compresses(job: Path, tmp_path: Path, run_kvr: Kvr, run_here: Any) -> None:
+    output, plot = tmp_path / "heads.json", tmp_path / "heads.png"
+    code, out, err = run_kvr("profile-heads", job, *METHOD, "--output", output, "--plot", plot)
+    assert code == EXIT_OK, err
+    assert "3 layers of 2 KV heads" in out and "mean_centred" in out and plot.read_bytes()[:4] == b"\x89PNG"
+    assert "left out: short.txt: the budget holds all of it" in err
+    found = json.loads(output.read_text())
+    each = np.array(found["of_each_document"])
+    assert found["documents"] == ["doc-0.txt", "doc-1.txt", "doc-2.txt"] and each.shape == (3, 3, 2)
+    assert (each.sum(2) == 2 * 48).all() and each.min() >= 16 + int(0.2 * 32) and len(np.unique(each)) > 1
+    np.testing.assert_allclose(found["counts"], each.mean(0))
+    assert found["compress"]["method"] == "ada-snapkv" and found["software"]["torch"] and found["created"]
+    code, out, err = run_kvr("simulate", "--fairkv", output, "--ranks", "2")
+    assert code == EXIT_OK and "ada-snapkv: budget 48" in out, err
+    headkv = with_settings("compress.method=headkv", f"compress.profile={output}", "compress.budget=48")
+    done = run_here(1, [job, *headkv, *with_settings("compress.window=16", "generation.max_new_tokens=2")])
+    assert done.returncode == EXIT_OK, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "why"),
+    [
+        ([], EXIT_CONFIG, "no [compress]"),
+        (with_settings("compress.method=snapkv", "compress.budget=64"), EXIT_CONFIG, "method = 'snapkv'"),
+        ([*METHOD, *with_settings("compress.budget=500")], EXIT_CONFIG, "none of 4 document(s)"),
+        ([*METHOD, "--output", "nowhere/heads.json"], EXIT_CONFIG, "no folder 'nowhere'"),
+    ],
+)
+def test_what_gives_no_profile_is_refused(job: Path, run_kvr: Kvr, settings: list[str], code: int, why: str) -> None:
+    found, _, err = run_kvr("profile-heads", job, *settings)
+    assert found == code and why in err, err

@@ -1,0 +1,183 @@
+"""A prompt is compressed alike however it was cut, and what cannot be compressed is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import prompt, tiny
+
+from kvr_mpi.compress.compression import Compression, Retained, open_compression
+from kvr_mpi.compress.registry import METHODS
+from kvr_mpi.compress.settings import CompressSettings
+from kvr_mpi.errors import ConfigError, PartitionError
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix
+from kvr_mpi.prefill.registry import STRATEGIES
+from kvr_mpi.transport.local import run_local
+
+TOKENS, TEXT = 90, (10, 75)
+WINDOW = {"window": 12, "kernel": 3}
+
+
+def settings_of(method: str, folder: Path | None = None, **more: Any) -> CompressSettings:
+    """A small budget; HeadKV's profile is made up in a folder."""
+    reads = METHODS[method].reads
+    values: dict[str, Any] = {"method": method, "budget": 30}
+    values |= {name: value for name, value in WINDOW.items() if name in reads}
+    if "profile" in reads:
+        assert folder is not None
+        (folder / "heads.json").write_text(json.dumps({"counts": [[20, 40], [12, 90], [60, 12]]}))
+        values["profile"] = str(folder / "heads.json")
+    return CompressSettings(**values | more)
+
+
+def prefill(
+    compression: Compression, name: str, ranks: int, strategy: str = "kvr", known: int = 0, tokens: int = TOKENS
+) -> tuple[Prefill, tuple[int, int] | None]:
+    """What the rank with the last slice has; the prompt is cut evenly, as far as the window allows."""
+    loaded, ids = tiny(name), prompt(tokens)
+    prepare_model(loaded.model, chain=True)
+    prefix = compute_prefix(loaded, ids[:known]) if known else None
+    window = compression.window_of(tokens, TEXT)
+    way = STRATEGIES[strategy]
+    partition = way.cut_evenly(tokens, ranks, known)
+    observed = compression.observed_of(tokens, TEXT)
+    if observed is not None:
+        partition = partition.with_last_from(observed[0], known)
+    options: Any = {"window": observed, "prefix": prefix}
+    found = run_local(ranks, lambda rank: way.prefill(loaded, ids, partition, rank, **options))
+    return next(one for one in found if one.logits is not None), window
+
+
+def positions(retained: Retained) -> list[list[list[int]] | None]:
+    return [None if layer is None else [head.tolist() for head in layer] for layer in retained]
+
+
+def chosen(
+    compression: Compression, name: str, ranks: int, strategy: str = "kvr", known: int = 0
+) -> list[list[list[int]] | None]:
+    found, window = prefill(compression, name, ranks, strategy, known)
+    assert window is not None
+    return positions(compression.choose(found.cache, window))
+
+
+@pytest.mark.parametrize("observes", ["question", "document"])
+@pytest.mark.parametrize("method", METHODS)
+def test_each_head_keeps_the_window_and_what_follows_it_and_the_budget_is_kept(
+    method: str, observes: str, tmp_path: Path
+) -> None:
+    settings = settings_of(method, tmp_path, observes=observes)
+    compression = open_compression(settings, tiny("llama-gqa"))
+    found, window = prefill(compression, "llama-gqa", 2)
+    stop = TEXT[1] if observes == "document" else TOKENS
+    assert window == (stop - settings.observed_tokens, stop)
+    retained = compression.choose(found.cache, window)
+    kept = 0
+    for layer in positions(retained):
+        assert layer is not None and len(layer) == 2
+        for head in layer:
+            assert head == sorted(set(head)) and head[-1] == TOKENS - 1
+            assert set(range(window[0], TOKENS)) <= set(head)
+            kept += len(head)
+    beside = TOKENS - stop
+    assert kept == 3 * 2 * (30 + beside)
+    size = compression.size_of(found.cache, retained)
+    assert size.tokens == 30 + beside and size.kv_bytes == kept * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("method", ["streaming-llm", "snapkv", "ada-snapkv"])
+@pytest.mark.parametrize("name", ["llama-gqa", "falcon-mha", "gpt-oss-sinks", "gemma2-softcap"])
+def test_what_is_kept_does_not_depend_on_how_a_prompt_was_cut(method: str, name: str) -> None:
+    compression = open_compression(settings_of(method), tiny(name))
+    truth = chosen(compression, name, 1)
+    assert truth == chosen(compression, name, 2) == chosen(compression, name, 3)
+    assert truth == chosen(compression, name, 2, known=9), "nor on what was computed before"
+    if STRATEGIES["ring"].misfit(tiny(name)) is None:
+        assert truth == chosen(compression, name, 2, strategy="ring")
+
+
+def test_chosen_tokens_are_those_of_a_dense_attention() -> None:
+    """Against transformers' own attention weights, with neither our cache nor our scores."""
+    loaded = tiny("llama-gqa")
+    compression = open_compression(settings_of("snapkv"), loaded)
+    found = chosen(compression, "llama-gqa", 2)
+    loaded.model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        layers = loaded.model(torch.tensor([prompt(TOKENS)]), output_attentions=True).attentions
+    for layer, weights in zip(found, layers, strict=True):
+        assert layer is not None
+        mean = weights[0, :, -12:, : TOKENS - 12].mean(1).view(2, 3, -1).mean(1)
+        pooled = torch.nn.functional.avg_pool1d(mean, 3, stride=1, padding=1)
+        best = [sorted(head.topk(18).indices.tolist()) for head in pooled]
+        assert [head[:18] for head in layer] == best
+
+
+@pytest.mark.parametrize(
+    "name, compressed", [("qwen2-some-windows", (0,)), ("gemma2-softcap", (1,)), ("gpt-oss-sinks", (1,))]
+)
+def test_layers_with_windows_keep_what_they_have(name: str, compressed: tuple[int, ...]) -> None:
+    compression = open_compression(settings_of("ada-snapkv"), tiny(name))
+    assert compression.layers == compressed
+    found = chosen(compression, name, 2)
+    assert [idx for idx, layer in enumerate(found) if layer is not None] == list(compressed)
+
+
+@pytest.mark.parametrize("method", ["streaming-llm", "snapkv"])
+@pytest.mark.parametrize("tokens", [30, 12, 2])
+def test_a_short_prompt_is_kept_whole(method: str, tokens: int) -> None:
+    compression = open_compression(settings_of(method), tiny("llama-gqa"))
+    assert compression.window_of(tokens, (1, tokens)) is None
+    assert compression.window_of(31, (1, 31)) is not None
+
+
+def test_a_window_that_is_cut_is_refused() -> None:
+    compression, loaded = open_compression(settings_of("snapkv"), tiny("llama-gqa")), tiny("llama-gqa")
+    prepare_model(loaded.model, chain=True)
+    window = compression.window_of(TOKENS, TEXT)
+    with pytest.raises(ValueError, match="observation window, tokens 78 to 90"):
+        run_local(2, lambda rank: STRATEGIES["kvr"].prefill(
+            loaded, prompt(TOKENS), Partition((0, 80, TOKENS)), rank, window=window))  # fmt: skip
+    found, _ = prefill(compression, "llama-gqa", 1)
+    with pytest.raises(ValueError, match="has not observed"):
+        compression.choose(found.cache, (70, 82))
+
+
+@pytest.mark.parametrize("bounds, known", [((0, 30, 60, 90), 0), ((0, 85, 88, 90), 0), ((0, 40, 60, 90), 38)])
+def test_the_last_slice_takes_in_the_window(bounds: Sequence[int], known: int) -> None:
+    cut = Partition(tuple(bounds)).with_last_from(50, known)
+    assert cut.tokens == 90 and cut.size == 3 and cut.start(2) == min(50, bounds[2])
+    cut.check_prefix(known)
+    with pytest.raises(PartitionError, match="2 slice"):
+        cut.with_last_from(known + 1, known)
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("deepseek-latents", "cannot be compressed by heads"),
+        ("falcon-alibi", "cannot be compressed by heads"),
+        ("falcon-h1-both", "recurrent layers"),
+        ("qwen3-next-delta-rule", "recurrent layers"),
+        ("llama4-chunks", "no layer that sees all tokens"),
+        ("mistral-window", "no layer that sees all tokens"),
+    ],
+)
+def test_models_without_keys_of_heads_are_refused_by_name(name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"{tiny(name).shape.architecture}.*{why}"):
+        open_compression(settings_of("snapkv"), tiny(name))
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
+    settings = settings_of("headkv", tmp_path)
+    assert open_compression(settings, tiny("llama-gqa")).profile is not None
+    with pytest.raises(ConfigError, match="3 layers of 2 KV heads, and .* here has 3 of 6"):
+        open_compression(settings, tiny("llama-mha"))
+    (tmp_path / "heads.json").write_text(json.dumps({"counts": [[1, 2]] * 3, "model": "another", "source": "there"}))
+    with pytest.raises(ConfigError, match="of another model"):
+        open_compression(settings, tiny("llama-gqa"))

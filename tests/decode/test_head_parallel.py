@@ -1,0 +1,278 @@
+"""Heads on several ranks: the answers of one, whatever the placement."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from models import COMMON, CONFIGS, STATES, WHOLE, tiny
+from rows import alone, one_thread, other_prompt
+from transformers import GenerationConfig
+
+from kvr_mpi.compress.placement import (
+    LayerPlacement,
+    Piece,
+    place_best_effort,
+    place_in_proportion,
+    place_with_equal_copies,
+)
+from kvr_mpi.compress.rows import assign_rows, rank_loads
+from kvr_mpi.decode.batch import DecodeBatch
+from kvr_mpi.decode.head_parallel import HeadParallelBatch, Prefilled
+from kvr_mpi.errors import ModelError
+from kvr_mpi.model import LoadedModel, probe_shape
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.tensor_parallel import why_not_shared
+from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.local import run_local
+
+__all__ = ["one_thread"]  # a fixture of every test here
+
+NEW_TOKENS = 9
+LENGTHS = [30, 61, 18, 47, 25]
+
+
+class Numbers:
+    """A tokenizer whose texts are numbers."""
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+# Biases, norms of heads, multipliers, soft caps, parallel blocks, layers without positions, heads of their own size.
+KIN: dict[str, Callable[[], Any]] = {
+    "llama": lambda: tf.LlamaConfig(**COMMON, num_key_value_heads=3, attention_bias=True, mlp_bias=True),
+    "qwen2": lambda: tf.Qwen2Config(**COMMON, num_key_value_heads=3, tie_word_embeddings=True),
+    "qwen3": lambda: tf.Qwen3Config(**COMMON, num_key_value_heads=3, head_dim=16),
+    "mistral": lambda: tf.MistralConfig(**COMMON, num_key_value_heads=3, sliding_window=None),
+    "gemma": lambda: tf.GemmaConfig(**COMMON, num_key_value_heads=3, head_dim=16),
+    "granite": lambda: tf.GraniteConfig(
+        **COMMON, num_key_value_heads=3, logits_scaling=2.0, residual_multiplier=0.3, attention_multiplier=0.2
+    ),
+    "cohere": lambda: tf.CohereConfig(**COMMON, num_key_value_heads=3),
+    "smollm3": lambda: tf.SmolLM3Config(**COMMON, num_key_value_heads=3, pad_token_id=0),
+}
+
+
+def ready(name: str) -> LoadedModel:
+    if name in CONFIGS or name in {**STATES, **WHOLE}:
+        loaded = tiny(name)
+    else:
+        config = KIN[name]()
+        torch.manual_seed(0)
+        model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        with torch.no_grad():  # biases are made as zeros, and norms as ones: nothing would tell them apart
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+        loaded = replace(tiny("llama-gqa"), model=model, shape=probe_shape(config, torch.float32))
+    loaded = replace(loaded, tokenizer=Numbers())
+    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
+    return loaded
+
+
+def compressed(loaded: LoadedModel, tokens: int, keep_all: bool = False) -> Prefill:
+    """A document whose heads keep very different numbers of tokens."""
+    prefill, draw = alone(loaded, other_prompt(tokens), NEW_TOKENS), random.Random(tokens)
+    if not keep_all:
+        counts = [
+            [max(1, int(tokens * draw.random() ** 3)) for _ in range(s.num_kv_heads)] for s in loaded.shape.layers
+        ]
+        prefill.cache.keep_only(
+            [[torch.tensor(sorted(draw.sample(range(tokens), count))) for count in heads] for heads in counts],
+            NEW_TOKENS,
+        )
+    return prefill
+
+
+def make_config(**settings: Any) -> GenerationConfig:
+    return GenerationConfig(**{"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | settings)
+
+
+def truths(loaded: LoadedModel, keep_all: bool = False, stop: Sequence[str] = (), **settings: Any) -> dict[int, Any]:
+    """Each document alone on one rank."""
+    found = {}
+    for tokens in LENGTHS:
+        pool: DecodeBatch[int] = DecodeBatch(
+            loaded, make_config(**settings), stop=stop, max_new_tokens=NEW_TOKENS, why_alone=None
+        )
+        pool.add(tokens, compressed(loaded, tokens, keep_all), other_prompt(tokens), tokens)
+        while pool.running:
+            found |= {each.key: each.answer for each in pool.step()}
+    return found
+
+
+def together(
+    loaded: LoadedModel, size: int, place: Any, keep_all: bool = False, stop: Sequence[str] = (), **settings: Any
+) -> tuple[dict[int, Any], list[HeadParallelBatch[int]]]:
+    """All documents on several ranks, each prefilled by one of them."""
+
+    def work(ranks: Transport) -> tuple[dict[int, Any], HeadParallelBatch[int]]:
+        torch.set_num_threads(1)
+        batch: HeadParallelBatch[int] = HeadParallelBatch(
+            loaded, ranks, make_config(**settings), stop=stop, max_new_tokens=NEW_TOKENS, place=place
+        )
+        mine = LENGTHS[ranks.rank :: ranks.size] if size < 4 else LENGTHS if ranks.rank == 2 else []
+        documents = [Prefilled(each, compressed(loaded, each, keep_all), other_prompt(each), each) for each in mine]
+        found = {each.key: each.answer for each in batch.add(documents)}
+        assert all(document.prefill.cache is None for document in documents if document.key not in found)
+        while batch.running:
+            found |= {each.key: each.answer for each in batch.step()}
+        return found, batch
+
+    ranks = run_local(size, work)
+    return {key: answer for found, _ in ranks for key, answer in found.items()}, [batch for _, batch in ranks]
+
+
+def place_on_last(loads: Sequence[float], ranks: int) -> LayerPlacement:
+    """All heads on one rank: the others hold nothing of the layer."""
+    return LayerPlacement(ranks, tuple(Piece(head, ranks - 1, float(load)) for head, load in enumerate(loads)))
+
+
+def texts(answers: dict[int, Any]) -> dict[int, tuple[Any, str]]:
+    return {key: (answer.token_ids, answer.finish_reason) for key, answer in answers.items()}
+
+
+PLACES: dict[str, Any] = {
+    "best-effort": place_best_effort,
+    "equal-copies": lambda loads, ranks: place_with_equal_copies(loads, ranks, ranks),
+    "in-proportion": lambda loads, ranks: place_in_proportion(loads, ranks, ranks - 1),
+    "all-on-one": place_on_last,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_answers_are_those_of_one_rank(size: int, place: str) -> None:
+    loaded = ready("qwen2")
+    found, batches = together(loaded, size, PLACES[place])
+    assert texts(found) == texts(truths(loaded))
+    owned = [[int((own == rank).sum()) for own in batches[0].owners] for rank in range(size)]
+    assert all(sum(column) == len(LENGTHS) * 3 for column in zip(*owned, strict=True))
+    if place == "all-on-one" and size > 1:
+        assert any(0 in layers for layers in owned), "a rank without a head of some layer"
+
+
+@pytest.mark.parametrize("name", KIN)
+def test_kin_of_llama(name: str) -> None:
+    loaded = ready(name)
+    assert why_not_shared(loaded) is None
+    assert texts(together(loaded, 2, PLACES["in-proportion"])[0]) == texts(truths(loaded))
+
+
+@pytest.mark.parametrize("name", {**CONFIGS, **STATES, **WHOLE})
+def test_what_is_not_refused_is_right(name: str) -> None:
+    loaded = ready(name)
+    if why_not_shared(loaded) is None:
+        assert texts(together(loaded, 2, PLACES["best-effort"])[0]) == texts(truths(loaded))
+        assert name in ("llama-gqa", "llama-mha", "qwen2")
+        return
+    with pytest.raises(ModelError, match=r"cannot be shared out over ranks; let each rank decode .*data-parallel"):
+        together(loaded, 2, PLACES["best-effort"])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda layer: setattr(layer.self_attn, "gate", torch.nn.Linear(48, 6)), "layer 1: gate.weight of shape"),
+        (lambda layer: setattr(layer.mlp, "up_proj", torch.nn.Sequential(layer.mlp.up_proj)), "layer 1: up_proj.* is"),
+        (lambda layer: setattr(layer.self_attn, "q_norm", torch.nn.RMSNorm(48)), r"layer 1: q_norm.weight of .*48"),
+    ],
+)
+def test_what_the_plan_does_not_tell_is_looked_for(change: Callable[[Any], None], why: str) -> None:
+    loaded = ready("llama")  # made anew
+    change(loaded.model.model.layers[1])
+    found = why_not_shared(loaded)
+    assert found is not None and re.match(why, found)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"eos_token_id": 11},
+        {"repetition_penalty": 1.7},
+        {"do_sample": True, "temperature": 1.3, "top_k": 50},
+    ],
+    ids=str,
+)
+def test_other_ways_to_choose(settings: dict[str, Any]) -> None:
+    loaded = ready("qwen2")
+    if "eos_token_id" in settings:  # one that ends some answers early, and one of them at once
+        alone_first = truths(loaded)[LENGTHS[0]].token_ids
+        settings = {"eos_token_id": [alone_first[0], truths(loaded)[LENGTHS[1]].token_ids[4]]}
+    found = texts(together(loaded, 3, PLACES["in-proportion"], **settings)[0])
+    assert found == texts(truths(loaded, **settings)) != texts(truths(loaded))
+
+
+def test_whole_caches_are_shared_out_too() -> None:
+    loaded = ready("qwen2")
+    found, batches = together(loaded, 2, PLACES["in-proportion"], keep_all=True)
+    assert texts(found) == texts(truths(loaded, keep_all=True)) != texts(truths(loaded))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", ["qwen2", "granite"])
+@pytest.mark.parametrize("tokens", [2, 47])
+def test_a_single_document_is_divided_by_tokens(tokens: int, name: str, size: int) -> None:
+    """With two tokens and four ranks some have nothing of the prompt, and of some heads nobody but the last."""
+    loaded = ready(name)
+
+    def work(ranks: Transport) -> tuple[list[Any], int, int]:
+        batch: HeadParallelBatch[int] = HeadParallelBatch(
+            loaded, ranks, make_config(), stop=(), max_new_tokens=NEW_TOKENS, place=PLACES["best-effort"]
+        )
+        home = ranks.rank == 0
+        batch.add([Prefilled(tokens, compressed(loaded, tokens), other_prompt(tokens))] if home else [])
+        held, found = batch.held_bytes, []
+        while batch.running:
+            found += [each.answer for each in batch.step()]
+        return found, held, int(batch.counts.sum())
+
+    ranks = run_local(size, work)
+    (answer,) = ranks[0][0]
+    pool: DecodeBatch[int] = DecodeBatch(loaded, make_config(), stop=(), max_new_tokens=NEW_TOKENS, why_alone=None)
+    pool.add(0, compressed(loaded, tokens), other_prompt(tokens), 0)
+    truth = None
+    while pool.running:
+        truth = next((each.answer for each in pool.step()), None)
+    assert truth is not None and answer.token_ids == truth.token_ids
+    row = 4 * 2 * 8
+    assert sum(held for _, held, _ in ranks) == row * (ranks[0][2] + 3 * 3 * (NEW_TOKENS - 1))
+
+
+def test_ranks_hold_their_share_and_no_more() -> None:
+    loaded = ready("qwen2")
+
+    def work(ranks: Transport) -> tuple[int, int, list[int]]:
+        batch: HeadParallelBatch[int] = HeadParallelBatch(
+            loaded, ranks, make_config(), stop=(), max_new_tokens=NEW_TOKENS, place=PLACES["in-proportion"]
+        )
+        mine = [Prefilled(each, compressed(loaded, each), other_prompt(each)) for each in LENGTHS[ranks.rank :: 2]]
+        batch.add(mine)
+        rows = [int(counts[own == ranks.rank].sum()) for own, counts in zip(batch.owners, batch.counts, strict=True)]
+        units = sum(int((own == ranks.rank).sum()) for own in batch.owners)
+        return batch.held_bytes, 4 * 2 * 8 * (sum(rows) + units * (NEW_TOKENS - 1)), rows
+
+    (first, needs, rows), (second, other_needs, other_rows) = run_local(2, work)
+    assert (first, second) == (needs, other_needs)
+    loads = np.array([rows, other_rows])
+    assert loads.max(0).sum() < 1.25 * loads.mean(0).sum(), "in proportion, and as evenly as documents allow"
+
+
+def test_rows_of_a_copied_head_come_near_its_pieces() -> None:
+    counts = np.random.default_rng(3).integers(1, 400, (12, 4))
+    placed = place_in_proportion([float(load) for load in counts.sum(0)], 3, 2)
+    assert placed.copies
+    owners = assign_rows(placed, counts)
+    for head in range(4):
+        assert set(owners[:, head]) <= {piece.rank for piece in placed.pieces if piece.head == head}
+    found = rank_loads(owners, counts, 3)
+    assert found.sum() == counts.sum() and abs(found - placed.loads).max() <= 2 * counts.max()
