@@ -27,7 +27,6 @@ def merge(folders: tuple[Path, ...], output: Path | None, keep_shards: bool, ove
     """
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, MissingError, OutputError
-    from kvr_mpi.store.folder import run_files
     from kvr_mpi.store.lock import Lock
     from kvr_mpi.store.merge import merge_files, merge_runs
     from kvr_mpi.store.shares import find_runs, tell_missing
@@ -40,16 +39,14 @@ def merge(folders: tuple[Path, ...], output: Path | None, keep_shards: bool, ove
     runs = find_runs(folders)
     if output is None and runs.paths != folders[:1]:
         raise click.UsageError(f"{len(runs.paths)} runs to merge: name a file with -o FILE")
-    missing = [*runs.missing]
     with ExitStack() as locks:
         for path in runs.paths:
             lock = Lock(path, read_environment().owner, lambda line: click.echo(line, err=True))
             locks.callback(lock.release)
         if output is None or len(runs.paths) == 1:
-            result = merge_files(runs.paths[0], output, keep_shards=keep_shards)
+            result, missing = merge_files(runs.paths[0], output, keep_shards=keep_shards), runs.missing
         else:
-            missing += [f"{path} has no results yet" for path in runs.paths if not run_files(path)]
-            result = merge_runs([path for path in runs.paths if run_files(path)], output)
+            result, missing = output, merge_runs(runs, output)
     click.echo(f"{result}: {result.stat().st_size / 1e6:.1f} MB")
     if missing:
         click.echo(f"kvr: {tell_missing(missing)}", err=True)

@@ -9,14 +9,14 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import h5py
 
 from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import DataError, OutputError
-from kvr_mpi.store.folder import Index, index_run, join_indexes, run_files
+from kvr_mpi.store.folder import Index, index_run, run_files
 from kvr_mpi.store.hdf5 import create_hdf5, group_in
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.ledger import LedgerWriter, sync
@@ -27,10 +27,10 @@ from kvr_mpi.store.outputs import (
     has_seals,
     key_of,
     open_file,
-    read_header,
     start_file,
     write_record,
 )
+from kvr_mpi.store.shares import Runs, index_runs, read_header_of
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.store.survey import RESULTS
 
@@ -106,7 +106,8 @@ def merge_files(
     """
     result = folder / RESULTS
     if target is not None and target.absolute() != result.absolute():
-        return merge_runs([folder], target, should_stop=should_stop)
+        merge_runs(Runs((folder,)), target, should_stop=should_stop)
+        return target
     files = run_files(folder)
     if not files:
         raise DataError(f"{folder}: no result file (*.h5) there; expected the output folder of a run")
@@ -114,7 +115,7 @@ def merge_files(
     if files == [result] and not index.unrecorded:
         return result
     with part_of(result) as part:
-        done, failed = copy_documents(index, _header([folder]), part, should_stop)
+        done, failed = copy_documents(index, read_header_of([folder]), part, should_stop)
         LedgerWriter(folder, "merged").publish(result, done, failed)
     if not keep_shards:
         for file in files:
@@ -123,8 +124,13 @@ def merge_files(
     return result
 
 
-def merge_runs(folders: Sequence[Path], target: Path, *, should_stop: Callable[[], bool] = lambda: False) -> Path:
+def merge_runs(runs: Runs, target: Path, *, should_stop: Callable[[], bool] = lambda: False) -> tuple[str, ...]:
     """Put all documents of the shares of a corpus into one file; the shards stay.
+
+    Returns
+    -------
+    tuple of str
+        What is missing, as from `index_runs`.
 
     Raises
     ------
@@ -133,13 +139,13 @@ def merge_runs(folders: Sequence[Path], target: Path, *, should_stop: Callable[[
     OutputError
         If the file cannot be written.
     """
-    index = join_indexes(index_run(folder, verify=True) for folder in folders)
-    header = _header(folders)
+    index, missing = index_runs(runs, verify=True)
+    header = read_header_of(runs.paths)
     with part_of(target) as part:
         copy_documents(index, header, part, should_stop)
         sync(part)
         os.replace(part, target)
-    return target
+    return missing
 
 
 @contextlib.contextmanager
@@ -242,23 +248,3 @@ def _copy_document(
             raise _FullError(str(error)) from error
         raise
     return record
-
-
-def _header(folders: Sequence[Path]) -> Header:
-    """Read the header of runs that are of one job."""
-    found: Header | None = None
-    for folder in folders:
-        with open_file(run_files(folder)[-1]) as latest:
-            header = read_header(latest)
-        if found is not None and header.identity != found.identity:
-            changed = sorted(
-                key
-                for key in {*header.identity, *found.identity}
-                if header.identity.get(key) != found.identity.get(key)
-            )
-            raise DataError(
-                f"{folders[0]} and {folder} are of different jobs ({', '.join(changed)}); expected shares of one"
-            )
-        found = header
-    assert found is not None, "there is at least one folder"
-    return found
