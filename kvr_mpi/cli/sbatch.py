@@ -111,25 +111,16 @@ def sbatch(**given: Any) -> int:
 
 
 def scripts_folder() -> Path:
-    """Find the job scripts: beside the package in a checkout, else where they were installed.
+    """Find the job scripts.
 
     Raises
     ------
     ConfigError
         If they are nowhere.
     """
-    from importlib import metadata
+    from kvr_mpi.cli.shipped import find_shipped
 
-    import kvr_mpi
-    from kvr_mpi.errors import ConfigError
-
-    folders = [Path(kvr_mpi.__file__).parents[1] / "slurm"]
-    files = metadata.files("kvr-mpi") or []
-    folders += [Path(str(file.locate())).resolve().parent for file in files if file.name == SCRIPT]
-    for folder in folders:
-        if (folder / SCRIPT).is_file():
-            return folder
-    raise ConfigError(f"{SCRIPT} is not installed with kvr-mpi (looked in {', '.join(map(str, folders))})")
+    return find_shipped("slurm", SCRIPT).parent
 
 
 def fill_in(script: str, options: Mapping[str, str], arguments: Sequence[str], folder: Path) -> str:
