@@ -60,9 +60,10 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            if near := difflib.get_close_matches(args[0], COMMANDS):
-                error.message += f" Did you mean {' or '.join(map(repr, near))}?"
-            raise
+            near = difflib.get_close_matches(args[0], COMMANDS)
+            if not near:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean {' or '.join(map(repr, near))}?", ctx) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the subcommands without importing them."""

@@ -18,7 +18,12 @@ import click
 )
 @click.option("--keep-shards", is_flag=True, help="Leave the shards beside DIR/results.h5.")
 @click.option("--overwrite", is_flag=True, help="Replace the file named by -o if it exists.")
-def merge(folders: tuple[Path, ...], output: Path | None, keep_shards: bool, overwrite: bool) -> int:
+@click.option(
+    "--shares", type=click.IntRange(1), metavar="N", help="How many DIRs there have to be: fewer end with 65."
+)
+def merge(
+    folders: tuple[Path, ...], output: Path | None, keep_shards: bool, overwrite: bool, shares: int | None
+) -> int:
     """Put all documents in DIR, the output folder of a run, into one HDF5 file.
 
     Every shard is held against its checksum, and every record read, first. Refused while a job is at work in DIR.
@@ -47,6 +52,8 @@ def merge(folders: tuple[Path, ...], output: Path | None, keep_shards: bool, ove
             result, missing = merge_files(runs.paths[0], output, keep_shards=keep_shards), runs.missing
         else:
             result, missing = output, merge_runs(runs, output)
+    if shares is not None and len(runs.paths) < shares and not runs.missing:
+        missing = (*missing, f"{shares - len(runs.paths)} of {shares} shares")
     click.echo(f"{result}: {result.stat().st_size / 1e6:.1f} MB")
     if missing:
         click.echo(f"kvr: {tell_missing(missing)}", err=True)
