@@ -40,7 +40,11 @@ def demo(ranks: int, output: Path, overwrite: bool) -> int:
     from kvr_mpi.cli.shipped import find_shipped
     from kvr_mpi.job import load_job
     from kvr_mpi.runtime.preflight import check_job
+    from kvr_mpi.transport.mpi import launched_size
 
+    started = launched_size(os.environ)
+    if started is not None and started[1] > 1 and "SLURM" not in started[0]:
+        raise click.UsageError(f"kvr demo starts its ranks itself, and is one of {started[1]} already ({started[0]})")
     job = find_shipped("jobs", "demo.toml")
     settings = (f"documents.path={json.dumps(str(job.parent / 'demo'))}", f"output.path={json.dumps(str(output))}")
     launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")

@@ -32,7 +32,6 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     ``/tmp``) of each node; under SLURM models are only taken from local files, and the job's end is the deadline.
     """
     from kvr_mpi.runtime.setup import Machine
-    from kvr_mpi.store.lock import this_process
 
     caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     threads, deadline = environ.get("OMP_NUM_THREADS", ""), environ.get("SLURM_JOB_END_TIME", "")
@@ -43,9 +42,15 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         offline=is_offline(environ),
         stage_in=_stage_in(environ),
     )
+    return Environment(machine, float(deadline) if deadline.isdecimal() else None, read_owner(environ))
+
+
+def read_owner(environ: Mapping[str, str] = os.environ) -> Owner:
+    """Say who this process is to others that want an output folder; unlike all of the environment, without torch."""
+    from kvr_mpi.store.lock import this_process
+
     job, cluster = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_CLUSTER_NAME", "")
-    owner = this_process(f"{job}@{cluster}" if job and cluster else job, restart_count(environ))
-    return Environment(machine, float(deadline) if deadline.isdecimal() else None, owner)
+    return this_process(f"{job}@{cluster}" if job and cluster else job, restart_count(environ))
 
 
 def _stage_in(environ: Mapping[str, str]) -> Path | None:

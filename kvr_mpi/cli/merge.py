@@ -30,7 +30,7 @@ def merge(
     Several DIRs, or a folder of such folders (the shares of an array), need -o; shares that are missing are named,
     and the exit code is 65.
     """
-    from kvr_mpi.cli.environment import read_environment
+    from kvr_mpi.cli.environment import read_owner
     from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, MissingError, OutputError
     from kvr_mpi.store.lock import Lock
     from kvr_mpi.store.merge import merge_files, merge_runs
@@ -44,9 +44,10 @@ def merge(
     runs = find_runs(folders)
     if output is None and runs.paths != folders[:1]:
         raise click.UsageError(f"{len(runs.paths)} runs to merge: name a file with -o FILE")
+    owner = read_owner()
     with ExitStack() as locks:
         for path in runs.paths:
-            lock = Lock(path, read_environment().owner, lambda line: click.echo(line, err=True))
+            lock = Lock(path, owner, lambda line: click.echo(line, err=True))
             locks.callback(lock.release)
         if output is None or len(runs.paths) == 1:
             result, missing = merge_files(runs.paths[0], output, keep_shards=keep_shards), runs.missing

@@ -11,7 +11,7 @@ import pytest
 from constants import ROOT, SMOLLM, Kvr
 
 from kvr_mpi.cli.shipped import find_shipped
-from kvr_mpi.errors import EXIT_CONFIG, ConfigError
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_USAGE, ConfigError
 from kvr_mpi.store.folder import read_run
 
 # As short as it can be, which is still the real model: through the environment, as a user would.
@@ -33,6 +33,12 @@ def test_what_is_wrong_is_said_once_before_any_rank(
     code, out, err = run_kvr("demo")
     assert code == EXIT_CONFIG and out == "" and err.count("no package 'llm_smollm3' is installed") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_it_starts_its_ranks_itself(run_kvr: Kvr, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_SIZE", "2")
+    code, _, err = run_kvr("demo")
+    assert code == EXIT_USAGE and "is one of 2 already" in err
 
 
 @pytest.mark.long
