@@ -95,6 +95,22 @@ record() {
     fi
 }
 
+# What this job, or this life of it, had for how long: many sites keep no accounts of their own.
+spent() {
+    local cores=0 part count of
+    for part in $(tr ',' ' ' <<<"${SLURM_JOB_CPUS_PER_NODE:-}"); do # such as 16(x3),8
+        count=${part%%"("*}
+        of=1
+        if [[ $part == *"(x"*")" ]]; then of=${part##*"(x"}; fi
+        of=${of%")"}
+        if is_number "$count" && is_number "$of"; then cores=$((cores + count * of)); fi
+    done
+    awk -v s="$SECONDS" -v nodes="${SLURM_JOB_NUM_NODES:-1}" -v gpus="${SLURM_GPUS_ON_NODE:-0}" -v cores="$cores" -v now="$(date +'%F %T')" \
+        'BEGIN { printf "%s used %d s of %d node(s): %.3g node hours, %.3g GPU hours, %.3g core hours\n", now, s, nodes,
+                 s * nodes / 3600, s * nodes * gpus / 3600, s * cores / 3600 }'
+}
+trap spent EXIT
+
 # Told to stop: by SLURM before the time is up (--signal in the script's head), or by a user.
 child=
 stopping=

@@ -36,6 +36,7 @@ ROOMS = [
     "doctor",
     "bench",
     "cli",
+    "api",
 ]
 # Rooms that may name these libraries; anything else goes through them.
 CONTACTS = {

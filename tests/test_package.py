@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from constants import ROOT
 
+import kvr_mpi
+
 # Nothing of these is made by hand.
 MADE = (
     ".git",
@@ -83,6 +85,12 @@ def test_a_wheel_has_the_jobs_and_the_scripts(source: Path, tmp_path: Path) -> N
     package = {name for name in files_of(source) if name.startswith("kvr_mpi/")}
     assert package <= found, sorted(package - found)
     assert not [name for name in found if name.startswith("tests/")]
+
+
+def test_whoever_cites_it_names_this_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.*)$", text, re.MULTILINE) == [kvr_mpi.__version__]
+    assert f'version = "{kvr_mpi.__version__}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
 def prose(page: Path) -> str:

@@ -5,6 +5,7 @@ Only click is imported here, so that ``--help`` answers at once; a command's mod
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -17,6 +18,8 @@ from kvr_mpi.errors import EXIT_BUG, EXIT_USAGE, KvrError
 
 # Subcommand: (module, function in it, help line for the list).
 COMMANDS = {
+    "init": ("kvr_mpi.cli.init", "init", "Write a job file: which corpus, which model, what to ask."),
+    "demo": ("kvr_mpi.cli.demo", "demo", "Summarise eight documents that come with kvr-mpi, with a small real model."),
     "run": ("kvr_mpi.cli.run", "run", "Prefill, answer and store every document of a job."),
     "ask": ("kvr_mpi.cli.ask", "ask", "Ask stored documents new questions, without prefilling them again."),
     "plan": ("kvr_mpi.cli.plan", "plan", "Which documents would run on which chains, when, and why."),
@@ -51,6 +54,18 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a subcommand; one that is not there is told what is like it."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], COMMANDS)
+            if not near:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean {' or '.join(map(repr, near))}?", ctx) from error
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the subcommands without importing them."""
         with formatter.section("Commands"):
@@ -60,7 +75,15 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def group() -> None:
-    """Long-document LLM batch work on HPC clusters (KV-Runahead over MPI)."""
+    """Long-document LLM batch work on HPC clusters (KV-Runahead over MPI).
+
+    \b
+    kvr demo                       # a first look
+    kvr init                       # a job of your own
+
+    Completion with the tab key: put eval "$(_KVR_COMPLETE=bash_source kvr)" into ~/.bashrc; for zsh and fish say
+    zsh_source and fish_source.
+    """  # noqa: D301
 
 
 def kvr() -> NoReturn:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvr_mpi.errors import ConfigError
+
 if TYPE_CHECKING:
     from kvr_mpi.runtime.setup import Machine
     from kvr_mpi.store.lock import Owner
@@ -26,10 +28,10 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Read cores, threads, caches and the batch system's deadline.
 
     ``KVR_CACHE`` (else ``XDG_CACHE_HOME``, else ``~/.cache``) holds converted models; ``OMP_NUM_THREADS`` sets the
-    threads of a rank; under SLURM models are only taken from local files, and the job's end is the deadline.
+    threads of a rank; ``KVR_STAGE_MODEL=1`` has models copied to ``KVR_LOCAL`` (else ``SLURM_TMPDIR``, ``TMPDIR``,
+    ``/tmp``) of each node; under SLURM models are only taken from local files, and the job's end is the deadline.
     """
     from kvr_mpi.runtime.setup import Machine
-    from kvr_mpi.store.lock import this_process
 
     caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     threads, deadline = environ.get("OMP_NUM_THREADS", ""), environ.get("SLURM_JOB_END_TIME", "")
@@ -38,10 +40,26 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=int(threads) if threads.isdecimal() and int(threads) > 0 else None,
         offline=is_offline(environ),
+        stage_in=_stage_in(environ),
     )
+    return Environment(machine, float(deadline) if deadline.isdecimal() else None, read_owner(environ))
+
+
+def read_owner(environ: Mapping[str, str] = os.environ) -> Owner:
+    """Say who this process is to others that want an output folder; unlike all of the environment, without torch."""
+    from kvr_mpi.store.lock import this_process
+
     job, cluster = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_CLUSTER_NAME", "")
-    owner = this_process(f"{job}@{cluster}" if job and cluster else job, restart_count(environ))
-    return Environment(machine, float(deadline) if deadline.isdecimal() else None, owner)
+    return this_process(f"{job}@{cluster}" if job and cluster else job, restart_count(environ))
+
+
+def _stage_in(environ: Mapping[str, str]) -> Path | None:
+    """Say where on the node models are to be copied."""
+    wanted = environ.get("KVR_STAGE_MODEL", "")
+    if wanted not in ("", "0", "1"):
+        raise ConfigError(f"KVR_STAGE_MODEL={wanted!r}: expected 1 (copy models to each node's own disk) or 0")
+    places = (environ.get(name) for name in ("KVR_LOCAL", "SLURM_TMPDIR", "TMPDIR"))
+    return Path(next(filter(None, places), "/tmp")) if wanted == "1" else None
 
 
 def is_offline(environ: Mapping[str, str] = os.environ) -> bool:

@@ -12,14 +12,14 @@ import click
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
 def import_command(source: Path, run: Path) -> None:
     """Make a run of the safetensors files in FOLDER that `kvr export --kv` wrote: RUN/results.h5, ready for kvr ask."""
-    from kvr_mpi.cli.environment import read_environment
+    from kvr_mpi.cli.environment import read_owner
     from kvr_mpi.store.folder import check_fresh, check_writable
     from kvr_mpi.store.lock import Lock
     from kvr_mpi.store.tensors import import_kv
 
     check_writable(run)
     check_fresh(run)
-    lock = Lock(run, read_environment().owner, lambda line: click.echo(line, err=True))
+    lock = Lock(run, read_owner(), lambda line: click.echo(line, err=True))
     try:
         done = import_kv(source, run)
     finally:

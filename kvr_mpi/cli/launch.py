@@ -74,7 +74,7 @@ def quiet_libraries() -> None:
 def load_everywhere(world: Transport, path: str, dtype: str, device: str) -> LoadedModel:
     """Load a model on every rank, for commands without a job."""
     from kvr_mpi.cli.environment import read_environment
-    from kvr_mpi.runtime.setup import load_on_all
+    from kvr_mpi.runtime.loading import load_on_all
 
     quiet_libraries()
     machine = read_environment().machine

@@ -18,16 +18,20 @@ import click
 )
 @click.option("--keep-shards", is_flag=True, help="Leave the shards beside DIR/results.h5.")
 @click.option("--overwrite", is_flag=True, help="Replace the file named by -o if it exists.")
-def merge(folders: tuple[Path, ...], output: Path | None, keep_shards: bool, overwrite: bool) -> int:
+@click.option(
+    "--shares", type=click.IntRange(1), metavar="N", help="How many DIRs there have to be: fewer end with 65."
+)
+def merge(
+    folders: tuple[Path, ...], output: Path | None, keep_shards: bool, overwrite: bool, shares: int | None
+) -> int:
     """Put all documents in DIR, the output folder of a run, into one HDF5 file.
 
     Every shard is held against its checksum, and every record read, first. Refused while a job is at work in DIR.
     Several DIRs, or a folder of such folders (the shares of an array), need -o; shares that are missing are named,
     and the exit code is 65.
     """
-    from kvr_mpi.cli.environment import read_environment
+    from kvr_mpi.cli.environment import read_owner
     from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, MissingError, OutputError
-    from kvr_mpi.store.folder import run_files
     from kvr_mpi.store.lock import Lock
     from kvr_mpi.store.merge import merge_files, merge_runs
     from kvr_mpi.store.shares import find_runs, tell_missing
@@ -40,16 +44,17 @@ def merge(folders: tuple[Path, ...], output: Path | None, keep_shards: bool, ove
     runs = find_runs(folders)
     if output is None and runs.paths != folders[:1]:
         raise click.UsageError(f"{len(runs.paths)} runs to merge: name a file with -o FILE")
-    missing = [*runs.missing]
+    owner = read_owner()
     with ExitStack() as locks:
         for path in runs.paths:
-            lock = Lock(path, read_environment().owner, lambda line: click.echo(line, err=True))
+            lock = Lock(path, owner, lambda line: click.echo(line, err=True))
             locks.callback(lock.release)
         if output is None or len(runs.paths) == 1:
-            result = merge_files(runs.paths[0], output, keep_shards=keep_shards)
+            result, missing = merge_files(runs.paths[0], output, keep_shards=keep_shards), runs.missing
         else:
-            missing += [f"{path} has no results yet" for path in runs.paths if not run_files(path)]
-            result = merge_runs([path for path in runs.paths if run_files(path)], output)
+            result, missing = output, merge_runs(runs, output)
+    if shares is not None and len(runs.paths) < shares and not runs.missing:
+        missing = (*missing, f"{shares - len(runs.paths)} of {shares} shares")
     click.echo(f"{result}: {result.stat().st_size / 1e6:.1f} MB")
     if missing:
         click.echo(f"kvr: {tell_missing(missing)}", err=True)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvr_mpi.cli.allocation import allocation_of, node_options
+
 if TYPE_CHECKING:
     from kvr_mpi.runtime.planning import PlannedJob
     from kvr_mpi.schedule.forecast import Forecast
@@ -25,6 +27,7 @@ COMPARED_RANKS = 128
 @click.option(
     "--hardware", metavar="NAME_OR_FILE", help="How fast a rank is: a profile, a JSON file, or a table's hardware."
 )
+@node_options
 @click.option("--exact", is_flag=True, help="Count the tokens of large corpora, too, rather than estimate them.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every document.")
 @click.option("--limit-rows", default=20, show_default=True, type=click.IntRange(0), help="Rows printed; 0: all.")
@@ -36,6 +39,7 @@ def plan(
     exact: bool,
     as_json: bool,
     limit_rows: int,
+    **node: int | None,
 ) -> None:
     """Show which documents of JOB would run on which chains of ranks, when, for how long, and why.
 
@@ -51,14 +55,18 @@ def plan(
 
     made = read_and_plan(job, settings, ranks or (launched_size(os.environ) or ("", 0))[1], hardware, exact=exact)
     found, forecast, outline = made.schedule, made.forecast, made.outline
+    nodes = allocation_of(made.spec, found.ranks, **node, hardware=hardware)
     if as_json:
-        click.echo(json.dumps({**_as_json(found, forecast), "stored": _stored(made)[0]}, indent=1))
+        used, stored = nodes.used(found.makespan_s), _stored(made)[0]
+        told = {**_as_json(found, forecast), "nodes": nodes.nodes, **used, "stored": stored}
+        click.echo(json.dumps(told, indent=1))
         return
     click.echo(f"model      {outline.name} ({outline.shape.architecture}, {str(outline.dtype).removeprefix('torch.')})")
     click.echo(f"costs      {forecast.source}")
     click.echo(f"corpus     {len(made.texts)} documents, {made.counted}\n")
     _print_rows(found, forecast, limit_rows)
     _print_summary(made)
+    click.echo(f"as planned it takes {nodes.hours(found.makespan_s)}, on {nodes.nodes} node(s)")
     for line in _stored(made)[1]:
         click.echo(line)
 

@@ -42,7 +42,7 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
     """
     from datetime import timedelta
 
-    from kvr_mpi.cli.environment import read_environment
+    from kvr_mpi.cli.environment import read_owner
     from kvr_mpi.errors import ConfigError, MissingError
     from kvr_mpi.store.folder import index_run
     from kvr_mpi.store.lock import Lock
@@ -56,7 +56,7 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
         None if older_than is None else timedelta(days=older_than),
         None if keep is None else parse_size(keep),
     )
-    lock = Lock(folder, read_environment().owner, lambda line: click.echo(line, err=True))
+    lock = Lock(folder, read_owner(), lambda line: click.echo(line, err=True))
     try:
         stored = list_stored(index_run(folder))
         if unknown := set(documents) - {one.id for one in stored}:

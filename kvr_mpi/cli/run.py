@@ -139,10 +139,11 @@ def run_as_told(name: str, options: RunArguments, load: LoadJob) -> int:
     except KvrError as error:
         Log().line(f"error: {error}\n{exit_line(error.exit_code)}")
         return error.exit_code
-    return guarded(world, lambda: _run(world, name, options, lambda: load(settings)))
+    return guarded(world, lambda: run_on(world, name, options, lambda: load(settings)))
 
 
-def _run(world: Transport, name: str, told: RunArguments, load: Callable[[], tuple[JobSpec, dict[str, str]]]) -> int:
+def run_on(world: Transport, name: str, told: RunArguments, load: Callable[[], tuple[JobSpec, dict[str, str]]]) -> int:
+    """Run a job on these ranks, which all call this; returns the exit code. The rest is as in `run_as_told`."""
     from kvr_mpi.cli.environment import is_offline, read_environment, restart_count
     from kvr_mpi.job import JobSpec, show_job
     from kvr_mpi.report.log import Log

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-if TYPE_CHECKING:
-    from kvr_mpi.job import JobSpec
+from kvr_mpi.cli.allocation import Allocation, allocation_of, limit_seconds, node_options
+from kvr_mpi.cli.batch_script import fill_in
 
-SCRIPT = "kvr_prefill.sh"
+SCRIPT, ARRAY_SCRIPT, GATHER_SCRIPT = "kvr_prefill.sh", "kvr_array.sh", "kvr_gather.sh"
+# What sbatch is told of an array that holds for its gathering, too.
+GATHER_TOO = ("account", "partition", "qos", "reservation", "mail-type", "mail-user", "clusters")
 # A forecast is off by this much; starting, and loading a model from a network file system, take time, too. A job that
 # runs into its limit all the same goes on where it was.
 MARGIN, START_S = 1.5, 600.0
-OPTION = re.compile("[a-z][a-z0-9-]*")
-CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,9 @@ class SbatchOptions:
     hardware: str | None
     resume: bool
     overwrite: bool
+    array: int | None
+    at_once: int | None
+    gather: bool
     options: tuple[str, ...]
     show: bool
     test_only: bool
@@ -47,17 +49,32 @@ class SbatchOptions:
 @click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job.")
 @click.option("--ranks", type=click.IntRange(1), required=True, help="Ranks of the job: one a GPU, or for a few cores.")
-@click.option("--ranks-per-node", type=click.IntRange(1), help="Default: 4, or all if there are fewer.")
-@click.option(
-    "--gpus-per-node", type=click.IntRange(0), help="Default: one a rank, if the job or a profile asks for GPUs."
-)
-@click.option("--cpus-per-rank", type=click.IntRange(1), help="Default: parallel.threads, or what the site gives.")
+@node_options
 @click.option("--time", "limit", metavar="TIME", help="Time limit as sbatch takes it; default: from the forecast.")
 @click.option("--hardware", metavar="NAME_OR_FILE", help="How fast a rank is, as in kvr plan.")
 @click.option("--resume", is_flag=True, help="Go on with the results that are in the output folder.")
 @click.option("--overwrite", is_flag=True, help="Delete the results that are in the output folder.")
 @click.option(
-    "--sbatch", "options", multiple=True, metavar="--OPTION=VALUE", help="For sbatch: --sbatch=--partition=gpu"
+    "--array",
+    type=click.IntRange(2),
+    metavar="N",
+    help="Cut the corpus into N shares, each a job of --ranks ranks with its results in OUTPUT/share-I-of-N.",
+)
+@click.option("--at-once", type=click.IntRange(1), metavar="K", help="Most shares of the array that run at a time.")
+@click.option(
+    "--gather/--no-gather",
+    default=True,
+    help="After an array, however its tasks ended (afterany), put all shares into OUTPUT/all.h5, every checksum "
+    "verified, and say what is missing.  [default: gather]",
+)
+@click.option(
+    "--sbatch",
+    "options",
+    multiple=True,
+    metavar="--OPTION=VALUE",
+    help="For sbatch, as often as needed. Who pays: --sbatch=--account=PROJECT. Where: --sbatch=--partition=gpu. Mail "
+    "when it is over: --sbatch=--mail-type=END,FAIL --sbatch=--mail-user=YOU@SITE. After another job, however that "
+    "ended: --sbatch=--dependency=afterany:JOB (afterok: only if it ended with 0).",
 )
 @click.option("--print", "show", is_flag=True, help="Print the script and stop.")
 @click.option("--test-only", is_flag=True, help="Ask SLURM when it would run; submit nothing.")
@@ -67,140 +84,170 @@ def sbatch(**given: Any) -> int:
     \b
     kvr sbatch jobs/summarize.toml --ranks 16 --hardware h200 --print
     kvr sbatch jobs/summarize.toml --ranks 16 --time 8:00:00 --sbatch=--partition=gpu
+    kvr sbatch jobs/summarize.toml --ranks 4 --hardware h200 --array 100 --at-once 20
+
+    What it will cost is said first, in node, GPU and core hours.
     """  # noqa: D301
     options = SbatchOptions(**given)
     if options.show and options.test_only:
         raise click.UsageError("--print asks SLURM nothing, --test-only prints no script: choose one")
     if options.resume and options.overwrite:
         raise click.UsageError("--overwrite deletes what --resume would go on with: choose one")
+    if options.at_once is not None and options.array is None:
+        raise click.UsageError("--at-once is for an array: add --array N")
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.job import load_job
 
     spec, _ = load_job(options.job, options.settings)
-    per_node = options.ranks_per_node or min(4, options.ranks)
-    if options.ranks % per_node:
-        raise ConfigError(f"--ranks {options.ranks} --ranks-per-node {per_node}: expected as many ranks on every node")
+    if options.array is not None and (spec.documents.shard is not None or spec.questions is not None):
+        what = "documents.shard" if spec.questions is None else "[questions]"
+        raise ConfigError(f"--array cuts the corpus into shares itself: leave {what} out of the job")
+    chosen = _chosen(options.options)
+    nodes = allocation_of(
+        spec, options.ranks, options.ranks_per_node, options.gpus_per_node, options.cpus_per_rank, options.hardware
+    )
     wanted: dict[str, str | int | None] = {
         "job-name": f"kvr-{re.sub('[^A-Za-z0-9._-]', '_', options.job.stem)}",
         "chdir": str(Path.cwd()),
-        "nodes": options.ranks // per_node,
-        "ntasks-per-node": per_node,
-        "gpus-per-node": _gpus(spec, per_node, options.hardware)
-        if options.gpus_per_node is None
-        else options.gpus_per_node,
+        "nodes": nodes.nodes,
+        "ntasks-per-node": nodes.ranks // nodes.nodes,
+        "gpus-per-node": nodes.gpus // nodes.nodes,
         "cpus-per-task": options.cpus_per_rank or spec.parallel.threads,
-        "time": options.limit or _time_limit(options.job, options.settings, options.ranks, options.hardware),
+        "time": options.limit or _time_limit(options, nodes),
+        "array": _array(options),
+        **chosen,
     }
-    for option in options.options:
-        key, _, value = option.removeprefix("--").partition("=")
-        if not option.startswith("--") or not key:
-            raise ConfigError(
-                f"--sbatch {option!r}: expected one of sbatch's long options, such as --sbatch=--partition=gpu"
-            )
-        wanted[key] = value
+    if options.array is not None and "output" not in chosen:
+        wanted["output"] = "%x-%A_%a.out"
     arguments = [str(options.job), *(word for setting in options.settings for word in ("--set", setting))]
     arguments += ["--resume"] * options.resume + ["--overwrite"] * options.overwrite
-    folder = scripts_folder()
-    script = fill_in(
-        (folder / SCRIPT).read_text(), {key: str(of) for key, of in wanted.items() if of or of == ""}, arguments, folder
-    )
+    script = _script(SCRIPT if options.array is None else ARRAY_SCRIPT, wanted, arguments)
+    gather = None
+    if options.array is not None and options.gather:
+        own = {"job-name": f"{wanted['job-name']}-gather", "chdir": str(Path.cwd())}
+        shared = {key: value for key, value in chosen.items() if key in GATHER_TOO}
+        gather = _script(GATHER_SCRIPT, {**own, **shared}, [spec.output.path, str(options.array)])
+    limit_s = limit_seconds(str(wanted["time"]))
+    if limit_s is not None:
+        most = nodes.hours(limit_s * (options.array or 1))
+        click.echo(
+            f"at most {most}, the time limit of {wanted['time']} on {nodes.nodes} node(s)"
+            f"{f' for each of {options.array} shares' if options.array else ''}",
+            err=True,
+        )
     if options.show:
         click.echo(script, nl=False)
+        if gather is not None:
+            click.echo(f"# And, submitted with --dependency=afterany:JOB:\n{gather}", nl=False)
         return 0
-    return _submit(script, options.test_only)
+    if options.array is None or options.test_only:
+        return _submit(script, options.test_only)
+    return _submit_array(script, gather)
 
 
 def scripts_folder() -> Path:
-    """Find the job scripts: beside the package in a checkout, else where they were installed.
+    """Find the job scripts.
 
     Raises
     ------
     ConfigError
         If they are nowhere.
     """
-    from importlib import metadata
+    from kvr_mpi.cli.shipped import find_shipped
 
-    import kvr_mpi
+    return find_shipped("slurm", SCRIPT).parent
+
+
+def _chosen(options: Sequence[str]) -> dict[str, str]:
+    """Read what sbatch is to be told beside what is filled in."""
     from kvr_mpi.errors import ConfigError
 
-    folders = [Path(kvr_mpi.__file__).parents[1] / "slurm"]
-    files = metadata.files("kvr-mpi") or []
-    folders += [Path(str(file.locate())).resolve().parent for file in files if file.name == SCRIPT]
-    for folder in folders:
-        if (folder / SCRIPT).is_file():
-            return folder
-    raise ConfigError(f"{SCRIPT} is not installed with kvr-mpi (looked in {', '.join(map(str, folders))})")
+    chosen = {}
+    for option in options:
+        key, _, value = option.removeprefix("--").partition("=")
+        if not option.startswith("--") or not key:
+            raise ConfigError(
+                f"--sbatch {option!r}: expected one of sbatch's long options, such as --sbatch=--partition=gpu"
+            )
+        if key == "array":
+            raise ConfigError(f"--sbatch {option!r}: every task would do the whole corpus; for shares of it: --array N")
+        chosen[key] = value
+    return chosen
 
 
-def fill_in(script: str, options: Mapping[str, str], arguments: Sequence[str], folder: Path) -> str:
-    """Put sbatch's options and the job's arguments into a job script.
-
-    Parameters
-    ----------
-    options : mapping
-        Long names without dashes, and values (empty: a flag); they replace the script's own.
-    arguments : sequence of str
-        What the script would be given on sbatch's command line.
-    folder : Path
-        Where the script's siblings are: SLURM runs a copy.
-    """
-    lines, left = [], dict(options)
-    for line in script.splitlines():
-        found = re.match(r"#SBATCH --([a-z][a-z0-9-]*)", line)
-        lines.append(_directive(found[1], left.pop(found[1])) if found and found[1] in left else line)
-    last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
-    lines[last + 1 : last + 1] = [
-        *(_directive(key, value) for key, value in left.items()),
-        "",
-        f"export KVR_SLURM_DIR={shlex.quote(str(folder))}",
-        f"set -- {shlex.join(arguments)}",
-    ]
-    return "\n".join(lines) + "\n"
+def _array(options: SbatchOptions) -> str | None:
+    if options.array is None:
+        return None
+    return f"0-{options.array - 1}" + ("" if options.at_once is None else f"%{options.at_once}")
 
 
-def _directive(key: str, value: str) -> str:
-    """Write an option as a line of the script's head; it must not end that line, since what follows would be run."""
-    from kvr_mpi.errors import ConfigError
-
-    if not OPTION.fullmatch(key):
-        raise ConfigError(
-            f"--sbatch --{key!r}: expected one of sbatch's long options, such as --sbatch=--partition=gpu"
-        )
-    if CONTROL.search(value):
-        hint = "start this from another folder" if key == "chdir" else "leave them out"
-        raise ConfigError(f"--{key}={value!r} holds control characters, which could be run as a command: {hint}")
-    return f"#SBATCH --{key}" + (f"={shlex.quote(value)}" if value else "")
+def _script(name: str, wanted: Mapping[str, str | int | None], arguments: Sequence[str]) -> str:
+    """Fill in one of the shipped scripts; what is 0 or None is left as the script has it."""
+    folder = scripts_folder()
+    options = {key: str(value) for key, value in wanted.items() if value or value == ""}
+    return fill_in((folder / name).read_text(), options, arguments, folder)
 
 
-def _gpus(spec: JobSpec, per_node: int, hardware: str | None) -> int:
-    """Count the GPUs of a node: the shipped profiles are GPUs, a table's hardware may be anything."""
-    from kvr_mpi.costs.hardware import profiles
-
-    return per_node if spec.model.device == "cuda" or (spec.model.device == "auto" and hardware in profiles()) else 0
-
-
-def _time_limit(job: Path, settings: tuple[str, ...], ranks: int, hardware: str | None) -> str:
-    """Forecast the job as it is written, and leave a margin."""
+def _time_limit(options: SbatchOptions, nodes: Allocation) -> str:
+    """Forecast the job as it is written, or the longest of its shares, and leave a margin."""
     from kvr_mpi.cli.plan import read_and_plan
     from kvr_mpi.errors import ConfigError
+    from kvr_mpi.runtime.planning import plan_shares
     from kvr_mpi.schedule.plan import duration
 
-    made = read_and_plan(job, settings, ranks, hardware)
-    if made.written_s is None:
+    made = read_and_plan(options.job, options.settings, options.ranks, options.hardware)
+    shares = [made] if options.array is None else plan_shares(made, options.array)
+    times = [share.written_s for share in shares]
+    known = [seconds for seconds in times if seconds is not None]
+    if len(known) < len(times):
         raise ConfigError(
-            f"parallel.ranks_per_chain = {made.spec.parallel.ranks_per_chain!r} on {ranks} ranks: some document does "
-            f"not fit, or the ranks cannot be divided so; kvr plan says why. 'auto' plans a chain for each document"
+            f"parallel.ranks_per_chain = {made.spec.parallel.ranks_per_chain!r} on {options.ranks} ranks: some "
+            f"document does not fit, or the ranks cannot be divided so; kvr plan says why. 'auto' plans a chain for "
+            f"each document"
         )
-    minutes = math.ceil((MARGIN * made.written_s + START_S) / 60)
-    click.echo(f"predicted {duration(made.written_s)}, by {made.forecast.source}; asking for {minutes} min", err=True)
+    minutes = math.ceil((MARGIN * max(known) + START_S) / 60)
+    longest = "" if options.array is None else f" for the longest of {options.array} shares"
+    click.echo(
+        f"predicted {duration(max(known))}{longest}, by {made.forecast.source}; asking for {minutes} min", err=True
+    )
+    click.echo(f"predicted to take {nodes.hours(sum(known))}, beside what starting takes", err=True)
     return str(minutes)
 
 
 def _submit(script: str, test_only: bool) -> int:
+    return _call(script, ["--test-only"] * test_only).returncode
+
+
+def _submit_array(script: str, gather: str | None) -> int:
+    """Submit an array, and what puts its shares together when it is over."""
+    done = _call(script, ["--parsable"], captures=True)
+    array = done.stdout.strip().partition(";")[0]
+    if done.returncode or not array:
+        return done.returncode or 1
+    click.echo(f"Submitted batch job {array}")
+    if gather is None:
+        return 0
+    after = [f"--dependency=afterany:{array}"]
+    done = _call(gather, ["--parsable", *after], captures=True)
+    if done.returncode:
+        click.echo(
+            f"kvr sbatch: the array {array} is submitted, and what was to gather its shares is not; when it is over: "
+            f"kvr merge OUTPUT -o all.h5",
+            err=True,
+        )
+        return done.returncode
+    click.echo(f"Submitted batch job {done.stdout.strip().partition(';')[0]}, to gather the shares")
+    return 0
+
+
+def _call(script: str, options: Sequence[str], *, captures: bool = False) -> subprocess.CompletedProcess[str]:
+    """Hand a script to sbatch; its complaints go to the user."""
     from kvr_mpi.errors import ConfigError
 
     try:
-        return subprocess.run(["sbatch", *["--test-only"] * test_only], input=script, text=True, check=False).returncode
+        return subprocess.run(
+            ["sbatch", *options], input=script, text=True, check=False, stdout=subprocess.PIPE if captures else None
+        )
     except FileNotFoundError as error:
         raise ConfigError(
             "sbatch: no such command; run this on a login node of the cluster, or --print the script"

@@ -94,28 +94,19 @@ def simulate(**given: Any) -> None:
         ranks = _numbers("--ranks", options.ranks)
         simulate_fairkv(options.fairkv, ranks, options.copies, options.budget, options.json_file == PRINT)
         return
-    relay = options.relay
-    from kvr_mpi.costs.hardware import load_hardware
-    from kvr_mpi.errors import ConfigError
-
     if options.paper or options.score is not None:
+        from kvr_mpi.costs.hardware import load_hardware
+        from kvr_mpi.errors import ConfigError
+
         if options.plot is not None or (options.paper and options.score is not None):
             raise ConfigError("--paper, --score and --plot: give one of them")
         _score(options.score, load_hardware(options.hardware or "a100-80gb"), options.json_file, options.csv_file)
         return
-    from kvr_mpi.costs.layer_costs import costs_of
-    from kvr_mpi.schedule.simulate import find_workload
+    from kvr_mpi.schedule.simulate import look_out
     from kvr_mpi.schedule.simulate import simulate as forecast
 
-    profile = load_hardware(options.hardware or "h100-80gb")
-    if options.link_gigabytes_per_s is not None and not 0 < options.link_gigabytes_per_s < float("inf"):
-        raise ConfigError(
-            f"--link-gigabytes-per-s {options.link_gigabytes_per_s}: expected a number above 0 (50 is 400 Gbit/s)"
-        )
-    link_bytes_per_s = options.link_gigabytes_per_s and options.link_gigabytes_per_s * 1e9
-    work = find_workload(options.model, _is_offline)
-    costs = costs_of(work, profile, link_bytes_per_s=link_bytes_per_s)
-    relay = relay or ("store-and-forward" if costs.eager else "cut-through")
+    found = look_out(options.model, options.hardware, options.link_gigabytes_per_s, options.relay, _is_offline)
+    work, profile, costs, relay = found.work, found.hardware, found.costs, found.relay
     rows = forecast(
         work, costs, _numbers("--contexts", options.contexts), _numbers("--ranks", options.ranks), relay=relay
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.documents.prompts import check_system, check_template
 from kvr_mpi.documents.token_counts import Counted, count_corpus
-from kvr_mpi.errors import CorpusError
+from kvr_mpi.errors import ConfigError, CorpusError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import Outline, load_outline
 from kvr_mpi.runtime.setup import Machine
@@ -66,6 +66,23 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
     found = _count(spec, outline.tokenizer, exact)
     schedule = plan_documents(spec, found.texts, ranks, forecast)
     return PlannedJob(spec, outline, forecast, found.texts, found.how, schedule)
+
+
+def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:
+    """Plan each of so many shares of a job's corpus, by itself, for as many ranks as the whole was planned for.
+
+    Raises
+    ------
+    ConfigError
+        If there are fewer documents than shares.
+    """
+    if len(made.texts) < count:
+        raise ConfigError(f"{count} shares of {len(made.texts)} document(s): some would have none; cut fewer")
+    shares = [made.texts[number::count] for number in range(count)]
+    ranks = made.schedule.ranks
+    return [
+        replace(made, texts=texts, schedule=plan_documents(made.spec, texts, ranks, made.forecast)) for texts in shares
+    ]
 
 
 def _count(spec: JobSpec, tokenizer: Any, exact: bool) -> Counted:

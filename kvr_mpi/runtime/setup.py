@@ -26,16 +26,17 @@ from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.model import LoadedModel, hash_weights, load_model, tokenizer_fingerprint
+from kvr_mpi.model import LoadedModel, hash_weights, tokenizer_fingerprint
 from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.model.prepacked import prepack_weights, prepacked_bytes
+from kvr_mpi.model.prepacked import prepacked_bytes
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix
 from kvr_mpi.prefill.registry import AUTO, Strategy, candidates
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.runtime.asking import frame_questions
-from kvr_mpi.runtime.host_memory import free_bytes, keep_heap, ranks_on_device
+from kvr_mpi.runtime.host_memory import free_bytes, ranks_on_device
+from kvr_mpi.runtime.loading import load_on_all, staged_model
 from kvr_mpi.runtime.rates import Say as Say
 from kvr_mpi.runtime.rates import costs_of, describe_rates, rates_of, table_of
 from kvr_mpi.runtime.requests import PromptConfig, PromptRequest
@@ -43,7 +44,7 @@ from kvr_mpi.runtime.reuse import StoredBeginnings, find_beginnings
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of, with_memory
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.topology import Topology, cores_per_rank
-from kvr_mpi.transport import Transport, gather_json, host_by_host, on_root, share_json, together
+from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.tuning.table import Table
 
 # Instructions shorter than this are computed with every prompt: to copy them would take as long.
@@ -60,6 +61,7 @@ class Machine:
     cores: int = 1  # cores this process may use
     threads: int | None = None  # CPU threads asked for in the environment
     offline: bool = False
+    stage_in: Path | None = None  # on the node's own disk, if models are to be copied there
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,29 +235,6 @@ def prepare(
     )
 
 
-def load_on_all(
-    world: Transport, path: str, *, packs: bool = True, say: Say | None = None, **arguments: Any
-) -> LoadedModel:
-    """Load a model on every rank, as fast as it runs there; every rank calls this.
-
-    Parameters
-    ----------
-    packs : bool
-        Lay its weights out anew for chains, where that pays.
-    say : callable, optional
-        For a line of text about that.
-    **arguments
-        Of `load_model`.
-    """
-    loaded = host_by_host(world, lambda: load_model(path, **arguments))
-    keep_heap()
-    if packs:
-        if say is not None and loaded.device.type == "cpu":
-            say("loaded; laying weights out for the processor")
-        prepack_weights(loaded.model, free_bytes(loaded.device, ranks_on_device(world, loaded.device)))
-    return loaded
-
-
 def _say_nothing(text: str) -> None:
     """Stand in for rank 0's voice on other ranks."""
 
@@ -266,10 +245,12 @@ def _load(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> Loaded
     torch.set_num_threads(threads or cores_per_rank(machine.cores, world.local_size))
     source = spec.model
     arguments: dict[str, Any] = source.model_dump(exclude={"path", "offline"})
-    arguments |= {"offline": machine.offline if source.offline is None else source.offline}
+    arguments["offline"] = machine.offline if source.offline is None else source.offline
     arguments |= {"cache_dir": machine.cache_dir, "device_index": world.local_rank}
     say(f"loading {source.path}")
-    return load_on_all(world, source.path, packs=spec.parallel.strategy != "single", say=say, **arguments)
+    with staged_model(source.path, machine.stage_in, world, say) as path:
+        loaded = load_on_all(world, path, packs=spec.parallel.strategy != "single", say=say, **arguments)
+    return replace(loaded, name=source.path)
 
 
 def _describe(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport) -> str:

@@ -11,12 +11,14 @@ from pathlib import Path
 
 from kvr_mpi.costs.costmodel import RelayKind, best_split, lower_bound_seconds
 from kvr_mpi.costs.equations import ttft_star
-from kvr_mpi.costs.layer_costs import Costs
+from kvr_mpi.costs.hardware import Hardware, load_hardware
+from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.workload import SHAPES, Workload, named_workload, workload_of
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import PACKAGE, find_model
 from kvr_mpi.prefill.registry import AUTO, KVR, STRATEGIES, candidates, fastest
 
+HARDWARE = "h100-80gb"
 # A strategy with cuts of its own is shown with even slices and with the best found.
 EVEN, SEARCHED = "-e", "-s"
 NAMES = tuple(
@@ -54,6 +56,51 @@ class ForecastRow:
     def as_json(self) -> dict[str, object]:
         """Plain values."""
         return asdict(self) | {"winner": self.winner}
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a forecast is of: a model's work on a machine, and how a chain there passes the prefix on."""
+
+    work: Workload
+    hardware: Hardware
+    costs: Costs
+    relay: RelayKind
+
+
+def look_out(
+    model: str,
+    hardware: str | None,
+    link_gigabytes_per_s: float | None,
+    relay: RelayKind | None,
+    is_offline: Callable[[], bool],
+) -> Outlook:
+    """Put together what is forecast.
+
+    Parameters
+    ----------
+    model, is_offline
+        Of `find_workload`.
+    hardware : str or None
+        A profile or a JSON file; None: `HARDWARE`.
+    link_gigabytes_per_s : float or None
+        Of each link, one direction; None: the profile's.
+    relay : str or None
+        None: as our engine does, or with eager attention as the paper did.
+
+    Raises
+    ------
+    ConfigError
+        If a value is none of these.
+    """
+    profile = load_hardware(hardware or HARDWARE)
+    if link_gigabytes_per_s is not None and not 0 < link_gigabytes_per_s < float("inf"):
+        raise ConfigError(
+            f"link_gigabytes_per_s = {link_gigabytes_per_s}: expected a number above 0 (50 is 400 Gbit/s)"
+        )
+    work = find_workload(model, is_offline)
+    costs = costs_of(work, profile, link_bytes_per_s=link_gigabytes_per_s and link_gigabytes_per_s * 1e9)
+    return Outlook(work, profile, costs, relay or ("store-and-forward" if costs.eager else "cut-through"))
 
 
 def simulate(

@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 import h5py
@@ -27,11 +27,11 @@ from kvr_mpi.store.outputs import (
     has_seals,
     key_of,
     open_file,
-    read_header,
     start_file,
     write_record,
 )
 from kvr_mpi.store.parts import index_parts, open_parts, part_bytes, remove_parts, whole_tokens
+from kvr_mpi.store.shares import Runs, index_runs, read_header_of
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.store.survey import RESULTS
 
@@ -109,7 +109,8 @@ def merge_files(
     """
     result = folder / RESULTS
     if target is not None and target.absolute() != result.absolute():
-        return merge_runs([folder], target, should_stop=should_stop)
+        merge_runs(Runs((folder,)), target, should_stop=should_stop)
+        return target
     files = run_files(folder)
     if not files:
         raise DataError(f"{folder}: no result file (*.h5) there; expected the output folder of a run")
@@ -118,7 +119,8 @@ def merge_files(
         remove_parts(folder)
         return result
     with part_of(result) as part:
-        done, failed = copy_documents(index, _header([folder]), part, should_stop, parts=index_parts(folder))
+        parts = index_parts(folder)
+        done, failed = copy_documents(index, read_header_of([folder]), part, should_stop, parts=parts)
         LedgerWriter(folder, "merged").publish(result, done, failed)
     if not keep_shards:
         remove_parts(folder)
@@ -129,8 +131,13 @@ def merge_files(
     return result
 
 
-def merge_runs(folders: Sequence[Path], target: Path, *, should_stop: Callable[[], bool] = lambda: False) -> Path:
+def merge_runs(runs: Runs, target: Path, *, should_stop: Callable[[], bool] = lambda: False) -> tuple[str, ...]:
     """Put all documents of the shares of a corpus into one file; the shards stay.
+
+    Returns
+    -------
+    tuple of str
+        What is missing, as from `index_runs`.
 
     Raises
     ------
@@ -139,14 +146,14 @@ def merge_runs(folders: Sequence[Path], target: Path, *, should_stop: Callable[[
     OutputError
         If the file cannot be written.
     """
-    index = join_indexes(index_run(folder, verify=True) for folder in folders)
-    parts = join_indexes(map(index_parts, folders))
-    header = _header(folders)
+    index, missing = index_runs(runs, verify=True)
+    parts = join_indexes(map(index_parts, runs.paths))
+    header = read_header_of(runs.paths)
     with part_of(target) as part:
         copy_documents(index, header, part, should_stop, parts=parts)
         sync(part)
         os.replace(part, target)
-    return target
+    return missing
 
 
 @contextlib.contextmanager
@@ -264,23 +271,3 @@ def _copy_document(
                 raise _FullError(str(error)) from error
             raise
     return record
-
-
-def _header(folders: Sequence[Path]) -> Header:
-    """Read the header of runs that are of one job."""
-    found: Header | None = None
-    for folder in folders:
-        with open_file(run_files(folder)[-1]) as latest:
-            header = read_header(latest)
-        if found is not None and header.identity != found.identity:
-            changed = sorted(
-                key
-                for key in {*header.identity, *found.identity}
-                if header.identity.get(key) != found.identity.get(key)
-            )
-            raise DataError(
-                f"{folders[0]} and {folder} are of different jobs ({', '.join(changed)}); expected shares of one"
-            )
-        found = header
-    assert found is not None, "there is at least one folder"
-    return found

@@ -124,16 +124,22 @@ def open_run(
         raise
 
 
+def begun_with(folder: Path) -> tuple[Corpus, slice] | None:
+    """Return the documents a run was begun with, and which of them its latest job is to do; None if not known."""
+    stored = _read_run_file(folder)
+    return None if stored is None else (stored[1], share_of(stored[0]))
+
+
 def known_corpus(folder: Path) -> Corpus | None:
     """Return the list of documents a run was begun with, for `scan_corpus`; None if there is none, or it is damaged."""
-    stored = _read_run_file(folder)
-    return None if stored is None else stored[1]
+    begun = begun_with(folder)
+    return None if begun is None else begun[0]
 
 
 def wanted_documents(folder: Path) -> list[str] | None:
     """Return the ids of the documents that the run's latest job is to do; None if that is not known."""
-    stored = _read_run_file(folder)
-    return None if stored is None else [entry.id for entry in stored[1].entries[share_of(stored[0])]]
+    begun = begun_with(folder)
+    return None if begun is None else [entry.id for entry in begun[0].entries[begun[1]]]
 
 
 def share_in(folder: Path) -> tuple[int, int] | None:
@@ -299,8 +305,17 @@ def _check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) 
 
 def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
     """Refuse other documents; those that could not be read before may have been mended."""
+    if told := differing_documents(before, now):
+        raise OutputError(
+            f"cannot resume {folder}: its documents are not those it was begun with: {told}; put them "
+            f"back, or choose another output.path"
+        )
+
+
+def differing_documents(before: Corpus, now: Corpus) -> str:
+    """Say which documents changed, are gone or new; empty if none, but for some that could not be read before."""
     if before.entries == now.entries:
-        return
+        return ""
     old = {entry.id: entry for entry in before.entries}
     new = {entry.id: entry for entry in now.entries}
     changed = [
@@ -311,11 +326,7 @@ def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
         for what, names in (("changed", changed), ("gone", old.keys() - new.keys()), ("new", new.keys() - old.keys()))
         if names
     ]
-    if told:
-        raise OutputError(
-            f"cannot resume {folder}: its documents are not those it was begun with: {', '.join(told)}; put them "
-            f"back, or choose another output.path"
-        )
+    return ", ".join(told)
 
 
 def _some(names: Sequence[str]) -> str:

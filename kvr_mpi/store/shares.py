@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import Index, index_run, join_indexes, run_files
-from kvr_mpi.store.run import RUN_FILE, share_in
+from kvr_mpi.store.outputs import Header, open_file, read_header
+from kvr_mpi.store.run import RUN_FILE, begun_with, differing_documents, share_in
 from kvr_mpi.store.survey import RESULTS, is_ours
 
 SHARE_NAME = re.compile(r"share-([0-9]+)-of-([0-9]+)", re.ASCII)
 MAX_SHARES = 1_000_000  # a folder's name may say anything
 NAMED = 8  # missing ones in a message
+VALUE_CHARS = 60  # of a setting that differs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +53,86 @@ def find_runs(paths: Sequence[Path]) -> Runs:
 def index_runs(runs: Runs, *, verify: bool = False) -> tuple[Index, tuple[str, ...]]:
     """Say where every document of all runs is; and what is missing: shares, and what runs have lost or not yet made.
 
+    Of several runs that is also what a share was begun with and has no record of.
+
     Raises
     ------
     DataError
-        If there is nothing to read, something is damaged, or a document is in two runs.
+        If there is nothing to read, something is damaged, a document is in two runs, or the runs are of different
+        jobs, or shares of different documents.
     """
-    missing, indexes = list(runs.missing), []
+    missing, indexes, several = list(runs.missing), [], len(runs.paths) > 1
+    first: dict[int, tuple[Path, Corpus]] = {}  # run begun with so many shares
     for path in runs.paths:
-        if len(runs.paths) > 1 and path.is_dir() and not run_files(path):
-            missing.append(f"{path} has no results yet")
+        begun = begun_with(path) if several and path.is_dir() else None
+        if begun is not None:
+            _check_corpus(path, *begun, first)
+        wanted = None if begun is None else {entry.id for entry in begun[0].entries[begun[1]]}
+        if several and path.is_dir() and not run_files(path):
+            if wanted is None or wanted:  # a corpus of fewer documents than shares leaves some empty
+                missing.append(f"{path} has no results yet")
             continue
         index = index_run(path, verify=verify)
         if index.gone:
             missing.append(f"{path} has lost {index.gone} document(s) its ledger knows: needs --resume")
+        elif wanted is not None and (left := len(wanted - index.places.keys())):
+            missing.append(f"{path} has {left} of {len(wanted)} document(s) left to do: needs --resume")
         indexes.append(index)
     if not indexes:
         raise DataError(f"no results: {'; '.join(missing)}")
+    if several:
+        read_header_of(runs.paths)
     return join_indexes(indexes), tuple(missing)
+
+
+def read_header_of(paths: Sequence[Path]) -> Header:
+    """Read what runs say of themselves; those without results say nothing.
+
+    Raises
+    ------
+    DataError
+        If none has results, or they are of different jobs; the message says what differs.
+    """
+    found: tuple[Path, Header] | None = None
+    for path in paths:
+        files = run_files(path)
+        if not files:
+            continue
+        with open_file(files[-1]) as latest:
+            header = read_header(latest)
+        if found is not None and (differing := list(_differing(found[1].identity, header.identity))):
+            raise DataError(
+                f"{found[0]} and {path} are of different jobs ({'; '.join(differing[:NAMED])}); expected shares of one"
+            )
+        found = found or (path, header)
+    if found is None:
+        raise DataError(f"no result file (*.h5) in {', '.join(map(str, paths[:NAMED]))}; expected the output of a run")
+    return found[1]
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Name the settings of two runs that differ, with both values."""
+    for key in sorted({*one, *other}):
+        mine, theirs = one.get(key), other.get(key)
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            yield from _differing(mine, theirs, f"{above}{key}.")
+        elif mine != theirs:
+            values = (
+                text if len(text) <= VALUE_CHARS else f"{text[:VALUE_CHARS]}..." for text in map(repr, (mine, theirs))
+            )
+            yield f"{above}{key}: {' and '.join(values)}"
+
+
+def _check_corpus(path: Path, corpus: Corpus, share: slice, first: dict[int, tuple[Path, Corpus]]) -> None:
+    """Refuse a share of other documents than another one was begun with: some would be in none of them."""
+    if share.step == 1:
+        return
+    other, known = first.setdefault(share.step, (path, corpus))
+    if told := differing_documents(known, corpus):
+        raise DataError(
+            f"{other} and {path} are shares of different documents: {told} in the latter; documents may be in none of "
+            f"them. Do the array again with documents that stay as they are"
+        )
 
 
 def tell_missing(missing: Sequence[str]) -> str:

@@ -98,6 +98,37 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     return MpiTransport(world)
 
 
+def adopt(comm: Any) -> MpiTransport:
+    """Join the ranks of a communicator that somebody else made; all of them call this.
+
+    Messages go over a copy of it, and so never meet its owner's; `release` gives the copy back.
+
+    Raises
+    ------
+    TransportError
+        If it is no communicator of mpi4py within one group, or MPI does not let threads call it.
+    """
+    from mpi4py import MPI
+
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        raise TransportError(
+            f"comm = {comm!r}: expected a communicator of mpi4py within one group, such as MPI.COMM_WORLD or what its "
+            f"Split() gives; None stands for all ranks that were started"
+        )
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise TransportError(
+            "MPI was initialised without MPI_THREAD_MULTIPLE, and keys and values are sent by a thread of their own; "
+            "leave mpi4py.rc.thread_level at its default, 'multiple', or call MPI.Init_thread(MPI.THREAD_MULTIPLE)"
+        )
+    return MpiTransport(comm.Dup())
+
+
+def release(transport: Transport) -> None:
+    """Give back what `adopt` took."""
+    if isinstance(transport, MpiTransport):
+        transport.comm.Free()
+
+
 def _knows_pmix() -> bool:
     """Whether this MPICH was configured for PMIx; one that was not ends the process as it joins."""
     from mpi4py import MPI

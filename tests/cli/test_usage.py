@@ -72,3 +72,43 @@ def test_a_reader_that_has_gone_is_no_traceback(result: Path, kvr: Path, argumen
     with os.fdopen(sink, "wb") as closed:
         done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.stderr == ""
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("wrote", "meant"), [("stauts", " Did you mean 'status'?"), ("exprot", " Did you mean 'export'"), ("xyz", "\n")]
+)
+def test_a_misspelt_command_is_told_what_is_like_it(wrote: str, meant: str, run_kvr: Kvr) -> None:
+    code, _, err = run_kvr(wrote)
+    assert code == EXIT_USAGE and f"No such command '{wrote}'.{meant}" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("kvr st", ["plain,status"]),
+        ("kvr plan --har", ["plain,--hardware"]),
+        ("kvr bench --transport st", ["plain,staged"]),
+        ("kvr plan jobs/", ["file,jobs/"]),
+        ("kvr-run --over", ["plain,--overwrite"]),
+    ],
+)
+def test_the_tab_key_completes(words: str, found: list[str], kvr: Path) -> None:
+    """As the lines do that ``_KVR_COMPLETE=bash_source kvr`` prints."""
+    name, *rest = words.split()
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(rest))}
+    asked[f"_{name.upper().replace('-', '_')}_COMPLETE"] = "bash_complete"
+    command = [kvr.with_name(name)]
+    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines() == found and done.stderr == ""
+
+
+def test_the_shells_are_told_how(kvr: Path) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        env = {**os.environ, "_KVR_COMPLETE": f"{shell}_source"}
+        done = subprocess.run([kvr], env=env, capture_output=True, text=True, timeout=60, check=True)
+        assert f"_KVR_COMPLETE={shell}_complete" in done.stdout
+        if shell == "bash":
+            subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True)

@@ -24,7 +24,13 @@ def directives(script: str) -> dict[str, str]:
 
 
 def test_they_are_all_there() -> None:
-    assert [path.name for path in SUBMITTED] == ["kvr_array.sh", "kvr_bench.sh", "kvr_prefill.sh", "kvr_search.sh"]
+    assert [path.name for path in SUBMITTED] == [
+        "kvr_array.sh",
+        "kvr_bench.sh",
+        "kvr_gather.sh",
+        "kvr_prefill.sh",
+        "kvr_search.sh",
+    ]
 
 
 @pytest.mark.parametrize("path", [*SCRIPTS, FOLDER / "site.sh.example"], ids=lambda path: path.name)

@@ -110,7 +110,7 @@ def test_runs_of_different_jobs_are_not_merged(array: Path, tmp_path: Path, run_
     other = Header({**HEADER.identity, "model": "another"}, HEADER.model)
     take(tmp_path / "other", mode="new", header=other, corpus=corpus_of("x")).close()
     write(tmp_path / "other", "0000", [record("x")], header=other)
-    with pytest.raises(DataError, match=r"different jobs \(model\)"):
+    with pytest.raises(DataError, match=r"different jobs \(model: .0123abcd. and .another.\)"):
         run_kvr("merge", array, tmp_path / "other", "-o", tmp_path / "all.h5")
     assert not (tmp_path / "all.h5").exists()
 

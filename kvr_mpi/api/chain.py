@@ -1,0 +1,297 @@
+"""One prompt at a time on ranks that are the caller's own: a job's model and chain, without documents or results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from kvr_mpi.api.ranks import ending_all, join_ranks
+from kvr_mpi.cli.environment import read_environment
+from kvr_mpi.cli.launch import quiet_libraries
+from kvr_mpi.decode.sampling import Answer
+from kvr_mpi.documents import Document
+from kvr_mpi.documents.prompts import Prompt, encode_text
+from kvr_mpi.errors import ConfigError, DocumentError
+from kvr_mpi.job import JobSpec, make_job
+from kvr_mpi.model import choose_device
+from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.runtime.chain_runner import ChainRunner, PlannedPrompt
+from kvr_mpi.runtime.requests import DocumentRequest, PromptRequest
+from kvr_mpi.runtime.setup import prepare
+from kvr_mpi.transport import share_json, together
+from kvr_mpi.transport.choose import open_transport
+from kvr_mpi.transport.mpi import release
+
+if TYPE_CHECKING:
+    import torch
+
+# Text, or its tokens.
+PromptLike = str | Sequence[int]
+# What a prompt is called where documents have ids.
+PROMPT = "prompt"
+
+
+@dataclass(slots=True, eq=False)
+class ChainPrefill:
+    """A prompt after its prefill, on one rank of the chain; `Chain.generate` goes on from it, once.
+
+    ids : the prompt's tokens.
+    bounds : of its slices over the ranks.
+    decode_rank : the rank that has logits and cache.
+    logits : of the next token (vocab_size,), float32; None on all other ranks.
+    seconds : this rank took, waiting for others included.
+    """
+
+    ids: tuple[int, ...]
+    bounds: tuple[int, ...]
+    decode_rank: int
+    logits: torch.Tensor | None
+    seconds: float
+    _request: PromptRequest
+    _prefill: Prefill | None
+    _has_gone_on: bool = False
+
+
+class Chain:
+    """A model on a chain of ranks; every rank makes one, and calls its methods in the same order.
+
+    >>> with Chain("/models/mine", MPI.COMM_WORLD) as chain:
+    ...     prefill = chain.prefill(text)
+    ...     answer = chain.generate(prefill)
+
+    Before the first prompt a few tokens are run, to prove that the chain gives this model's own logits, and a probe
+    measures the ranks, as before a job.
+
+    Parameters
+    ----------
+    model : str or mapping
+        A folder, .gguf file or hub id; or a job's ``[model]``: ``{"path": ..., "dtype": "float32"}``.
+    comm : mpi4py.MPI.Comm, optional
+        Default: all ranks that ``mpirun`` or ``srun`` have started; without them this process alone.
+    generation, parallel : mapping, optional
+        A job's ``[generation]`` and ``[parallel]``.
+    say : callable, optional
+        Given lines of text about what is done, on rank 0.
+
+    Raises
+    ------
+    KvrError
+        On every rank, if model and settings do not go together; one of them says why.
+    """
+
+    def __init__(
+        self,
+        model: str | Mapping[str, Any],
+        comm: Any = None,
+        *,
+        generation: Mapping[str, Any] | None = None,
+        parallel: Mapping[str, Any] | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        quiet_libraries()
+        machine = read_environment().machine
+        self._world, self._owns = join_ranks(comm), comm is not None
+        with ending_all(self._world):
+            spec = together(self._world, lambda: _spec(model, generation, parallel))
+            self._check_same(spec)
+            device = together(self._world, lambda: choose_device(spec.model.device, self._world.local_rank))
+            wanted, cache_dir = spec.parallel.transport, machine.cache_dir
+            self._ranks, _ = open_transport(self._world, wanted, device, cache_dir=cache_dir)
+            tell = say or (lambda line: None)
+            self._setup = prepare(spec, machine, self._ranks, self._ranks, tell)
+            self._runner = ChainRunner(self._setup, self._ranks, slice(0, self._ranks.size), tell)
+        self._forwarder = self._runner.open_forwarder()
+        self.rank, self.size = self._ranks.rank, self._ranks.size
+        self.decode_rank = self.size - 1
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's, of transformers."""
+        return self._setup.loaded.tokenizer
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Make a prompt's tokens of text as it is: no chat template, the tokenizer's first token in front.
+
+        Raises
+        ------
+        DocumentError
+            If there are none, or too many for the model and ``max_new_tokens``.
+        """
+        ids = encode_text(self.tokenizer, text)
+        if not ids:
+            raise DocumentError(f"the tokenizer makes no tokens of {text!r:.60}")
+        return self._checked(self._setup.frame.around(ids).ids)
+
+    def prefill(self, prompt: PromptLike | None = None) -> ChainPrefill:
+        """Compute keys and values of a prompt over the chain; logits come out on `decode_rank`.
+
+        Parameters
+        ----------
+        prompt : str or sequence of int
+            Rank 0's counts; others may leave it out, or give the same.
+
+        Raises
+        ------
+        DocumentError
+            On every rank, if the prompt is empty, too long, has tokens the model does not know, or exhausts a rank's
+            memory; the chain can go on with another.
+        ConfigError
+            On every rank, if ranks give different prompts.
+        """
+        with ending_all(self._ranks):
+            ids = self._agree_on(prompt)
+            document = DocumentRequest(Document(PROMPT), self._setup.prompt_config, 0, [Prompt(ids)])
+            request = PromptRequest(PROMPT, document, 0)
+            plan = self._agree_on_plan(request)
+            together(self._ranks, lambda: _refuse(self._runner.why_too_large(plan)))
+            done = self._run(plan)
+            together(self._ranks, lambda: _refuse(None if done is None else done.error))
+        bounds = (0, len(ids)) if plan.partition is None else plan.partition.bounds
+        if done is None:
+            return ChainPrefill(ids, bounds, self.decode_rank, None, 0.0, request, None)
+        return ChainPrefill(ids, bounds, self.decode_rank, done.logits, done.seconds, request, done)
+
+    def generate(self, prompt: PromptLike | ChainPrefill | None = None) -> Answer:
+        """Answer a prompt, or go on from its prefill; every rank is given the answer.
+
+        Raises
+        ------
+        ConfigError
+            If answers are to have no tokens, or the prefill has been gone on from before.
+        DocumentError
+            As `prefill`.
+        """
+        if self._runner.new_tokens == 0:
+            raise ConfigError("generation.max_new_tokens = 0: the chain was made to prefill only; give it 1 or more")
+        found = prompt if isinstance(prompt, ChainPrefill) else self.prefill(prompt)
+        if found._has_gone_on:
+            raise ConfigError("this prefill was gone on from before, and its cache has the answer in it: prefill again")
+        prefill, found._prefill, found._has_gone_on = found._prefill, None, True
+        with ending_all(self._ranks):
+            answer = together(self._ranks, lambda: None if prefill is None else self._decode(found._request, prefill))
+            told = share_json(self._ranks, None if answer is None else asdict(answer), root=self.decode_rank)
+        return Answer(**{**told, "token_ids": tuple(told["token_ids"])})
+
+    def close(self) -> None:
+        """Send what is still to be sent, and give the ranks back; every rank calls this."""
+        if self._forwarder is not None:
+            self._forwarder.close()
+            self._forwarder = None
+        if self._owns:
+            self._owns = False
+            release(self._world)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:  # else other ranks may be anywhere
+            self.close()
+
+    def _agree_on(self, prompt: PromptLike | None) -> tuple[int, ...]:
+        """Take rank 0's prompt, having seen that nobody gives another."""
+
+        def encode() -> list[int] | None:
+            if prompt is None:
+                return None
+            return list(self.encode(prompt) if isinstance(prompt, str) else self._checked(tuple(map(int, prompt))))
+
+        mine = together(self._ranks, encode)
+        ids: list[int] | None = share_json(self._ranks, mine)
+
+        def check() -> None:
+            if ids is None:
+                raise ConfigError("rank 0 gave no prompt; only others may leave it out")
+            if mine is not None and mine != ids:
+                raise ConfigError(
+                    f"rank {self.rank} gave another prompt than rank 0: a chain runs one prompt, and every rank has to "
+                    f"give the same, or none"
+                )
+
+        together(self._ranks, check)
+        assert ids is not None, "checked"
+        return tuple(ids)
+
+    def _checked(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Refuse a prompt that leaves no room for the answer, or has nothing in it."""
+        longest = self._setup.frame.max_tokens
+        if not 0 < len(ids) <= longest:
+            raise DocumentError(
+                f"a prompt of {len(ids)} tokens: expected 1 to {longest} (the context less generation.max_new_tokens)"
+            )
+        self._setup.loaded.shape.check_ids(ids)
+        return ids
+
+    def _agree_on_plan(self, request: PromptRequest) -> PlannedPrompt:
+        """Let the first rank decide how a prompt is cut."""
+        word = None
+        if self.rank == 0:
+            plan = self._runner.plan(request, self.decode_rank)
+            word = [plan.strategy.name, None if plan.partition is None else plan.partition.bounds]
+        strategy, bounds = share_json(self._ranks, word)
+        return self._runner.planned(request, self.decode_rank, strategy, bounds)
+
+    def _run(self, plan: PlannedPrompt) -> Prefill | None:
+        """Prefill over the chain; a short prompt on the rank that decodes it, and on others nothing."""
+        if plan.partition is not None:
+            return self._runner.prefill(plan, self._forwarder)
+        alone = together(
+            self._ranks, lambda: self._runner.prefill_packed([plan]) if self.rank == self.decode_rank else []
+        )
+        return alone[0] if alone else None
+
+    def _decode(self, request: PromptRequest, prefill: Prefill) -> Answer | None:
+        """Write the answer, on the rank that has the cache."""
+        if self.rank != self.decode_rank:
+            return None
+        batch = self._setup.open_decode_batch()
+        batch.add(request, prefill, request.prompt.ids, self._setup.spec.generation.seed)
+        while not (finished := batch.step()):
+            pass
+        if finished[0].answer is None:
+            raise DocumentError(str(finished[0].error))
+        return finished[0].answer
+
+    def _check_same(self, spec: JobSpec) -> None:
+        """Refuse ranks that were told different things."""
+        mine = spec.model_dump_json()
+        roots = share_json(self._world, mine)
+
+        def check() -> None:
+            if mine != roots:
+                raise ConfigError(
+                    f"rank {self._world.rank} was given other settings than rank 0; a chain has one of each"
+                )
+
+        together(self._world, check)
+
+
+def _spec(
+    model: str | Mapping[str, Any], generation: Mapping[str, Any] | None, parallel: Mapping[str, Any] | None
+) -> JobSpec:
+    """Make the job that a chain's settings are those of; it has neither documents nor output."""
+    raw = {
+        "model": {"path": model} if isinstance(model, str) else dict(model),
+        "documents": {"path": "-"},
+        "prompt": {"chat_template": False},
+        "generation": dict(generation or {}),
+        "parallel": dict(parallel or {}),
+        "output": {"path": "-"},
+    }
+    spec, _ = make_job(raw, Path("Chain()"), (), {})
+    if spec.parallel.strategy == "single" or spec.parallel.ranks_per_chain != "all":
+        raise ConfigError(
+            f"parallel.strategy = {spec.parallel.strategy!r}, ranks_per_chain = {spec.parallel.ranks_per_chain!r}: a "
+            f"Chain is all ranks of its communicator; give it one of fewer ranks (comm.Split), or leave these out"
+        )
+    return spec
+
+
+def _refuse(why: str | None) -> None:
+    if why is not None:
+        raise DocumentError(why)

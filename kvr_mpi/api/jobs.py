@@ -1,0 +1,195 @@
+"""Jobs for Python: planned, forecast and run as the commands do, with values for answers instead of printed lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvr_mpi.api.ranks import joined_ranks
+from kvr_mpi.api.results import Results, open_results
+from kvr_mpi.cli.environment import is_offline, read_environment
+from kvr_mpi.cli.run import RunArguments, run_on
+from kvr_mpi.errors import EXIT_OK, ConfigError
+from kvr_mpi.job import JobSpec, load_job, make_job
+from kvr_mpi.runtime.stopping import STOP_SIGNALS
+from kvr_mpi.schedule.simulate import HARDWARE, ForecastRow, look_out
+from kvr_mpi.schedule.simulate import simulate as forecast
+from kvr_mpi.transport import on_root, share_json
+
+if TYPE_CHECKING:
+    from kvr_mpi.costs.costmodel import RelayKind
+    from kvr_mpi.runtime.planning import PlannedJob
+
+# What errors call a job that is in no file.
+GIVEN = "the job given"
+
+# A job: its file, what such a file would say, or a job that was read already.
+Job = str | PathLike[str] | Mapping[str, Any] | JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """How a job ended.
+
+    exit_code : 0; 65 if more documents have error records than ``output.max_failed`` allows; 75 if it was stopped
+        before the end, and the same call with ``resume=True`` goes on.
+    folder : its output.
+    """
+
+    exit_code: int
+    folder: Path
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every document is done, but for those that may fail."""
+        return self.exit_code == EXIT_OK
+
+    def open(self) -> Results:
+        """Open what it has stored."""
+        return open_results(self.folder)
+
+
+def run(
+    job: Job,
+    *,
+    settings: Sequence[str] = (),
+    comm: Any = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    retry_failed: bool = False,
+    time_limit: str | None = None,
+) -> RunOutcome:
+    """Run a job on the ranks of a communicator, which all call this: prefill, answer and store every document.
+
+    Log lines go to standard error, as those of ``kvr-run``. A rank that fails alone ends all of them, since they would
+    wait for it for ever. Signals to stop are heard in a main thread only.
+
+    Parameters
+    ----------
+    job : path, mapping or JobSpec
+        A job file, or what it would say: ``{"model": {"path": ...}, "documents": {"path": ...}, ...}``. Rank 0's
+        counts.
+    settings : sequence of str
+        ``section.key=value``, as for ``--set``.
+    comm : mpi4py.MPI.Comm, optional
+        Default: all ranks that ``mpirun`` or ``srun`` have started; without them this process alone.
+    overwrite, resume, retry_failed : bool
+        What becomes of results that are in the output folder, as for ``kvr-run``.
+    time_limit : str, optional
+        Begin no document that would not end in time: seconds, h:mm:ss or d-hh:mm:ss from now.
+
+    Raises
+    ------
+    KvrError
+        On every rank, if the job cannot be run as written; one of them says why.
+    """
+    if overwrite and resume:
+        raise ConfigError("overwrite=True deletes what resume=True would go on with: choose one")
+    told = RunArguments(
+        settings=(),
+        transport=None,
+        overwrite=overwrite,
+        resume=resume,
+        retry_failed=retry_failed,
+        time_limit=time_limit,
+        stop_signals=",".join(STOP_SIGNALS),
+        show_config=False,
+        progress="lines",
+    )
+    with joined_ranks(comm) as world:
+        text = share_json(world, on_root(world, lambda: read_job(job, settings).model_dump_json()))
+        spec = JobSpec.model_validate_json(text)
+        code = run_on(world, _name_of(job), told, lambda: (spec, {}))
+    return RunOutcome(code, Path(spec.output.path))
+
+
+def plan(
+    job: Job, ranks: int, hardware: str | None = None, *, settings: Sequence[str] = (), exact: bool = False
+) -> PlannedJob:
+    """Plan a job for so many ranks: which documents on which chains, when, for how long; no MPI, no weights.
+
+    Parameters
+    ----------
+    job, settings
+        As for `run`.
+    hardware : str, optional
+        How fast a rank is: a profile, a JSON file, or a table's hardware.
+    exact : bool
+        Count the tokens of large corpora, too, rather than estimate them.
+
+    Raises
+    ------
+    ConfigError
+        If the job cannot be run as written, or nothing says how fast a rank is.
+    """
+    if ranks < 1:
+        raise ConfigError(f"ranks = {ranks}: how many ranks will the job have? Expected 1 or more")
+    from kvr_mpi.cli.launch import quiet_libraries
+    from kvr_mpi.runtime.planning import plan_job
+
+    spec = read_job(job, settings)
+    quiet_libraries()
+    return plan_job(spec, read_environment().machine, ranks, hardware, exact=exact)
+
+
+def simulate(
+    model: str,
+    hardware: str = HARDWARE,
+    *,
+    ranks: Sequence[int] = (1, 2, 4, 8),
+    contexts: Sequence[int] = (8192, 32768, 131072),
+    link_gigabytes_per_s: float | None = None,
+    relay: RelayKind | None = None,
+) -> list[ForecastRow]:
+    """Forecast the time to the first token of every prompt length on every number of ranks; nothing is run.
+
+    Parameters
+    ----------
+    model : str
+        A named shape (``Llama 3.1 8B``), a model's folder, .gguf file or hub id.
+    hardware : str
+        A profile or a JSON file.
+    contexts : sequence of int
+        Prompt lengths in tokens.
+    link_gigabytes_per_s : float, optional
+        Of each link, one direction; default: the profile's.
+    relay : {'cut-through', 'store-and-forward'}, optional
+        How a chain passes the prefix on; default: as our engine does, or with eager attention as the paper did.
+
+    Raises
+    ------
+    ConfigError
+        If a value is none of these, or there are more ranks than tokens.
+    """
+    for name, values in (("ranks", ranks), ("contexts", contexts)):
+        if not values or min(values) < 1:
+            raise ConfigError(f"{name} = {list(values)}: expected at least one number, all above 0")
+    found = look_out(model, hardware, link_gigabytes_per_s, relay, is_offline)
+    return forecast(found.work, found.costs, contexts, ranks, relay=found.relay)
+
+
+def read_job(job: Job, settings: Sequence[str] = ()) -> JobSpec:
+    """Read a job.
+
+    Raises
+    ------
+    ConfigError
+        If it is none; settings for a job that was read already are refused.
+    """
+    if isinstance(job, JobSpec):
+        if settings:
+            raise ConfigError(f"settings = {list(settings)} change a job as it is read, and this one was read already")
+        spec = job
+    elif isinstance(job, Mapping):
+        raw = {name: dict(table) if isinstance(table, Mapping) else table for name, table in job.items()}
+        spec = make_job(raw, Path(GIVEN), settings)[0]
+    else:
+        spec = load_job(Path(job), settings)[0]
+    return spec
+
+
+def _name_of(job: Job) -> str:
+    return str(job) if isinstance(job, str | PathLike) else GIVEN

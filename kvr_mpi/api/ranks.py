@@ -1,0 +1,66 @@
+"""The ranks that a Python program has: those of a communicator, all that were started, or this process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvr_mpi.errors import EXIT_BUG, KvrError
+from kvr_mpi.report.log import Log
+from kvr_mpi.transport import FailedTogetherError, Transport
+from kvr_mpi.transport.local import LocalTransport
+from kvr_mpi.transport.mpi import adopt, connect, release
+
+
+def join_ranks(comm: Any = None) -> Transport:
+    """Join the ranks that work together; every one of them calls this.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm or Transport, optional
+        Default: all ranks that a launcher has started; without one this process alone.
+
+    Raises
+    ------
+    TransportError
+        If launcher and MPI do not match, or the communicator is none that can be used.
+    """
+    if comm is None:
+        return connect()
+    return comm if isinstance(comm, LocalTransport) else adopt(comm)
+
+
+@contextmanager
+def joined_ranks(comm: Any = None) -> Iterator[Transport]:
+    """Join the ranks for as long as the block takes, as `join_ranks` and `ending_all` do."""
+    world = join_ranks(comm)
+    with ending_all(world):
+        yield world
+    if comm is not None:
+        release(world)
+
+
+@contextmanager
+def ending_all(world: Transport) -> Iterator[None]:
+    """Raise what went wrong on every rank if all know of it; end all ranks if only one does.
+
+    Raises
+    ------
+    KvrError
+        What went wrong, on the rank where it did.
+    FailedTogetherError
+        On the others.
+    """
+    try:
+        yield
+    except FailedTogetherError as error:
+        if error.cause is None:
+            raise
+        raise error.cause from None
+    except Exception as error:
+        if world.size > 1:
+            code = error.exit_code if isinstance(error, KvrError) else EXIT_BUG
+            Log(world.rank).line(f"error: {error}; all ranks are ended, which would wait for this one")
+            world.abort(code)
+        raise

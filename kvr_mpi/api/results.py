@@ -1,0 +1,222 @@
+"""Stored results for Python: records, tables, keys and values; each held against its checksum when it is read.
+
+Stands behind everything else, where ``kvr export`` and ``kvr inspect`` do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvr_mpi.errors import ConfigError, DataError
+from kvr_mpi.store.folder import Index, read_records
+from kvr_mpi.store.hdf5 import group_in
+from kvr_mpi.store.kv import KeysValues, open_kv
+from kvr_mpi.store.outputs import STATUSES, Header, Record, open_file, read_record
+from kvr_mpi.store.run import wanted_documents
+from kvr_mpi.store.shares import find_runs, index_runs, read_header_of, tell_missing
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentKV:
+    """A document's keys and values, as its run left them.
+
+    layers : by number, keys and values, each (tokens, kv_heads, head_dim), in the model's dtype, on the CPU.
+    token_ids : of the tokens whose they are: the prompt, and all but the last new one; None in files before version 3.
+    text : bounds of the document's own text among them; None likewise.
+    """
+
+    layers: Mapping[int, KeysValues]
+    token_ids: tuple[int, ...] | None
+    text: tuple[int, int] | None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the layer that has most: a layer with a window may keep fewer."""
+        return max(len(keys) for keys, _ in self.layers.values())
+
+    def numpy(self) -> dict[int, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """Give the layers as numpy arrays; bfloat16, which numpy does not know, becomes float32 without loss."""
+        return {number: (_array(keys), _array(values)) for number, (keys, values) in self.layers.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The documents of a run, or of the shares of an array, each once; made by `open_results`.
+
+    Iterating gives records in the order of their ids. Nothing is kept in memory but where each document is.
+
+    paths : files and folders they are in.
+    header : what all answers depend on, and the model's name, architecture and dtype.
+    missing : shares and documents that should be here and are not, in words; only `partial` lets any through.
+    left : of a run alone, documents that it was begun with and has no record of; None if that is not known.
+    """
+
+    paths: tuple[Path, ...]
+    header: Header
+    missing: tuple[str, ...]
+    left: int | None
+    _index: Index = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self._index.places)
+
+    def __iter__(self) -> Iterator[Record]:
+        return self.records()
+
+    def __contains__(self, document_id: object) -> bool:
+        return document_id in self._index.places
+
+    def __getitem__(self, document_id: str) -> Record:
+        """Read one document.
+
+        Raises
+        ------
+        ConfigError
+            If there is none of this id.
+        DataError
+            If it is not what was written.
+        """
+        self._check_id(document_id)
+        (record,) = read_records(self._index, [document_id])
+        return record
+
+    def __str__(self) -> str:
+        found = self._index.summary()
+        where = str(self.paths[0]) if len(self.paths) == 1 else f"{len(self.paths)} runs"
+        left = f", {self.left} left" if self.left else ""
+        gone = f"; {tell_missing(self.missing)}" if self.missing else ""
+        return f"{found.done} done, {found.failed} failed{left} in {where}{gone}"
+
+    def ids(self, status: str | None = None) -> list[str]:
+        """Ids in order, of all documents or of those that are ``done`` or ended in ``error``."""
+        if status is not None and status not in STATUSES:
+            raise ConfigError(f"status {status!r}: expected one of {', '.join(map(repr, STATUSES))}, or None for all")
+        return self._index.ids(status)
+
+    def records(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> Iterator[Record]:
+        """Read documents, in the order of their ids.
+
+        Parameters
+        ----------
+        status : str, optional
+            ``done`` or ``error``: only these.
+        where : callable, optional
+            Only those it says yes to.
+
+        Raises
+        ------
+        DataError
+            If one is not what was written; those before it are sound.
+        """
+        found = read_records(self._index, self.ids(status))
+        return found if where is None else filter(where, found)
+
+    def to_pandas(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> pandas.DataFrame:
+        """Make a table of `records`, a row for each and a column for each field.
+
+        Raises
+        ------
+        ConfigError
+            If pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ConfigError("a table needs pandas: `pip install pandas`; without it iterate over records") from error
+        rows = [record.as_dict() for record in self.records(status, where)]
+        return pandas.DataFrame(rows, columns=[spec.name for spec in fields(Record)])
+
+    def kv(self, document_id: str, layers: Collection[int] | None = None) -> DocumentKV:
+        """Read a document's keys and values, every block of them held against its digest.
+
+        Parameters
+        ----------
+        layers : collection of int, optional
+            Only these; default: all.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such document or layer, or it was stored without keys and values.
+        DataError
+            If anything is not what was written.
+        """
+        self._check_id(document_id)
+        place = self._index.places[document_id]
+        with open_file(place.file) as stored:
+            group = group_in(group_in(stored, "documents"), place.key)
+            record, kv = read_record(group), open_kv(group)
+            if record.id != document_id:
+                raise DataError(
+                    f"{place.file}: /documents/{place.key} is not the document {document_id!r} of the ledger"
+                )
+            there = {layer.number: layer for layer in kv.layers}
+            if not there:
+                raise ConfigError(
+                    f"document {document_id!r} has no keys and values: its run had output.kv = false, it failed, or "
+                    f"they were pruned"
+                )
+            wanted = there.keys() if layers is None else layers
+            if strange := set(wanted) - there.keys():
+                raise ConfigError(
+                    f"document {document_id!r} has no keys and values of layer {min(strange)}; it has those of "
+                    f"{len(there)}, {min(there)} to {max(there)}"
+                )
+            read = {number: there[number].read() for number in sorted(wanted)}
+        known = kv.tokens
+        return DocumentKV(read, None if known is None else tuple(known.ids), None if known is None else known.text)
+
+    def _check_id(self, document_id: str) -> None:
+        places = self._index.places
+        if document_id not in places:
+            close = difflib.get_close_matches(str(document_id), places, 3) or sorted(places)[:3]
+            raise ConfigError(
+                f"no document {document_id!r} in {self}; the nearest of {len(places)}: {', '.join(map(repr, close))}"
+            )
+
+
+def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool = False) -> Results:
+    """Open what a job has stored.
+
+    Parameters
+    ----------
+    *paths : path
+        A result file, the output folder of a run (also while it runs: `Results.left`), or a folder of such folders
+        (the shares of an array); several make one.
+    verify : bool
+        Hold files against the checksums in the folder's ledgers first, which reads all of them, keys and values too;
+        records, keys and values are always held against their own when they are read.
+    partial : bool
+        Take what is there, though shares or documents are missing (`Results.missing` names them).
+
+    Raises
+    ------
+    DataError
+        If there is nothing to read, something is damaged, the runs are of different jobs, a document is in two of
+        them, or, unless `partial`, something is missing.
+    """
+    if not paths:
+        raise ConfigError("open_results() was given nothing to open; expected a result file or the output of a run")
+    runs = find_runs([Path(path) for path in paths])
+    index, missing = index_runs(runs, verify=verify)
+    if missing and not partial:
+        raise DataError(f"{tell_missing(missing)}; partial=True takes what is there")
+    wanted = wanted_documents(runs.paths[0]) if len(runs.paths) == 1 and runs.paths[0].is_dir() else None
+    left = None if wanted is None else len(set(wanted) - index.places.keys())
+    return Results(runs.paths, read_header_of(runs.paths), missing, left, index)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    import torch
+
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -1,0 +1,103 @@
+"""What a job takes of a cluster: nodes, GPUs and cores, and for how long."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from kvr_mpi.job import JobSpec
+
+F = TypeVar("F", bound=Callable[..., Any])
+RANKS_PER_NODE = 4
+
+NODE_OPTIONS = (
+    click.option("--ranks-per-node", type=click.IntRange(1), help="Default: 4, or all if there are fewer."),
+    click.option(
+        "--gpus-per-node", type=click.IntRange(0), help="Default: one a rank, if the job or a profile asks for GPUs."
+    ),
+    click.option(
+        "--cpus-per-rank", type=click.IntRange(1), help="Cores of a rank.  [default: parallel.threads, or SLURM's: 1]"
+    ),
+)
+
+
+def node_options(command: F) -> F:
+    """Give a command the options that say what a node is."""
+    for option in reversed(NODE_OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What a job has while it runs: all of it, not of a node."""
+
+    nodes: int
+    ranks: int
+    gpus: int
+    cores: int
+
+    def used(self, seconds: float) -> dict[str, float]:
+        """Hours of each that so many seconds are."""
+        hours = seconds / 3600
+        return {"node_hours": self.nodes * hours, "gpu_hours": self.gpus * hours, "core_hours": self.cores * hours}
+
+    def hours(self, seconds: float) -> str:
+        """Say what so many seconds cost."""
+        words = [
+            f"{spent:.2g} {name.replace('_', ' ')}" if spent < 10 else f"{spent:.0f} {name.replace('_', ' ')}"
+            for name, spent in self.used(seconds).items()
+            if self.gpus or name != "gpu_hours"
+        ]
+        return ", ".join(words).replace("gpu", "GPU")
+
+
+def allocation_of(
+    spec: JobSpec,
+    ranks: int,
+    ranks_per_node: int | None,
+    gpus_per_node: int | None,
+    cpus_per_rank: int | None,
+    hardware: str | None,
+) -> Allocation:
+    """Say what a job of so many ranks takes.
+
+    Raises
+    ------
+    ConfigError
+        If the nodes would not have as many ranks each.
+    """
+    from kvr_mpi.errors import ConfigError
+    from kvr_mpi.topology import divides
+
+    per_node = ranks_per_node or min(RANKS_PER_NODE, ranks)
+    if not divides(per_node, ranks):
+        raise ConfigError(f"--ranks {ranks} --ranks-per-node {per_node}: expected as many ranks on every node")
+    nodes = ranks // per_node
+    gpus = _gpus(spec, per_node, hardware) if gpus_per_node is None else gpus_per_node
+    return Allocation(nodes, ranks, nodes * gpus, ranks * (cpus_per_rank or spec.parallel.threads or 1))
+
+
+def limit_seconds(text: str) -> float | None:
+    """Read a time limit as sbatch does: minutes, m:s, h:m:s, d-h, d-h:m or d-h:m:s; None if it is none of these."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip(), re.ASCII)
+    if found is None:
+        return None
+    days, *rest = found.groups()
+    parts = [int(part) for part in rest if part is not None]
+    if days is None and len(parts) < 3:
+        parts = [0, *parts]
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return 86400.0 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
+
+
+def _gpus(spec: JobSpec, per_node: int, hardware: str | None) -> int:
+    """Count the GPUs of a node: the shipped profiles are GPUs, a table's hardware may be anything."""
+    from kvr_mpi.costs.hardware import profiles
+
+    return per_node if spec.model.device == "cuda" or (spec.model.device == "auto" and hardware in profiles()) else 0

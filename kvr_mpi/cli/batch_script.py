@@ -1,0 +1,51 @@
+"""A job script filled in: sbatch's options in its head, what it is given below that."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+OPTION = re.compile("[a-z][a-z0-9-]*")
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def fill_in(script: str, options: Mapping[str, str], arguments: Sequence[str], folder: Path) -> str:
+    """Put sbatch's options and the job's arguments into a job script.
+
+    Parameters
+    ----------
+    options : mapping
+        Long names without dashes, and values (empty: a flag); they replace the script's own.
+    arguments : sequence of str
+        What the script would be given on sbatch's command line.
+    folder : Path
+        Where the script's siblings are: SLURM runs a copy.
+    """
+    lines, left = [], dict(options)
+    for line in script.splitlines():
+        found = re.match(r"#SBATCH --([a-z][a-z0-9-]*)", line)
+        lines.append(_directive(found[1], left.pop(found[1])) if found and found[1] in left else line)
+    last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
+    lines[last + 1 : last + 1] = [
+        *(_directive(key, value) for key, value in left.items()),
+        "",
+        f"export KVR_SLURM_DIR={shlex.quote(str(folder))}",
+        f"set -- {shlex.join(arguments)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _directive(key: str, value: str) -> str:
+    """Write an option as a line of the script's head; it must not end that line, since what follows would be run."""
+    from kvr_mpi.errors import ConfigError
+
+    if not OPTION.fullmatch(key):
+        raise ConfigError(
+            f"--sbatch --{key!r}: expected one of sbatch's long options, such as --sbatch=--partition=gpu"
+        )
+    if CONTROL.search(value):
+        hint = "start this from another folder" if key == "chdir" else "leave them out"
+        raise ConfigError(f"--{key}={value!r} holds control characters, which could be run as a command: {hint}")
+    return f"#SBATCH --{key}" + (f"={shlex.quote(value)}" if value else "")

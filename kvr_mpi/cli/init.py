@@ -1,0 +1,161 @@
+"""``kvr init``: a commented job file, from three answers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+ASK = "Summarise the following document in one paragraph. Keep names, dates and numbers."
+# What stands for the document in a template.
+TEXT = "{text}"
+
+JOB = """\
+# Look at the plan, then run it:
+#
+#   kvr plan {file} --ranks 8 --hardware h200
+#   mpirun -n 8 kvr-run {file}
+#
+# `kvr-run {file} --show-config` prints every key and its value; --set SECTION.KEY=VALUE overrides one for a run.
+
+[model]
+path = {model}
+dtype = "auto"            # the model's own; or float32, bfloat16, float16
+
+[documents]
+path = [{corpus}]  # folders, globs or files: .txt .md .jsonl .jsonl.gz .parquet
+id_field = {id_field}           # of rows (JSONL, Parquet): the field that names one,
+text_field = {text_field}       # and the one that holds its text
+# limit = 10              # only the first documents: to try things out
+
+[prompt]
+template = {template}
+# system = "You write accurate summaries."  # needs a model with a chat template
+too_long = "split"        # what is longer than the context: in parts, then the answers; or truncate, error
+
+[generation]
+max_new_tokens = 256      # longest answer; 0: prefill only
+# temperature = 0.7       # with do_sample = true; default: greedy, the same answers every time
+# do_sample = true
+
+[parallel]
+ranks_per_chain = "all"   # ranks that share one document; or a number; "auto": planned for each document
+# partition = "even"      # default: slices of equal time, measured on the ranks before the first document
+
+[output]
+path = {output}
+# kv = true               # keep keys and values: `kvr ask` then asks again without reading the documents again
+# max_failed = "1%"       # documents that may fail and the job still end with 0; default: none
+"""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("job", type=click.Path(dir_okay=False, path_type=Path), default=Path("job.toml"))
+@click.option("--corpus", metavar="PATH", help="Folder, glob or file with the documents.")
+@click.option("--model", metavar="PATH", help="Folder, .gguf file, or id on the Hugging Face hub.")
+@click.option(
+    "--ask", metavar="TEXT", help="What is asked of each document; {text} stands for it, default: at the end."
+)
+@click.option("--text-field", default="text", show_default=True, help="Of rows: the field that holds the text.")
+@click.option("--id-field", default="id", show_default=True, help="Of rows: the field that names one.")
+@click.option("--output", metavar="FOLDER", help="For the results.  [default: runs/ and the job's name]")
+def init(
+    job: Path,
+    corpus: str | None,
+    model: str | None,
+    ask: str | None,
+    text_field: str,
+    id_field: str,
+    output: str | None,
+) -> None:
+    """Write the job file JOB (job.toml), with a comment on every line one may want to change.
+
+    \b
+    kvr init                                          # asks three questions
+    kvr init minutes.toml --corpus minutes/ --model /models/mine --ask "Which decisions were taken?"
+
+    Corpus and model are looked at first, and what `kvr-run` would refuse is refused here. A file that exists is left as
+    it is.
+    """  # noqa: D301
+    from kvr_mpi.cli.environment import is_offline
+    from kvr_mpi.errors import OutputError
+    from kvr_mpi.runtime.preflight import check_job
+
+    if job.exists():
+        raise OutputError(f"{job} exists and is left as it is; name another file")
+    corpus, model, ask = _complete(corpus, model, ask)
+    wanted = {
+        "model": model,
+        "corpus": corpus,
+        "template": ask if TEXT in ask else f"{ask}\n\n{TEXT}",
+        "text_field": text_field,
+        "id_field": id_field,
+        "output": output or f"runs/{job.stem}",
+    }
+    text, spec = _write(job, wanted)
+    check_job(spec, 1, goes_on=False, offline=is_offline())
+    try:
+        with job.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise OutputError(f"{job} cannot be written: {error.strerror or error}") from error
+    click.echo(f"{job}: a first look with two documents is\n  mpirun -n 2 kvr-run {job} --set documents.limit=2")
+
+
+def _complete(corpus: str | None, model: str | None, ask: str | None) -> tuple[str, str, str]:
+    """Ask for what was not given, if there is somebody to answer."""
+    from kvr_mpi.documents import find_files
+    from kvr_mpi.model import find_model
+
+    missing = [name for name, value in (("--corpus", corpus), ("--model", model)) if value is None]
+    if missing and not _is_terminal():
+        raise click.UsageError(f"{' and '.join(missing)}: needed where there is no terminal to ask on")
+    if corpus is None:
+        corpus = _question("Where are the documents (folder, glob or file)?", lambda path: find_files([path]))
+    if model is None:
+        model = _question("Which model (folder, .gguf file, or id on the hub)?", find_model)
+    if ask is None:
+        ask = ASK if not missing else click.prompt("What is asked of each document?", default=ASK)
+    return corpus, model, ask
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _question(text: str, check: Callable[[str], object]) -> str:
+    """Ask until the answer can be meant."""
+    from kvr_mpi.errors import KvrError
+
+    def checked(answer: str) -> str:
+        try:
+            check(answer)
+        except KvrError as error:
+            raise click.UsageError(str(error)) from error
+        return answer
+
+    found: str = click.prompt(text, value_proc=checked)
+    return found
+
+
+def _write(job: Path, wanted: dict[str, str]) -> tuple[str, Any]:
+    """Write the job, and read it again: it says what was wanted, or there is none."""
+    import tomllib
+
+    from kvr_mpi.errors import ConfigError
+    from kvr_mpi.job import make_job
+
+    for name, value in {**wanted, "file": str(job)}.items():
+        if any(not char.isprintable() and not (char in "\n\t" and name == "template") for char in value):
+            raise ConfigError(f"{name} {value!r} holds characters that cannot be shown; leave them out")
+    # A string of JSON without such characters is one of TOML.
+    quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in wanted.items()}
+    text = JOB.format(file=job, **quoted)
+    spec, _ = make_job(tomllib.loads(text), job, (), {})
+    found = (spec.model.path, spec.documents.path[0], spec.prompt.template, spec.output.path)
+    assert found == (wanted["model"], wanted["corpus"], wanted["template"], wanted["output"]), "TOML as it was meant"
+    return text, spec

@@ -1,0 +1,30 @@
+"""Files that come with the package and are no part of it: job scripts, and the demo's job and documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def find_shipped(folder: str, name: str) -> Path:
+    """Find a file: beside the package in a checkout, else where it was installed.
+
+    Raises
+    ------
+    ConfigError
+        If it is nowhere.
+    """
+    from importlib import metadata
+
+    import kvr_mpi
+    from kvr_mpi.errors import ConfigError
+
+    places = [Path(kvr_mpi.__file__).parents[1] / folder / name]
+    try:
+        files = metadata.files("kvr-mpi") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    places += [Path(str(file.locate())).resolve() for file in files if file.parts[-2:] == (folder, name)]
+    for place in places:
+        if place.is_file():
+            return place
+    raise ConfigError(f"{folder}/{name} is not installed with kvr-mpi (looked for {', '.join(map(str, places))})")

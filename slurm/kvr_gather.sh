@@ -1,0 +1,26 @@
+#!/bin/bash
+# The shares of an array as one file, when the array is over: `kvr sbatch --array` submits it. By hand:
+#
+#     sbatch --dependency=afterany:ARRAY slurm/kvr_gather.sh OUTPUT SHARES
+#
+# Every shard is held against its checksum, every record read. What is missing is named, and the exit code is then 65.
+#SBATCH --job-name=kvr-gather
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --time=01:00:00
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+
+# SLURM runs a copy of this file: the others are beside the original, or where kvr sbatch says.
+here=${KVR_SLURM_DIR:-$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/kvr_[a-z]*\.sh.*|\1|p' | head -n 1)}
+. "${here:-$SLURM_SUBMIT_DIR/slurm}/common.sh" || exit 78
+
+if [ $# -ne 2 ]; then
+    echo "usage: sbatch --dependency=afterany:ARRAY slurm/kvr_gather.sh OUTPUT SHARES" >&2
+    exit 2
+fi
+output=$1
+shares=("$output"/share-*-of-"$2")
+"${within[@]}" kvr status "${shares[@]}"
+"${within[@]}" kvr merge "${shares[@]}" --shares "$2" -o "$output/all.h5" --overwrite
+conclude $?

@@ -1,0 +1,129 @@
+"""Jobs planned, forecast and run from Python: what the commands give."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from constants import ROOT
+from made_runs import corpus_of, record, take, write
+
+import kvr_mpi
+from kvr_mpi import KvrError
+from kvr_mpi.cli import group
+from kvr_mpi.errors import EXIT_BAD_DATA, ConfigError, OutputError
+from kvr_mpi.transport.local import LocalTransport, run_local
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_model_dir: Path) -> dict[str, Any]:
+    """A job over three documents, one of which cannot be read."""
+    (tmp_path / "corpus").mkdir()
+    for number in range(2):
+        (tmp_path / "corpus" / f"doc-{number}.txt").write_text(f"Document {number}. " * (20 + 30 * number))
+    (tmp_path / "corpus" / "bad.txt").write_bytes(b"\xff\xfe\xfd")
+    return {
+        "model": {"path": str(tiny_model_dir), "dtype": "float32"},
+        "documents": {"path": str(tmp_path / "corpus")},
+        "generation": {"max_new_tokens": 4},
+        "parallel": {"partition": "even"},
+        "output": {"path": str(tmp_path / "out"), "kv": True},
+    }
+
+
+def test_a_job_is_run_and_its_results_opened(job: dict[str, Any]) -> None:
+    outcome = kvr_mpi.run(job, comm=LocalTransport())
+    assert outcome.exit_code == EXIT_BAD_DATA and not outcome.is_complete
+    found = outcome.open()
+    assert found.ids("done") == ["doc-0.txt", "doc-1.txt"] and found.ids("error") == ["bad.txt"]
+    record, kv = found["doc-1.txt"], found.kv("doc-1.txt")
+    assert kv.token_ids is not None and len(kv.token_ids) == record.prompt_tokens + record.new_tokens - 1
+    assert kv.layers[0][0].shape == (len(kv.token_ids), 2, 8)
+    with pytest.raises(OutputError, match="holds 1 result file"):
+        kvr_mpi.run(job, comm=LocalTransport())
+    assert kvr_mpi.run(job, comm=LocalTransport(), resume=True).exit_code == EXIT_BAD_DATA
+    with pytest.raises(ConfigError, match="choose one"):
+        kvr_mpi.run(job, comm=LocalTransport(), resume=True, overwrite=True)
+
+
+def test_ranks_run_it_together_and_fail_together(job: dict[str, Any], tmp_path: Path) -> None:
+    settings = ["output.max_failed=1", f"output.path={tmp_path / 'both'}"]
+    outcomes = run_local(2, lambda world: kvr_mpi.run(job, settings=settings, comm=world))
+    assert [one.exit_code for one in outcomes] == [0, 0] and outcomes[1].is_complete
+    assert len(outcomes[1].open()) == 3
+
+    def rank(world: LocalTransport) -> str:
+        with pytest.raises(KvrError) as caught:
+            kvr_mpi.run({**job, "model": {"path": str(tmp_path / "nowhere")}}, comm=world)
+        return str(caught.value)
+
+    first, second = run_local(2, rank)
+    assert "no such file or folder" in first and second == "another rank failed"
+
+
+def test_a_plan_is_that_of_the_command(job: dict[str, Any]) -> None:
+    made = kvr_mpi.plan(job, 4, "h200")
+    assert made.schedule.ranks == 4 and {place.id for place in made.schedule.placements} == {
+        "bad.txt",
+        "doc-0.txt",
+        "doc-1.txt",
+    }
+    with pytest.raises(ConfigError, match="ranks = 0"):
+        kvr_mpi.plan(job, 0, "h200")
+    with pytest.raises(ConfigError, match="the job given: unknown key 'document'"):
+        kvr_mpi.plan({**job, "document": {"path": "x"}}, 4, "h200")
+
+
+def test_a_job_is_read_from_a_file_or_taken_as_it_is(job: dict[str, Any]) -> None:
+    from kvr_mpi.api.jobs import read_job
+
+    spec = read_job(ROOT / "jobs" / "demo.toml", ["generation.max_new_tokens=3"])
+    assert spec.generation.max_new_tokens == 3 and read_job(spec) is spec
+    with pytest.raises(ConfigError, match="was read already"):
+        read_job(spec, ["generation.max_new_tokens=3"])
+    assert read_job(job).output.kv
+
+
+def test_a_forecast_is_that_of_the_command() -> None:
+    rows = kvr_mpi.simulate("Llama 3.1 8B", "h200", ranks=[1, 8], contexts=[8192])
+    told = CliRunner().invoke(group, ["simulate", "--hardware", "h200", "--ranks", "1,8", "--contexts", "8k", "--json"])
+    assert json.loads(told.output)["rows"] == json.loads(json.dumps([row.as_json() for row in rows]))
+    for wrong in ({"ranks": []}, {"contexts": [0]}, {"link_gigabytes_per_s": -1.0}, {"hardware": "h3000"}):
+        with pytest.raises(ConfigError):
+            kvr_mpi.simulate("Llama 3.1 8B", **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_the_example_runs_under_mpirun(tmp_path: Path, mpirun: Any, tiny_model_dir: Path) -> None:
+    """The script that docs/python.md shows, word by word."""
+    page = (ROOT / "docs" / "python.md").read_text()
+    code = page.partition("```python\n# chain.py\n")[2].partition("```")[0]
+    assert "MPI.COMM_WORLD" in code
+    (tmp_path / "chain.py").write_text(code)
+    (tmp_path / "text.txt").write_text("The ferry left at seven and the harbour was quiet. " * 20)
+    done = mpirun(2, [sys.executable, "chain.py", tiny_model_dir, "text.txt"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 slices" in done.stdout and done.stdout.count("answer:") == 1
+
+
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
+    """As Python, in the order of its cells, beside a run where the demo's would be."""
+    take(tmp_path / "runs" / "demo", mode="new", corpus=corpus_of("abc")).close()
+    write(tmp_path / "runs" / "demo", "0000", [record("a"), record("b", "error"), record("c")])
+    book = json.loads((ROOT / "docs" / "results.ipynb").read_text())
+    assert all(not cell.get("outputs") for cell in book["cells"]), "what it shows is of somebody's machine"
+    cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) > 5
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", "\n".join(cells)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,151 @@
+"""Results in Python: records, tables, keys and values, and what is refused rather than left out without a word."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pandas
+import pytest
+import torch
+from made_runs import HEADER, NAMES, corpus_of, record, take, write
+
+import kvr_mpi
+from kvr_mpi import open_results
+from kvr_mpi.errors import ConfigError, DataError, MissingError
+from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.outputs import Header
+from kvr_mpi.store.shards import ShardWriter
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run over ten documents: eight done, one failed, one left."""
+    take(tmp_path / "out", mode="new", corpus=corpus_of(NAMES)).close()
+    names = [name for name in NAMES if name != "f"]
+    write(tmp_path / "out", "0000", [record(name, "error" if name == "b" else "done") for name in names], kv=True)
+    return tmp_path / "out"
+
+
+def write_share(parent: Path, number: int, count: int, names: list[str], header: Header = HEADER) -> Path:
+    path, share = parent / f"share-{number}-of-{count}", slice(number, None, count)
+    take(path, mode="new", corpus=corpus_of(names), share=share, header=header).close()
+    write(path, "0000", [record(name) for name in names[share]], header=header)
+    return path
+
+
+def test_records_are_read_in_order_and_filtered(folder: Path) -> None:
+    found = open_results(folder)
+    done = sorted(name for name in NAMES if name not in "bf")
+    assert [each.id for each in found] == sorted([*done, "b"]) == found.ids() and len(found) == 9
+    assert found.ids("done") == done and found.ids("error") == ["b"]
+    assert [each.id for each in found.records("done", where=lambda each: each.answer.endswith("c"))] == ["c", "dir/c"]
+    assert found["dir/c"].answer == "about dir/c" and "dir/c" in found and "f" not in found
+    assert found.left == 1 and str(found) == f"8 done, 1 failed, 1 left in {folder}"
+    assert found.header.model["name"] == "tiny"
+
+
+def test_what_is_asked_for_wrongly_is_refused(folder: Path) -> None:
+    found = open_results(folder)
+    with pytest.raises(ConfigError, match=r"status 'failed': expected one of 'done', 'error'"):
+        found.records("failed")  # which an empty answer would pass for "nothing failed"
+    with pytest.raises(ConfigError, match=r"no document 'dirc' .*'dir/c'"):
+        found["dirc"]
+    with pytest.raises(ConfigError, match="nothing to open"):
+        open_results()
+    with pytest.raises(MissingError, match="no such file or folder"):
+        open_results(folder / "nowhere")
+
+
+def test_a_table(folder: Path) -> None:
+    table = open_results(folder).to_pandas("done")
+    assert isinstance(table, pandas.DataFrame) and len(table) == 8
+    assert list(table.loc[table.id == "c", "token_ids"]) == [[1, 2]] and table.prompt_tokens.dtype == np.int64
+    assert list(open_results(folder).to_pandas(where=lambda each: False).columns) == list(table.columns)
+
+
+def test_keys_and_values_come_back_bit_for_bit(tmp_path: Path) -> None:
+    keys = torch.randn(300, 2, 8, generator=torch.Generator().manual_seed(1))
+    layers = [(keys, -keys), None, (keys.bfloat16(), -keys.bfloat16())]
+    (tmp_path / "out").mkdir()
+    writer = ShardWriter(tmp_path / "out", "0000", HEADER)
+    writer.write(record("a"), layers, CachedTokens(tuple(range(300)), (1, 290)))
+    writer.write(record("b"))
+    writer.close()
+    found = open_results(tmp_path / "out")
+    kv = found.kv("a")
+    assert (
+        sorted(kv.layers) == [0, 2] and kv.token_ids == tuple(range(300)) and kv.text == (1, 290) and kv.tokens == 300
+    )
+    assert torch.equal(kv.layers[0][0], keys) and kv.layers[2][1].dtype == torch.bfloat16
+    arrays = kv.numpy()
+    assert arrays[2][0].dtype == np.float32 and np.array_equal(arrays[2][0], keys.bfloat16().float().numpy())
+    assert sorted(found.kv("a", [2]).layers) == [2]
+    with pytest.raises(ConfigError, match=r"no keys and values of layer 1; it has those of 2, 0 to 2"):
+        found.kv("a", [0, 1])
+    with pytest.raises(ConfigError, match=r"'b' has no keys and values: its run had output.kv = false"):
+        found.kv("b")
+
+
+def test_a_flipped_bit_is_never_handed_out(folder: Path) -> None:
+    (shard,) = folder.glob("shard-*.h5")
+    with h5py.File(shard, "r+") as stored:
+        keys = stored["documents/c/kv/layer_002/keys"]
+        keys[1, 0, 0] = keys[1, 0, 0] + 1
+    with pytest.raises(DataError, match="checksum"):
+        open_results(folder)
+    found = open_results(folder, verify=False)
+    assert found["c"].answer == "about c"
+    with pytest.raises(DataError, match=r"layer_002/keys is damaged: tokens 0 to 4 .*checksum"):
+        found.kv("c")
+    assert sorted(found.kv("c", [0]).layers) == [0]  # which is sound
+
+
+def test_shares_are_one_and_missing_ones_are_refused(tmp_path: Path) -> None:
+    for number in range(3):
+        write_share(tmp_path, number, 3, NAMES)
+    assert open_results(tmp_path).ids() == sorted(NAMES) == open_results(*sorted(tmp_path.iterdir())).ids()
+    shutil.rmtree(tmp_path / "share-1-of-3")
+    with pytest.raises(DataError, match=r"missing: share 1 of 3 .*partial=True"):
+        open_results(tmp_path)
+    found = open_results(tmp_path, partial=True)
+    assert len(found) == 7 and "share 1 of 3" in found.missing[0] and "share 1 of 3" in str(found)
+
+
+def test_a_share_that_is_not_through_is_missing_something(tmp_path: Path) -> None:
+    write_share(tmp_path, 0, 2, NAMES)
+    take(tmp_path / "share-1-of-2", mode="new", corpus=corpus_of(NAMES), share=slice(1, None, 2)).close()
+    write(tmp_path / "share-1-of-2", "0000", [record(NAMES[1])])
+    with pytest.raises(DataError, match=r"share-1-of-2 has 4 of 5 document\(s\) left to do"):
+        open_results(tmp_path)
+
+
+def test_shares_of_different_jobs_are_refused_saying_what_differs(tmp_path: Path) -> None:
+    write_share(tmp_path, 0, 2, NAMES)
+    other = Header({**HEADER.identity, "generation": {"max_new_tokens": 32}}, HEADER.model)
+    write_share(tmp_path, 1, 2, NAMES, other)
+    with pytest.raises(DataError, match=r"different jobs \(generation.max_new_tokens: 96 and 32\)"):
+        open_results(tmp_path, partial=True)
+
+
+def test_shares_of_different_documents_are_refused(tmp_path: Path) -> None:
+    """A document came between two tasks: it is in nobody's share, and nobody would notice."""
+    write_share(tmp_path, 0, 2, NAMES)
+    write_share(tmp_path, 1, 2, [*NAMES, "new", "newer"])
+    with pytest.raises(DataError, match=r"shares of different documents: 2 new \(new, newer\)"):
+        open_results(tmp_path)
+
+
+def test_a_share_of_nothing_is_not_missing(tmp_path: Path) -> None:
+    for number in range(3):
+        path, share = tmp_path / f"share-{number}-of-3", slice(number, None, 3)
+        take(path, mode="new", corpus=corpus_of("xy"), share=share).close()
+        if number < 2:
+            write(path, "0000", [record("xy"[number])])
+    assert open_results(tmp_path).ids() == ["x", "y"]
+
+
+def test_errors_are_one_family() -> None:
+    assert issubclass(ConfigError, kvr_mpi.KvrError) and issubclass(DataError, kvr_mpi.KvrError)

@@ -1,0 +1,59 @@
+"""What Python programs may count on: the names, that importing them takes no time, and that they are typed."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvr_mpi
+
+NAMES = {
+    "Chain": ["model", "comm", "generation", "parallel", "say"],
+    "ChainPrefill": None,
+    "DocumentKV": None,
+    "KvrError": None,
+    "Results": None,
+    "RunOutcome": None,
+    "__version__": None,
+    "open_results": ["paths", "verify", "partial"],
+    "plan": ["job", "ranks", "hardware", "settings", "exact"],
+    "run": ["job", "settings", "comm", "overwrite", "resume", "retry_failed", "time_limit"],
+    "simulate": ["model", "hardware", "ranks", "contexts", "link_gigabytes_per_s", "relay"],
+}
+METHODS = {
+    "Chain": {"close", "decode_rank", "encode", "generate", "prefill", "rank", "size", "tokenizer"},
+    "ChainPrefill": {"bounds", "decode_rank", "ids", "logits", "seconds"},
+    "DocumentKV": {"layers", "numpy", "text", "token_ids", "tokens"},
+    "Results": {"header", "ids", "kv", "left", "missing", "paths", "records", "to_pandas"},
+    "RunOutcome": {"exit_code", "folder", "is_complete", "open"},
+}
+
+
+def test_the_names_are_these() -> None:
+    assert sorted(kvr_mpi.__all__) == sorted(NAMES) and set(NAMES) <= set(dir(kvr_mpi))
+    for name, parameters in NAMES.items():
+        found = getattr(kvr_mpi, name)
+        if parameters is not None:
+            assert list(inspect.signature(found).parameters) == parameters, name
+    for name, methods in METHODS.items():
+        kind = getattr(kvr_mpi, name)
+        public = {each for each in dir(kind) if not each.startswith("_")}
+        assert public == methods - {"decode_rank", "rank", "size"} if name == "Chain" else public == methods, name
+
+
+def test_a_name_that_is_not_there_is_told_those_that_are() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'opne_results'; it has Chain, .*open_results"):
+        kvr_mpi.opne_results  # noqa: B018
+
+
+def test_importing_loads_nothing() -> None:
+    code = "import sys, kvr_mpi; print([name for name in sys.modules if name in ('torch', 'h5py', 'numpy', 'click')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_it_is_typed() -> None:
+    assert (Path(kvr_mpi.__file__).parent / "py.typed").is_file()

@@ -1,0 +1,79 @@
+"""`kvr init`: a job that runs as it is, and everything wrong with it said before there is a file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from constants import Kvr
+
+from kvr_mpi.cli import group
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
+from kvr_mpi.job import load_job
+
+ASKED = 'Which "decisions" were taken?\nAnd C:\\who [by]?'
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with a corpus."""
+    (tmp_path / "my corpus").mkdir()
+    (tmp_path / "my corpus" / "a.txt").write_text("The ferry left at seven.")
+    (tmp_path / "rows.jsonl").write_text('{"name": "x", "body": "The ferry left at seven."}\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_job_says_what_was_wanted_and_runs(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
+    words = ["init", "minutes.toml", "--corpus", "my corpus", "--model", tiny_model_dir, "--ask", ASKED]
+    code, out, err = run_kvr(*words)
+    assert (code, err) == (EXIT_OK, "") and "mpirun -n 2 kvr-run minutes.toml" in out
+    spec, _ = load_job(Path("minutes.toml"), (), {})
+    assert spec.documents.path == ["my corpus"] and spec.model.path == str(tiny_model_dir)
+    assert spec.prompt.template == f"{ASKED}\n\n{{text}}" and spec.output.path == "runs/minutes"
+    code, out, err = run_kvr("plan", "minutes.toml", "--ranks", "2", "--hardware", "h200")
+    assert code == EXIT_OK and "a.txt" in out, err
+    before = Path("minutes.toml").read_bytes()
+    code, _, err = run_kvr(*words)
+    assert code == EXIT_CONFIG and "exists and is left as it is" in err and Path("minutes.toml").read_bytes() == before
+
+
+def test_what_is_commented_out_is_valid(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
+    assert run_kvr("init", "--corpus", "rows.jsonl", "--model", tiny_model_dir, "--text-field", "body")[0] == EXIT_OK
+    text = Path("job.toml").read_text()
+    more, count = re.subn(r"^# ([a-z_]+ = )", r"\1", text, flags=re.MULTILINE)
+    Path("job.toml").write_text(more)
+    spec, sources = load_job(Path("job.toml"), (), {})
+    assert count == 7 and spec.output.kv and spec.generation.temperature == 0.7 and len(sources) > count
+    assert max(map(len, text.splitlines())) < 140 or str(tiny_model_dir) in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--corpus", "nowhere"], "nowhere"),
+        (["--corpus", "my corpus", "--model", "/no/model"], "no such file or folder"),
+        (["--corpus", "rows.jsonl"], "documents.text_field = 'text': no text of that name"),
+        (["--corpus", "my corpus", "--ask", "Say \x1b[2J"], "cannot be shown"),
+        (["--corpus", "my corpus", "--output", "my corpus/a.txt/x"], "is no folder"),
+        (["nowhere/job.toml", "--corpus", "my corpus"], "cannot be written"),
+    ],
+)
+def test_what_cannot_run_is_not_written(
+    arguments: list[str], why: str, place: Path, tiny_model_dir: Path, run_kvr: Kvr
+) -> None:
+    model = [] if "--model" in arguments else ["--model", str(tiny_model_dir)]
+    code, out, err = run_kvr("init", *arguments, *model)
+    assert code == EXIT_CONFIG and why in err and out == "" and not list(place.rglob("*.toml"))
+
+
+def test_three_questions_on_a_terminal(place: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = CliRunner().invoke(group, ["init"], input="my corpus\n")
+    assert told.exit_code == EXIT_USAGE and "--corpus and --model: needed" in told.output
+    monkeypatch.setattr("kvr_mpi.cli.init._is_terminal", lambda: True)
+    answers = f"nowhere\nmy corpus\n/no/model\n{tiny_model_dir}\nWho was there?\n"
+    told = CliRunner().invoke(group, ["init"], input=answers, catch_exceptions=False)
+    assert told.exit_code == EXIT_OK and told.output.count("Error: ") == 2, told.output
+    assert load_job(Path("job.toml"), (), {})[0].prompt.template == "Who was there?\n\n{text}"

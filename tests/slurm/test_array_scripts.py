@@ -1,0 +1,112 @@
+"""`kvr sbatch --array`: what is submitted, what it is said to cost, and what cannot be meant."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from constants import Kvr
+
+from kvr_mpi.cli.allocation import Allocation, limit_seconds
+from kvr_mpi.cli.sbatch import scripts_folder
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "corpus").mkdir()
+    for number in range(6):
+        (tmp_path / "corpus" / f"{number}.txt").write_text("The ferry left at seven. " * (1 + 9 * number))
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f"""
+        [model]
+        path = "{tiny_model_dir}"
+        [documents]
+        path = "corpus"
+        [output]
+        path = "the out"
+        """
+    )
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
+    words = ["--ranks", "8", "--array", "3", "--at-once", "2", "--print", "--hardware", "h200"]
+    code, out, err = run_kvr("sbatch", job, *words, "--sbatch=--account=abc", "--sbatch=--exclusive")
+    assert code == EXIT_OK
+    array, gather = re.split(r"^# And, submitted with --dependency=afterany:JOB:\n", out, flags=re.MULTILINE)
+    for line in ("array=0-2%2", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "account=abc", "exclusive"):
+        assert array.count(f"#SBATCH --{line}\n") == 1
+    assert "#SBATCH --account=abc\n" in gather and "exclusive" not in gather and "gpus" not in gather
+    assert "set -- 'the out' 3\n" in gather and "#SBATCH --job-name=kvr-job-gather\n" in gather
+    assert "for the longest of 3 shares" in err and re.search(r"predicted to take \S+ node hours, \S+ GPU hours", err)
+    minutes = re.search(r"asking for (\d+) min", err)
+    assert minutes is not None
+    most = Allocation(2, 8, 8, 8).hours(3 * 60 * int(minutes[1]))
+    assert f"at most {most}, the time limit of {minutes[1]} on 2 node(s) for each of 3 shares" in err
+    assert "afterany" not in run_kvr("sbatch", job, *words, "--no-gather")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--array", "7"], "7 shares of 6 document(s): some would have none"),
+        (["--array", "2", "--set", "documents.shard=0/2"], "leave documents.shard out"),
+        (["--sbatch=--array=0-3"], "for shares of it: --array N"),
+    ],
+)
+def test_arrays_that_cannot_be_meant(arguments: list[str], why: str, job: Path, run_kvr: Kvr) -> None:
+    code, out, err = run_kvr("sbatch", job, "--ranks", "2", "--hardware", "h200", "--print", *arguments)
+    assert code == EXIT_CONFIG and why in err and out == ""
+    assert run_kvr("sbatch", job, "--ranks", "2", "--at-once", "2", "--print")[0] == EXIT_USAGE
+
+
+def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:
+    code, out, _ = run_kvr("plan", job, "--ranks", "8", "--hardware", "h200", "--cpus-per-rank", "16")
+    assert code == EXIT_OK and re.search(r"takes \S+ node hours, \S+ GPU hours, \S+ core hours, on 2 node", out)
+    code, _, err = run_kvr("plan", job, "--ranks", "6", "--hardware", "h200", "--ranks-per-node", "4")
+    assert code == EXIT_CONFIG and "as many ranks on every node" in err
+    used = Allocation(nodes=2, ranks=8, gpus=8, cores=128).used(1800)
+    assert used == {"node_hours": 1.0, "gpu_hours": 4.0, "core_hours": 64.0}
+    assert Allocation(1, 2, 0, 2).hours(3600) == "1 node hours, 2 core hours"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("2:00:05", 7205),
+        ("1-2", 93600),
+        ("1-2:03", 93780),
+        ("1-0:0:1", 86401),
+        ("UNLIMITED", None),
+    ],
+)
+def test_limits_are_read_as_sbatch_reads_them(text: str, seconds: float | None) -> None:
+    assert limit_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("cores", "nodes", "gpus", "hours"),
+    [
+        ("16(x3),8", "4", "2", "4 node hours, 8 GPU hours, 56 core hours"),
+        ("4", "1", "", "1 node hours, 0 GPU hours, 4 core hours"),
+    ],
+)
+def test_a_log_ends_with_what_was_used(cores: str, nodes: str, gpus: str, hours: str) -> None:
+    text = (scripts_folder() / "common.sh").read_text()
+    spent = text[text.index("spent() {") : text.index("trap spent EXIT")]
+    environ = {
+        "SLURM_JOB_CPUS_PER_NODE": cores,
+        "SLURM_JOB_NUM_NODES": nodes,
+        "SLURM_GPUS_ON_NODE": gpus,
+        "PATH": "/usr/bin:/bin",
+    }
+    script = f"is_number() {{ [[ ${{1:-}} =~ ^[0-9]+$ ]]; }}\n{spent}\nSECONDS=3600; spent"
+    said = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=True)
+    assert said.stdout.rstrip().endswith(f"of {nodes} node(s): {hours}") and said.stderr == ""
