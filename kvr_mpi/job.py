@@ -82,7 +82,10 @@ class DocumentsSection(Section):
 class PromptSection(Section):
     """What is asked about each document."""
 
-    template: str = Field("{text}", description="the user's words, with {text} where the document goes")
+    template: str = Field(
+        "{text}",
+        description="the user's words, with {text} where the document goes, and {field} for any field of its row",
+    )
     system: str | None = Field(None, description="system prompt")
     chat_template: bool | None = Field(None, description="wrap in the model's chat template; default: if it has one")
     too_long: Literal["error", "truncate", "split"] = Field("error", description="when a prompt exceeds the context")
@@ -192,6 +195,7 @@ class OutputSection(Section):
 
     path: str = Field(min_length=1, description="folder for the results; created if missing")
     kv: bool = Field(False, description="keep every prompt's keys and values")
+    columns: list[str] = Field([], description="fields of the documents' rows that go into the results as they are")
     max_failed: int | float | str = Field(
         0, description="error records that still end with exit code 0: a number, or a share such as 0.05 or '5%'"
     )

@@ -70,6 +70,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     [output]
     path = "o"
     kv = true
+    columns = ["title"]
     max_failed = "5%"
     """
     spec, sources = load_job(write_job(tmp_path, text=text), (), {})

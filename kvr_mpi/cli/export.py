@@ -77,14 +77,14 @@ def _write(index: Index, kind: str, output: Path | None, status: str | None) -> 
     from kvr_mpi.disk import replacing
     from kvr_mpi.errors import OutputError
     from kvr_mpi.store.export import write_export
-    from kvr_mpi.store.folder import read_records
+    from kvr_mpi.store.folder import read_columns, read_records
 
-    records = read_records(index, index.ids(status))
+    records, columns = read_records(index, index.ids(status)), read_columns(index)
     if output is None:
-        write_export(records, kind, sys.stdout.buffer)
+        write_export(records, kind, sys.stdout.buffer, columns)
         return
     try:
         with replacing(output) as stream:
-            write_export(records, kind, stream)
+            write_export(records, kind, stream, columns)
     except OSError as error:
         raise OutputError(f"{output} cannot be written: {error.strerror or error}") from error

@@ -6,19 +6,19 @@ running batch, or before a resume, is noticed.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
-import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kvr_mpi.documents.document import Document
 from kvr_mpi.documents.files import (
     MAX_TEXT_BYTES,
-    Document,
     check_document,
     parquet_rows,
     read_lines,
@@ -26,6 +26,7 @@ from kvr_mpi.documents.files import (
     stream_rows,
 )
 from kvr_mpi.documents.paths import TEXT_SUFFIXES, find_files, open_regular, suffix_of
+from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
 from kvr_mpi.errors import CorpusError
 
 SHA256_CHARS = 64
@@ -35,7 +36,7 @@ SHA256_CHARS = 64
 class Entry:
     """One document of the list.
 
-    sha256 : of its text in UTF-8, in hexadecimal digits.
+    sha256 : of its text in UTF-8, and of what else is used of its row (`Document.sha256`).
     file, place : number of its file, and where it is in there (see ``files.stream_rows``).
     error : what is wrong with it, if anything; then its text is empty.
     """
@@ -65,16 +66,15 @@ class Corpus:
     Parameters
     ----------
     files, entries : tuple
-    id_field, text_field, limit
+    rows, limit
         How it was scanned.
     """
 
     files: tuple[CorpusFile, ...]
     entries: tuple[Entry, ...]
-    id_field: str = "id"
-    text_field: str = "text"
+    rows: RowFormat = DEFAULT_ROWS
     limit: int | None = None
-    _open: tuple[int, Callable[[int], Any]] | None = field(default=None, init=False, repr=False, compare=False)
+    _open: tuple[int, Callable[[int], Document]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -89,30 +89,38 @@ class Corpus:
         """
         entry = self.entries[index]
         if entry.error is not None:
-            return Document(entry.id, error=entry.error)
+            return Document(entry.id, error=entry.error, passed=self._passed_of(entry))
         file = self.files[entry.file].path
         try:
-            text = self._text(entry)
+            document = self._document(entry)
         except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
             self._open = None
             reason = getattr(error, "strerror", None) or str(error)
             return Document(entry.id, error=f"{file} could be read when the batch began, but not now: {reason}")
-        if not isinstance(text, str) or _sha256(text) != entry.sha256:
+        if document.error is not None or document.sha256 != entry.sha256:
             return Document(
                 entry.id, error=f"{file} has changed since the batch began: {entry.id!r} has another text now"
             )
-        return Document(entry.id, text)
+        return replace(document, id=entry.id)
 
-    def _text(self, entry: Entry) -> Any:
+    def _document(self, entry: Entry) -> Document:
+        """Read a document as it is now."""
         if self._open is None or self._open[0] != entry.file:
-            self._open = (entry.file, _text_reader(Path(self.files[entry.file].path), self.text_field))
-        return self._open[1](entry.place)
+            self._open = (entry.file, _reader(Path(self.files[entry.file].path), self.rows))
+        return check_document(self._open[1](entry.place))
+
+    def _passed_of(self, entry: Entry) -> Mapping[str, Any]:
+        """Return what a document with an error passes on, if its row can be read and is still the same."""
+        with contextlib.suppress(OSError, EOFError, ValueError, RecursionError, zlib.error):
+            if self.rows.passed:
+                passed = self._document(entry).passed
+                return passed if Document("", passed=passed).sha256 == entry.sha256 else {}
+        return {}
 
     def to_json(self) -> dict[str, Any]:
         """Columns, which are quick to write and to read, as are the hashes in one piece."""
         return {
-            "id_field": self.id_field,
-            "text_field": self.text_field,
+            "rows": asdict(self.rows),
             "limit": self.limit,
             "files": [[file.path, file.name, file.size_bytes, file.mtime_ns] for file in self.files],
             "ids": [entry.id for entry in self.entries],
@@ -135,8 +143,7 @@ class Corpus:
                 Entry(name, chars, digests[n * SHA256_CHARS : (n + 1) * SHA256_CHARS], file, place, errors.get(n))
                 for n, (name, chars, file, place) in enumerate(columns)
             ),
-            stored["id_field"],
-            stored["text_field"],
+            RowFormat.from_json(stored["rows"] if "rows" in stored else stored),
             stored["limit"],
         )
 
@@ -144,8 +151,7 @@ class Corpus:
 def scan_corpus(
     paths: Iterable[str],
     *,
-    id_field: str = "id",
-    text_field: str = "text",
+    rows: RowFormat = DEFAULT_ROWS,
     limit: int | None = None,
     known: Corpus | None = None,
 ) -> Corpus:
@@ -153,7 +159,7 @@ def scan_corpus(
 
     Parameters
     ----------
-    paths, id_field, text_field, limit
+    paths, rows, limit
         As for `read_corpus`.
     known : Corpus or None
         An earlier list. If it is of the same files, by name, size and time of change, nothing is read.
@@ -168,21 +174,18 @@ def scan_corpus(
     files = tuple(_look(file, name) for file, name in found)
     if (
         known is not None
-        and (known.id_field, known.text_field, known.limit) == (id_field, text_field, limit)
+        and (known.rows, known.limit) == (rows, limit)
         and list(map(_state, known.files)) == list(map(_state, files))
     ):
-        return Corpus(files, known.entries, id_field, text_field, limit)
-    entries = tuple(
-        Entry(document.id, document.chars, _sha256(document.text), number, place, document.error)
-        for number, place, document in _stream(found, id_field, text_field, limit)
-    )
+        return Corpus(files, known.entries, rows, limit)
+    entries = tuple(_entry(document, number, place) for number, place, document in _stream(found, rows, limit))
     if not entries:
         raise CorpusError(f"documents.path {paths}: the files hold no document; expected at least one")
-    return Corpus(files, entries, id_field, text_field, limit)
+    return Corpus(files, entries, rows, limit)
 
 
 def read_corpus(
-    paths: Iterable[str], *, id_field: str = "id", text_field: str = "text", limit: int | None = None
+    paths: Iterable[str], *, rows: RowFormat = DEFAULT_ROWS, limit: int | None = None
 ) -> Iterator[Document]:
     """Stream the documents of a corpus; ids are unique, and bad documents carry their error.
 
@@ -191,22 +194,20 @@ def read_corpus(
     paths : iterable of str
         Folders, globs or files: ``.txt``/``.md`` (one document each, named by its file), ``.jsonl``,
         ``.jsonl.gz`` and ``.parquet`` (one document a row).
-    id_field, text_field : str
-        The fields of a row. A row without an id is named by its file and number.
+    rows : RowFormat
+        What is read of a row. A row without an id is named by its file and number.
     limit : int or None
         Stop after this many documents.
     """
-    for _, _, document in _stream(find_files(paths), id_field, text_field, limit):
+    for _, _, document in _stream(find_files(paths), rows, limit):
         yield document
 
 
-def _stream(
-    files: list[tuple[str, str]], id_field: str, text_field: str, limit: int | None
-) -> Iterator[tuple[int, int, Document]]:
+def _stream(files: list[tuple[str, str]], rows: RowFormat, limit: int | None) -> Iterator[tuple[int, int, Document]]:
     """Yield (file, place, document), checked, with ids that are unique."""
     seen: set[str] = set()
     copies: dict[str, int] = {}
-    for count, (number, place, document) in enumerate(stream_rows(files, id_field, text_field)):
+    for count, (number, place, document) in enumerate(stream_rows(files, rows)):
         if limit is not None and count >= limit:
             return
         document = check_document(document)
@@ -215,23 +216,29 @@ def _stream(
             copy = next(n for n in range(first, len(seen) + 3) if f"{document.id}#{n}" not in seen)
             copies[document.id] = copy + 1
             error = document.error or f"duplicate id {document.id!r}: an earlier document has it; make ids unique"
-            document = Document(f"{document.id}#{copy}", error=error)
+            document = Document(f"{document.id}#{copy}", error=error, passed=document.passed)
         seen.add(document.id)
         yield number, place, document
 
 
-def _text_reader(file: Path, text_field: str) -> Callable[[int], Any]:
-    """Return what reads the text at a place of a file."""
+def _entry(document: Document, file: int, place: int) -> Entry:
+    """List a document; of one with an error, what it passes on is all that counts."""
+    counts = document if document.error is None else Document("", passed=document.passed)
+    return Entry(document.id, document.chars, counts.sha256, file, place, document.error)
+
+
+def _reader(file: Path, rows: RowFormat) -> Callable[[int], Document]:
+    """Return what reads the document at a place of a file."""
     kind = suffix_of(file)
     if kind in TEXT_SUFFIXES:
-        return lambda place: read_text(file)
+        return lambda place: rows.text_file("file", read_text(file))
     if kind == ".jsonl":
-        return lambda place: _field(_line_at(file, place), text_field)
+        return lambda place: _of_line(_line_at(file, place), rows)
     if kind == ".parquet":
-        row_at = _forward(lambda start: parquet_rows(file, (text_field,), start))
-        return lambda place: row_at(place).get(text_field)
+        row_at = _forward(lambda start: parquet_rows(file, rows.needed, start))
+        return lambda place: rows.document(row_at(place), "row")
     line_at = _forward(lambda start: _unzipped_lines(file))
-    return lambda place: _field(line_at(place), text_field)
+    return lambda place: _of_line(line_at(place), rows)
 
 
 def _forward(rows_from: Callable[[int], Iterator[tuple[int, Any]]]) -> Callable[[int], Any]:
@@ -266,9 +273,9 @@ def _unzipped_lines(file: Path) -> Iterator[tuple[int, bytes]]:
             yield number, line or b""
 
 
-def _field(line: bytes, text_field: str) -> Any:
+def _of_line(line: bytes, rows: RowFormat) -> Document:
     row = json.loads(line)
-    return row.get(text_field) if isinstance(row, dict) else None
+    return rows.document(row, "row") if isinstance(row, dict) else Document("row", error="it is no object")
 
 
 def _look(file: str, name: str) -> CorpusFile:
@@ -281,7 +288,3 @@ def _look(file: str, name: str) -> CorpusFile:
 
 def _state(file: CorpusFile) -> tuple[str, int, int]:
     return file.name, file.size_bytes, file.mtime_ns
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -24,6 +24,7 @@ from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
+from kvr_mpi.runtime.inputs import row_format
 from kvr_mpi.runtime.preflight import choose_chain_size
 from kvr_mpi.runtime.requests import error_record
 from kvr_mpi.runtime.result_sink import ResultSink
@@ -192,9 +193,7 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
     wanted = spec.documents
     if spec.questions is not None:
         raise ConfigError("a job with [questions] is about a run's documents: `kvr ask --dry-run` says what it takes")
-    corpus = scan_corpus(
-        wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit, known=known
-    )
+    corpus = scan_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit, known=known)
     if not corpus.entries:
         raise CorpusError(f"documents.path {wanted.path}: the files hold no document; expected at least one")
     return corpus

@@ -6,6 +6,7 @@ queue and while models are loaded, and one thing at a time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.documents import find_files, first_rows, is_table
-from kvr_mpi.documents.prompts import check_system, check_template
+from kvr_mpi.documents.templates import check_system, parse_template
 from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, OutputError
-from kvr_mpi.job import DocumentsSection, JobSpec, ModelSection
+from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
+from kvr_mpi.runtime.inputs import templates_of
 from kvr_mpi.store.folder import check_fresh
 from kvr_mpi.topology import divides
 from kvr_mpi.tuning.table import load_table, table_files
@@ -80,19 +82,15 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
 
 def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterator[KvrError]:
     """Try one thing after the other."""
-    prompt, documents = spec.prompt, spec.documents
     checks: list[Callable[[], object]] = [
         partial(choose_chain_size, spec, ranks),
         partial(_check_table, spec, ranks),
-        partial(check_template, prompt.template),
-        partial(check_template, prompt.reduce_template or prompt.template, "prompt.reduce_template"),
-        partial(check_system, prompt.system),
+        *(partial(_check_template, spec, key, template) for key, template in templates_of(spec).items()),
+        partial(_check_columns, spec),
         partial(_check_model, spec.model, offline if spec.model.offline is None else spec.model.offline),
-        *(partial(_check_documents, documents, path) for path in documents.path if spec.questions is None),
+        *(partial(_check_documents, spec, path) for path in spec.documents.path if spec.questions is None),
         partial(_check_output, Path(spec.output.path), goes_on),
     ]
-    if prompt.reduce_template is None:
-        del checks[3]
     for check in checks:
         try:
             check()
@@ -184,14 +182,40 @@ def _read_json(model: ModelSection, file: Path) -> Any:
         raise ModelError(f"model.path {model.path!r}: {file} cannot be read: {error}; copy it again") from error
 
 
-def _check_documents(documents: DocumentsSection, path: str) -> None:
+def _check_template(spec: JobSpec, key: str, template: str) -> None:
+    """Refuse a template that names what no row has; without a table among the documents, any name but the text's."""
+    parse_template(template, key, columns=_fields(spec))
+
+
+def _check_columns(spec: JobSpec) -> None:
+    """Refuse fields, in the system prompt or for the results, that do not go there or are not in the rows."""
+    names = _fields(spec)
+    check_system(spec.prompt.system, names or ())
+    missing = [name for name in spec.output.columns if names is not None and name not in names]
+    if missing:
+        there = f"their fields are {', '.join(sorted(names or ())[:20])}" if names else "text files have none"
+        raise ConfigError(f"output.columns: no row has a field {missing[0]!r}; {there}")
+
+
+def _fields(spec: JobSpec) -> set[str] | None:
+    """List the fields in the first rows of some tables; None if there may be any."""
+    tables: list[Path] = []
+    for path in spec.documents.path if spec.questions is None else ():
+        with contextlib.suppress(CorpusError):  # said of the documents
+            tables += (Path(file) for file, _ in find_files([path]) if is_table(Path(file)))
+    rows = [row for file in tables[:SAMPLED_FILES] for row in first_rows(file, (spec.documents.text_field,))]
+    return {str(name) for row in rows for name in row} if rows or not (tables or spec.questions) else None
+
+
+def _check_documents(spec: JobSpec, path: str) -> None:
     """Look for the files that a path stands for, and for the text field in the first rows of some of them."""
+    documents = spec.documents
     files = [Path(file) for file, _ in find_files([path])]
     if not all(map(is_table, files)):
         return
     names: set[str] = set()
     for file in files[:SAMPLED_FILES]:
-        for row in first_rows(file, documents.text_field):
+        for row in first_rows(file, (documents.text_field,)):
             if isinstance(row.get(documents.text_field), str):
                 return
             names.update(map(str, row))

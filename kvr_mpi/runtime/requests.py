@@ -8,7 +8,8 @@ one rank knows (an answer is decoded on one of them) is told to the others as a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +37,17 @@ class PromptConfig:
     prompt: PromptSection
     frame: Frame
     reduce_frame: Frame
+
+    def filled(self, columns: Mapping[str, str]) -> PromptConfig:
+        """Fill in the fields of a document's row.
+
+        Raises
+        ------
+        DocumentError
+            If they leave no room for its text.
+        """
+        frame, reduce_frame = (one.filled(self.tokenizer, columns) for one in (self.frame, self.reduce_frame))
+        return replace(self, frame=frame, reduce_frame=reduce_frame)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +199,10 @@ class PromptRequest:
 
 def error_record(document: Document, reason: str) -> Record:
     """Say what is to be stored of a document that cannot be done."""
+    columns = json.dumps(dict(document.passed)) if document.passed else ""
     if document.asked is None:
         sha256 = hashlib.sha256(document.text.encode()).hexdigest()
-        return Record(document.id, "error", error=reason, document_sha256=sha256)
+        return Record(document.id, "error", error=reason, columns=columns, document_sha256=sha256)
     asked = document.asked
     return Record(
         document.id,
@@ -197,5 +210,6 @@ def error_record(document: Document, reason: str) -> Record:
         document=asked.document,
         question=asked.question,
         error=reason,
+        columns=columns,
         document_sha256=asked.sha256,
     )

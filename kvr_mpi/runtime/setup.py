@@ -146,6 +146,7 @@ class JobSetup:
             "generation": spec.generation.model_dump(),
             "kv": spec.output.kv,
             "frame": hashlib.sha256(json.dumps([self.frame.head, self.frame.tail]).encode()).hexdigest(),
+            **({"columns": spec.output.columns} if spec.output.columns else {}),
         }
         if spec.questions is not None:
             identity["questions"] = spec.questions.model_dump(include={"ask", "template"})
@@ -193,7 +194,7 @@ def prepare(
     weights = _hash_weights(spec, machine, world, say)
     question_frames = together(world, partial(frame_questions, spec, loaded, weights))
     frames = () if plain or question_frames else (frame, reduce_frame) if spec.prompt.too_long == "split" else (frame,)
-    if any(len(each.head) >= LEAST_PREFIX_TOKENS for each in frames):
+    if any(len(each.shared_head) >= LEAST_PREFIX_TOKENS for each in frames):
         say("computing the instructions that all prompts begin with")
     prefixes = together(world, partial(_compute_prefixes, loaded, frames))
     footprint = None
@@ -340,7 +341,7 @@ def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame]) -> tuple[Sha
     """Compute once what all prompts begin with, for each frame: its instructions before the text."""
     if depends_on_length(loaded.model):  # then so do those
         return ()
-    heads = {frame.head for frame in frames if len(frame.head) >= LEAST_PREFIX_TOKENS}
+    heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
     return tuple(compute_prefix(loaded, head) for head in sorted(heads, key=len, reverse=True))
 
 

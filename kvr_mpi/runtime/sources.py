@@ -56,6 +56,7 @@ class TextSource:
         config = self._config
         if document.error is not None:
             raise DocumentError(document.error)
+        config = config.filled(document.columns)
         ids = encode_text(config.tokenizer, document.text)
         if not ids:
             raise DocumentError(

@@ -231,7 +231,7 @@ def test_a_file_is_readable_with_h5py_alone(tmp_path: Path) -> None:
     path = write_shard(tmp_path, record, [(keys, values)])
     with h5py.File(path, "r") as file:
         assert text(file.attrs["schema"]) == SCHEMA == "kvr-mpi"
-        assert int(file.attrs["schema_version"]) == SCHEMA_VERSION == 3
+        assert int(file.attrs["schema_version"]) == SCHEMA_VERSION == 4
         assert text(file.attrs["created"]).startswith("20")
         assert json.loads(file.attrs["identity"]) == HEADER.identity
         assert json.loads(file.attrs["model"]) == HEADER.model
