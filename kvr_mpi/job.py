@@ -48,8 +48,12 @@ class DocumentsSection(Section):
     path: list[Annotated[str, Field(min_length=1)]] = Field(
         min_length=1, description="folders, globs or files: .txt .md .jsonl .jsonl.gz .parquet"
     )
+    format: Literal["text", "messages", "openai-batch"] = Field(
+        "text", description="what a row is: a text, a conversation, or a request of OpenAI's batch format"
+    )
     id_field: str = Field("id", description="field of a row that names it")
     text_field: str = Field("text", description="field of a row that holds its text")
+    messages_field: str = Field("messages", description="field of a row that holds its conversation")
     limit: int | None = Field(None, ge=1, description="only the first documents")
     shard: str | None = Field(None, description="'i/n': every n-th document, from the i-th (0 to n - 1)")
     reuse: str | None = Field(

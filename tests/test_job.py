@@ -34,6 +34,8 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     path = ["a", "b/*.txt"]
     id_field = "key"
     text_field = "body"
+    format = "messages"
+    messages_field = "talk"
     limit = 3
     shard = "1/4"
     reuse = "runs/old"

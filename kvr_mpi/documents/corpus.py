@@ -111,10 +111,11 @@ class Corpus:
 
     def _passed_of(self, entry: Entry) -> Mapping[str, Any]:
         """Return what a document with an error passes on, if its row can be read and is still the same."""
+        if not self.rows.passes_on:
+            return {}
         with contextlib.suppress(OSError, EOFError, ValueError, RecursionError, zlib.error):
-            if self.rows.passed:
-                passed = self._document(entry).passed
-                return passed if Document("", passed=passed).sha256 == entry.sha256 else {}
+            passed = self._document(entry).passed
+            return passed if Document("", passed=passed).sha256 == entry.sha256 else {}
         return {}
 
     def to_json(self) -> dict[str, Any]:
@@ -207,6 +208,7 @@ def _stream(files: list[tuple[str, str]], rows: RowFormat, limit: int | None) ->
     """Yield (file, place, document), checked, with ids that are unique."""
     seen: set[str] = set()
     copies: dict[str, int] = {}
+    asked_for: str | None = None
     for count, (number, place, document) in enumerate(stream_rows(files, rows)):
         if limit is not None and count >= limit:
             return
@@ -217,6 +219,10 @@ def _stream(files: list[tuple[str, str]], rows: RowFormat, limit: int | None) ->
             copies[document.id] = copy + 1
             error = document.error or f"duplicate id {document.id!r}: an earlier document has it; make ids unique"
             document = Document(f"{document.id}#{copy}", error=error, passed=document.passed)
+        model = document.passed.get("model") if rows.kind == "openai-batch" and document.error is None else None
+        if model is not None and model != (asked_for := asked_for or model):
+            error = f"body.model is {model!r}, the first row's is {asked_for!r}; a job has one model: split the file"
+            document = Document(document.id, error=error, passed=document.passed)
         seen.add(document.id)
         yield number, place, document
 

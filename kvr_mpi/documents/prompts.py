@@ -162,14 +162,14 @@ def make_frame(
             f"prompt.template"
         )
     if has_chat and chat_template is not False:
-        words = _render_chat(tokenizer, parsed, system)
+        words = _render_user(tokenizer, parsed, system)
         begins: list[int] = []
     else:
         if system:
             raise ConfigError("prompt.system is set, but prompt.chat_template is false; put it into prompt.template")
         words = parsed.words
         # The tokenizer's own first token (if it has one) belongs in front, its last one would end the prompt.
-        begins = _encode(tokenizer, words[0] or " ", add_special_tokens=True)[:1]
+        begins = encode_words(tokenizer, words[0] or " ", add_special_tokens=True)[:1]
         begins = begins if begins == [tokenizer.bos_token_id] else []
     at = parsed.names.index("text")
     head, head_gaps = _assemble(tokenizer, words[: at + 1], parsed.names[:at], begins)
@@ -260,11 +260,11 @@ def _assemble(
     tokenizer: Any, words: Sequence[str], names: Sequence[str], begins: Sequence[int]
 ) -> tuple[tuple[int, ...], Gaps]:
     """Tokenise words; say where between them the fields go."""
-    ids = [*begins, *_encode(tokenizer, words[0])]
+    ids = [*begins, *encode_words(tokenizer, words[0])]
     gaps = []
     for name, following in zip(names, words[1:], strict=True):
         gaps.append((len(ids), name))
-        ids += _encode(tokenizer, following)
+        ids += encode_words(tokenizer, following)
     return tuple(ids), tuple(gaps)
 
 
@@ -277,17 +277,31 @@ def _fill(ids: Sequence[int], fields: Sequence[tuple[int, Sequence[int]]]) -> tu
     return tuple(found)
 
 
-def _render_chat(tokenizer: Any, parsed: Template, system: str | None) -> tuple[str, ...]:
-    """Render the chat template around a user's words; return what stands between what is filled in."""
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+    """Render the model's chat template around messages, up to where the model's next one begins.
+
+    Raises
+    ------
+    ValueError
+        If it refuses them.
+    """
     from jinja2 import TemplateError
 
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _render_user(tokenizer: Any, parsed: Template, system: str | None) -> tuple[str, ...]:
+    """Render the chat template around a user's words; return what stands between what is filled in."""
     marks = [f"\ue000{number}\ue001" for number in range(len(parsed.names))]
     content = "".join(word + mark for word, mark in zip(parsed.words, [*marks, ""], strict=True))
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": content})
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        text = render_chat(tokenizer, messages)
+    except ValueError as error:
         raise ConfigError(
             f"this model's chat template refuses the prompt: {error}; leave out prompt.system or set "
             f"prompt.chat_template = false"
@@ -307,5 +321,6 @@ def _encode_plain(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"])
 
 
-def _encode(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
+def encode_words(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Token ids of the frame's words, in which control tokens are such."""
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]) if text else []

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import date, time
 from decimal import Decimal
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
 from kvr_mpi.documents.document import Document
+from kvr_mpi.documents.messages import joined, parse_messages
+from kvr_mpi.documents.openai_batch import parse_request
+from kvr_mpi.errors import DocumentError
+
+Kind = Literal["text", "messages", "openai-batch"]
 
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
     """How the rows of a corpus are read.
 
+    kind : a row is a text, a conversation (`messages_field`), or a request (``openai_batch``).
     columns : fields that templates name.
     passed : fields that go into the records as they are.
     """
@@ -28,11 +34,21 @@ class RowFormat:
     text_field: str = "text"
     columns: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
+    kind: Kind = "text"
+    messages_field: str = "messages"
 
     @property
     def needed(self) -> tuple[str, ...]:
         """All that is read of a row."""
-        return tuple(dict.fromkeys((self.id_field, self.text_field, *self.columns, *self.passed)))
+        if self.kind == "openai-batch":
+            return ("custom_id", "method", "url", "body", *self.passed)
+        content = self.text_field if self.kind == "text" else self.messages_field
+        return tuple(dict.fromkeys((self.id_field, content, *self.columns, *self.passed)))
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether anything of a row goes into its record."""
+        return self.kind == "openai-batch" or self.passed != ()
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> RowFormat:
@@ -43,10 +59,19 @@ class RowFormat:
 
     def document(self, row: Mapping[str, Any], place: str) -> Document:
         """Make a document of a row; `place` names it if it has no id."""
+        if self.kind == "openai-batch":
+            request = parse_request(row, place)
+            return replace(request, passed={**self._passed(row), **request.passed})
         name, error = _name_of(row.get(self.id_field), place, self.id_field)
-        passed = {field: _plain(row[field]) for field in self.passed if row.get(field) is not None}
+        passed = self._passed(row)
         if error is not None:
             return Document(name, error=error, passed=passed)
+        if self.kind == "messages":
+            try:
+                messages = parse_messages(row.get(self.messages_field), self.messages_field)
+            except DocumentError as wrong:
+                return Document(name, error=f"{place}: {wrong}", passed=passed)
+            return Document(name, joined(messages), passed=passed, messages=messages)
         text = row.get(self.text_field)
         if not isinstance(text, str):
             there = ", ".join(sorted(map(str, row))) or "none"
@@ -63,8 +88,13 @@ class RowFormat:
             columns[field] = value
         return Document(name, text, columns=columns, passed=passed)
 
+    def _passed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {field: _plain(row[field]) for field in self.passed if row.get(field) is not None}
+
     def text_file(self, name: str, text: str) -> Document:
         """Make a document of a whole file, which has no fields."""
+        if self.kind != "text":
+            return Document(name, error=f"{name} is a text file; documents.format = {self.kind!r} is of rows")
         if self.columns:
             wanted = ", ".join(map(repr, self.columns))
             return Document(name, error=f"{name}: the template names {wanted}; a text file has no fields, rows have")

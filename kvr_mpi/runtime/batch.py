@@ -25,11 +25,12 @@ from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.inputs import row_format
+from kvr_mpi.runtime.measuring import Say
 from kvr_mpi.runtime.preflight import choose_chain_size
 from kvr_mpi.runtime.requests import error_record
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
-from kvr_mpi.runtime.setup import JobSetup, Machine, Say, prepare
+from kvr_mpi.runtime.setup import JobSetup, Machine, prepare
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
 from kvr_mpi.runtime.sources import Source, TextSource
 from kvr_mpi.runtime.stopping import STOP_SIGNALS, SharedStop, Stop, listening

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -19,8 +20,9 @@ from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.registry import KVR, STRATEGIES, Strategy
 from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.runtime.measuring import Say
 from kvr_mpi.runtime.requests import PromptRequest
-from kvr_mpi.runtime.setup import JobSetup, Say
+from kvr_mpi.runtime.setup import JobSetup
 from kvr_mpi.schedule.partitioner import Partitioner
 from kvr_mpi.schedule.strategy_choice import Choice, choose_strategies
 from kvr_mpi.topology import Rotation
@@ -38,6 +40,7 @@ class PlannedPrompt:
     prefix : what it begins with, if that has been computed already.
     decode_rank : the rank of the chain that has the last slice, and ends with logits and cache.
     partition : its slices; None if one rank prefills it, packed with others.
+    new_tokens : most of its answer.
     """
 
     prompt: Prompt
@@ -45,6 +48,7 @@ class PlannedPrompt:
     decode_rank: int
     strategy: Strategy
     partition: Partition | None
+    new_tokens: int
 
     @property
     def known_tokens(self) -> int:
@@ -77,16 +81,20 @@ class ChainRunner:
         # On one rank there is nothing to choose: whatever hands keys and values on is a chain of one.
         self._strategy = setup.strategies[0] if chain.size > 1 or setup.strategies[0].is_plain else KVR
         self._choices = self._choose(ranks, say) if chain.size > 1 and len(setup.strategies) > 1 else {}
-        self._chosen: dict[tuple[int, int], Strategy] = {}
+        self._chosen: dict[tuple[int, int, int], Strategy] = {}
 
     @property
     def new_tokens(self) -> int:
-        """Most tokens of an answer."""
+        """Most tokens of an answer, unless a row says otherwise."""
         return self._spec.generation.max_new_tokens
 
-    def seed_of(self, document_id: str) -> int:
-        """Give each document its own stream of random numbers, whatever rank it comes to."""
-        text = f"{self._spec.generation.seed} {document_id}"
+    def seed_of(self, document: Document) -> int:
+        """Give each document its own stream of random numbers, whatever rank it comes to.
+
+        A row with a seed of its own has the stream of that seed, as have all that name it.
+        """
+        own = document.generation.seed
+        text = f"{self._spec.generation.seed} {document.id}" if own is None else f"{own}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
     def open_forwarder(self) -> Forwarder | None:
@@ -98,22 +106,21 @@ class ChainRunner:
 
         Other ranks are told, since what is rounded here could be rounded differently on another processor.
         """
-        prompt, prefix = request.prompt, self._prefix_of(request)
+        prompt, prefix, new_tokens = request.prompt, self._prefix_of(request), request.document.new_tokens
         known = prefix.tokens if prefix else 0
         if self._goes_alone(prompt, known):
-            return PlannedPrompt(prompt, prefix, decode_rank, KVR, None)
-        strategy = self._choose_strategy(prompt.tokens, known)
-        return PlannedPrompt(
-            prompt, prefix, decode_rank, strategy, self._cut(strategy, prompt.tokens, known, decode_rank)
-        )
+            return PlannedPrompt(prompt, prefix, decode_rank, KVR, None, new_tokens)
+        strategy = self._choose_strategy(prompt.tokens, known, new_tokens)
+        partition = self._cut(strategy, prompt.tokens, known, decode_rank)
+        return PlannedPrompt(prompt, prefix, decode_rank, strategy, partition, new_tokens)
 
     def planned(
         self, request: PromptRequest, decode_rank: int, strategy: str, bounds: Sequence[int] | None
     ) -> PlannedPrompt:
         """Make a prompt's plan of what the chain's first rank tells of it."""
         partition = None if bounds is None else Partition(tuple(bounds))
-        prompt = request.prompt
-        return PlannedPrompt(prompt, self._prefix_of(request), decode_rank, STRATEGIES[strategy], partition)
+        prefix, new_tokens = self._prefix_of(request), request.document.new_tokens
+        return PlannedPrompt(request.prompt, prefix, decode_rank, STRATEGIES[strategy], partition, new_tokens)
 
     def why_too_large(self, plan: PlannedPrompt) -> str | None:
         """Say why a prompt fits on no empty chain, and how many ranks would do; None if it does."""
@@ -124,10 +131,10 @@ class ChainRunner:
                 return None
             free = [min(self._free_bytes)]
             if plan.partition is None:
-                check_fits(footprint, Partition((0, plan.prompt.tokens)), free, self.new_tokens)
+                check_fits(footprint, Partition((0, plan.prompt.tokens)), free, plan.new_tokens)
             else:
                 make = plan.strategy.ours.make or Relay
-                check_fits(footprint, plan.partition, free * self.chain.size, self.new_tokens, make)
+                check_fits(footprint, plan.partition, free * self.chain.size, plan.new_tokens, make)
         except DocumentError as error:
             return str(error)
         return None
@@ -139,9 +146,11 @@ class ChainRunner:
             return False
         if plan.partition is None:
             needs = [0] * self.chain.size
-            needs[plan.decode_rank] = self._kv_bytes(plan.prompt) + footprint.activation_bytes(PACK_TOKENS)
+            needs[plan.decode_rank] = self._kv_bytes(plan.prompt, plan.new_tokens) + footprint.activation_bytes(
+                PACK_TOKENS
+            )
         else:
-            needs = self._needs(plan.strategy, plan.partition, plan.known_tokens, plan.decode_rank)
+            needs = self._needs(plan.strategy, plan.partition, plan.known_tokens, plan.decode_rank, plan.new_tokens)
         return all(
             not need or need + held <= free
             for need, held, free in zip(needs, held_bytes, self._free_bytes, strict=True)
@@ -149,7 +158,7 @@ class ChainRunner:
 
     def held_bytes(self, request: PromptRequest) -> int:
         """Bytes of a prompt's cache on the rank that decodes it, with room for the answer."""
-        return self._kv_bytes(request.prompt)
+        return self._kv_bytes(request.prompt, request.document.new_tokens)
 
     def prefill(self, planned: PlannedPrompt, forwarder: Forwarder | None) -> Prefill:
         """Prefill over the chain; every rank of it gives the same prompts in the same order.
@@ -165,7 +174,7 @@ class ChainRunner:
             planned.prompt.ids,
             planned.partition,
             self.chain,
-            reserve_tokens=self.new_tokens,
+            reserve_tokens=planned.new_tokens,
             prefix=planned.prefix,
             last=planned.decode_rank,
             forwarder=forwarder,
@@ -175,14 +184,12 @@ class ChainRunner:
 
     def prefill_packed(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
         """Prefill short prompts that begin with the same prefix in one forward, on this rank alone."""
-        prefix = row[0].prefix
-        ids = [planned.prompt.ids for planned in row]
-        rows = [ids] if self._setup.why_alone is None else [[one] for one in ids]
-        return [
-            prefill
-            for row in rows
-            for prefill in prefill_packed(self._loaded, row, reserve_tokens=self.new_tokens, prefix=prefix)
-        ]
+        rows = [row] if self._setup.why_alone is None else [[planned] for planned in row]
+        return [prefill for some in rows for prefill in self._prefill_row(some)]
+
+    def _prefill_row(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
+        ids, reserves = [planned.prompt.ids for planned in row], [planned.new_tokens for planned in row]
+        return prefill_packed(self._loaded, ids, reserve_tokens=reserves, prefix=row[0].prefix)
 
     def _goes_alone(self, prompt: Prompt, known: int) -> bool:
         """Whether a prompt is too short to be cut: one rank prefills it, packed with others."""
@@ -196,8 +203,8 @@ class ChainRunner:
         ids, known = request.prompt.ids, request.document.prefix
         return known or next((one for one in self._setup.prefixes if ids[: one.tokens] == one.ids), None)
 
-    def _kv_bytes(self, prompt: Prompt) -> int:
-        return (prompt.tokens + self.new_tokens) * self._loaded.shape.kv_bytes_per_token
+    def _kv_bytes(self, prompt: Prompt, new_tokens: int) -> int:
+        return (prompt.tokens + new_tokens) * self._loaded.shape.kv_bytes_per_token
 
     def _cut(self, strategy: Strategy, tokens: int, known: int, decode_rank: int) -> Partition:
         """Cut a prompt for the chain with this rank of it last; nobody computes what is known."""
@@ -205,26 +212,30 @@ class ChainRunner:
             return strategy.cut_evenly(tokens, self.chain.size, known)
         return self._partitioner.cut(tokens - known, decode_rank, known).after(known)
 
-    def _needs(self, strategy: Strategy, partition: Partition, known: int, decode_rank: int) -> list[int]:
+    def _needs(
+        self, strategy: Strategy, partition: Partition, known: int, decode_rank: int, new_tokens: int
+    ) -> list[int]:
         """Bytes each rank of the chain takes for a prompt while it is prefilled."""
         assert self._setup.footprint is not None
         size, needs = self.chain.size, [0] * self.chain.size
         for exchange in strategy.exchanges(partition, known):
             rotation = Rotation.bringing(size, exchange.decode_rank, decode_rank)
             needs[rotation.rank_of(exchange.rank)] = self._setup.footprint.exchange_bytes(
-                exchange, reserve_tokens=self.new_tokens
+                exchange, reserve_tokens=new_tokens
             )
         return needs
 
-    def _choose_strategy(self, tokens: int, known: int) -> Strategy:
+    def _choose_strategy(self, tokens: int, known: int, new_tokens: int) -> Strategy:
         """Say what runs a prompt: the fastest that fits on an empty chain."""
         if known not in self._choices:
             return self._strategy
-        key = tokens, known
+        key = tokens, known, new_tokens
         if key not in self._chosen:
             order, free, last = self._choices[known].order(tokens - known), min(self._free_bytes), self.chain.size - 1
             fitting = (
-                one for one in order if max(self._needs(one, self._cut(one, tokens, known, last), known, last)) <= free
+                one
+                for one in order
+                if max(self._needs(one, self._cut(one, tokens, known, last), known, last, new_tokens)) <= free
             )
             self._chosen[key] = next(fitting, order[0])
         return self._chosen[key]

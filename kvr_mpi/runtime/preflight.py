@@ -19,13 +19,25 @@ from kvr_mpi.documents.templates import check_system, parse_template
 from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, OutputError
 from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
-from kvr_mpi.runtime.inputs import templates_of
+from kvr_mpi.runtime.inputs import check_format, templates_of
 from kvr_mpi.store.folder import check_fresh
 from kvr_mpi.topology import divides
 from kvr_mpi.tuning.table import load_table, table_files
 
 # Files that are looked into for the text field before it is held to be wrong.
 SAMPLED_FILES = 8
+# What a row holds, by documents.format: the setting that names its field, the field if it has one name, and its type.
+CONTENT: dict[str, tuple[str, str, type]] = {
+    "text": ("text_field", "", str),
+    "messages": ("messages_field", "", list),
+    "openai-batch": ("format", "body", dict),
+}
+TELLTALE = {"messages": "messages", "body": "openai-batch"}
+NOUNS = {
+    "text": "text of that name",
+    "messages": "list of messages of that name",
+    "openai-batch": "request with a body",
+}
 INDEX = "model.safetensors.index.json"
 
 
@@ -86,6 +98,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         partial(choose_chain_size, spec, ranks),
         partial(_check_table, spec, ranks),
         *(partial(_check_template, spec, key, template) for key, template in templates_of(spec).items()),
+        partial(check_format, spec),
         partial(_check_columns, spec),
         partial(_check_model, spec.model, offline if spec.model.offline is None else spec.model.offline),
         *(partial(_check_documents, spec, path) for path in spec.documents.path if spec.questions is None),
@@ -208,22 +221,29 @@ def _fields(spec: JobSpec) -> set[str] | None:
 
 
 def _check_documents(spec: JobSpec, path: str) -> None:
-    """Look for the files that a path stands for, and for the text field in the first rows of some of them."""
+    """Look for the files that a path stands for, and for what a row is to hold in the first rows of some of them."""
     documents = spec.documents
     files = [Path(file) for file, _ in find_files([path])]
-    if not all(map(is_table, files)):
+    texts = [file for file in files if not is_table(file)]
+    if texts and documents.format != "text":
+        raise CorpusError(f"documents.format = {documents.format!r} is of rows, but {str(texts[0])!r} is a text file")
+    if texts:
         return
+    key, field, kind = CONTENT[documents.format]
+    field = field or getattr(documents, key)
     names: set[str] = set()
     for file in files[:SAMPLED_FILES]:
-        for row in first_rows(file, (documents.text_field,)):
-            if isinstance(row.get(documents.text_field), str):
+        for row in first_rows(file, (field,)):
+            if isinstance(row.get(field), kind):
                 return
             names.update(map(str, row))
     if names:
+        others = [kind for name, kind in TELLTALE.items() if name in names and kind != documents.format]
+        hint = f"; is it documents.format = {others[0]!r}?" if others else ""
         raise CorpusError(
-            f"documents.text_field = {documents.text_field!r}: no text of that name in the first rows of "
+            f"documents.{key} = {getattr(documents, key)!r}: no {NOUNS[documents.format]} in the first rows of "
             f"{str(files[0])!r}{f' and {len(files[:SAMPLED_FILES]) - 1} more file(s)' if len(files) > 1 else ''}; "
-            f"their fields are {', '.join(sorted(names)[:20])}"
+            f"their fields are {', '.join(sorted(names)[:20])}{hint}"
         )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.documents import Document
-from kvr_mpi.documents.prompts import Frame, Prompt, encode_text, split_text
+from kvr_mpi.documents.prompts import Frame, Prompt, encode_text, make_frame, split_text
+from kvr_mpi.documents.templates import TEXT
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -31,23 +32,33 @@ class PromptConfig:
     """How documents are asked: what all readings of a job share.
 
     frame, reduce_frame : around a document's text, and around the answers about its parts.
+    max_new_tokens : of an answer.
     """
 
     tokenizer: Any
     prompt: PromptSection
     frame: Frame
     reduce_frame: Frame
+    max_new_tokens: int
 
-    def filled(self, columns: Mapping[str, str]) -> PromptConfig:
-        """Fill in the fields of a document's row.
+    def of(self, document: Document) -> PromptConfig:
+        """Fill in the fields of a document's row, and leave room for its own answer.
 
         Raises
         ------
         DocumentError
             If they leave no room for its text.
         """
-        frame, reduce_frame = (one.filled(self.tokenizer, columns) for one in (self.frame, self.reduce_frame))
-        return replace(self, frame=frame, reduce_frame=reduce_frame)
+        own = document.generation.max_new_tokens
+        new_tokens = self.max_new_tokens if own is None else own
+        frame, reduce_frame = self.frame, self.reduce_frame
+        if document.is_raw:
+            frame = make_frame(self.tokenizer, TEXT, chat_template=False, max_prompt_tokens=frame.max_tokens)
+        room = frame.max_tokens + self.max_new_tokens - new_tokens
+        frame, reduce_frame = (
+            replace(one, max_tokens=room).filled(self.tokenizer, document.columns) for one in (frame, reduce_frame)
+        )
+        return replace(self, frame=frame, reduce_frame=reduce_frame, max_new_tokens=new_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,11 @@ class DocumentRequest:
     def id(self) -> str:
         """The document's."""
         return self.document.id
+
+    @property
+    def new_tokens(self) -> int:
+        """Most tokens of an answer."""
+        return self.prompt_config.max_new_tokens
 
     @property
     def is_final(self) -> bool:

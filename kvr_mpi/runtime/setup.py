@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,10 @@ import torch
 from transformers import GenerationConfig
 
 from kvr_mpi.costs.layer_costs import Costs
-from kvr_mpi.costs.solve import Rates, equal_time
+from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.sampling import make_generation_config
+from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
@@ -28,31 +29,26 @@ from kvr_mpi.model import LoadedModel, hash_weights, load_model, tokenizer_finge
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.prepacked import prepack_weights, prepacked_bytes
 from kvr_mpi.model.rope import depends_on_length
-from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix
 from kvr_mpi.prefill.registry import AUTO, Strategy, candidates
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.runtime.asking import frame_questions
 from kvr_mpi.runtime.host_memory import free_bytes, keep_heap, ranks_on_device
+from kvr_mpi.runtime.inputs import passed_columns
+from kvr_mpi.runtime.measuring import Say, describe_rates, measure_links, rates_of, table_of
 from kvr_mpi.runtime.requests import PromptConfig, PromptRequest
 from kvr_mpi.runtime.reuse import StoredBeginnings, find_beginnings
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of, with_memory
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.topology import Topology, cores_per_rank
 from kvr_mpi.transport import Transport, gather_json, host_by_host, on_root, share_json, together
-from kvr_mpi.tuning.identity import key_of
-from kvr_mpi.tuning.lookup import describe_range, find_table
-from kvr_mpi.tuning.measure import measure_costs
-from kvr_mpi.tuning.probe import measure_rates
 from kvr_mpi.tuning.table import Table
 
 # Instructions shorter than this are computed with every prompt: to copy them would take as long.
 LEAST_PREFIX_TOKENS = 32
 # Slices are shown for this length if the model names no context.
 EXAMPLE_TOKENS = 8192
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +99,8 @@ class JobSetup:
     @property
     def prompt_config(self) -> PromptConfig:
         """How documents are asked."""
-        return PromptConfig(self.loaded.tokenizer, self.spec.prompt, self.frame, self.reduce_frame)
+        new_tokens = self.spec.generation.max_new_tokens
+        return PromptConfig(self.loaded.tokenizer, self.spec.prompt, self.frame, self.reduce_frame, new_tokens)
 
     @property
     def longest_tokens(self) -> int:
@@ -146,8 +143,11 @@ class JobSetup:
             "generation": spec.generation.model_dump(),
             "kv": spec.output.kv,
             "frame": hashlib.sha256(json.dumps([self.frame.head, self.frame.tail]).encode()).hexdigest(),
-            **({"columns": spec.output.columns} if spec.output.columns else {}),
         }
+        if columns := passed_columns(spec):
+            identity["columns"] = columns
+        if spec.documents.format != "text":
+            identity["format"] = spec.documents.format
         if spec.questions is not None:
             identity["questions"] = spec.questions.model_dump(include={"ask", "template"})
         about = {"name": loaded.name, "architecture": loaded.shape.architecture, "dtype": identity["dtype"]}
@@ -211,11 +211,11 @@ def prepare(
     costs = None
     are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
     if world.size > 1 and (spec.parallel.planned or are_chosen):
-        costs = _measure_costs(loaded, world, say)
-    rates = _measure_rates(spec, loaded, world, chain, costs, say)
+        costs = measure_links(loaded, world, say)
+    rates = rates_of(spec, loaded, world, chain, costs, say)
     if rates:
         mine = rates if spec.parallel.planned else rates[world.rank - chain.rank :][: chain.size]
-        say(_describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
+        say(describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
     return JobSetup(
         spec=spec,
         loaded=loaded,
@@ -231,7 +231,7 @@ def prepare(
         strategies=strategies,
         costs=costs,
         rates=rates,
-        table=_find_table(spec, loaded, world, chain, say),
+        table=table_of(spec, loaded, world, chain, say),
         beginnings=None if spec.documents.reuse is None else find_beginnings(spec, loaded, weights, world, say),
     )
 
@@ -302,6 +302,8 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
             f"these are not stored yet; without them what is stored is no whole cache. Leave output.kv = false"
         )
     tokenizer, shape, template = loaded.tokenizer, loaded.shape, spec.prompt.template
+    if spec.documents.format == "messages":
+        check_has_chat_template(tokenizer)
     frame = frame_of(spec, tokenizer, shape, template)
     reduce_frame = frame_of(spec, tokenizer, shape, spec.prompt.reduce_template or template)
     return (
@@ -350,49 +352,3 @@ def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int) -> int:
     if spec.parallel.memory_gib is not None:
         return int(spec.parallel.memory_gib * GIB)
     return int(MEMORY_SHARE * free_bytes(loaded.device, sharers))
-
-
-def _measure_costs(loaded: LoadedModel, world: Transport, say: Say) -> Costs:
-    """Measure ranks and links."""
-    say("measuring ranks and links, to plan with")
-    costs = measure_costs(loaded, world)
-    say(
-        f"measured links: {costs.link_bytes_per_s / 1e9:.2f} GB/s, {costs.link_latency_s * 1e6:.0f} us; a token "
-        f"decoded: {1e3 * (costs.layers * costs.launch_floor_s + costs.head_s):.1f} ms"
-    )
-    return costs
-
-
-def _measure_rates(
-    spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport, costs: Costs | None, say: Say
-) -> list[Rates]:
-    """Measure all ranks if slices are to be cut by time; what `costs` say is not measured again."""
-    if spec.parallel.partition != "equal_time" or (chain.size == 1 and costs is None):
-        return []
-    if costs is None:
-        say("probing how fast the ranks are, for slices of equal time")
-        return measure_rates(loaded, world)
-    token_s = costs.qkv_token_s + costs.rest_token_s
-    return [Rates(token_s / speed, costs.pair_s / speed) for speed in costs.speeds or (1.0,) * world.size]
-
-
-def _describe_rates(rates: Sequence[Rates], tokens: int) -> str:
-    """Say in a line how fast a rank is, and how a prompt of so many tokens would be cut."""
-    lengths = equal_time(tokens, rates)
-    return (
-        f"measured per layer: {rates[0].token_s * 1e6:.1f} us a token, {rates[0].pair_s * 1e9:.2f} ns a query-key "
-        f"pair; slices of equal time for {tokens} tokens: {Partition.by_ratio(tokens, lengths, QUANTUM_TOKENS)}"
-    )
-
-
-def _find_table(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport, say: Say) -> Table | None:
-    """Find the lookup table, and refuse one of something else before the batch begins."""
-    parallel = spec.parallel
-    if parallel.table is None or chain.size == 1:
-        return None
-    here, path = key_of(loaded, chain), Path(parallel.table)
-    table, differences = together(world, lambda: find_table(path, here, force=parallel.table_force))
-    say(f"slices by table: {table.key.model.name} on {table.key.hardware}, {describe_range(table)}")
-    if differences:
-        say(f"warning: used all the same (parallel.table_force): {'; '.join(differences)}")
-    return table

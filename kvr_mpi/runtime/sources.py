@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvr_mpi.documents import Corpus, Document
-from kvr_mpi.documents.prompts import encode_text, fit_prompt
+from kvr_mpi.documents.conversations import encode_conversation
+from kvr_mpi.documents.prompts import Prompt, encode_text, fit_prompt
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.runtime.requests import DocumentRequest, PromptConfig
@@ -53,16 +54,19 @@ class TextSource:
 
     def request(self, document: Document, work: int) -> DocumentRequest:
         """Put the job's words around a text; cut it if it is too long, or make several prompts of it."""
-        config = self._config
         if document.error is not None:
             raise DocumentError(document.error)
-        config = config.filled(document.columns)
+        config = self._config.of(document)
+        request = DocumentRequest(document, config, work)
+        if document.messages:
+            request.prompts = [_conversation(config, document)]
+            request.prefix = self._find_prefix(request.prompts[0].ids)
+            return request
         ids = encode_text(config.tokenizer, document.text)
         if not ids:
             raise DocumentError(
                 f"{document.id} has no tokens: this model's tokenizer drops all {document.chars} characters"
             )
-        request = DocumentRequest(document, config, work)
         wanted = config.prompt
         if wanted.too_long == "split" and len(ids) > config.frame.text_budget:
             request.split_text(ids, config.frame)
@@ -71,3 +75,13 @@ class TextSource:
             request.prompts = [fit_prompt(config.frame, ids, truncate=truncate)]
             request.prefix = self._find_prefix(request.prompts[0].ids)
         return request
+
+
+def _conversation(config: PromptConfig, document: Document) -> Prompt:
+    """Make the prompt that a conversation is; it is never cut."""
+    ids, most = encode_conversation(config.tokenizer, document.messages), config.frame.max_tokens
+    if len(ids) > most:
+        raise DocumentError(
+            f"too long: a conversation of {len(ids)} tokens; {most} fit beside an answer of {config.max_new_tokens}"
+        )
+    return Prompt(tuple(ids), text=(0, len(ids)))

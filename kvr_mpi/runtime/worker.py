@@ -216,7 +216,7 @@ class ChainWorker:
             self._context.sink.write_record(error_record(request.document.document, reason), request.document.work)
 
     def _start_decoding(self, request: PromptRequest, prefill: Prefill) -> None:
-        self._context.decoder.start(request, prefill, self._runner.seed_of(request.document.id))
+        self._context.decoder.start(request, prefill, self._runner.seed_of(request.document.document))
 
     def _decode_wave(self) -> None:
         """Decode what this rank holds; leave some of it for the next wave, if prompts wait for that."""

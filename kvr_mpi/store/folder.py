@@ -131,6 +131,20 @@ def read_columns(index: Index) -> list[str]:
     return list(found)
 
 
+def read_model(index: Index) -> str:
+    """Name the model of the runs, by the first file.
+
+    Raises
+    ------
+    DataError
+        If its header cannot be read.
+    """
+    for file in index.by_file():
+        with open_file(file) as stored:
+            return str(read_header(stored).model["name"])
+    return ""
+
+
 def index_run(path: Path, *, verify: bool = False) -> Index:
     """Say where each document is.
 

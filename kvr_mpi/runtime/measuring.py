@@ -1,0 +1,66 @@
+"""How fast a job's ranks and links are: measured once before the first document, or looked up in a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvr_mpi.costs.layer_costs import Costs
+from kvr_mpi.costs.solve import Rates, equal_time
+from kvr_mpi.job import JobSpec
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.partition import QUANTUM_TOKENS, Partition
+from kvr_mpi.transport import Transport, together
+from kvr_mpi.tuning.identity import key_of
+from kvr_mpi.tuning.lookup import describe_range, find_table
+from kvr_mpi.tuning.measure import measure_costs
+from kvr_mpi.tuning.probe import measure_rates
+from kvr_mpi.tuning.table import Table
+
+Say = Callable[[str], None]
+
+
+def measure_links(loaded: LoadedModel, world: Transport, say: Say) -> Costs:
+    """Measure ranks and links."""
+    say("measuring ranks and links, to plan with")
+    costs = measure_costs(loaded, world)
+    say(
+        f"measured links: {costs.link_bytes_per_s / 1e9:.2f} GB/s, {costs.link_latency_s * 1e6:.0f} us; a token "
+        f"decoded: {1e3 * (costs.layers * costs.launch_floor_s + costs.head_s):.1f} ms"
+    )
+    return costs
+
+
+def rates_of(
+    spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport, costs: Costs | None, say: Say
+) -> list[Rates]:
+    """Measure all ranks if slices are to be cut by time; what `costs` say is not measured again."""
+    if spec.parallel.partition != "equal_time" or (chain.size == 1 and costs is None):
+        return []
+    if costs is None:
+        say("probing how fast the ranks are, for slices of equal time")
+        return measure_rates(loaded, world)
+    token_s = costs.qkv_token_s + costs.rest_token_s
+    return [Rates(token_s / speed, costs.pair_s / speed) for speed in costs.speeds or (1.0,) * world.size]
+
+
+def describe_rates(rates: Sequence[Rates], tokens: int) -> str:
+    """Say in a line how fast a rank is, and how a prompt of so many tokens would be cut."""
+    lengths = equal_time(tokens, rates)
+    return (
+        f"measured per layer: {rates[0].token_s * 1e6:.1f} us a token, {rates[0].pair_s * 1e9:.2f} ns a query-key "
+        f"pair; slices of equal time for {tokens} tokens: {Partition.by_ratio(tokens, lengths, QUANTUM_TOKENS)}"
+    )
+
+
+def table_of(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport, say: Say) -> Table | None:
+    """Find the lookup table, and refuse one of something else before the batch begins."""
+    parallel = spec.parallel
+    if parallel.table is None or chain.size == 1:
+        return None
+    here, path = key_of(loaded, chain), Path(parallel.table)
+    table, differences = together(world, lambda: find_table(path, here, force=parallel.table_force))
+    say(f"slices by table: {table.key.model.name} on {table.key.hardware}, {describe_range(table)}")
+    if differences:
+        say(f"warning: used all the same (parallel.table_force): {'; '.join(differences)}")
+    return table
