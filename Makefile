@@ -21,7 +21,7 @@ extras  := gguf,parquet,plots,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 stamp   := $(VENV)/.installed-$(MPI)
 in_venv := . $(VENV)/bin/activate &&
 
-.PHONY: help install demo test test-all test-long verify-architectures test-slurm test-faults test-fuzz bench-network bench-handoff bench-planner bench-decode bench-store bench-ask check clean
+.PHONY: help install demo test test-all test-long verify-architectures test-slurm test-faults test-fuzz bench-network bench-handoff bench-planner bench-decode bench-store bench-ask bench-prompts check clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
@@ -38,6 +38,7 @@ help:
 	@echo "make bench-decode  eight documents decoded together on one core, against one by one"
 	@echo "make bench-store  writing shards against np.tofile and fsync, and what a document's durability costs"
 	@echo "make bench-ask  asking stored documents against prefilling them again; writing and reading keys and values"
+	@echo "make bench-prompts  three prompts about a document against one"
 	@echo "make bench-planner  search slices, sweep around them, forecast lengths between: an hour on a quiet machine"
 	@echo "make clean     remove the environment and all results"
 
@@ -97,6 +98,9 @@ bench-store: $(stamp)
 
 bench-ask: $(stamp)
 	$(in_venv) mpirun -n 2 python tests/programs/bench_ask.py . $(ARGS)
+
+bench-prompts: $(stamp)
+	$(in_venv) python tests/programs/bench_prompts.py $(ARGS)
 
 bench-planner: $(stamp)
 	$(in_venv) mpirun -n $(RANKS) kvr search --contexts 1k,2k,4k,8k --check 5 --replace --output runs/planner $(ARGS)

@@ -98,6 +98,13 @@ class PromptSection(Section):
     max_tokens: int | None = Field(None, ge=2, description="longest prompt and answer; default: the model's context")
 
 
+class NamedPrompt(Section):
+    """One of several prompts about each document, in place of `prompt.template`."""
+
+    name: str = Field(description="what it is called: part of the ids of its answers")
+    template: str = Field(description="as prompt.template; what stands before {text} is best the same in all of them")
+
+
 class GenerationSection(Section):
     """How the answer is decoded; fields other than the last three are transformers' GenerationConfig."""
 
@@ -242,6 +249,7 @@ class JobSpec(Section):
     model: ModelSection
     documents: DocumentsSection
     prompt: PromptSection = PromptSection()
+    prompts: list[NamedPrompt] = []
     questions: QuestionsSection | None = None
     generation: GenerationSection = GenerationSection()
     parallel: ParallelSection = ParallelSection()
@@ -286,6 +294,7 @@ def make_job(
 ) -> tuple[JobSpec, dict[str, str]]:
     """Check a job that has been read; `path` is where from, the rest as in `load_job`."""
     sources = {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
+    sources |= {name: str(path) for name, table in raw.items() if isinstance(table, list)}
     runs_code = _runs_code(raw)
     for name, value in sorted(environ.items()):
         section, found, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
@@ -317,10 +326,14 @@ def make_job(
 def show_job(spec: JobSpec, sources: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """List every ``section.key``, its value, and where the value comes from."""
     return [
-        (f"{section}.{key}", repr(value), sources.get(f"{section}.{key}", "default"))
+        (key, repr(value), sources.get(key, "default"))
         for section, table in spec.model_dump().items()
         if table is not None
-        for key, value in table.items()
+        for key, value in (
+            [(section, table)]
+            if isinstance(table, list)
+            else [(f"{section}.{key}", value) for key, value in table.items()]
+        )
     ]
 
 
@@ -346,7 +359,7 @@ def _put(raw: dict[str, Any], sources: dict[str, str], section: str, key: str, t
 
 def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> tuple[str, str]:
     """One of pydantic's findings as where it is, and what a user can do about it."""
-    place = [str(part) for part in item["loc"]]
+    place = [str(part) for part in item["loc"] if not isinstance(part, int)]
     key = ".".join(place[:2])
     where = sources.get(key) or next((of for name, of in sources.items() if name.startswith(f"{key}.")), str(path))
     if item["type"] == "extra_forbidden":

@@ -17,7 +17,7 @@ path = "the/documents"
 [output]
 path = "the/output"
 """
-SECTIONS = ("model", "documents", "prompt", "questions", "generation", "parallel", "output")
+SECTIONS = ("model", "documents", "prompt", "prompts", "questions", "generation", "parallel", "output")
 
 
 def write_job(folder: Path, more: str = "", text: str = MINIMAL) -> Path:

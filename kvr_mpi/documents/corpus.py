@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvr_mpi.documents.document import Document
 from kvr_mpi.documents.files import (
+    MAX_ID_CHARS,
     MAX_TEXT_BYTES,
     check_document,
     parquet_rows,
@@ -26,10 +28,13 @@ from kvr_mpi.documents.files import (
     stream_rows,
 )
 from kvr_mpi.documents.paths import TEXT_SUFFIXES, find_files, open_regular, suffix_of
+from kvr_mpi.documents.questions import answer_id, check_length
 from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
 from kvr_mpi.errors import CorpusError
 
 SHA256_CHARS = 64
+# The first prompt about a document is so many times the work of another, which finds the text prefilled.
+SHARED_WORK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +73,28 @@ class Corpus:
     files, entries : tuple
     rows, limit
         How it was scanned.
+    prompts : tuple of str
+        Names of several prompts about each document: there is an entry for each of them, one after the other.
     """
 
     files: tuple[CorpusFile, ...]
     entries: tuple[Entry, ...]
     rows: RowFormat = DEFAULT_ROWS
     limit: int | None = None
+    prompts: tuple[str, ...] = ()
     _open: tuple[int, Callable[[int], Document]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def share(self, documents: slice) -> list[int]:
+        """Return the numbers of some documents' entries, given as a slice of documents: those of one stay together."""
+        each = len(self.prompts) or 1
+        return [
+            document * each + prompt
+            for document in range(len(self.entries) // each)[documents]
+            for prompt in range(each)
+        ]
 
     def read(self, index: int) -> Document:
         """Read one document; quick if asked for in ascending order.
@@ -123,6 +140,7 @@ class Corpus:
         return {
             "rows": asdict(self.rows),
             "limit": self.limit,
+            "prompts": list(self.prompts),
             "files": [[file.path, file.name, file.size_bytes, file.mtime_ns] for file in self.files],
             "ids": [entry.id for entry in self.entries],
             "chars": [entry.chars for entry in self.entries],
@@ -146,6 +164,7 @@ class Corpus:
             ),
             RowFormat.from_json(stored["rows"] if "rows" in stored else stored),
             stored["limit"],
+            tuple(stored.get("prompts", ())),
         )
 
 
@@ -154,6 +173,7 @@ def scan_corpus(
     *,
     rows: RowFormat = DEFAULT_ROWS,
     limit: int | None = None,
+    prompts: Sequence[str] = (),
     known: Corpus | None = None,
 ) -> Corpus:
     """List the documents of a corpus in one pass.
@@ -162,6 +182,8 @@ def scan_corpus(
     ----------
     paths, rows, limit
         As for `read_corpus`.
+    prompts : sequence of str
+        Names of several prompts about each document.
     known : Corpus or None
         An earlier list. If it is of the same files, by name, size and time of change, nothing is read.
 
@@ -175,14 +197,18 @@ def scan_corpus(
     files = tuple(_look(file, name) for file, name in found)
     if (
         known is not None
-        and (known.rows, known.limit) == (rows, limit)
+        and (known.rows, known.limit, known.prompts) == (rows, limit, tuple(prompts))
         and list(map(_state, known.files)) == list(map(_state, files))
     ):
-        return Corpus(files, known.entries, rows, limit)
-    entries = tuple(_entry(document, number, place) for number, place, document in _stream(found, rows, limit))
+        return Corpus(files, known.entries, rows, limit, known.prompts)
+    entries = tuple(
+        entry
+        for number, place, document in _stream(found, rows, limit)
+        for entry in _entries(document, number, place, prompts)
+    )
     if not entries:
         raise CorpusError(f"documents.path {paths}: the files hold no document; expected at least one")
-    return Corpus(files, entries, rows, limit)
+    return Corpus(files, entries, rows, limit, tuple(prompts))
 
 
 def read_corpus(
@@ -227,10 +253,19 @@ def _stream(files: list[tuple[str, str]], rows: RowFormat, limit: int | None) ->
         yield number, place, document
 
 
-def _entry(document: Document, file: int, place: int) -> Entry:
-    """List a document; of one with an error, what it passes on is all that counts."""
+def _entries(document: Document, file: int, place: int, prompts: Sequence[str]) -> Iterator[Entry]:
+    """List a document, or each prompt about it; of one with an error, what it passes on is all that counts."""
     counts = document if document.error is None else Document("", passed=document.passed)
-    return Entry(document.id, document.chars, counts.sha256, file, place, document.error)
+    entry = Entry(document.id, document.chars, counts.sha256, file, place, document.error)
+    if not prompts:
+        yield entry
+    for number, name in enumerate(prompts):
+        work = entry.chars if number == 0 else entry.chars // SHARED_WORK
+        answer, error = answer_id(entry.id, name), entry.error
+        if too_long := check_length(answer):
+            digest = hashlib.sha256(entry.id.encode()).hexdigest()[:16]
+            answer, error = answer_id(f"{entry.id[: MAX_ID_CHARS // 2]}-{digest}", name), error or too_long
+        yield replace(entry, id=answer, chars=work, error=error)
 
 
 def _reader(file: Path, rows: RowFormat) -> Callable[[int], Document]:

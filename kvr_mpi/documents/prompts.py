@@ -71,6 +71,10 @@ class Frame:
         """What every prompt begins with."""
         return self.head[: self.head_gaps[0][0]] if self.head_gaps else self.head
 
+    def begins_like(self, other: Frame) -> bool:
+        """Whether the same stands before a document's text."""
+        return (self.head, self.head_gaps) == (other.head, other.head_gaps)
+
     def filled(self, tokenizer: Any, columns: Mapping[str, str]) -> Frame:
         """Fill in the fields of a document's row; like its text they are tokenised apart, as plain text.
 

@@ -127,7 +127,11 @@ def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
             f"{loaded.shape.architecture}: its rotary embedding ({kinds}) depends on the whole prompt's length, so "
             f"what prompts begin with cannot be computed once for all of them"
         )
-    cache = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport()).cache
+    return prefix_of_cache(ids, prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport()).cache)
+
+
+def prefix_of_cache(ids: Sequence[int], cache: SliceCache) -> SharedPrefix:
+    """Let prompts go on from a cache that holds these tokens, all of them and no more."""
     states = {layer.layer_idx: layer.packed() for layer in cache.layers if layer.shape.states}
     return SharedPrefix(tuple(ids), [layer.buffer for layer in cache.layers], states)
 

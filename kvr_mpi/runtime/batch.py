@@ -24,7 +24,7 @@ from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
-from kvr_mpi.runtime.inputs import row_format
+from kvr_mpi.runtime.inputs import prompts_of, row_format
 from kvr_mpi.runtime.measuring import Say
 from kvr_mpi.runtime.preflight import choose_chain_size
 from kvr_mpi.runtime.requests import error_record
@@ -93,7 +93,7 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
         log.root(f"all documents are prefilled again: the rotary embedding ({kinds}) depends on the prompt's length")
     run = on_root(world, lambda: _open(folder, prepared, corpus, options, log))
     done = set(share_json(world, None if run is None else sorted(run.done | run.failed)))
-    todo = [number for number in range(len(corpus))[spec.documents.share] if corpus.entries[number].id not in done]
+    todo = [number for number in corpus.share(spec.documents.share) if corpus.entries[number].id not in done]
     what = "questions about documents" if spec.questions else "documents"
     log.root(f"{what}: {len(corpus)}" + (f", {len(done)} of them done already" if done else ""))
     if spec.output.kv and spec.questions is None:
@@ -175,7 +175,7 @@ def open_source(setup: JobSetup, corpus: Corpus, loads: Sequence[bool] = ()) -> 
         return StoredSource(setup, corpus, loads)
     if setup.beginnings is not None:
         return TextSource(corpus, setup.prompt_config, partial(setup.beginnings.find, loaded=setup.loaded))
-    return TextSource(corpus, setup.prompt_config)
+    return TextSource(corpus, setup.prompt_config, prompts=prompts_of(setup.spec))
 
 
 def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
@@ -194,7 +194,9 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
     wanted = spec.documents
     if spec.questions is not None:
         raise ConfigError("a job with [questions] is about a run's documents: `kvr ask --dry-run` says what it takes")
-    corpus = scan_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit, known=known)
+    corpus = scan_corpus(
+        wanted.path, rows=row_format(spec), limit=wanted.limit, prompts=list(prompts_of(spec)), known=known
+    )
     if not corpus.entries:
         raise CorpusError(f"documents.path {wanted.path}: the files hold no document; expected at least one")
     return corpus

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvr_mpi.documents import Document
@@ -23,6 +23,7 @@ from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.runtime.measuring import Say
 from kvr_mpi.runtime.requests import PromptRequest
 from kvr_mpi.runtime.setup import JobSetup
+from kvr_mpi.runtime.shared_document import SharedDocument, why_not_shared
 from kvr_mpi.schedule.partitioner import Partitioner
 from kvr_mpi.schedule.strategy_choice import Choice, choose_strategies
 from kvr_mpi.topology import Rotation
@@ -41,6 +42,7 @@ class PlannedPrompt:
     decode_rank : the rank of the chain that has the last slice, and ends with logits and cache.
     partition : its slices; None if one rank prefills it, packed with others.
     new_tokens : most of its answer.
+    shared_tokens : its first ones that are prefilled by themselves, for other prompts too; what is planned is that.
     """
 
     prompt: Prompt
@@ -49,11 +51,26 @@ class PlannedPrompt:
     strategy: Strategy
     partition: Partition | None
     new_tokens: int
+    shared_tokens: int = 0
 
     @property
     def known_tokens(self) -> int:
         """Its first tokens, which nobody computes."""
         return self.prefix.tokens if self.prefix else 0
+
+    @property
+    def row_tokens(self) -> int:
+        """What it takes of a packed row."""
+        return self.prompt.tokens - max(self.known_tokens, self.shared_tokens)
+
+    def goes_with(self, other: PlannedPrompt) -> bool:
+        """Whether they go on from the same, in one packed row."""
+        return self.prefix is other.prefix and self.shared_ids == other.shared_ids
+
+    @property
+    def shared_ids(self) -> tuple[int, ...]:
+        """What is prefilled by itself."""
+        return self.prompt.ids[: self.shared_tokens]
 
 
 class ChainRunner:
@@ -81,6 +98,8 @@ class ChainRunner:
         # On one rank there is nothing to choose: whatever hands keys and values on is a chain of one.
         self._strategy = setup.strategies[0] if chain.size > 1 or setup.strategies[0].is_plain else KVR
         self._choices = self._choose(ranks, say) if chain.size > 1 and len(setup.strategies) > 1 else {}
+        self._shares_nothing = why_not_shared(self._spec, self._loaded.model) is not None
+        self._shared: SharedDocument | None = None
         self._chosen: dict[tuple[int, int, int], Strategy] = {}
 
     @property
@@ -108,26 +127,48 @@ class ChainRunner:
         """
         prompt, prefix, new_tokens = request.prompt, self._prefix_of(request), request.document.new_tokens
         known = prefix.tokens if prefix else 0
-        if self._goes_alone(prompt, known):
+        shared = self._plan_shared(request, decode_rank)
+        if shared is not None:
+            return shared
+        if self._goes_alone(prompt.tokens - known):
             return PlannedPrompt(prompt, prefix, decode_rank, KVR, None, new_tokens)
         strategy = self._choose_strategy(prompt.tokens, known, new_tokens)
         partition = self._cut(strategy, prompt.tokens, known, decode_rank)
         return PlannedPrompt(prompt, prefix, decode_rank, strategy, partition, new_tokens)
 
+    def _plan_shared(self, request: PromptRequest, decode_rank: int) -> PlannedPrompt | None:
+        """Plan a prompt whose beginning other prompts have, too; None if it has none, or there is no room for that."""
+        document, prefix = request.document, self._prefix_of(request)
+        tokens, known = document.shared_tokens, prefix.tokens if prefix else 0
+        if self._shares_nothing or tokens <= known:
+            return None
+        plan = PlannedPrompt(request.prompt, prefix, decode_rank, KVR, None, document.new_tokens, tokens)
+        if not self._goes_alone(tokens - known):
+            strategy = self._choose_strategy(tokens, known, 0)
+            plan = replace(plan, strategy=strategy, partition=self._cut(strategy, tokens, known, decode_rank))
+        return plan if self.fits_beside(plan, [0] * self.chain.size) else None
+
+    def pinned_rank(self, request: PromptRequest) -> int | None:
+        """Say which rank has what a prompt goes on from."""
+        shared, tokens = self._shared, request.document.shared_tokens
+        return shared.decode_rank if shared and shared.ids == request.prompt.ids[:tokens] else None
+
     def planned(
-        self, request: PromptRequest, decode_rank: int, strategy: str, bounds: Sequence[int] | None
+        self, request: PromptRequest, decode_rank: int, strategy: str, bounds: Sequence[int] | None, shared_tokens: int
     ) -> PlannedPrompt:
         """Make a prompt's plan of what the chain's first rank tells of it."""
         partition = None if bounds is None else Partition(tuple(bounds))
         prefix, new_tokens = self._prefix_of(request), request.document.new_tokens
-        return PlannedPrompt(request.prompt, prefix, decode_rank, STRATEGIES[strategy], partition, new_tokens)
+        return PlannedPrompt(
+            request.prompt, prefix, decode_rank, STRATEGIES[strategy], partition, new_tokens, shared_tokens
+        )
 
     def why_too_large(self, plan: PlannedPrompt) -> str | None:
         """Say why a prompt fits on no empty chain, and how many ranks would do; None if it does."""
         footprint = self._setup.footprint
         try:
             self._loaded.shape.check_ids(plan.prompt.ids)
-            if footprint is None:
+            if footprint is None or plan.shared_tokens:  # which is only planned where it fits
                 return None
             free = [min(self._free_bytes)]
             if plan.partition is None:
@@ -144,13 +185,14 @@ class ChainRunner:
         footprint = self._setup.footprint
         if footprint is None:  # plain transformers' memory is not predicted: one at a time
             return False
-        if plan.partition is None:
+        own = self._kv_bytes(plan.prompt.tokens + plan.new_tokens) + footprint.activation_bytes(PACK_TOKENS)
+        if plan.partition is None or self.goes_on(plan):
             needs = [0] * self.chain.size
-            needs[plan.decode_rank] = self._kv_bytes(plan.prompt, plan.new_tokens) + footprint.activation_bytes(
-                PACK_TOKENS
-            )
+            needs[plan.decode_rank] = own + self._kv_bytes(plan.shared_tokens)
         else:
-            needs = self._needs(plan.strategy, plan.partition, plan.known_tokens, plan.decode_rank, plan.new_tokens)
+            new_tokens = 0 if plan.shared_tokens else plan.new_tokens
+            needs = self._needs(plan.strategy, plan.partition, plan.known_tokens, plan.decode_rank, new_tokens)
+            needs[plan.decode_rank] += own if plan.shared_tokens else 0
         return all(
             not need or need + held <= free
             for need, held, free in zip(needs, held_bytes, self._free_bytes, strict=True)
@@ -158,15 +200,17 @@ class ChainRunner:
 
     def held_bytes(self, request: PromptRequest) -> int:
         """Bytes of a prompt's cache on the rank that decodes it, with room for the answer."""
-        return self._kv_bytes(request.prompt, request.document.new_tokens)
+        return self._kv_bytes(request.prompt.tokens + request.document.new_tokens)
 
-    def prefill(self, planned: PlannedPrompt, forwarder: Forwarder | None) -> Prefill:
+    def prefill(self, planned: PlannedPrompt, forwarder: Forwarder | None, *, keeps_all: bool = False) -> Prefill:
         """Prefill over the chain; every rank of it gives the same prompts in the same order.
 
         Parameters
         ----------
         forwarder : Forwarder or None
             Of `open_forwarder`.
+        keeps_all : bool
+            The decode rank is to have the keys and values of all tokens, windows or not.
         """
         assert planned.partition is not None, "it goes alone"
         return planned.strategy.prefill(
@@ -179,8 +223,37 @@ class ChainRunner:
             last=planned.decode_rank,
             forwarder=forwarder,
             spares_chain=True,
-            keeps_all=self._spec.output.kv,
+            keeps_all=keeps_all or self._spec.output.kv,
         )
+
+    def prefill_shared(self, planned: PlannedPrompt, forwarder: Forwarder | None) -> Prefill | None:
+        """Let go of what the last prompts began with, and prefill what this one and others do; as `prefill`.
+
+        Returns
+        -------
+        Prefill or None
+            What this rank did for it; None if that was nothing.
+        """
+        ids, rank = planned.shared_ids, planned.decode_rank
+        self._shared, prefill = None, None  # its memory first
+        if not ids:
+            return None
+        if planned.partition is not None:
+            alone = replace(planned, prompt=Prompt(ids), new_tokens=0)
+            prefill = self.prefill(alone, forwarder, keeps_all=True)
+        elif self.chain.rank == rank:
+            (prefill,) = prefill_packed(self._loaded, [ids], prefix=planned.prefix)
+        self._shared = SharedDocument(ids, rank, prefill if self.chain.rank == rank else None)
+        return prefill
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether what prompts begin with is kept."""
+        return self._shared is not None
+
+    def goes_on(self, planned: PlannedPrompt) -> bool:
+        """Whether a prompt begins with what was prefilled last."""
+        return self._shared is not None and bool(planned.shared_ids) and self._shared.ids == planned.shared_ids
 
     def prefill_packed(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
         """Prefill short prompts that begin with the same prefix in one forward, on this rank alone."""
@@ -189,13 +262,21 @@ class ChainRunner:
 
     def _prefill_row(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
         ids, reserves = [planned.prompt.ids for planned in row], [planned.new_tokens for planned in row]
-        return prefill_packed(self._loaded, ids, reserve_tokens=reserves, prefix=row[0].prefix)
+        if not row[0].shared_tokens:
+            return prefill_packed(self._loaded, ids, reserve_tokens=reserves, prefix=row[0].prefix)
+        shared = self._shared
+        assert shared is not None and shared.ids == row[0].shared_ids, "it goes on from what was prefilled last"
+        if shared.error is not None:
+            return shared.failed(ids)
+        prefills = prefill_packed(self._loaded, ids, reserve_tokens=reserves, prefix=shared.prefix)
+        shared.charge(prefills)
+        return prefills
 
-    def _goes_alone(self, prompt: Prompt, known: int) -> bool:
-        """Whether a prompt is too short to be cut: one rank prefills it, packed with others."""
+    def _goes_alone(self, tokens: int) -> bool:
+        """Whether so many tokens are too few to be cut: one rank prefills them, packed with others."""
         if self._strategy.is_plain:
             return False
-        size, tokens = self.chain.size, prompt.tokens - known
+        size = self.chain.size
         return tokens < LEAST_SLICE_TOKENS * size or (size == 1 and 2 * tokens <= PACK_TOKENS)
 
     def _prefix_of(self, request: PromptRequest) -> SharedPrefix | None:
@@ -203,8 +284,8 @@ class ChainRunner:
         ids, known = request.prompt.ids, request.document.prefix
         return known or next((one for one in self._setup.prefixes if ids[: one.tokens] == one.ids), None)
 
-    def _kv_bytes(self, prompt: Prompt, new_tokens: int) -> int:
-        return (prompt.tokens + new_tokens) * self._loaded.shape.kv_bytes_per_token
+    def _kv_bytes(self, tokens: int) -> int:
+        return tokens * self._loaded.shape.kv_bytes_per_token
 
     def _cut(self, strategy: Strategy, tokens: int, known: int, decode_rank: int) -> Partition:
         """Cut a prompt for the chain with this rank of it last; nobody computes what is known."""

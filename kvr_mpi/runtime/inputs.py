@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvr_mpi.documents import RowFormat
 from kvr_mpi.documents.openai_batch import PASSED
+from kvr_mpi.documents.questions import NAME
 from kvr_mpi.documents.templates import TEXT, Template, parse_template
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec
@@ -11,10 +12,16 @@ from kvr_mpi.job import JobSpec
 
 def templates_of(spec: JobSpec) -> dict[str, str]:
     """List a job's templates by their keys."""
-    found = {"prompt.template": spec.prompt.template}
+    found = {f"prompts.{name}.template": template for name, template in prompts_of(spec).items()}
+    found = found or {"prompt.template": spec.prompt.template}
     if spec.prompt.reduce_template is not None:
         found["prompt.reduce_template"] = spec.prompt.reduce_template
     return found
+
+
+def prompts_of(spec: JobSpec) -> dict[str, str]:
+    """List the templates of several prompts about each document, by name; none if there is one prompt."""
+    return {prompt.name: prompt.template for prompt in spec.prompts}
 
 
 def parse_templates(spec: JobSpec) -> list[Template]:
@@ -31,6 +38,7 @@ def parse_templates(spec: JobSpec) -> list[Template]:
 def row_format(spec: JobSpec) -> RowFormat:
     """Say how the rows of a job's corpus are read."""
     check_format(spec)
+    check_prompts(spec)
     columns = dict.fromkeys(name for template in parse_templates(spec) for name in template.columns)
     wanted = spec.documents
     return RowFormat(
@@ -47,6 +55,35 @@ def passed_columns(spec: JobSpec) -> list[str]:
     """Name what goes from the documents' rows into their records."""
     always = PASSED if spec.documents.format == "openai-batch" else ()
     return list(dict.fromkeys([*always, *spec.output.columns]))
+
+
+def check_prompts(spec: JobSpec) -> None:
+    """Refuse several prompts that cannot be told apart, and settings that do not go with several.
+
+    Raises
+    ------
+    ConfigError
+        Naming the first of them.
+    """
+    names = [prompt.name for prompt in spec.prompts]
+    for number, name in enumerate(names):
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"prompts: a prompt is named {name[:80]!r}; expected up to 64 letters, digits, ., - and _"
+            )
+        if name in names[:number]:
+            raise ConfigError(f"prompts: two prompts are named {name!r}; give each a name of its own")
+    wrong = {
+        "prompt.template": spec.prompt.template != TEXT,
+        f"documents.format = {spec.documents.format!r}": spec.documents.format != "text",
+        "documents.reuse": spec.documents.reuse is not None,
+        "output.kv = true": spec.output.kv,
+        "parallel.ranks_per_chain = 'auto'": spec.parallel.planned,
+        "[questions]": spec.questions is not None,
+    }
+    for key, is_wrong in wrong.items():
+        if names and is_wrong:
+            raise ConfigError(f"{key} does not go with [[prompts]]: leave one of them out")
 
 
 def check_format(spec: JobSpec) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.documents.templates import check_system
 from kvr_mpi.documents.token_counts import Counted, count_corpus
-from kvr_mpi.errors import CorpusError
+from kvr_mpi.errors import ConfigError, CorpusError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import Outline, load_outline
 from kvr_mpi.runtime.inputs import parse_templates, row_format
@@ -50,6 +50,10 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
         If nothing says how fast a rank is.
     """
     parse_templates(spec)
+    if spec.prompts:
+        raise ConfigError(
+            "[[prompts]]: several prompts about a document are not planned yet; plan one as prompt.template"
+        )
     check_system(spec.prompt.system)
     source = spec.model
     outline = load_outline(

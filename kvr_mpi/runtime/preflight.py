@@ -19,7 +19,7 @@ from kvr_mpi.documents.templates import check_system, parse_template
 from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, OutputError
 from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
-from kvr_mpi.runtime.inputs import check_format, templates_of
+from kvr_mpi.runtime.inputs import check_format, check_prompts, templates_of
 from kvr_mpi.store.folder import check_fresh
 from kvr_mpi.topology import divides
 from kvr_mpi.tuning.table import load_table, table_files
@@ -99,6 +99,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         partial(_check_table, spec, ranks),
         *(partial(_check_template, spec, key, template) for key, template in templates_of(spec).items()),
         partial(check_format, spec),
+        partial(check_prompts, spec),
         partial(_check_columns, spec),
         partial(_check_model, spec.model, offline if spec.model.offline is None else spec.model.offline),
         *(partial(_check_documents, spec, path) for path in spec.documents.path if spec.questions is None),

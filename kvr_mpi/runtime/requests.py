@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Frame, Prompt, encode_text, make_frame, split_text
+from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.documents.templates import TEXT
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
@@ -33,6 +34,7 @@ class PromptConfig:
 
     frame, reduce_frame : around a document's text, and around the answers about its parts.
     max_new_tokens : of an answer.
+    questions : frames by the name of the prompt, if there are several about each document.
     """
 
     tokenizer: Any
@@ -40,6 +42,7 @@ class PromptConfig:
     frame: Frame
     reduce_frame: Frame
     max_new_tokens: int
+    questions: Mapping[str, Frame] = field(default_factory=dict)
 
     def of(self, document: Document) -> PromptConfig:
         """Fill in the fields of a document's row, and leave room for its own answer.
@@ -52,13 +55,32 @@ class PromptConfig:
         own = document.generation.max_new_tokens
         new_tokens = self.max_new_tokens if own is None else own
         frame, reduce_frame = self.frame, self.reduce_frame
+        if document.asked is not None and self.questions:
+            _, name = parse_answer_id(document.id)
+            frame = self.questions[name]
+            reduce_frame = frame if self.prompt.reduce_template is None else reduce_frame
         if document.is_raw:
             frame = make_frame(self.tokenizer, TEXT, chat_template=False, max_prompt_tokens=frame.max_tokens)
         room = frame.max_tokens + self.max_new_tokens - new_tokens
-        frame, reduce_frame = (
-            replace(one, max_tokens=room).filled(self.tokenizer, document.columns) for one in (frame, reduce_frame)
+        frame, reduce_frame, *others = (
+            replace(one, max_tokens=room).filled(self.tokenizer, document.columns)
+            for one in (frame, reduce_frame, *self.questions.values())
         )
+        if others and self.prompt.too_long == "truncate":  # all prompts about a document are about the same text
+            budget = min(other.text_budget for other in others)
+            frame = replace(frame, max_tokens=len(frame.head) + len(frame.tail) + budget)
         return replace(self, frame=frame, reduce_frame=reduce_frame, max_new_tokens=new_tokens)
+
+    def shared_tokens(self, document: Document, prompt: Prompt) -> int:
+        """Count the tokens of a document's prompt that other prompts about it begin with, too."""
+        if document.asked is None or not self.questions:
+            return 0
+        own = self.questions[parse_answer_id(document.id)[1]]
+        alike = [one for one in self.questions.values() if one.begins_like(own)]
+        if len(alike) < 2:
+            return 0
+        # Each of them has to go on with something.
+        return prompt.text[1] - any(not one.tail and not one.tail_gaps for one in alike)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +111,8 @@ class DocumentRequest:
     prompts : list of Prompt
     prefix : SharedPrefix or None
         What they begin with, if its keys and values are there already.
+    shared_tokens : int
+        How many tokens of its only prompt other prompts about the same document begin with, too.
     """
 
     document: Document
@@ -96,6 +120,7 @@ class DocumentRequest:
     work: int
     prompts: list[Prompt] = field(default_factory=list)
     prefix: SharedPrefix | None = None
+    shared_tokens: int = 0
     past: list[PromptOutcome] = field(default_factory=list)  # of earlier prompts
     _stage: int = 0
     _text_ids: Sequence[int] = ()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
-from kvr_mpi.documents import Corpus, Document
+from kvr_mpi.documents import Asked, Corpus, Document
 from kvr_mpi.documents.conversations import encode_conversation
 from kvr_mpi.documents.prompts import Prompt, encode_text, fit_prompt
+from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.runtime.requests import DocumentRequest, PromptConfig
 
+NO_PROMPTS: Mapping[str, str] = MappingProxyType({})
 FindPrefix = Callable[[Sequence[int]], SharedPrefix | None]
 
 
@@ -43,14 +48,27 @@ class TextSource:
         How they are asked.
     find_prefix : callable, optional
         Finds what is stored of a prompt's beginning, alike on every rank.
+    prompts : mapping
+        Templates by name, if there are several about each document.
     """
 
-    def __init__(self, corpus: Corpus, prompt_config: PromptConfig, find_prefix: FindPrefix = lambda ids: None) -> None:
-        self.corpus, self._config, self._find_prefix = corpus, prompt_config, find_prefix
+    def __init__(
+        self,
+        corpus: Corpus,
+        prompt_config: PromptConfig,
+        find_prefix: FindPrefix = lambda ids: None,
+        prompts: Mapping[str, str] = NO_PROMPTS,
+    ) -> None:
+        self.corpus, self._config, self._find_prefix, self._prompts = corpus, prompt_config, find_prefix, prompts
 
     def read(self, number: int) -> Document:
-        """Read a document's text."""
-        return self.corpus.read(number)
+        """Read a document's text, and say which of several prompts it is for."""
+        document = self.corpus.read(number)
+        if not self._prompts:
+            return document
+        about, name = parse_answer_id(document.id)
+        sha256 = hashlib.sha256(document.text.encode()).hexdigest()
+        return replace(document, asked=Asked(about, self._prompts[name], sha256))
 
     def request(self, document: Document, work: int) -> DocumentRequest:
         """Put the job's words around a text; cut it if it is too long, or make several prompts of it."""
@@ -72,8 +90,9 @@ class TextSource:
             request.split_text(ids, config.frame)
         else:
             truncate = wanted.keep if wanted.too_long == "truncate" else None
-            request.prompts = [fit_prompt(config.frame, ids, truncate=truncate)]
-            request.prefix = self._find_prefix(request.prompts[0].ids)
+            prompt = fit_prompt(config.frame, ids, truncate=truncate)
+            request.prompts, request.prefix = [prompt], self._find_prefix(prompt.ids)
+            request.shared_tokens = config.shared_tokens(document, prompt)
         return request
 
 

@@ -132,7 +132,7 @@ def known_corpus(folder: Path) -> Corpus | None:
 def wanted_documents(folder: Path) -> list[str] | None:
     """Return the ids of the documents that the run's latest job is to do; None if that is not known."""
     stored = _read_run_file(folder)
-    return None if stored is None else [entry.id for entry in stored[1].entries[share_of(stored[0])]]
+    return None if stored is None else [stored[1].entries[number].id for number in stored[1].share(share_of(stored[0]))]
 
 
 def share_in(folder: Path) -> tuple[int, int] | None:
