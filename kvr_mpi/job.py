@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.prefill.registry import JOB_STRATEGIES
+from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.transport.choose import Name
 
 ENVIRONMENT_PREFIX = "KVR_"
@@ -49,8 +49,12 @@ class DocumentsSection(Section):
     path: list[Annotated[str, Field(min_length=1)]] = Field(
         min_length=1, description="folders, globs or files: .txt .md .jsonl .jsonl.gz .parquet"
     )
+    format: Literal["text", "messages", "openai-batch"] = Field(
+        "text", description="what a row is: a text, a conversation, or a request of OpenAI's batch format"
+    )
     id_field: str = Field("id", description="field of a row that names it")
     text_field: str = Field("text", description="field of a row that holds its text")
+    messages_field: str = Field("messages", description="field of a row that holds its conversation")
     limit: int | None = Field(None, ge=1, description="only the first documents")
     shard: str | None = Field(None, description="'i/n': every n-th document, from the i-th (0 to n - 1)")
     reuse: str | None = Field(
@@ -83,13 +87,23 @@ class DocumentsSection(Section):
 class PromptSection(Section):
     """What is asked about each document."""
 
-    template: str = Field("{text}", description="the user's words, with {text} where the document goes")
+    template: str = Field(
+        "{text}",
+        description="the user's words, with {text} where the document goes, and {field} for any field of its row",
+    )
     system: str | None = Field(None, description="system prompt")
     chat_template: bool | None = Field(None, description="wrap in the model's chat template; default: if it has one")
     too_long: Literal["error", "truncate", "split"] = Field("error", description="when a prompt exceeds the context")
     keep: Literal["head", "tail", "middle"] = Field("head", description="what truncate keeps")
     reduce_template: str | None = Field(None, description="for the answers about the parts; default: template")
     max_tokens: int | None = Field(None, ge=2, description="longest prompt and answer; default: the model's context")
+
+
+class NamedPrompt(Section):
+    """One of several prompts about each document, in place of `prompt.template`."""
+
+    name: str = Field(description="what it is called: part of the ids of its answers")
+    template: str = Field(description="as prompt.template; what stands before {text} is best the same in all of them")
 
 
 class GenerationSection(Section):
@@ -188,46 +202,6 @@ class ParallelSection(Section):
         return self.strategy != "single" and self.ranks_per_chain == "auto"
 
 
-class OutputSection(Section):
-    """What is kept, and where."""
-
-    path: str = Field(min_length=1, description="folder for the results; created if missing")
-    kv: bool | Literal["sharded"] = Field(
-        False,
-        description="keep every prompt's keys and values; sharded: every rank holds and writes its own, none all",
-    )
-    kv_dtype: Literal["model", "int8"] = Field(
-        "model", description="of stored keys and values; int8: rounded, a quarter or half of the size"
-    )
-    max_failed: int | float | str = Field(
-        0, description="error records that still end with exit code 0: a number, or a share such as 0.05 or '5%'"
-    )
-
-    @property
-    def kv_identity(self) -> bool | str:
-        """What is stored of keys and values, in a word; runs from before 8 bits go on."""
-        return f"{self.kv} {self.kv_dtype}" if self.kv and self.kv_dtype != "model" else self.kv
-
-    @field_validator("max_failed")
-    @classmethod
-    def _number_or_share(cls, value: int | float | str) -> int | float | str:
-        if isinstance(value, str):
-            found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)
-            good = found is not None and float(found[1]) <= 100
-        else:
-            good = value >= 0 if isinstance(value, int) else 0 <= value <= 1
-        if not good:
-            raise ValueError("expected a number of documents such as 3, or a share such as 0.05 or '5%'")
-        return value
-
-    def failures_allowed(self, documents: int) -> int:
-        """Count the error records of so many documents that still end with exit code 0."""
-        if isinstance(self.max_failed, int):
-            return self.max_failed
-        percent = self.max_failed * 100 if isinstance(self.max_failed, float) else float(self.max_failed.rstrip(" %"))
-        return int(documents * percent / 100 + 1e-9)
-
-
 class QuestionsSection(Section):
     """What is asked of documents whose keys and values are stored: `documents.path` is then the run that has them."""
 
@@ -249,14 +223,15 @@ class JobSpec(Section):
     model: ModelSection
     documents: DocumentsSection
     prompt: PromptSection = PromptSection()
+    prompts: list[NamedPrompt] = []
     questions: QuestionsSection | None = None
     generation: GenerationSection = GenerationSection()
     compress: CompressSettings | None = None
     parallel: ParallelSection = ParallelSection()
-    output: OutputSection
+    output: OutputSettings
 
     @property
-    def is_shared(self) -> bool:
+    def is_spread(self) -> bool:
         """Whether keys and values stay spread over the ranks of a chain, which then decode together."""
         return self.output.kv == "sharded" or (self.questions is not None and self.questions.sharded)
 
@@ -310,6 +285,7 @@ def make_job(
 ) -> tuple[JobSpec, dict[str, str]]:
     """Check a job that has been read; `path` is where from, the rest as in `load_job`."""
     sources = {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
+    sources |= {name: str(path) for name, table in raw.items() if isinstance(table, list)}
     runs_code = _runs_code(raw)
     for name, value in sorted(environ.items()):
         section, found, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
@@ -341,10 +317,14 @@ def make_job(
 def show_job(spec: JobSpec, sources: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """List every ``section.key``, its value, and where the value comes from."""
     return [
-        (f"{section}.{key}", repr(value), sources.get(f"{section}.{key}", "default"))
+        (key, repr(value), sources.get(key, "default"))
         for section, table in spec.model_dump().items()
         if table is not None
-        for key, value in table.items()
+        for key, value in (
+            [(section, table)]
+            if isinstance(table, list)
+            else [(f"{section}.{key}", value) for key, value in table.items()]
+        )
     ]
 
 
@@ -370,7 +350,7 @@ def _put(raw: dict[str, Any], sources: dict[str, str], section: str, key: str, t
 
 def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> tuple[str, str]:
     """One of pydantic's findings as where it is, and what a user can do about it."""
-    place = [str(part) for part in item["loc"]]
+    place = [str(part) for part in item["loc"] if not isinstance(part, int)]
     key = ".".join(place[:2])
     where = sources.get(key) or next((of for name, of in sources.items() if name.startswith(f"{key}.")), str(path))
     if item["type"] == "extra_forbidden":

@@ -17,7 +17,17 @@ path = "the/documents"
 [output]
 path = "the/output"
 """
-SECTIONS = ("model", "documents", "prompt", "questions", "generation", "compress", "parallel", "output")
+SECTIONS = (
+    "model",
+    "documents",
+    "prompt",
+    "prompts",
+    "questions",
+    "generation",
+    "compress",
+    "parallel",
+    "output",
+)
 
 
 def write_job(folder: Path, more: str = "", text: str = MINIMAL) -> Path:

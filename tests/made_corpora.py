@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import strategies as st
 
-from kvr_mpi.documents import Document, read_corpus
+from kvr_mpi.documents import Document, RowFormat, read_corpus
 
 # What any document may be: text that is Unicode (no lone surrogates).
 unicode_text = st.text(st.characters(exclude_categories=["Cs"]))
@@ -23,7 +23,8 @@ unicode_text = st.text(st.characters(exclude_categories=["Cs"]))
 
 def read(*paths: str | Path, **options: Any) -> list[Document]:
     """Read the whole corpus, and check what holds of every one."""
-    documents = list(read_corpus([str(path) for path in paths], **options))
+    rows = RowFormat(**{name: options.pop(name) for name in [*options] if name != "limit"})
+    documents = list(read_corpus([str(path) for path in paths], rows=rows, **options))
     ids = [document.id for document in documents]
     assert len(set(ids)) == len(ids)
     for document in documents:

@@ -34,6 +34,8 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     path = ["a", "b/*.txt"]
     id_field = "key"
     text_field = "body"
+    format = "messages"
+    messages_field = "talk"
     limit = 3
     shard = "1/4"
     reuse = "runs/old"
@@ -70,7 +72,11 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     [output]
     path = "o"
     kv = true
+    columns = ["title"]
     max_failed = "5%"
+    [[prompts]]
+    name = "p"
+    template = "{text} p?"
     """
     spec, sources = load_job(write_job(tmp_path, text=text), (), {})
     given = {key for key, _, source in show_job(spec, sources) if source != "default"}
@@ -153,7 +159,9 @@ def test_a_shown_job_has_every_key_and_where_it_is_from(tmp_path: Path) -> None:
     path = write_job(tmp_path, "[prompt]\nkeep = 'tail'")
     spec, sources = load_job(path, ["generation.seed=5"], {"KVR_OUTPUT__KV": "true"})
     rows = {key: (value, source) for key, value, source in show_job(spec, sources)}
-    assert set(rows) == {f"{section}.{key}" for section, table in spec.model_dump().items() for key in table or ()}
+    tables = {section: table for section, table in spec.model_dump().items() if section != "prompts"}
+    keys = {f"{section}.{key}" for section, table in tables.items() for key in table or ()}
+    assert set(rows) == {*keys, "prompts"} and rows["prompts"] == ("[]", "default")
     assert {key.partition(".")[0] for key in rows} == set(SECTIONS) - {"questions", "compress"}, "which few jobs have"
     assert rows["prompt.keep"] == ("'tail'", str(path))
     assert rows["generation.seed"] == ("5", "--set generation.seed")

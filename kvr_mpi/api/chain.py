@@ -18,7 +18,8 @@ from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec, make_job
 from kvr_mpi.model import choose_device
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.runtime.chain_runner import ChainRunner, PlannedPrompt
+from kvr_mpi.runtime.chain_runner import ChainRunner
+from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.runtime.requests import DocumentRequest, PromptRequest
 from kvr_mpi.runtime.setup import prepare
 from kvr_mpi.transport import share_json, together
@@ -232,9 +233,8 @@ class Chain:
         word = None
         if self.rank == 0:
             plan = self._runner.plan(request, self.decode_rank)
-            word = [plan.strategy.name, None if plan.partition is None else plan.partition.bounds]
-        strategy, bounds = share_json(self._ranks, word)
-        return self._runner.planned(request, self.decode_rank, strategy, bounds)
+            word = [plan.strategy.name, None if plan.partition is None else plan.partition.bounds, plan.shared_tokens]
+        return self._runner.planned(request, self.decode_rank, *share_json(self._ranks, word))
 
     def _run(self, plan: PlannedPrompt) -> Prefill | None:
         """Prefill over the chain; a short prompt on the rank that decodes it, and on others nothing."""

@@ -154,7 +154,7 @@ def _bench_batch(world: Transport, options: BenchOptions) -> int:
         share_json(world, on_root(world, lambda: load_job(path, options.settings)[0].model_dump_json()))
     )
     corpus = Corpus.from_json(share_json(world, on_root(world, lambda: scan_documents(spec).to_json())))
-    corpus = replace(corpus, entries=corpus.entries[spec.documents.share])
+    corpus = replace(corpus, entries=tuple(corpus.entries[number] for number in corpus.share(spec.documents.share)))
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
     links, reason = open_transport(world, cast(Name, options.transport), device, cache_dir=machine.cache_dir)
     log.root(reason)

@@ -14,12 +14,24 @@ if TYPE_CHECKING:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("paths", type=click.Path(path_type=Path), metavar="FILE...", nargs=-1, required=True)
-@click.option("--format", "kind", type=click.Choice(["jsonl", "csv", "parquet"]), default="jsonl", show_default=True)
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["jsonl", "csv", "parquet", "openai-batch"]),
+    default="jsonl",
+    show_default=True,
+    help="openai-batch: responses to the requests of a job with documents.format = 'openai-batch'.",
+)
 @click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to write; default: standard output.",
+)
+@click.option(
+    "--errors",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --format openai-batch: the file for requests that failed; default: among the answers.",
 )
 @click.option(
     "--kv",
@@ -38,6 +50,7 @@ def export(
     paths: tuple[Path, ...],
     kind: str,
     output: Path | None,
+    errors: Path | None,
     kv: Path | None,
     overwrite: bool,
     status: str | None,
@@ -55,14 +68,17 @@ def export(
         raise click.UsageError("--kv FOLDER writes keys and values, -o FILE answers: choose one")
     if output is None and kv is None and kind == "parquet":
         raise click.UsageError("Parquet is binary: name a file with -o FILE")
-    if output is not None and output.exists():
-        if not overwrite:
-            raise OutputError(f"{output} exists; add --overwrite, or choose another file")
-        if any(path.exists() and output.samefile(path) for path in paths):
-            raise OutputError(f"{output} is what is to be exported; choose another file")
+    if errors is not None and (kind != "openai-batch" or output is None or errors.absolute() == output.absolute()):
+        raise click.UsageError("--errors FILE goes with --format openai-batch and -o ANOTHER_FILE")
+    for target in filter(None, (output, errors)):
+        if target.exists():
+            if not overwrite:
+                raise OutputError(f"{target} exists; add --overwrite, or choose another file")
+            if any(path.exists() and target.samefile(path) for path in paths):
+                raise OutputError(f"{target} is what is to be exported; choose another file")
     index, missing = index_runs(find_runs(paths), verify=verify)
     if kv is None:
-        _write(index, kind, output, status)
+        _write(index, kind, (output, errors), status)
     else:
         from kvr_mpi.store.tensors import export_kv
 
@@ -73,18 +89,26 @@ def export(
     return EXIT_BAD_DATA if missing else EXIT_OK
 
 
-def _write(index: Index, kind: str, output: Path | None, status: str | None) -> None:
+def _write(index: Index, kind: str, targets: tuple[Path | None, Path | None], status: str | None) -> None:
+    from contextlib import ExitStack
+
     from kvr_mpi.disk import replacing
     from kvr_mpi.errors import OutputError
+    from kvr_mpi.store.batch_responses import write_responses
     from kvr_mpi.store.export import write_export
-    from kvr_mpi.store.folder import read_records
+    from kvr_mpi.store.folder import read_columns, read_model, read_records
 
     records = read_records(index, index.ids(status))
-    if output is None:
-        write_export(records, kind, sys.stdout.buffer)
-        return
+    output, errors = targets
     try:
-        with replacing(output) as stream:
-            write_export(records, kind, stream)
+        with ExitStack() as files:
+            stream = sys.stdout.buffer if output is None else files.enter_context(replacing(output))
+            failed = stream if errors is None else files.enter_context(replacing(errors))
+            if kind == "openai-batch":
+                write_responses(records, stream, failed, read_model(index))
+            else:
+                write_export(records, kind, stream, read_columns(index))
     except OSError as error:
-        raise OutputError(f"{output} cannot be written: {error.strerror or error}") from error
+        if output is None:
+            raise
+        raise OutputError(f"{error.filename or output} cannot be written: {error.strerror or error}") from error

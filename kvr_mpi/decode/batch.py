@@ -8,13 +8,14 @@ wave and the writer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.sampling import Answer, DecodeSequence, SamplingParams
+from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
@@ -26,6 +27,8 @@ from kvr_mpi.transport.local import LocalTransport
 
 # Most sequences a rank decodes together: beyond that, weights are read seldom enough.
 MAX_SEQUENCES = 64
+# Settings of rows that are kept, for rows with the same.
+KEPT_RULES = 16
 
 K = TypeVar("K")
 
@@ -78,6 +81,7 @@ class DecodeBatch(Generic[K]):
     ) -> None:
         self._loaded = loaded
         self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
+        self._own_rules: dict[OwnGeneration, SamplingParams] = {}
         self._running: list[_Running[K]] = []
         self._aside: list[_Running[K]] = []  # no memory for their next token until another document leaves
         self._finished: list[Finished[K]] = []
@@ -97,7 +101,9 @@ class DecodeBatch(Generic[K]):
         return [one.key for one in self._running + self._aside] + [one.key for one in self._finished]
 
     @torch.inference_mode()
-    def add(self, key: K, prefill: Prefill, prompt_ids: Sequence[int], seed: int) -> None:
+    def add(
+        self, key: K, prefill: Prefill, prompt_ids: Sequence[int], seed: int, own: OwnGeneration = AS_THE_JOB
+    ) -> None:
         """Take in a document after its prefill, which chooses its first token.
 
         Parameters
@@ -105,14 +111,16 @@ class DecodeBatch(Generic[K]):
         key : object
             Comes back in `Finished`.
         prefill : Prefill
-            Of the decode rank: with logits and the whole cache, and room for ``max_new_tokens``.
+            Of the decode rank: with logits and the whole cache, and room for its ``max_new_tokens``.
         prompt_ids : sequence of int
             All of them, for the processors that look back.
         seed : int
             For sampling: the same seed, prompt and settings give the same answer.
+        own : OwnGeneration
+            Settings of the document, where they are not the job's.
         """
         assert prefill.logits is not None, "only the decode rank of a chain can decode"
-        document = _Running(key, prefill, DecodeSequence(self._rules, prompt_ids, seed, prefill.logits.device))
+        document = _Running(key, prefill, DecodeSequence(self._rules_of(own), prompt_ids, seed, prefill.logits.device))
         self._running.append(document)
         if why := self._why_not_compressed(prefill, len(prompt_ids)):
             self._leave(document, why)
@@ -124,6 +132,17 @@ class DecodeBatch(Generic[K]):
         elif not prefill.is_plain and self._loaded.device.type == "cpu":
             for layer in prefill.cache.layers:
                 layer.lay_by_heads()
+
+    def _rules_of(self, own: OwnGeneration) -> SamplingParams:
+        """Find a document's settings; some are kept, since stop strings take a look at the whole vocabulary."""
+        own = replace(own, seed=None)
+        if own == AS_THE_JOB:
+            return self._rules
+        rules = self._own_rules.pop(own, None) or self._rules.adapted(own)
+        self._own_rules[own] = rules  # the last used last
+        if len(self._own_rules) > KEPT_RULES:
+            del self._own_rules[next(iter(self._own_rules))]
+        return rules
 
     @torch.inference_mode()
     def step(self) -> list[Finished[K]]:
@@ -213,7 +232,7 @@ class DecodeBatch(Generic[K]):
         """Compute prompt and answer anew on this rank; logits (vocab_size,) after them."""
         ids, loaded = document.writing.ids.tolist(), self._loaded
         if not document.prefill.is_plain:
-            room = self._rules.max_new_tokens - len(document.writing.token_ids)
+            room = document.writing.max_new_tokens - len(document.writing.token_ids)
             anew = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=room)
         else:
             anew = prefill_single(loaded.model, ids, loaded.device)

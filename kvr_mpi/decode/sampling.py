@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, StopStringCriteria
 
+from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.errors import ConfigError
+
+# Settings that narrow down what is sampled from.
+NARROWING = ("top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ def make_generation_config(model: Any, settings: dict[str, Any]) -> GenerationCo
 
 
 class SamplingParams:
-    """How all documents of a job are answered.
+    """How documents are answered: all of a job, or one that has settings of its own.
 
     Parameters
     ----------
@@ -64,6 +68,28 @@ class SamplingParams:
         ends = config.eos_token_id
         self.ends = {ends} if isinstance(ends, int) else set(ends or ())
         self.stop_strings = StopStringCriteria(tokenizer, list(stop)) if stop else None
+
+    def adapted(self, own: OwnGeneration) -> SamplingParams:
+        """Return the settings of a row that has some of its own; the job's are for what it does not say.
+
+        A row that gives a temperature, or another setting of sampling, is sampled; one with the temperature 0 is not.
+        """
+        changes: dict[str, Any] = {
+            name: value for name in ("temperature", *NARROWING) if (value := getattr(own, name)) is not None
+        }
+        if own.temperature == 0:
+            changes = {"do_sample": False, **dict.fromkeys(("temperature", *NARROWING))}
+        elif changes:
+            changes["do_sample"] = True
+        if own.repetition_penalty is not None:
+            changes["repetition_penalty"] = own.repetition_penalty
+        return SamplingParams(
+            self.model,
+            self.tokenizer,
+            GenerationConfig.from_dict({**self.config.to_dict(), **changes}),
+            stop=self.stop if own.stop is None else own.stop,
+            max_new_tokens=self.max_new_tokens if own.max_new_tokens is None else own.max_new_tokens,
+        )
 
     def processors(self, prompt_tokens: int, device: torch.device) -> Any:
         """Make what the configuration asks for, for one document: some of it remembers what it has seen."""
@@ -101,6 +127,11 @@ class DecodeSequence:
         self._generator = torch.Generator(device=device).manual_seed(seed) if rules.config.do_sample else None
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None if rules.max_new_tokens else "length"
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Most tokens it may have."""
+        return self._rules.max_new_tokens
 
     @property
     def ids(self) -> torch.Tensor:

@@ -7,6 +7,7 @@ rank that has a prompt's last share chooses its token, and tells it to the other
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import Finished
 from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams
+from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.shares import Share, SharesCache
 from kvr_mpi.model import LoadedModel
@@ -86,14 +88,18 @@ class SharesBatch(Generic[K]):
         return [key for key, *_ in self._running] + [one.key for one in self._finished]
 
     @torch.inference_mode()
-    def add(self, key: K, prefill: Prefill, prompt_ids: Sequence[int], seed: int) -> None:
+    def add(
+        self, key: K, prefill: Prefill, prompt_ids: Sequence[int], seed: int, own: OwnGeneration = AS_THE_JOB
+    ) -> None:
         """Take in a prompt after its prefill; its first token is chosen by the rank that has the logits.
 
         Parameters are those of `DecodeBatch.add`; every prefill has a share.
         """
         assert prefill.share is not None, "it stays spread"
         device = self._loaded.device
-        writing = DecodeSequence(self._rules, prompt_ids, seed, device)
+        own = replace(own, seed=None)
+        rules = self._rules if own == AS_THE_JOB else self._rules.adapted(own)
+        writing = DecodeSequence(rules, prompt_ids, seed, device)
         if device.type == "cpu":
             prefill.share.lay_by_heads()
         self._running.append((key, prefill, prefill.share, writing))

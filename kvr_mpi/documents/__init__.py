@@ -1,12 +1,15 @@
 """Corpus files to `Document`s: the first step of the data's way.
 
-``paths`` finds the files, ``files`` reads the formats as a stream; ``corpus`` lists what is there once, so that any
-document can be read again by any rank. What is wrong with one document is kept with it and does not stop the others.
+``paths`` finds the files, ``files`` reads the formats as a stream, ``rows`` makes documents of their rows; ``corpus``
+lists what is there once, so that any document can be read again by any rank. What is wrong with one document is kept
+with it and does not stop the others.
 """
 
 from kvr_mpi.documents.corpus import Corpus, CorpusFile, Entry, read_corpus, scan_corpus
-from kvr_mpi.documents.files import MAX_ID_CHARS, Asked, Document, first_rows, is_table
+from kvr_mpi.documents.document import Asked, Document
+from kvr_mpi.documents.files import MAX_ID_CHARS, first_rows, is_table
 from kvr_mpi.documents.paths import SUFFIXES, find_files
+from kvr_mpi.documents.rows import RowFormat
 
 __all__ = [
     "MAX_ID_CHARS",
@@ -16,6 +19,7 @@ __all__ = [
     "CorpusFile",
     "Document",
     "Entry",
+    "RowFormat",
     "find_files",
     "first_rows",
     "is_table",

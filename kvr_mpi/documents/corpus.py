@@ -6,19 +6,21 @@ running batch, or before a resume, is noticed.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kvr_mpi.documents.document import Document
 from kvr_mpi.documents.files import (
+    MAX_ID_CHARS,
     MAX_TEXT_BYTES,
-    Document,
     check_document,
     parquet_rows,
     read_lines,
@@ -26,16 +28,20 @@ from kvr_mpi.documents.files import (
     stream_rows,
 )
 from kvr_mpi.documents.paths import TEXT_SUFFIXES, find_files, open_regular, suffix_of
+from kvr_mpi.documents.questions import answer_id, check_length
+from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
 from kvr_mpi.errors import CorpusError
 
 SHA256_CHARS = 64
+# The first prompt about a document is so many times the work of another, which finds the text prefilled.
+SHARED_WORK = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One document of the list.
 
-    sha256 : of its text in UTF-8, in hexadecimal digits.
+    sha256 : of its text in UTF-8, and of what else is used of its row (`Document.sha256`).
     file, place : number of its file, and where it is in there (see ``files.stream_rows``).
     error : what is wrong with it, if anything; then its text is empty.
     """
@@ -65,19 +71,30 @@ class Corpus:
     Parameters
     ----------
     files, entries : tuple
-    id_field, text_field, limit
+    rows, limit
         How it was scanned.
+    prompts : tuple of str
+        Names of several prompts about each document: there is an entry for each of them, one after the other.
     """
 
     files: tuple[CorpusFile, ...]
     entries: tuple[Entry, ...]
-    id_field: str = "id"
-    text_field: str = "text"
+    rows: RowFormat = DEFAULT_ROWS
     limit: int | None = None
-    _open: tuple[int, Callable[[int], Any]] | None = field(default=None, init=False, repr=False, compare=False)
+    prompts: tuple[str, ...] = ()
+    _open: tuple[int, Callable[[int], Document]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def share(self, documents: slice) -> list[int]:
+        """Return the numbers of some documents' entries, given as a slice of documents: those of one stay together."""
+        each = len(self.prompts) or 1
+        return [
+            document * each + prompt
+            for document in range(len(self.entries) // each)[documents]
+            for prompt in range(each)
+        ]
 
     def read(self, index: int) -> Document:
         """Read one document; quick if asked for in ascending order.
@@ -89,31 +106,41 @@ class Corpus:
         """
         entry = self.entries[index]
         if entry.error is not None:
-            return Document(entry.id, error=entry.error)
+            return Document(entry.id, error=entry.error, passed=self._passed_of(entry))
         file = self.files[entry.file].path
         try:
-            text = self._text(entry)
+            document = self._document(entry)
         except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
             self._open = None
             reason = getattr(error, "strerror", None) or str(error)
             return Document(entry.id, error=f"{file} could be read when the batch began, but not now: {reason}")
-        if not isinstance(text, str) or _sha256(text) != entry.sha256:
+        if document.error is not None or document.sha256 != entry.sha256:
             return Document(
                 entry.id, error=f"{file} has changed since the batch began: {entry.id!r} has another text now"
             )
-        return Document(entry.id, text)
+        return replace(document, id=entry.id)
 
-    def _text(self, entry: Entry) -> Any:
+    def _document(self, entry: Entry) -> Document:
+        """Read a document as it is now."""
         if self._open is None or self._open[0] != entry.file:
-            self._open = (entry.file, _text_reader(Path(self.files[entry.file].path), self.text_field))
-        return self._open[1](entry.place)
+            self._open = (entry.file, _reader(Path(self.files[entry.file].path), self.rows))
+        return check_document(self._open[1](entry.place))
+
+    def _passed_of(self, entry: Entry) -> Mapping[str, Any]:
+        """Return what a document with an error passes on, if its row can be read and is still the same."""
+        if not self.rows.passes_on:
+            return {}
+        with contextlib.suppress(OSError, EOFError, ValueError, RecursionError, zlib.error):
+            passed = self._document(entry).passed
+            return passed if Document("", passed=passed).sha256 == entry.sha256 else {}
+        return {}
 
     def to_json(self) -> dict[str, Any]:
         """Columns, which are quick to write and to read, as are the hashes in one piece."""
         return {
-            "id_field": self.id_field,
-            "text_field": self.text_field,
+            "rows": asdict(self.rows),
             "limit": self.limit,
+            "prompts": list(self.prompts),
             "files": [[file.path, file.name, file.size_bytes, file.mtime_ns] for file in self.files],
             "ids": [entry.id for entry in self.entries],
             "chars": [entry.chars for entry in self.entries],
@@ -135,26 +162,28 @@ class Corpus:
                 Entry(name, chars, digests[n * SHA256_CHARS : (n + 1) * SHA256_CHARS], file, place, errors.get(n))
                 for n, (name, chars, file, place) in enumerate(columns)
             ),
-            stored["id_field"],
-            stored["text_field"],
+            RowFormat.from_json(stored["rows"] if "rows" in stored else stored),
             stored["limit"],
+            tuple(stored.get("prompts", ())),
         )
 
 
 def scan_corpus(
     paths: Iterable[str],
     *,
-    id_field: str = "id",
-    text_field: str = "text",
+    rows: RowFormat = DEFAULT_ROWS,
     limit: int | None = None,
+    prompts: Sequence[str] = (),
     known: Corpus | None = None,
 ) -> Corpus:
     """List the documents of a corpus in one pass.
 
     Parameters
     ----------
-    paths, id_field, text_field, limit
+    paths, rows, limit
         As for `read_corpus`.
+    prompts : sequence of str
+        Names of several prompts about each document.
     known : Corpus or None
         An earlier list. If it is of the same files, by name, size and time of change, nothing is read.
 
@@ -168,21 +197,22 @@ def scan_corpus(
     files = tuple(_look(file, name) for file, name in found)
     if (
         known is not None
-        and (known.id_field, known.text_field, known.limit) == (id_field, text_field, limit)
+        and (known.rows, known.limit, known.prompts) == (rows, limit, tuple(prompts))
         and list(map(_state, known.files)) == list(map(_state, files))
     ):
-        return Corpus(files, known.entries, id_field, text_field, limit)
+        return Corpus(files, known.entries, rows, limit, known.prompts)
     entries = tuple(
-        Entry(document.id, document.chars, _sha256(document.text), number, place, document.error)
-        for number, place, document in _stream(found, id_field, text_field, limit)
+        entry
+        for number, place, document in _stream(found, rows, limit)
+        for entry in _entries(document, number, place, prompts)
     )
     if not entries:
         raise CorpusError(f"documents.path {paths}: the files hold no document; expected at least one")
-    return Corpus(files, entries, id_field, text_field, limit)
+    return Corpus(files, entries, rows, limit, tuple(prompts))
 
 
 def read_corpus(
-    paths: Iterable[str], *, id_field: str = "id", text_field: str = "text", limit: int | None = None
+    paths: Iterable[str], *, rows: RowFormat = DEFAULT_ROWS, limit: int | None = None
 ) -> Iterator[Document]:
     """Stream the documents of a corpus; ids are unique, and bad documents carry their error.
 
@@ -191,22 +221,21 @@ def read_corpus(
     paths : iterable of str
         Folders, globs or files: ``.txt``/``.md`` (one document each, named by its file), ``.jsonl``,
         ``.jsonl.gz`` and ``.parquet`` (one document a row).
-    id_field, text_field : str
-        The fields of a row. A row without an id is named by its file and number.
+    rows : RowFormat
+        What is read of a row. A row without an id is named by its file and number.
     limit : int or None
         Stop after this many documents.
     """
-    for _, _, document in _stream(find_files(paths), id_field, text_field, limit):
+    for _, _, document in _stream(find_files(paths), rows, limit):
         yield document
 
 
-def _stream(
-    files: list[tuple[str, str]], id_field: str, text_field: str, limit: int | None
-) -> Iterator[tuple[int, int, Document]]:
+def _stream(files: list[tuple[str, str]], rows: RowFormat, limit: int | None) -> Iterator[tuple[int, int, Document]]:
     """Yield (file, place, document), checked, with ids that are unique."""
     seen: set[str] = set()
     copies: dict[str, int] = {}
-    for count, (number, place, document) in enumerate(stream_rows(files, id_field, text_field)):
+    asked_for: str | None = None
+    for count, (number, place, document) in enumerate(stream_rows(files, rows)):
         if limit is not None and count >= limit:
             return
         document = check_document(document)
@@ -215,23 +244,42 @@ def _stream(
             copy = next(n for n in range(first, len(seen) + 3) if f"{document.id}#{n}" not in seen)
             copies[document.id] = copy + 1
             error = document.error or f"duplicate id {document.id!r}: an earlier document has it; make ids unique"
-            document = Document(f"{document.id}#{copy}", error=error)
+            document = Document(f"{document.id}#{copy}", error=error, passed=document.passed)
+        model = document.passed.get("model") if rows.kind == "openai-batch" and document.error is None else None
+        if model is not None and model != (asked_for := asked_for or model):
+            error = f"body.model is {model!r}, the first row's is {asked_for!r}; a job has one model: split the file"
+            document = Document(document.id, error=error, passed=document.passed)
         seen.add(document.id)
         yield number, place, document
 
 
-def _text_reader(file: Path, text_field: str) -> Callable[[int], Any]:
-    """Return what reads the text at a place of a file."""
+def _entries(document: Document, file: int, place: int, prompts: Sequence[str]) -> Iterator[Entry]:
+    """List a document, or each prompt about it; of one with an error, what it passes on is all that counts."""
+    counts = document if document.error is None else Document("", passed=document.passed)
+    entry = Entry(document.id, document.chars, counts.sha256, file, place, document.error)
+    if not prompts:
+        yield entry
+    for number, name in enumerate(prompts):
+        work = entry.chars if number == 0 else entry.chars // SHARED_WORK
+        answer, error = answer_id(entry.id, name), entry.error
+        if too_long := check_length(answer):
+            digest = hashlib.sha256(entry.id.encode()).hexdigest()[:16]
+            answer, error = answer_id(f"{entry.id[: MAX_ID_CHARS // 2]}-{digest}", name), error or too_long
+        yield replace(entry, id=answer, chars=work, error=error)
+
+
+def _reader(file: Path, rows: RowFormat) -> Callable[[int], Document]:
+    """Return what reads the document at a place of a file."""
     kind = suffix_of(file)
     if kind in TEXT_SUFFIXES:
-        return lambda place: read_text(file)
+        return lambda place: rows.text_file("file", read_text(file))
     if kind == ".jsonl":
-        return lambda place: _field(_line_at(file, place), text_field)
+        return lambda place: _of_line(_line_at(file, place), rows)
     if kind == ".parquet":
-        row_at = _forward(lambda start: parquet_rows(file, (text_field,), start))
-        return lambda place: row_at(place).get(text_field)
+        row_at = _forward(lambda start: parquet_rows(file, rows.needed, start))
+        return lambda place: rows.document(row_at(place), "row")
     line_at = _forward(lambda start: _unzipped_lines(file))
-    return lambda place: _field(line_at(place), text_field)
+    return lambda place: _of_line(line_at(place), rows)
 
 
 def _forward(rows_from: Callable[[int], Iterator[tuple[int, Any]]]) -> Callable[[int], Any]:
@@ -266,9 +314,9 @@ def _unzipped_lines(file: Path) -> Iterator[tuple[int, bytes]]:
             yield number, line or b""
 
 
-def _field(line: bytes, text_field: str) -> Any:
+def _of_line(line: bytes, rows: RowFormat) -> Document:
     row = json.loads(line)
-    return row.get(text_field) if isinstance(row, dict) else None
+    return rows.document(row, "row") if isinstance(row, dict) else Document("row", error="it is no object")
 
 
 def _look(file: str, name: str) -> CorpusFile:
@@ -281,7 +329,3 @@ def _look(file: str, name: str) -> CorpusFile:
 
 def _state(file: CorpusFile) -> tuple[str, int, int]:
     return file.name, file.size_bytes, file.mtime_ns
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

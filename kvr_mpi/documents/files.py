@@ -6,19 +6,17 @@ import contextlib
 import errno
 import gzip
 import json
-import math
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from datetime import date, time
-from decimal import Decimal
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
-from uuid import UUID
 
+from kvr_mpi.documents.document import Document
 from kvr_mpi.documents.paths import TEXT_SUFFIXES, open_regular, suffix_of
+from kvr_mpi.documents.rows import RowFormat
 from kvr_mpi.errors import CorpusError
 
 MAX_ID_CHARS = 512
@@ -32,39 +30,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 BAD_IN_ID = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A question, and the document it is about.
-
-    sha256 : of the document's text.
-    """
-
-    document: str
-    question: str
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One document of the corpus: its text, or what is wrong with it; or a question about one, under an id of its own.
-
-    asked : the question; then the text is where the document's keys and values are.
-    """
-
-    id: str
-    text: str = ""
-    error: str | None = None
-    asked: Asked | None = None
-
-    @property
-    def chars(self) -> int:
-        """Length of the text, the measure of work before tokens are known."""
-        return len(self.text)
-
-
-def stream_rows(
-    files: Sequence[tuple[str, str]], id_field: str, text_field: str
-) -> Iterator[tuple[int, int, Document]]:
+def stream_rows(files: Sequence[tuple[str, str]], rows: RowFormat) -> Iterator[tuple[int, int, Document]]:
     """Yield (number of the file, place in it, document) of all files, as they are; see `check_document`.
 
     A place is where `corpus` finds the row again: in ``.jsonl`` a byte, in ``.jsonl.gz`` and ``.parquet`` a number
@@ -75,21 +41,21 @@ def stream_rows(
         kind = suffix_of(file)
         try:
             if kind in TEXT_SUFFIXES:
-                rows = _read_text(file, name)
+                found = _read_text(file, name, rows)
             elif kind == ".parquet":
-                rows = _read_parquet(file, name, id_field, text_field)
+                found = _read_parquet(file, name, rows)
             else:
-                rows = _read_jsonl(file, name, id_field, text_field, zipped=kind == ".jsonl.gz")
-            for place, document in rows:
+                found = _read_jsonl(file, name, rows, zipped=kind == ".jsonl.gz")
+            for place, document in found:
                 yield number, place, document
         except (OSError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or str(error)
             yield number, 0, Document(name, error=f"{file} cannot be read: {reason}")
 
 
-def _read_text(file: Path, name: str) -> Iterator[tuple[int, Document]]:
+def _read_text(file: Path, name: str, rows: RowFormat) -> Iterator[tuple[int, Document]]:
     try:
-        yield 0, Document(name, read_text(file))
+        yield 0, rows.text_file(name, read_text(file))
     except UnicodeDecodeError as error:
         what = f"byte {error.object[error.start]:#04x} at position {error.start}"
         yield 0, Document(name, error=f"{file} is not UTF-8: {what}; re-encode it")
@@ -114,9 +80,7 @@ def read_lines(stream: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[int, bytes |
         yield size, line if size <= MAX_TEXT_BYTES else None
 
 
-def _read_jsonl(
-    file: Path, name: str, id_field: str, text_field: str, *, zipped: bool
-) -> Iterator[tuple[int, Document]]:
+def _read_jsonl(file: Path, name: str, rows: RowFormat, *, zipped: bool) -> Iterator[tuple[int, Document]]:
     with open_regular(file) as stream:
         start = 0
         lines = read_lines(gzip.open(stream, "rb") if zipped else stream)
@@ -138,13 +102,13 @@ def _read_jsonl(
                 what = f"a JSON {type(row).__name__}, not an object"
                 yield where, Document(place, error=f"line {number} of {file} is {what}")
                 continue
-            yield where, _from_row(row, place, id_field, text_field)
+            yield where, rows.document(row, place)
 
 
-def _read_parquet(file: Path, name: str, id_field: str, text_field: str) -> Iterator[tuple[int, Document]]:
+def _read_parquet(file: Path, name: str, rows: RowFormat) -> Iterator[tuple[int, Document]]:
     try:
-        for number, row in parquet_rows(file, (id_field, text_field)):
-            yield number, _from_row(row, f"{name}:{number + 1}", id_field, text_field)
+        for number, row in parquet_rows(file, rows.needed):
+            yield number, rows.document(row, f"{name}:{number + 1}")
     except ValueError as error:
         yield 0, Document(name, error=f"{file} cannot be read as Parquet: {error}")
 
@@ -154,7 +118,7 @@ def is_table(file: Path) -> bool:
     return suffix_of(file) not in TEXT_SUFFIXES
 
 
-def first_rows(file: Path, text_field: str) -> list[dict[str, Any]]:
+def first_rows(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
     """Read some rows from the beginning of a table; those that cannot be read are left out.
 
     Raises
@@ -165,7 +129,7 @@ def first_rows(file: Path, text_field: str) -> list[dict[str, Any]]:
     rows: list[Any] = []
     with contextlib.suppress(OSError, EOFError, ValueError, RecursionError, zlib.error):
         if suffix_of(file) == ".parquet":
-            rows += (row for _, row in islice(parquet_rows(file, (text_field,)), SAMPLE_ROWS))
+            rows += (row for _, row in islice(parquet_rows(file, fields), SAMPLE_ROWS))
             return rows
         with open_regular(file) as stream:
             lines = gzip.open(stream, "rb") if suffix_of(file) == ".jsonl.gz" else stream
@@ -217,50 +181,21 @@ def _rows_at_once(metadata: Any) -> int:
     return int(min(PARQUET_ROWS, max(1, PARQUET_BYTES // max(1, largest))))
 
 
-def _from_row(row: dict[str, Any], place: str, id_field: str, text_field: str) -> Document:
-    name = row.get(id_field)
-    if name is not None and not _names_something(name):
-        what = f"{name} (no number)" if isinstance(name, float) else _kind(name)
-        return Document(place, error=f"{place}: the id field {id_field!r} is {what}; expected a string or a number")
-    name = place if name is None else str(name)
-    text = row.get(text_field)
-    if not isinstance(text, str):
-        fields = ", ".join(sorted(map(str, row))) or "none"
-        return Document(
-            name,
-            error=f"{place}: the text field {text_field!r} is {_kind(text)}; expected a string (fields: {fields})",
-        )
-    return Document(name, text)
-
-
 def check_document(document: Document) -> Document:
     """Find what is wrong with an id or a text that was read without error."""
     bad = BAD_IN_ID.search(document.id)
     if bad is not None or not document.id or len(document.id) > MAX_ID_CHARS:
         what = f"contains {bad[0]!r}" if bad else f"has {len(document.id)} characters"
         name = (document.id.encode("unicode_escape").decode()[: MAX_ID_CHARS - 16]) or "(empty id)"
-        return Document(
-            name,
-            error=f"the id {name!r} {what}; expected 1 to {MAX_ID_CHARS} characters, none of them a control character "
-            f"or a mark of the writing direction",
-        )
+        reason = f"the id {name!r} {what}; expected 1 to {MAX_ID_CHARS} characters, none of them a control character"
+        return Document(name, error=f"{reason} or a mark of the writing direction", passed=document.passed)
     if document.error is None:
-        lone = SURROGATE.search(document.text)
-        if lone is not None:
-            return replace(
-                document, text="", error=f"{document.id}: lone surrogate at character {lone.start()}; not Unicode text"
-            )
+        for name, text in (("", document.text), *document.columns.items()):
+            lone = SURROGATE.search(text)
+            if lone is not None:
+                where = f" of {name!r}" if name else ""
+                reason = f"{document.id}: lone surrogate at character {lone.start()}{where}; not Unicode text"
+                return replace(document, text="", columns={}, error=reason)
         if not document.text.strip():
             return replace(document, text="", error=f"{document.id} is empty: there is no text to work on")
     return document
-
-
-def _names_something(value: Any) -> bool:
-    """Whether a row's id is text, a number, or what Parquet has beside them for dates and the like."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, str | int | Decimal | date | time | UUID) and not isinstance(value, bool)
-
-
-def _kind(value: Any) -> str:
-    return "missing" if value is None else f"a {type(value).__name__}"

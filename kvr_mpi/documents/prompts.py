@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 
+from kvr_mpi.documents.templates import Template, parse_template
 from kvr_mpi.errors import ConfigError, DocumentError
 
-TEXT = "{text}"
-# What means something in a template: two braces, or a name in braces. Anything else is itself.
-PLACE = re.compile(r"\{\{|\}\}|\{\s*[^\W\d][\w.-]*\s*\}")
-# Stands for the document while the chat template is rendered; private-use characters, so no template has it.
-MARK = "\ue000text\ue001"
+# Stands for what is filled in while the chat template is rendered; private-use characters, so no template has it.
+MARK = re.compile("\ue000([0-9]+)\ue001")
 # Share of a part's tokens given up so that cuts can move to where a paragraph, line, sentence or word ends.
 SEAM_SHARE = 0.15
 
 Keep = Literal["head", "tail", "middle"]
+# Where fields of a row go among constant ids: after how many of them, and which.
+Gaps = tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,52 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The constant ids before and after the text of a document, and the longest prompt allowed."""
+    """The ids before and after the text of a document, and the longest prompt allowed.
+
+    head_gaps, tail_gaps : fields of the document's row that are still to be filled in.
+    """
 
     head: tuple[int, ...]
     tail: tuple[int, ...]
     max_tokens: int
+    head_gaps: Gaps = ()
+    tail_gaps: Gaps = ()
 
     @property
     def text_budget(self) -> int:
         """Most tokens of text that fit between head and tail."""
         return self.max_tokens - len(self.head) - len(self.tail)
+
+    @property
+    def shared_head(self) -> tuple[int, ...]:
+        """What every prompt begins with."""
+        return self.head[: self.head_gaps[0][0]] if self.head_gaps else self.head
+
+    def begins_like(self, other: Frame) -> bool:
+        """Whether the same stands before a document's text."""
+        return (self.head, self.head_gaps) == (other.head, other.head_gaps)
+
+    def filled(self, tokenizer: Any, columns: Mapping[str, str]) -> Frame:
+        """Fill in the fields of a document's row; like its text they are tokenised apart, as plain text.
+
+        Raises
+        ------
+        DocumentError
+            If they leave no room for its text.
+        """
+        if not self.head_gaps and not self.tail_gaps:
+            return self
+        head, tail = (
+            _fill(ids, [(at, encode_text(tokenizer, columns[name])) for at, name in gaps])
+            for ids, gaps in ((self.head, self.head_gaps), (self.tail, self.tail_gaps))
+        )
+        frame = Frame(head, tail, self.max_tokens)
+        if frame.text_budget < 1:
+            raise DocumentError(
+                f"too long: the template with the fields of its row takes {len(head) + len(tail)} tokens, a prompt may "
+                f"have {self.max_tokens}"
+            )
+        return frame
 
     def around(self, text_ids: Sequence[int], dropped_tokens: int = 0) -> Prompt:
         """Put the frame around a text."""
@@ -75,7 +111,8 @@ class Frame:
             If that prompt begins with another head, or becomes too long.
         """
         start, stop = text
-        if tuple(ids[:start]) != self.head:
+        constant = self.shared_head
+        if tuple(ids[: len(constant)]) != constant or (start != len(self.head) and not self.head_gaps):
             raise DocumentError(
                 f"its stored prompt begins with {start} other tokens than this model's tokenizer and chat template "
                 f"give ({len(self.head)}); ask with those it was prefilled with"
@@ -103,7 +140,7 @@ def make_frame(
     ----------
     tokenizer : transformers.PreTrainedTokenizerBase
     template : str
-        The user's words, with ``{text}`` once where the document goes.
+        The user's words, with ``{text}`` once where the document goes, and names of fields of its row.
     system : str or None
         System prompt; needs a chat template.
     chat_template : bool or None
@@ -118,8 +155,9 @@ def make_frame(
     ConfigError
         If the template lacks ``{text}``, the chat template is missing or refuses, or nothing fits.
     """
-    before, behind = cut_template(template)
-    after = behind if after is None else after
+    parsed = parse_template(template)
+    if after is not None:
+        parsed = parsed.followed_by(after)
     has_chat = getattr(tokenizer, "chat_template", None) is not None
     if (chat_template or system) and not has_chat:
         key = "prompt.chat_template = true" if chat_template else f"prompt.system = {system!r}"
@@ -128,98 +166,25 @@ def make_frame(
             f"prompt.template"
         )
     if has_chat and chat_template is not False:
-        head_text, tail_text = _render_chat(tokenizer, before + MARK + after, system)
-        head, tail = _encode(tokenizer, head_text), _encode(tokenizer, tail_text)
+        words = _render_user(tokenizer, parsed, system)
+        begins: list[int] = []
     else:
         if system:
             raise ConfigError("prompt.system is set, but prompt.chat_template is false; put it into prompt.template")
+        words = parsed.words
         # The tokenizer's own first token (if it has one) belongs in front, its last one would end the prompt.
-        begins = _encode(tokenizer, before or " ", add_special_tokens=True)
-        bos = begins[:1] if begins[:1] == [tokenizer.bos_token_id] else []
-        head, tail = bos + _encode(tokenizer, before), _encode(tokenizer, after)
-    frame = Frame(tuple(head), tuple(tail), max_prompt_tokens)
+        begins = encode_words(tokenizer, words[0] or " ", add_special_tokens=True)[:1]
+        begins = begins if begins == [tokenizer.bos_token_id] else []
+    at = parsed.names.index("text")
+    head, head_gaps = _assemble(tokenizer, words[: at + 1], parsed.names[:at], begins)
+    tail, tail_gaps = _assemble(tokenizer, words[at + 1 :], parsed.names[at + 1 :], [])
+    frame = Frame(head, tail, max_prompt_tokens, head_gaps, tail_gaps)
     if frame.text_budget < 1:
         raise ConfigError(
             f"the template alone takes {len(head) + len(tail)} tokens, but a prompt may have {max_prompt_tokens} "
             f"(the context less generation.max_new_tokens); shorten the template or ask for fewer new tokens"
         )
     return frame
-
-
-def check_template(template: str, key: str = "prompt.template") -> None:
-    """Raise `ConfigError` unless ``{text}`` stands in the template exactly once, and no other name in braces."""
-    cut_template(template, key)
-
-
-def check_system(system: str | None) -> None:
-    """Raise `ConfigError` if the document is meant to go into the system prompt."""
-    if system is not None and TEXT in system:
-        raise ConfigError(
-            f"prompt.system {system[:60]!r} has {{text}}: it is sent as it is written; the document's place is in "
-            f"prompt.template"
-        )
-
-
-def cut_template(template: str, key: str = "prompt.template") -> tuple[str, str]:
-    """Return the words before and after the document.
-
-    ``{text}`` is the document; ``{{`` and ``}}`` are a brace. A single brace that opens no name is itself, as is a
-    ``}}`` that closes two of those, so that JSON can be written as it is.
-
-    Parameters
-    ----------
-    template : str
-    key : str
-        What the job calls it.
-
-    Raises
-    ------
-    ConfigError
-        If ``{text}`` does not stand there once, or another name stands in braces.
-    """
-    pieces, unknown = _parse_template(template)
-    if len(pieces) != 2:
-        also = f" (and {_listed(unknown)}, which stands for nothing)" if unknown else ""
-        raise ConfigError(
-            f"{key} {template[:60]!r} contains {{text}} {len(pieces) - 1} times; "
-            f"expected once, where the document goes{also}"
-        )
-    if unknown:
-        raise ConfigError(
-            f"{key} {template[:60]!r} has {_listed(unknown)}, which stands for nothing: what exists is {{text}}, the "
-            f"document; braces that are meant as such are written twice, such as {{{unknown[0]}}}"
-        )
-    return pieces[0], pieces[1]
-
-
-def _parse_template(template: str) -> tuple[list[str], list[str]]:
-    """Cut at every ``{text}``, braces undone; and list other names in braces, as they are written."""
-    pieces, unknown = [""], []
-    opened: list[str] = []  # braces that are open, as they were written
-    at = 0
-    while at < len(template):
-        found = PLACE.match(template, at)
-        word = found[0] if found else template[at]
-        if word == TEXT:
-            pieces.append("")
-        elif word == "{{" or (word == "}}" and opened[-1:] != ["{"]):
-            pieces[-1] += word[0]
-        elif word == "}}":
-            word = "}"
-            pieces[-1] += word
-        else:
-            pieces[-1] += word
-            unknown += [word] if len(word) > 1 else []
-        if word in ("{", "{{"):
-            opened.append(word)
-        elif word in ("}", "}}") and opened and len(opened[-1]) == len(word):
-            opened.pop()
-        at += len(word)
-    return pieces, unknown
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(names[:5]))
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -295,25 +260,63 @@ def _hurt(tokenizer: Any, ids: Sequence[int], at: int) -> int:
     return 2 if left.rstrip().endswith((".", "!", "?")) else 3
 
 
-def _render_chat(tokenizer: Any, content: str, system: str | None) -> tuple[str, str]:
+def _assemble(
+    tokenizer: Any, words: Sequence[str], names: Sequence[str], begins: Sequence[int]
+) -> tuple[tuple[int, ...], Gaps]:
+    """Tokenise words; say where between them the fields go."""
+    ids = [*begins, *encode_words(tokenizer, words[0])]
+    gaps = []
+    for name, following in zip(names, words[1:], strict=True):
+        gaps.append((len(ids), name))
+        ids += encode_words(tokenizer, following)
+    return tuple(ids), tuple(gaps)
+
+
+def _fill(ids: Sequence[int], fields: Sequence[tuple[int, Sequence[int]]]) -> tuple[int, ...]:
+    """Put ids in their places among others."""
+    edges = [0, *(at for at, _ in fields), len(ids)]
+    found = list(ids[: edges[1]])
+    for (_, filled), (start, stop) in zip(fields, pairwise(edges[1:]), strict=True):
+        found += [*filled, *ids[start:stop]]
+    return tuple(found)
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+    """Render the model's chat template around messages, up to where the model's next one begins.
+
+    Raises
+    ------
+    ValueError
+        If it refuses them.
+    """
     from jinja2 import TemplateError
 
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _render_user(tokenizer: Any, parsed: Template, system: str | None) -> tuple[str, ...]:
+    """Render the chat template around a user's words; return what stands between what is filled in."""
+    marks = [f"\ue000{number}\ue001" for number in range(len(parsed.names))]
+    content = "".join(word + mark for word, mark in zip(parsed.words, [*marks, ""], strict=True))
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": content})
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        text = render_chat(tokenizer, messages)
+    except ValueError as error:
         raise ConfigError(
             f"this model's chat template refuses the prompt: {error}; leave out prompt.system or set "
             f"prompt.chat_template = false"
         ) from error
-    if text.count(MARK) != 1:
+    pieces = MARK.split(text)
+    if pieces[1::2] != [str(number) for number in range(len(marks))]:
+        times = pieces[1::2].count(str(parsed.names.index("text")))
         raise ConfigError(
-            f"this model's chat template shows the user's message {text.count(MARK)} times; set "
-            f"prompt.chat_template = false"
+            f"this model's chat template shows the user's message {times} times; set prompt.chat_template = false"
         )
-    head, tail = text.split(MARK)
-    return head, tail
+    return tuple(pieces[::2])
 
 
 def _encode_plain(tokenizer: Any, text: str) -> list[int]:
@@ -322,5 +325,6 @@ def _encode_plain(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"])
 
 
-def _encode(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
+def encode_words(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Token ids of the frame's words, in which control tokens are such."""
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]) if text else []

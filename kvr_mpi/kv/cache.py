@@ -55,7 +55,7 @@ class SliceCache(Cache):
         Room for tokens to be decoded after the prompt, on the decode rank.
     stop_after : int or None
         Leave the model after this many layers (for timing a few of them).
-    is_shared : bool
+    is_spread : bool
         Every rank keeps its own tokens, in `share`, and none keeps all.
     window : (int, int) or None
         Tokens whose queries the decode rank keeps; they have to be in its last stretch.
@@ -81,7 +81,7 @@ class SliceCache(Cache):
         reserve_tokens: int = 0,
         prefix: SharedPrefix | None = None,
         stop_after: int | None = None,
-        is_shared: bool = False,
+        is_spread: bool = False,
         window: Range | None = None,
     ) -> None:
         shape = loaded.shape
@@ -92,7 +92,7 @@ class SliceCache(Cache):
         if self.observation is not None:
             self.observation.check_in(exchange.owned)
         self.start, self.prompt_tokens = exchange.owned[0][0], exchange.partition.tokens
-        self.share = _make_share(loaded, exchange, prefix, reserve_tokens) if is_shared else None
+        self.share = _make_share(loaded, exchange, prefix, reserve_tokens) if is_spread else None
         self.keeps_all = self.is_decode_rank and self.share is None
         self.capacity = exchange.capacity + (reserve_tokens if self.keeps_all else 0)
         self.in_parts, self.first_position = loaded.attends_in_parts, shape.first_position

@@ -94,20 +94,20 @@ class Footprint:
         """
         return self.exchange_bytes(Relay(partition, rank, prefix_tokens), reserve_tokens=reserve_tokens)
 
-    def exchange_bytes(self, exchange: Exchange, *, reserve_tokens: int = 0, is_shared: bool = False) -> int:
+    def exchange_bytes(self, exchange: Exchange, *, reserve_tokens: int = 0, is_spread: bool = False) -> int:
         """Most bytes a rank takes for a prompt under any strategy, beyond what it holds already.
 
         An upper bound: a rank that does not keep all is taken to hold as many layers as it may before it waits. With
-        `is_shared` every rank keeps its own tokens, and none all.
+        `is_spread` every rank keeps its own tokens, and none all.
         """
         is_decode_rank = exchange.rank == exchange.decode_rank
         layers = sorted((layer.elements for layer in self.shape.layers), reverse=True)
         reserved = reserve_tokens if is_decode_rank else 0
         computed = sum(stop - start for start, stop in exchange.owned)
-        kept = (computed + reserved) * sum(layers) if is_shared else 0
-        if is_shared or not is_decode_rank:
+        kept = (computed + reserved) * sum(layers) if is_spread else 0
+        if is_spread or not is_decode_rank:
             layers = layers[: LAYERS_HELD + 1 + LAYERS_AHEAD]
-        tokens = exchange.capacity + (0 if is_shared else reserved)
+        tokens = exchange.capacity + (0 if is_spread else reserved)
         return (tokens * sum(layers) + kept) * self.shape.dtype_bytes + self.activation_bytes(computed)
 
     def activation_bytes(self, tokens: int) -> int:
@@ -172,7 +172,7 @@ def check_fits(
     reserve_tokens: int,
     make: MakeExchange = Relay,
     *,
-    is_shared: bool = False,
+    is_spread: bool = False,
 ) -> None:
     """Refuse a prompt that would not fit, before anything is computed; the same on every rank.
 
@@ -182,7 +182,7 @@ def check_fits(
         Bytes each rank of the chain has left for prompts, in the order of their slices.
     make : callable
         The strategy's exchange.
-    is_shared : bool
+    is_spread : bool
         Every rank keeps its own tokens, and none all.
 
     Raises
@@ -192,7 +192,7 @@ def check_fits(
     """
     size = len(free_bytes)
     needs = [
-        footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_shared=is_shared)
+        footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_spread=is_spread)
         for rank in range(size)
     ]
     short = [rank for rank, (need, free) in enumerate(zip(needs, free_bytes, strict=True)) if need > free]
@@ -206,10 +206,10 @@ def check_fits(
         reserve_tokens,
         make=make,
         slices_per_rank=partition.size // size,
-        is_shared=is_shared,
+        is_spread=is_spread,
     )
     advice = f"{enough} ranks would do" if enough else "no number of ranks would do"
-    if not enough and not is_shared:
+    if not enough and not is_spread:
         advice += ", since the last one keeps them all (unless output.kv = 'sharded')"
     raise DocumentError(
         f"a prompt of {tokens} tokens does not fit: rank {rank} of {size} needs {needs[rank] / GIB:.2f} GiB "
@@ -227,7 +227,7 @@ def ranks_that_fit(
     *,
     make: MakeExchange = Relay,
     slices_per_rank: int = 1,
-    is_shared: bool = False,
+    is_spread: bool = False,
 ) -> int | None:
     """Find the least number of ranks over which an even split fits into `free` bytes on each; None if none does."""
     size = 1
@@ -237,7 +237,7 @@ def ranks_that_fit(
         if size > 1:
             ends.add(size - 2)
         needs = (
-            footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_shared=is_shared)
+            footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_spread=is_spread)
             for rank in ends
         )
         if all(need <= free for need in needs):

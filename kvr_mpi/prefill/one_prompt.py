@@ -87,7 +87,7 @@ class Options(TypedDict, total=False):
     keeps_all
         The rank with the last slice is to end with the keys and values of all tokens, even in layers with a window or
         chunks.
-    is_shared
+    is_spread
         Every rank ends with the keys and values of its own tokens, and none with all (`Prefill.share`).
     window
         Tokens whose queries the rank with the last slice keeps, for compression; they have to be in that slice.
@@ -100,12 +100,12 @@ class Options(TypedDict, total=False):
     forwarder: Forwarder | None
     spares_chain: bool
     keeps_all: bool
-    is_shared: bool
+    is_spread: bool
     window: Range | None
 
 
 # Of these, what a rank's cache is told.
-CACHE_OPTIONS = ("reserve_tokens", "prefix", "stop_after", "is_shared", "window")
+CACHE_OPTIONS = ("reserve_tokens", "prefix", "stop_after", "is_spread", "window")
 
 
 @torch.inference_mode()
@@ -141,7 +141,11 @@ def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
             f"{loaded.shape.architecture}: its rotary embedding ({kinds}) depends on the whole prompt's length, so "
             f"what prompts begin with cannot be computed once for all of them"
         )
-    cache = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport()).cache
+    return prefix_of_cache(ids, prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport()).cache)
+
+
+def prefix_of_cache(ids: Sequence[int], cache: SliceCache) -> SharedPrefix:
+    """Let prompts go on from a cache that holds these tokens, all of them and no more."""
     states = {layer.layer_idx: layer.packed() for layer in cache.layers if layer.shape.states}
     return SharedPrefix(tuple(ids), [layer.buffer for layer in cache.layers], states)
 

@@ -31,7 +31,7 @@ def prefill_packed(
     loaded: LoadedModel,
     prompts: Sequence[Sequence[int]],
     *,
-    reserve_tokens: int = 0,
+    reserve_tokens: int | Sequence[int] = 0,
     prefix: SharedPrefix | None = None,
     window: Range | None = None,
 ) -> list[Prefill]:
@@ -43,8 +43,8 @@ def prefill_packed(
     ----------
     prompts : sequence of sequences of int
         At least one, none of them empty.
-    reserve_tokens : int
-        Room for tokens to be decoded after each.
+    reserve_tokens : int or sequence of int
+        Room for tokens to be decoded after each, or after every one.
     prefix : SharedPrefix or None
         What all of them begin with, if it has been computed; the prompts still contain it.
     window : (int, int) or None
@@ -56,12 +56,15 @@ def prefill_packed(
         In the prompts' order, each with its own cache. Every one took as long as all of its forward pass.
     """
     assert window is None or len(prompts) == 1, "prompts that are observed run one by one"
+    reserves = [reserve_tokens] * len(prompts) if isinstance(reserve_tokens, int) else reserve_tokens
     if len(prompts) == 1 or why_never_packed(loaded):
-        options: dict[str, Any] = {"reserve_tokens": reserve_tokens, "prefix": prefix, "spares_chain": True}
-        options["window"] = window
-        return [prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), **options) for ids in prompts]
+        options: dict[str, Any] = {"prefix": prefix, "spares_chain": True, "window": window}
+        return [
+            prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=reserve, **options)
+            for ids, reserve in zip(prompts, reserves, strict=True)
+        ]
     try:
-        return _prefill_row(loaded, prompts, reserve_tokens, prefix)
+        return _prefill_row(loaded, prompts, reserves, prefix)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -71,21 +74,21 @@ def prefill_packed(
     half = len(prompts) // 2
     return [
         prefill
-        for some in (prompts[:half], prompts[half:])
-        for prefill in prefill_packed(loaded, some, reserve_tokens=reserve_tokens, prefix=prefix)
+        for some in (slice(None, half), slice(half, None))
+        for prefill in prefill_packed(loaded, prompts[some], reserve_tokens=reserves[some], prefix=prefix)
     ]
 
 
 @torch.inference_mode()
 def _prefill_row(
-    loaded: LoadedModel, prompts: Sequence[Sequence[int]], reserve_tokens: int, prefix: SharedPrefix | None
+    loaded: LoadedModel, prompts: Sequence[Sequence[int]], reserves: Sequence[int], prefix: SharedPrefix | None
 ) -> list[Prefill]:
     began, start = time.perf_counter(), 0 if prefix is None else prefix.tokens
     partitions, caches = [Partition((0, len(ids))) for ids in prompts], []
-    for ids, partition in zip(prompts, partitions, strict=True):
+    for ids, partition, reserve in zip(prompts, partitions, reserves, strict=True):
         if prefix is not None:
             prefix.check(ids)
-        cache = SliceCache(loaded, Relay(partition, 0, start), None, reserve_tokens=reserve_tokens, prefix=prefix)
+        cache = SliceCache(loaded, Relay(partition, 0, start), None, reserve_tokens=reserve, prefix=prefix)
         caches.append(cache)
     device = loaded.device
     packed = PackedCache(caches, [len(ids) - start for ids in prompts])

@@ -25,11 +25,13 @@ from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
+from kvr_mpi.runtime.inputs import prompts_of, row_format
 from kvr_mpi.runtime.preflight import choose_chain_size
+from kvr_mpi.runtime.rates import Say
 from kvr_mpi.runtime.requests import PromptRequest, error_record
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
-from kvr_mpi.runtime.setup import JobSetup, Machine, Say, prepare
+from kvr_mpi.runtime.setup import JobSetup, Machine, prepare
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
 from kvr_mpi.runtime.sources import Source, TextSource
 from kvr_mpi.runtime.stopping import STOP_SIGNALS, SharedStop, Stop, listening
@@ -93,7 +95,7 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
         log.root(f"all documents are prefilled again: the rotary embedding ({kinds}) depends on the prompt's length")
     run = on_root(world, lambda: _open(folder, prepared, corpus, options, log))
     done = set(share_json(world, None if run is None else sorted(run.done | run.failed)))
-    todo = [number for number in range(len(corpus))[spec.documents.share] if corpus.entries[number].id not in done]
+    todo = [number for number in corpus.share(spec.documents.share) if corpus.entries[number].id not in done]
     what = "questions about documents" if spec.questions else "documents"
     log.root(f"{what}: {len(corpus)}" + (f", {len(done)} of them done already" if done else ""))
     if spec.output.kv and spec.questions is None:
@@ -181,14 +183,14 @@ def work_through(
     # All of them before any work: making chains waits for all ranks.
     chains = [ranks.split(part.topology.group_of(ranks.rank)) for part in shares.rounds]
     for chain in chains:  # its ring is closed by a link that no longer chain has
-        warm_up(chain, setup.loaded.device, every_pair=setup.spec.is_shared)
+        warm_up(chain, setup.loaded.device, every_pair=setup.spec.is_spread)
     first_slot = FIRST_LIST
     for part, chain in zip(shares.rounds, chains, strict=True):
         own = part.topology.chain_of(ranks.rank)
         if own is not None:
             queue = WorkQueue(part.lists, part.works, own, counters, first_slot)
             runner = ChainRunner(setup, chain, part.topology.ranks_of(own), say)
-            ChainWorker(runner, queue, _sharing(context, setup, chain) if runner.is_shared else context).run()
+            ChainWorker(runner, queue, _sharing(context, setup, chain) if runner.is_spread else context).run()
         first_slot += len(part.lists)
     context.decoder.decode()
 
@@ -210,7 +212,7 @@ def open_source(setup: JobSetup, corpus: Corpus, loads: Sequence[bool] = ()) -> 
         return StoredSource(setup, corpus, loads)
     if setup.beginnings is not None:
         return TextSource(corpus, setup.prompt_config, partial(setup.beginnings.find, loaded=setup.loaded))
-    return TextSource(corpus, setup.prompt_config)
+    return TextSource(corpus, setup.prompt_config, prompts=prompts_of(setup.spec))
 
 
 def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
@@ -230,7 +232,7 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
     if spec.questions is not None:
         raise ConfigError("a job with [questions] is about a run's documents: `kvr ask --dry-run` says what it takes")
     corpus = scan_corpus(
-        wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit, known=known
+        wanted.path, rows=row_format(spec), limit=wanted.limit, prompts=list(prompts_of(spec)), known=known
     )
     if not corpus.entries:
         raise CorpusError(f"documents.path {wanted.path}: the files hold no document; expected at least one")

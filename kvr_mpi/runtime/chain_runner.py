@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
+from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -22,8 +23,11 @@ from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.registry import KVR, STRATEGIES, Strategy
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
+from kvr_mpi.runtime.planned_prompt import PlannedPrompt
+from kvr_mpi.runtime.rates import Say
 from kvr_mpi.runtime.requests import PromptRequest
-from kvr_mpi.runtime.setup import JobSetup, Say
+from kvr_mpi.runtime.setup import JobSetup
+from kvr_mpi.runtime.shared_document import SharedDocument, why_not_shared
 from kvr_mpi.schedule.partitioner import Partitioner
 from kvr_mpi.schedule.strategy_choice import Choice, choose_strategies
 from kvr_mpi.topology import Rotation
@@ -32,27 +36,6 @@ from kvr_mpi.transport.forwarder import Forwarder
 
 # A slice below this is not worth a rank of its own.
 LEAST_SLICE_TOKENS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedPrompt:
-    """A prompt and how a chain runs it: made by its first rank, the same on every rank.
-
-    prefix : what it begins with, if that has been computed already.
-    decode_rank : the rank of the chain that has the last slice, and ends with logits and cache.
-    partition : its slices; None if one rank prefills it, packed with others.
-    """
-
-    prompt: Prompt
-    prefix: SharedPrefix | None
-    decode_rank: int
-    strategy: Strategy
-    partition: Partition | None
-
-    @property
-    def known_tokens(self) -> int:
-        """Its first tokens, which nobody computes."""
-        return self.prefix.tokens if self.prefix else 0
 
 
 class ChainRunner:
@@ -80,21 +63,27 @@ class ChainRunner:
         # On one rank there is nothing to choose: whatever hands keys and values on is a chain of one.
         self._strategy = setup.strategies[0] if chain.size > 1 or setup.strategies[0].is_plain else KVR
         self._choices = self._choose(ranks, say) if chain.size > 1 and len(setup.strategies) > 1 else {}
-        self._chosen: dict[tuple[int, int], Strategy] = {}
+        self._shares_nothing = why_not_shared(self._spec, self._loaded.model) is not None
+        self._shared: SharedDocument | None = None
+        self._chosen: dict[tuple[int, int, int], Strategy] = {}
 
     @property
-    def is_shared(self) -> bool:
+    def is_spread(self) -> bool:
         """Whether keys and values stay spread over the chain, whose ranks then decode together."""
-        return self._spec.is_shared
+        return self._spec.is_spread
 
     @property
     def new_tokens(self) -> int:
-        """Most tokens of an answer."""
+        """Most tokens of an answer, unless a row says otherwise."""
         return self._spec.generation.max_new_tokens
 
-    def seed_of(self, document_id: str) -> int:
-        """Give each document its own stream of random numbers, whatever rank it comes to."""
-        text = f"{self._spec.generation.seed} {document_id}"
+    def seed_of(self, document: Document) -> int:
+        """Give each document its own stream of random numbers, whatever rank it comes to.
+
+        A row with a seed of its own has the stream of that seed, as have all that name it.
+        """
+        own = document.generation.seed
+        text = f"{self._spec.generation.seed} {document.id}" if own is None else f"{own}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
     def open_forwarder(self) -> Forwarder | None:
@@ -106,44 +95,64 @@ class ChainRunner:
 
         Other ranks are told, since what is rounded here could be rounded differently on another processor.
         """
-        prompt, prefix = request.prompt, self._prefix_of(request)
+        prompt, prefix, new_tokens = request.prompt, self._prefix_of(request), request.document.new_tokens
         known, window = prefix.tokens if prefix else 0, self._window_of(prompt)
-        if self._goes_alone(prompt, known):
-            return PlannedPrompt(prompt, prefix, decode_rank, KVR, None)
+        shared = self._plan_shared(request, decode_rank)
+        if shared is not None:
+            return shared
+        if self._goes_alone(prompt.tokens - known, None if window is None else window[0] - known):
+            return PlannedPrompt(prompt, prefix, decode_rank, KVR, None, new_tokens)
         if self._is_stored(prefix):
             partition = share_out_stored(known, prompt.tokens, self.chain.size)
-            return PlannedPrompt(prompt, prefix, decode_rank, KVR, partition)
-        strategy = self._choose_strategy(prompt.tokens, known)
+            return PlannedPrompt(prompt, prefix, decode_rank, KVR, partition, new_tokens)
+        strategy = self._choose_strategy(prompt.tokens, known, new_tokens)
         partition = self._cut(strategy, prompt.tokens, known, decode_rank)
         if window is not None:
             partition = partition.with_last_from(window[0], known)
-        return PlannedPrompt(prompt, prefix, decode_rank, strategy, partition)
+        return PlannedPrompt(prompt, prefix, decode_rank, strategy, partition, new_tokens)
+
+    def _plan_shared(self, request: PromptRequest, decode_rank: int) -> PlannedPrompt | None:
+        """Plan a prompt whose beginning other prompts have, too; None if it has none, or there is no room for that."""
+        document, prefix = request.document, self._prefix_of(request)
+        tokens, known = document.shared_tokens, prefix.tokens if prefix else 0
+        if self._shares_nothing or tokens <= known:
+            return None
+        plan = PlannedPrompt(request.prompt, prefix, decode_rank, KVR, None, document.new_tokens, tokens)
+        if not self._goes_alone(tokens - known):
+            strategy = self._choose_strategy(tokens, known, 0)
+            plan = replace(plan, strategy=strategy, partition=self._cut(strategy, tokens, known, decode_rank))
+        return plan if self.fits_beside(plan, [0] * self.chain.size) else None
+
+    def pinned_rank(self, request: PromptRequest) -> int | None:
+        """Say which rank has what a prompt goes on from."""
+        shared, tokens = self._shared, request.document.shared_tokens
+        return shared.decode_rank if shared and shared.ids == request.prompt.ids[:tokens] else None
 
     def planned(
-        self, request: PromptRequest, decode_rank: int, strategy: str, bounds: Sequence[int] | None
+        self, request: PromptRequest, decode_rank: int, strategy: str, bounds: Sequence[int] | None, shared_tokens: int
     ) -> PlannedPrompt:
         """Make a prompt's plan of what the chain's first rank tells of it."""
         partition = None if bounds is None else Partition(tuple(bounds))
-        prompt = request.prompt
-        return PlannedPrompt(prompt, self._prefix_of(request), decode_rank, STRATEGIES[strategy], partition)
+        prefix, new_tokens = self._prefix_of(request), request.document.new_tokens
+        return PlannedPrompt(
+            request.prompt, prefix, decode_rank, STRATEGIES[strategy], partition, new_tokens, shared_tokens
+        )
 
     def why_too_large(self, plan: PlannedPrompt) -> str | None:
         """Say why a prompt fits on no empty chain, and how many ranks would do; None if it does."""
         footprint = self._setup.footprint
         try:
             self._loaded.shape.check_ids(plan.prompt.ids)
-            if footprint is None:
+            if footprint is None or plan.shared_tokens:  # which is only planned where it fits
                 return None
             free = [min(self._free_bytes)]
             if self._is_stored(plan.prefix):
                 self._check_share(plan)
             elif plan.partition is None:
-                check_fits(footprint, Partition((0, plan.prompt.tokens)), free, self.new_tokens)
+                check_fits(footprint, Partition((0, plan.prompt.tokens)), free, plan.new_tokens)
             else:
-                make = plan.strategy.ours.make or Relay
-                check_fits(
-                    footprint, plan.partition, free * self.chain.size, self.new_tokens, make, is_shared=self.is_shared
-                )
+                make, many = plan.strategy.ours.make or Relay, free * self.chain.size
+                check_fits(footprint, plan.partition, many, plan.new_tokens, make, is_spread=self.is_spread)
         except DocumentError as error:
             return str(error)
         return None
@@ -153,13 +162,16 @@ class ChainRunner:
         footprint = self._setup.footprint
         if footprint is None:  # plain transformers' memory is not predicted: one at a time
             return False
+        own = self._kv_bytes(plan.prompt.tokens + plan.new_tokens) + footprint.activation_bytes(PACK_TOKENS)
         if self._is_stored(plan.prefix):
             needs = [self._share_bytes(plan)] * self.chain.size
-        elif plan.partition is None:
+        elif plan.partition is None or self.goes_on(plan):
             needs = [0] * self.chain.size
-            needs[plan.decode_rank] = self._kv_bytes(plan.prompt) + footprint.activation_bytes(PACK_TOKENS)
+            needs[plan.decode_rank] = own + self._kv_bytes(plan.shared_tokens)
         else:
-            needs = self._needs(plan.strategy, plan.partition, plan.known_tokens, plan.decode_rank)
+            new_tokens = 0 if plan.shared_tokens else plan.new_tokens
+            needs = self._needs(plan.strategy, plan.partition, plan.known_tokens, plan.decode_rank, new_tokens)
+            needs[plan.decode_rank] += own if plan.shared_tokens else 0
         return all(
             not need or need + held <= free
             for need, held, free in zip(needs, held_bytes, self._free_bytes, strict=True)
@@ -168,18 +180,20 @@ class ChainRunner:
     def held_bytes(self, request: PromptRequest) -> int:
         """Bytes of a prompt's cache, with room for the answer: on the rank that decodes it, or on all together."""
         prompt, compression = request.prompt, self._setup.compression
-        whole = self._kv_bytes(prompt)
+        whole = self._kv_bytes(prompt.tokens + request.document.new_tokens)
         if compression is None:
             return whole
         return whole - compression.dropped_bytes(self._loaded, prompt.tokens, prompt.text)
 
-    def prefill(self, planned: PlannedPrompt, forwarder: Forwarder | None) -> Prefill:
+    def prefill(self, planned: PlannedPrompt, forwarder: Forwarder | None, *, keeps_all: bool = False) -> Prefill:
         """Prefill over the chain; every rank of it gives the same prompts in the same order.
 
         Parameters
         ----------
         forwarder : Forwarder or None
             Of `open_forwarder`.
+        keeps_all : bool
+            The decode rank is to have the keys and values of all tokens, windows or not.
         """
         assert planned.partition is not None, "it goes alone"
         if self._is_stored(planned.prefix):
@@ -190,7 +204,7 @@ class ChainRunner:
                 planned.prefix,
                 planned.partition,
                 self.chain,
-                reserve_tokens=self.new_tokens,
+                reserve_tokens=planned.new_tokens,
                 last=planned.decode_rank,
             )
         return planned.strategy.prefill(
@@ -198,41 +212,81 @@ class ChainRunner:
             planned.prompt.ids,
             planned.partition,
             self.chain,
-            reserve_tokens=self.new_tokens,
+            reserve_tokens=planned.new_tokens,
             prefix=planned.prefix,
             last=planned.decode_rank,
             forwarder=forwarder,
             spares_chain=True,
-            keeps_all=bool(self._spec.output.kv) and not self.is_shared,
-            is_shared=self.is_shared,
+            keeps_all=(keeps_all or bool(self._spec.output.kv)) and not self.is_spread,
+            is_spread=self.is_spread,
             window=self._window_of(planned.prompt),
         )
 
+    def prefill_shared(self, planned: PlannedPrompt, forwarder: Forwarder | None) -> Prefill | None:
+        """Let go of what the last prompts began with, and prefill what this one and others do; as `prefill`.
+
+        Returns
+        -------
+        Prefill or None
+            What this rank did for it; None if that was nothing.
+        """
+        ids, rank = planned.shared_ids, planned.decode_rank
+        self._shared, prefill = None, None  # its memory first
+        if not ids:
+            return None
+        if planned.partition is not None:
+            alone = replace(planned, prompt=Prompt(ids), new_tokens=0)
+            prefill = self.prefill(alone, forwarder, keeps_all=True)
+        elif self.chain.rank == rank:
+            (prefill,) = prefill_packed(self._loaded, [ids], prefix=planned.prefix)
+        self._shared = SharedDocument(ids, rank, prefill if self.chain.rank == rank else None)
+        return prefill
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether what prompts begin with is kept."""
+        return self._shared is not None
+
+    def goes_on(self, planned: PlannedPrompt) -> bool:
+        """Whether a prompt begins with what was prefilled last."""
+        return self._shared is not None and bool(planned.shared_ids) and self._shared.ids == planned.shared_ids
+
     def prefill_packed(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
         """Prefill short prompts that begin with the same prefix in one forward, on this rank alone."""
-        prefix = row[0].prefix
         windows = [self._window_of(planned.prompt) for planned in row]
-        if self._setup.why_alone is None and not any(windows):
-            ids = [planned.prompt.ids for planned in row]
-            return prefill_packed(self._loaded, ids, reserve_tokens=self.new_tokens, prefix=prefix)
-        return [
-            prefill
-            for planned, window in zip(row, windows, strict=True)
-            for prefill in prefill_packed(
-                self._loaded, [planned.prompt.ids], reserve_tokens=self.new_tokens, prefix=prefix, window=window
-            )
-        ]
+        if any(windows):  # prompts that are observed run one by one
+            return [one for each, window in zip(row, windows, strict=True) for one in self._prefill_row([each], window)]
+        rows = [row] if self._setup.why_alone is None else [[planned] for planned in row]
+        return [prefill for some in rows for prefill in self._prefill_row(some)]
+
+    def _prefill_row(self, row: Sequence[PlannedPrompt], window: Range | None = None) -> list[Prefill]:
+        ids, reserves = [planned.prompt.ids for planned in row], [planned.new_tokens for planned in row]
+        if not row[0].shared_tokens:
+            return prefill_packed(self._loaded, ids, reserve_tokens=reserves, prefix=row[0].prefix, window=window)
+        shared = self._shared
+        assert shared is not None and shared.ids == row[0].shared_ids, "it goes on from what was prefilled last"
+        if shared.error is not None:
+            return shared.failed(ids)
+        prefills = prefill_packed(self._loaded, ids, reserve_tokens=reserves, prefix=shared.prefix)
+        shared.charge(prefills)
+        return prefills
 
     def _is_stored(self, prefix: SharedPrefix | None) -> bool:
         """Whether what a prompt begins with is loaded in shares, a rank's by that rank."""
-        return self.is_shared and prefix is not None and prefix.read is not None
+        return self.is_spread and prefix is not None and prefix.read is not None
 
-    def _goes_alone(self, prompt: Prompt, known: int) -> bool:
-        """Whether a prompt is too short to be cut: one rank prefills it, packed with others."""
-        if self._strategy.is_plain or self.is_shared:
+    def _goes_alone(self, tokens: int, before_window: int | None = None) -> bool:
+        """Whether so many tokens are too few to be cut: one rank prefills them, packed with others.
+
+        Parameters
+        ----------
+        before_window : int or None
+            How many of them stand before those whose queries compression asks for.
+        """
+        if self._strategy.is_plain or self.is_spread:
             return False
-        size, tokens, window = self.chain.size, prompt.tokens - known, self._window_of(prompt)
-        if window is not None and window[0] - known < 2 * size:  # every slice before the last needs a token
+        size = self.chain.size
+        if before_window is not None and before_window < 2 * size:  # every slice before the last needs a token
             return True
         return tokens < LEAST_SLICE_TOKENS * size or (size == 1 and 2 * tokens <= PACK_TOKENS)
 
@@ -248,15 +302,15 @@ class ChainRunner:
         compression = self._setup.compression
         return None if compression is None else compression.observed_of(prompt.tokens, prompt.text)
 
-    def _kv_bytes(self, prompt: Prompt) -> int:
-        return (prompt.tokens + self.new_tokens) * self._loaded.shape.kv_bytes_per_token
+    def _kv_bytes(self, tokens: int) -> int:
+        return tokens * self._loaded.shape.kv_bytes_per_token
 
     def _share_bytes(self, plan: PlannedPrompt) -> int:
         """Bytes a rank takes at most for its share of a stored prompt, and to run what follows it."""
         assert plan.partition is not None and self._setup.footprint is not None
         fresh = plan.prompt.tokens - plan.known_tokens
         longest = max(stop - start for start, stop in itertools.pairwise(plan.partition.bounds))
-        held = (longest + fresh + self.new_tokens) * self._loaded.shape.kv_bytes_per_token
+        held = self._kv_bytes(longest + fresh + plan.new_tokens)
         return held + self._setup.footprint.activation_bytes(fresh)
 
     def _check_share(self, plan: PlannedPrompt) -> None:
@@ -274,26 +328,30 @@ class ChainRunner:
             return strategy.cut_evenly(tokens, self.chain.size, known)
         return self._partitioner.cut(tokens - known, decode_rank, known).after(known)
 
-    def _needs(self, strategy: Strategy, partition: Partition, known: int, decode_rank: int) -> list[int]:
+    def _needs(
+        self, strategy: Strategy, partition: Partition, known: int, decode_rank: int, new_tokens: int
+    ) -> list[int]:
         """Bytes each rank of the chain takes for a prompt while it is prefilled."""
         assert self._setup.footprint is not None
         size, needs = self.chain.size, [0] * self.chain.size
         for exchange in strategy.exchanges(partition, known):
             rotation = Rotation.bringing(size, exchange.decode_rank, decode_rank)
             needs[rotation.rank_of(exchange.rank)] = self._setup.footprint.exchange_bytes(
-                exchange, reserve_tokens=self.new_tokens, is_shared=self.is_shared
+                exchange, reserve_tokens=new_tokens, is_spread=self.is_spread
             )
         return needs
 
-    def _choose_strategy(self, tokens: int, known: int) -> Strategy:
+    def _choose_strategy(self, tokens: int, known: int, new_tokens: int) -> Strategy:
         """Say what runs a prompt: the fastest that fits on an empty chain."""
         if known not in self._choices:
             return self._strategy
-        key = tokens, known
+        key = tokens, known, new_tokens
         if key not in self._chosen:
             order, free, last = self._choices[known].order(tokens - known), min(self._free_bytes), self.chain.size - 1
             fitting = (
-                one for one in order if max(self._needs(one, self._cut(one, tokens, known, last), known, last)) <= free
+                one
+                for one in order
+                if max(self._needs(one, self._cut(one, tokens, known, last), known, last, new_tokens)) <= free
             )
             self._chosen[key] = next(fitting, order[0])
         return self._chosen[key]

@@ -85,7 +85,7 @@ class Decoder:
             return
         if self._decodes and self._delivers(prefill):
             self._sink.report_prefill(request.document.id, prefill, request.work)
-        self._batch.add(request, prefill, request.prompt.ids, seed)
+        self._batch.add(request, prefill, request.prompt.ids, seed, request.document.document.generation)
         if not self._decodes:  # its record need not wait for the others
             self._step()
 

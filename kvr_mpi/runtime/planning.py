@@ -7,11 +7,12 @@ from itertools import islice
 from typing import Any
 
 from kvr_mpi.documents import read_corpus
-from kvr_mpi.documents.prompts import check_system, check_template
+from kvr_mpi.documents.templates import check_system
 from kvr_mpi.documents.token_counts import Counted, count_corpus
 from kvr_mpi.errors import ConfigError, CorpusError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import Outline, load_outline
+from kvr_mpi.runtime.inputs import parse_templates, row_format
 from kvr_mpi.runtime.setup import Machine
 from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of
 from kvr_mpi.schedule.placement import Schedule
@@ -48,9 +49,11 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
     ConfigError
         If nothing says how fast a rank is.
     """
-    check_template(spec.prompt.template)
-    if spec.prompt.reduce_template is not None:
-        check_template(spec.prompt.reduce_template, "prompt.reduce_template")
+    parse_templates(spec)
+    if spec.prompts:
+        raise ConfigError(
+            "[[prompts]]: several prompts about a document are not planned yet; plan one as prompt.template"
+        )
     check_system(spec.prompt.system)
     source = spec.model
     outline = load_outline(
@@ -88,7 +91,7 @@ def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:
 def _count(spec: JobSpec, tokenizer: Any, exact: bool) -> Counted:
     """Tokens of the text of every document that is this job's."""
     wanted = spec.documents
-    documents = read_corpus(wanted.path, id_field=wanted.id_field, text_field=wanted.text_field, limit=wanted.limit)
+    documents = read_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit)
     share = wanted.share
     counted = count_corpus(tokenizer, islice(documents, share.start, None, share.step), exact=exact)
     if not counted.texts:

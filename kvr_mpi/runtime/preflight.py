@@ -6,6 +6,7 @@ queue and while models are loaded, and one thing at a time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -14,16 +15,29 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.documents import find_files, first_rows, is_table
-from kvr_mpi.documents.prompts import check_system, check_template
+from kvr_mpi.documents.templates import check_system, parse_template
 from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, OutputError
-from kvr_mpi.job import DocumentsSection, JobSpec, ModelSection
+from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
+from kvr_mpi.runtime.inputs import check_format, check_prompts, templates_of
 from kvr_mpi.store.folder import check_fresh
 from kvr_mpi.topology import divides
 from kvr_mpi.tuning.table import load_table, table_files
 
 # Files that are looked into for the text field before it is held to be wrong.
 SAMPLED_FILES = 8
+# What a row holds, by documents.format: the setting that names its field, the field if it has one name, and its type.
+CONTENT: dict[str, tuple[str, str, type]] = {
+    "text": ("text_field", "", str),
+    "messages": ("messages_field", "", list),
+    "openai-batch": ("format", "body", dict),
+}
+TELLTALE = {"messages": "messages", "body": "openai-batch"}
+NOUNS = {
+    "text": "text of that name",
+    "messages": "list of messages of that name",
+    "openai-batch": "request with a body",
+}
 INDEX = "model.safetensors.index.json"
 
 
@@ -80,20 +94,18 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
 
 def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterator[KvrError]:
     """Try one thing after the other."""
-    prompt, documents = spec.prompt, spec.documents
     checks: list[Callable[[], object]] = [
         partial(choose_chain_size, spec, ranks),
         partial(_check_table, spec, ranks),
         partial(_check_compress, spec),
-        partial(check_template, prompt.template),
-        partial(check_template, prompt.reduce_template or prompt.template, "prompt.reduce_template"),
-        partial(check_system, prompt.system),
+        *(partial(_check_template, spec, key, template) for key, template in templates_of(spec).items()),
+        partial(check_format, spec),
+        partial(check_prompts, spec),
+        partial(_check_columns, spec),
         partial(_check_model, spec.model, offline if spec.model.offline is None else spec.model.offline),
-        *(partial(_check_documents, documents, path) for path in documents.path if spec.questions is None),
+        *(partial(_check_documents, spec, path) for path in spec.documents.path if spec.questions is None),
         partial(_check_output, Path(spec.output.path), goes_on),
     ]
-    if prompt.reduce_template is None:
-        del checks[4]
     for check in checks:
         try:
             check()
@@ -210,22 +222,55 @@ def _read_json(model: ModelSection, file: Path) -> Any:
         raise ModelError(f"model.path {model.path!r}: {file} cannot be read: {error}; copy it again") from error
 
 
-def _check_documents(documents: DocumentsSection, path: str) -> None:
-    """Look for the files that a path stands for, and for the text field in the first rows of some of them."""
+def _check_template(spec: JobSpec, key: str, template: str) -> None:
+    """Refuse a template that names what no row has; without a table among the documents, any name but the text's."""
+    parse_template(template, key, columns=_fields(spec))
+
+
+def _check_columns(spec: JobSpec) -> None:
+    """Refuse fields, in the system prompt or for the results, that do not go there or are not in the rows."""
+    names = _fields(spec)
+    check_system(spec.prompt.system, names or ())
+    missing = [name for name in spec.output.columns if names is not None and name not in names]
+    if missing:
+        there = f"their fields are {', '.join(sorted(names or ())[:20])}" if names else "text files have none"
+        raise ConfigError(f"output.columns: no row has a field {missing[0]!r}; {there}")
+
+
+def _fields(spec: JobSpec) -> set[str] | None:
+    """List the fields in the first rows of some tables; None if there may be any."""
+    tables: list[Path] = []
+    for path in spec.documents.path if spec.questions is None else ():
+        with contextlib.suppress(CorpusError):  # said of the documents
+            tables += (Path(file) for file, _ in find_files([path]) if is_table(Path(file)))
+    rows = [row for file in tables[:SAMPLED_FILES] for row in first_rows(file, (spec.documents.text_field,))]
+    return {str(name) for row in rows for name in row} if rows or not (tables or spec.questions) else None
+
+
+def _check_documents(spec: JobSpec, path: str) -> None:
+    """Look for the files that a path stands for, and for what a row is to hold in the first rows of some of them."""
+    documents = spec.documents
     files = [Path(file) for file, _ in find_files([path])]
-    if not all(map(is_table, files)):
+    texts = [file for file in files if not is_table(file)]
+    if texts and documents.format != "text":
+        raise CorpusError(f"documents.format = {documents.format!r} is of rows, but {str(texts[0])!r} is a text file")
+    if texts:
         return
+    key, field, kind = CONTENT[documents.format]
+    field = field or getattr(documents, key)
     names: set[str] = set()
     for file in files[:SAMPLED_FILES]:
-        for row in first_rows(file, documents.text_field):
-            if isinstance(row.get(documents.text_field), str):
+        for row in first_rows(file, (field,)):
+            if isinstance(row.get(field), kind):
                 return
             names.update(map(str, row))
     if names:
+        others = [kind for name, kind in TELLTALE.items() if name in names and kind != documents.format]
+        hint = f"; is it documents.format = {others[0]!r}?" if others else ""
         raise CorpusError(
-            f"documents.text_field = {documents.text_field!r}: no text of that name in the first rows of "
+            f"documents.{key} = {getattr(documents, key)!r}: no {NOUNS[documents.format]} in the first rows of "
             f"{str(files[0])!r}{f' and {len(files[:SAMPLED_FILES]) - 1} more file(s)' if len(files) > 1 else ''}; "
-            f"their fields are {', '.join(sorted(names)[:20])}"
+            f"their fields are {', '.join(sorted(names)[:20])}{hint}"
         )
 
 

@@ -8,13 +8,16 @@ one rank knows (an answer is decoded on one of them) is told to the others as a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.documents import Document
-from kvr_mpi.documents.prompts import Frame, Prompt, encode_text, split_text
+from kvr_mpi.documents.prompts import Frame, Prompt, encode_text, make_frame, split_text
+from kvr_mpi.documents.questions import parse_answer_id
+from kvr_mpi.documents.templates import TEXT
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -30,12 +33,54 @@ class PromptConfig:
     """How documents are asked: what all readings of a job share.
 
     frame, reduce_frame : around a document's text, and around the answers about its parts.
+    max_new_tokens : of an answer.
+    questions : frames by the name of the prompt, if there are several about each document.
     """
 
     tokenizer: Any
     prompt: PromptSection
     frame: Frame
     reduce_frame: Frame
+    max_new_tokens: int
+    questions: Mapping[str, Frame] = field(default_factory=dict)
+
+    def of(self, document: Document) -> PromptConfig:
+        """Fill in the fields of a document's row, and leave room for its own answer.
+
+        Raises
+        ------
+        DocumentError
+            If they leave no room for its text.
+        """
+        own = document.generation.max_new_tokens
+        new_tokens = self.max_new_tokens if own is None else own
+        frame, reduce_frame = self.frame, self.reduce_frame
+        if document.asked is not None and self.questions:
+            _, name = parse_answer_id(document.id)
+            frame = self.questions[name]
+            reduce_frame = frame if self.prompt.reduce_template is None else reduce_frame
+        if document.is_raw:
+            frame = make_frame(self.tokenizer, TEXT, chat_template=False, max_prompt_tokens=frame.max_tokens)
+        room = frame.max_tokens + self.max_new_tokens - new_tokens
+        frame, reduce_frame, *others = (
+            replace(one, max_tokens=room).filled(self.tokenizer, document.columns)
+            for one in (frame, reduce_frame, *self.questions.values())
+        )
+        if others and self.prompt.too_long == "truncate":  # all prompts about a document are about the same text
+            budget = min(other.text_budget for other in others)
+            frame = replace(frame, max_tokens=len(frame.head) + len(frame.tail) + budget)
+        return replace(self, frame=frame, reduce_frame=reduce_frame, max_new_tokens=new_tokens)
+
+    def shared_tokens(self, document: Document, prompt: Prompt) -> int:
+        """Count the tokens of a document's prompt that other prompts about it begin with, too."""
+        if document.asked is None or not self.questions:
+            return 0
+        own = self.questions[parse_answer_id(document.id)[1]]
+        alike = [one for one in self.questions.values() if one.begins_like(own)]
+        if len(alike) < 2:
+            return 0
+        # Each of them has to go on with something.
+        return prompt.text[1] - any(not one.tail and not one.tail_gaps for one in alike)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +114,8 @@ class DocumentRequest:
     prompts : list of Prompt
     prefix : SharedPrefix or None
         What they begin with, if its keys and values are there already.
+    shared_tokens : int
+        How many tokens of its only prompt other prompts about the same document begin with, too.
     """
 
     document: Document
@@ -76,6 +123,7 @@ class DocumentRequest:
     work: int
     prompts: list[Prompt] = field(default_factory=list)
     prefix: SharedPrefix | None = None
+    shared_tokens: int = 0
     past: list[PromptOutcome] = field(default_factory=list)  # of earlier prompts
     _stage: int = 0
     _text_ids: Sequence[int] = ()
@@ -85,6 +133,11 @@ class DocumentRequest:
     def id(self) -> str:
         """The document's."""
         return self.document.id
+
+    @property
+    def new_tokens(self) -> int:
+        """Most tokens of an answer."""
+        return self.prompt_config.max_new_tokens
 
     @property
     def is_final(self) -> bool:
@@ -197,9 +250,10 @@ class PromptRequest:
 
 def error_record(document: Document, reason: str) -> Record:
     """Say what is to be stored of a document that cannot be done."""
+    columns = json.dumps(dict(document.passed)) if document.passed else ""
     if document.asked is None:
         sha256 = hashlib.sha256(document.text.encode()).hexdigest()
-        return Record(document.id, "error", error=reason, document_sha256=sha256)
+        return Record(document.id, "error", error=reason, columns=columns, document_sha256=sha256)
     asked = document.asked
     return Record(
         document.id,
@@ -207,5 +261,6 @@ def error_record(document: Document, reason: str) -> Record:
         document=asked.document,
         question=asked.question,
         error=reason,
+        columns=columns,
         document_sha256=asked.sha256,
     )

@@ -22,6 +22,7 @@ from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.sampling import make_generation_config
 from kvr_mpi.decode.shares_batch import check_shareable
+from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
@@ -31,16 +32,18 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.prepacked import prepacked_bytes
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
-from kvr_mpi.prefill.one_prompt import compute_prefix
+from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
 from kvr_mpi.prefill.registry import AUTO, Strategy, candidates
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.runtime.asking import frame_questions
 from kvr_mpi.runtime.host_memory import free_bytes, ranks_on_device
+from kvr_mpi.runtime.inputs import passed_columns, prompts_of
 from kvr_mpi.runtime.loading import load_on_all, staged_model
 from kvr_mpi.runtime.rates import Say as Say
 from kvr_mpi.runtime.rates import costs_of, describe_rates, rates_of, table_of
 from kvr_mpi.runtime.requests import PromptConfig, PromptRequest
 from kvr_mpi.runtime.reuse import StoredBeginnings, find_beginnings
+from kvr_mpi.runtime.shared_document import describe_sharing
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, Forecast, forecast_measured, frame_of, with_memory
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.topology import Topology, cores_per_rank
@@ -69,7 +72,7 @@ class JobSetup:
     """A job's model, ready on this rank, and what is known of all of them.
 
     frame, reduce_frame : what is around a document's text, and around the answers about its parts.
-    question_frames : around a stored document's text, by the question's name.
+    question_frames : around a document's text, by the name of the question about a stored one, or of the prompt.
     weights : hash of all of them, if keys and values are stored or loaded; else empty.
     why_alone : why prompts do not run packed; None if they do.
     prefixes : what all prompts begin with, computed; the longest first.
@@ -104,7 +107,9 @@ class JobSetup:
     @property
     def prompt_config(self) -> PromptConfig:
         """How documents are asked."""
-        return PromptConfig(self.loaded.tokenizer, self.spec.prompt, self.frame, self.reduce_frame)
+        new_tokens = self.spec.generation.max_new_tokens
+        prompts = self.question_frames if self.spec.prompts else {}
+        return PromptConfig(self.loaded.tokenizer, self.spec.prompt, self.frame, self.reduce_frame, new_tokens, prompts)
 
     @property
     def longest_tokens(self) -> int:
@@ -140,7 +145,7 @@ class JobSetup:
     def header(self) -> Header:
         """Say what the answers depend on, for the output files."""
         spec, loaded = self.spec, self.loaded
-        identity = {
+        identity: dict[str, Any] = {
             "model": loaded.fingerprint,
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "prompt": spec.prompt.model_dump(),
@@ -148,6 +153,12 @@ class JobSetup:
             "kv": spec.output.kv_identity,
             "frame": hashlib.sha256(json.dumps([self.frame.head, self.frame.tail]).encode()).hexdigest(),
         }
+        if columns := passed_columns(spec):
+            identity["columns"] = columns
+        if spec.prompts:
+            identity["prompts"] = prompts_of(spec)
+        if spec.documents.format != "text":
+            identity["format"] = spec.documents.format
         if spec.questions is not None:
             identity["questions"] = spec.questions.model_dump(include={"ask", "template"})
         if self.compression is not None:
@@ -197,9 +208,9 @@ def prepare(
     if why_alone is not None:
         say(f"documents are decoded one by one: {why_alone}")
     weights = _hash_weights(spec, machine, world, say)
-    question_frames = together(world, partial(frame_questions, spec, loaded, weights))
-    frames = () if plain or question_frames else (frame, reduce_frame) if spec.prompt.too_long == "split" else (frame,)
-    if any(len(each.head) >= LEAST_PREFIX_TOKENS for each in frames):
+    question_frames = together(world, partial(_question_frames, spec, loaded, weights, say))
+    frames = _repeated_frames(spec, frame, reduce_frame, question_frames)
+    if any(len(each.shared_head) >= LEAST_PREFIX_TOKENS for each in frames):
         say("computing the instructions that all prompts begin with")
     prefixes = together(world, partial(_compute_prefixes, loaded, frames))
     footprint = None if plain else _footprint_of(loaded)
@@ -274,14 +285,17 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
         prepare_model(loaded.model, chain=False)
     else:
         loaded = check_chain(loaded, say=say)
-    if spec.is_shared:
+    if spec.is_spread:
         check_shareable(loaded)
     if spec.output.kv and loaded.shape.has_states:
         raise ConfigError(
             f"output.kv = true: {loaded.shape.architecture} keeps states beside keys and values, and "
             f"these are not stored yet; without them what is stored is no whole cache. Leave output.kv = false"
         )
-    tokenizer, shape, template = loaded.tokenizer, loaded.shape, spec.prompt.template
+    tokenizer, shape = loaded.tokenizer, loaded.shape
+    template = next(iter(prompts_of(spec).values()), spec.prompt.template)
+    if spec.documents.format == "messages":
+        check_has_chat_template(tokenizer)
     frame = frame_of(spec, tokenizer, shape, template)
     reduce_frame = frame_of(spec, tokenizer, shape, spec.prompt.reduce_template or template)
     return (
@@ -290,6 +304,17 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
         reduce_frame,
         make_generation_config(loaded.model, spec.generation.transformers_settings()),
     )
+
+
+def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say) -> dict[str, Frame]:
+    """Make what is around a document's text, by the name of the question, or of one of several prompts."""
+    prompts = prompts_of(spec)
+    if not prompts:
+        return frame_questions(spec, loaded, weights)
+    frames = {name: frame_of(spec, loaded.tokenizer, loaded.shape, template) for name, template in prompts.items()}
+    for line in describe_sharing(spec, loaded.model, frames):
+        say(line)
+    return frames
 
 
 def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> str:
@@ -317,11 +342,20 @@ def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strateg
     return tuple(fitting), left_out
 
 
+def _repeated_frames(
+    spec: JobSpec, frame: Frame, reduce_frame: Frame, question_frames: Mapping[str, Frame]
+) -> tuple[Frame, ...]:
+    """List the frames whose beginning is computed once for all documents."""
+    if spec.parallel.strategy == PLAIN or spec.questions is not None:
+        return ()
+    return (frame, *question_frames.values(), *((reduce_frame,) if spec.prompt.too_long == "split" else ()))
+
+
 def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame]) -> tuple[SharedPrefix, ...]:
     """Compute once what all prompts begin with, for each frame: its instructions before the text."""
     if depends_on_length(loaded.model):  # then so do those
         return ()
-    heads = {frame.head for frame in frames if len(frame.head) >= LEAST_PREFIX_TOKENS}
+    heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
     return tuple(compute_prefix(loaded, head) for head in sorted(heads, key=len, reverse=True))
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
-from kvr_mpi.documents import Corpus, Document
-from kvr_mpi.documents.prompts import encode_text, fit_prompt
+from kvr_mpi.documents import Asked, Corpus, Document
+from kvr_mpi.documents.conversations import encode_conversation
+from kvr_mpi.documents.prompts import Prompt, encode_text, fit_prompt
+from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.runtime.requests import DocumentRequest, PromptConfig
 
+NO_PROMPTS: Mapping[str, str] = MappingProxyType({})
 FindPrefix = Callable[[Sequence[int]], SharedPrefix | None]
 
 
@@ -42,31 +48,59 @@ class TextSource:
         How they are asked.
     find_prefix : callable, optional
         Finds what is stored of a prompt's beginning, alike on every rank.
+    prompts : mapping
+        Templates by name, if there are several about each document.
     """
 
-    def __init__(self, corpus: Corpus, prompt_config: PromptConfig, find_prefix: FindPrefix = lambda ids: None) -> None:
-        self.corpus, self._config, self._find_prefix = corpus, prompt_config, find_prefix
+    def __init__(
+        self,
+        corpus: Corpus,
+        prompt_config: PromptConfig,
+        find_prefix: FindPrefix = lambda ids: None,
+        prompts: Mapping[str, str] = NO_PROMPTS,
+    ) -> None:
+        self.corpus, self._config, self._find_prefix, self._prompts = corpus, prompt_config, find_prefix, prompts
 
     def read(self, number: int) -> Document:
-        """Read a document's text."""
-        return self.corpus.read(number)
+        """Read a document's text, and say which of several prompts it is for."""
+        document = self.corpus.read(number)
+        if not self._prompts:
+            return document
+        about, name = parse_answer_id(document.id)
+        sha256 = hashlib.sha256(document.text.encode()).hexdigest()
+        return replace(document, asked=Asked(about, self._prompts[name], sha256))
 
     def request(self, document: Document, work: int) -> DocumentRequest:
         """Put the job's words around a text; cut it if it is too long, or make several prompts of it."""
-        config = self._config
         if document.error is not None:
             raise DocumentError(document.error)
+        config = self._config.of(document)
+        request = DocumentRequest(document, config, work)
+        if document.messages:
+            request.prompts = [_conversation(config, document)]
+            request.prefix = self._find_prefix(request.prompts[0].ids)
+            return request
         ids = encode_text(config.tokenizer, document.text)
         if not ids:
             raise DocumentError(
                 f"{document.id} has no tokens: this model's tokenizer drops all {document.chars} characters"
             )
-        request = DocumentRequest(document, config, work)
         wanted = config.prompt
         if wanted.too_long == "split" and len(ids) > config.frame.text_budget:
             request.split_text(ids, config.frame)
         else:
             truncate = wanted.keep if wanted.too_long == "truncate" else None
-            request.prompts = [fit_prompt(config.frame, ids, truncate=truncate)]
-            request.prefix = self._find_prefix(request.prompts[0].ids)
+            prompt = fit_prompt(config.frame, ids, truncate=truncate)
+            request.prompts, request.prefix = [prompt], self._find_prefix(prompt.ids)
+            request.shared_tokens = config.shared_tokens(document, prompt)
         return request
+
+
+def _conversation(config: PromptConfig, document: Document) -> Prompt:
+    """Make the prompt that a conversation is; it is never cut."""
+    ids, most = encode_conversation(config.tokenizer, document.messages), config.frame.max_tokens
+    if len(ids) > most:
+        raise DocumentError(
+            f"too long: a conversation of {len(ids)} tokens; {most} fit beside an answer of {config.max_new_tokens}"
+        )
+    return Prompt(tuple(ids), text=(0, len(ids)))

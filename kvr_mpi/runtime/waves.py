@@ -39,6 +39,9 @@ class Capacity(Protocol[R_contra, P]):
     def plan(self, request: R_contra, decode_rank: int) -> P:
         """Decide how a prompt is run with this rank of the chain last."""
 
+    def pinned_rank(self, request: R_contra) -> int | None:
+        """Say which rank a prompt has to be decoded on; None if any will do."""
+
     def why_too_large(self, plan: P) -> str | None:
         """Say why a prompt fits on no empty chain; None if it does."""
 
@@ -95,7 +98,7 @@ class WaveScheduler(Generic[R, P]):
         Most that one rank decodes together.
     decodes : bool
         Whether there is anything to decode; otherwise prompts leave as soon as they are prefilled.
-    is_shared : bool
+    is_spread : bool
         Whether every rank holds a share of every prompt, instead of one rank all of it.
     """
 
@@ -106,10 +109,10 @@ class WaveScheduler(Generic[R, P]):
         *,
         max_sequences: int,
         decodes: bool = True,
-        is_shared: bool = False,
+        is_spread: bool = False,
     ) -> None:
         self._capacity, self._max_sequences, self._decodes = capacity, max_sequences, decodes
-        self._is_shared = is_shared
+        self._is_shared = is_spread
         self._waiting: deque[R] = deque()
         self._held = [Held()] * size
         self._begun = 0
@@ -154,7 +157,8 @@ class WaveScheduler(Generic[R, P]):
         request = self._waiting[0]
         if reason := self._why_too_large(request):
             return RefuseDocument(reason)
-        rank = self._next_decode_rank()
+        pinned = self._capacity.pinned_rank(request)
+        rank = self._next_decode_rank() if pinned is None else pinned
         plan = self._capacity.plan(request, rank)
         fits = self._held[rank].sequences < self._max_sequences and self._capacity.fits_beside(
             plan, [held.bytes for held in self._held]

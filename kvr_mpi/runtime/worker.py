@@ -20,9 +20,10 @@ from kvr_mpi.documents import Document
 from kvr_mpi.errors import DataError, DocumentError
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS
-from kvr_mpi.runtime.chain_runner import ChainRunner, PlannedPrompt
+from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.pace import Pace
+from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.runtime.requests import DocumentRequest, PromptOutcome, PromptRequest, error_record
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.sources import Source
@@ -86,7 +87,7 @@ class ChainWorker:
             runner,
             max_sequences=MAX_SEQUENCES,
             decodes=runner.new_tokens > 0,
-            is_shared=runner.is_shared,
+            is_spread=runner.is_spread,
         )
         self._has_documents = True
         self._requests = 0
@@ -104,7 +105,7 @@ class ChainWorker:
             if self._has_work:
                 self._decode_wave()
                 self._exchange_outcomes()
-        if self._runner.is_shared:  # with these ranks, or never
+        if self._runner.is_spread:  # with these ranks, or never
             self._context.decoder.decode()
         if self._forwarder is not None:
             self._forwarder.close()
@@ -187,14 +188,23 @@ class ChainWorker:
     def _prefill(self, plan: PlannedPrompt) -> None:
         """Prefill the next prompt; one that goes alone is put aside by the rank that decodes it."""
         request = self._scheduler.start_next(plan.decode_rank)
-        if plan.partition is not None:
+        if (plan.shared_tokens or self._runner.has_shared) and not self._runner.goes_on(plan):
+            self._prefill_shared(plan)
+        if plan.partition is not None and not plan.shared_tokens:
             prefill = self._runner.prefill(plan, self._forwarder)
             request.document.prefix = None  # with the file it is loaded from
             self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
-            if self._runner.is_shared or self._chain.rank == plan.decode_rank:
+            if self._runner.is_spread or self._chain.rank == plan.decode_rank:
                 self._start_decoding(request, prefill)
         elif self._chain.rank == plan.decode_rank:
             self._packed.append((request, plan))
+
+    def _prefill_shared(self, plan: PlannedPrompt) -> None:
+        """Prefill what a prompt shares with others; nothing goes on any more from what was shared before."""
+        self._prefill_packed()
+        prefill = self._runner.prefill_shared(plan, self._forwarder)
+        if prefill is not None:
+            self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
 
     def _from_wire(self, word: list[Any]) -> Decision:
         """Read a decision; of a prompt's plan what the ranks do not know is told."""
@@ -225,7 +235,7 @@ class ChainWorker:
             self._context.sink.write_record(error_record(request.document.document, reason), request.document.work)
 
     def _start_decoding(self, request: PromptRequest, prefill: Prefill) -> None:
-        self._context.decoder.start(request, prefill, self._runner.seed_of(request.document.id))
+        self._context.decoder.start(request, prefill, self._runner.seed_of(request.document.document))
 
     def _decode_wave(self) -> None:
         """Decode what this rank holds; leave some of it for the next wave, if prompts wait for that."""
@@ -262,11 +272,11 @@ def _rows(packed: Sequence[tuple[PromptRequest, PlannedPrompt]]) -> list[list[tu
     rows: list[list[tuple[PromptRequest, PlannedPrompt]]] = []
     left = 0
     for each in packed:
-        computed = each[0].prompt.tokens - each[1].known_tokens
-        left -= computed
-        if left < 0 or not rows or rows[-1][0][1].prefix is not each[1].prefix:
+        plan = each[1]
+        left -= plan.row_tokens
+        if left < 0 or not rows or not plan.goes_with(rows[-1][0][1]):
             rows.append([])
-            left = PACK_TOKENS - computed
+            left = PACK_TOKENS - plan.row_tokens
         rows[-1].append(each)
     return rows
 
@@ -275,7 +285,12 @@ def _to_wire(decision: Decision) -> list[Any]:
     if isinstance(decision, PrefillPrompt):
         plan = decision.plan
         bounds = None if plan.partition is None else plan.partition.bounds
-        fields = {"decode_rank": plan.decode_rank, "strategy": plan.strategy.name, "bounds": bounds}
+        fields = {
+            "decode_rank": plan.decode_rank,
+            "strategy": plan.strategy.name,
+            "bounds": bounds,
+            "shared_tokens": plan.shared_tokens,
+        }
     else:
         fields = asdict(decision)
     return [type(decision).__name__, fields]

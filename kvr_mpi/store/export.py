@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import BinaryIO
 
@@ -21,16 +21,14 @@ def _write_jsonl(records: Iterable[Record], stream: BinaryIO) -> None:
         stream.write(json.dumps(record.as_json(), ensure_ascii=False).encode() + b"\n")
 
 
-def _write_csv(records: Iterable[Record], stream: BinaryIO) -> None:
+def _write_csv(records: Iterable[Record], stream: BinaryIO, columns: Sequence[str]) -> None:
     """Write a header and one row per document; lists are space-separated."""
     text = io.TextIOWrapper(stream, encoding="utf-8", newline="", write_through=True)
     try:
-        writer = csv.DictWriter(
-            text, [spec.name for spec in fields(Record)], lineterminator="\n", quoting=csv.QUOTE_ALL
-        )
+        writer = csv.DictWriter(text, _names(columns), lineterminator="\n", quoting=csv.QUOTE_ALL)
         writer.writeheader()
         for record in records:
-            row = record.as_dict()
+            row = _row(record, columns)
             writer.writerow(
                 {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in row.items()}
             )
@@ -38,7 +36,7 @@ def _write_csv(records: Iterable[Record], stream: BinaryIO) -> None:
         text.detach()  # or it would close the stream
 
 
-def _write_parquet(records: Iterable[Record], stream: BinaryIO) -> None:
+def _write_parquet(records: Iterable[Record], stream: BinaryIO, columns: Sequence[str]) -> None:
     """Write one row group per `BATCH_ROWS` documents, compressed."""
     try:
         import pyarrow
@@ -46,19 +44,37 @@ def _write_parquet(records: Iterable[Record], stream: BinaryIO) -> None:
     except ImportError as error:
         raise ConfigError("writing Parquet needs pyarrow; `pip install kvr-mpi[parquet]`") from error
     kinds = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string()}
-    schema = pyarrow.schema(
-        [(spec.name, kinds.get(str(spec.type), pyarrow.list_(pyarrow.int64()))) for spec in fields(Record)]
-    )
+    types = {spec.name: kinds.get(str(spec.type), pyarrow.list_(pyarrow.int64())) for spec in fields(Record)}
+    schema = pyarrow.schema([(name, types.get(name, pyarrow.string())) for name in _names(columns)])
     with pyarrow.parquet.ParquetWriter(stream, schema, compression="zstd") as writer:
         rows: list[dict[str, object]] = []
         for record in records:
-            rows.append(record.as_dict())
+            rows.append(_row(record, columns))
             if len(rows) == BATCH_ROWS:
                 writer.write_table(pyarrow.Table.from_pylist(rows, schema))
                 rows = []
         writer.write_table(pyarrow.Table.from_pylist(rows, schema))
 
 
-def write_export(records: Iterable[Record], kind: str, stream: BinaryIO) -> None:
-    """Write documents as ``jsonl``, ``csv`` or ``parquet``."""
-    {"jsonl": _write_jsonl, "csv": _write_csv, "parquet": _write_parquet}[kind](records, stream)
+def _names(columns: Sequence[str]) -> list[str]:
+    """Name what a table has: the fields of a record, and those of the documents' rows, each by itself."""
+    names = [spec.name for spec in fields(Record) if spec.name != "columns"]
+    return [*names, *(f"columns.{name}" for name in columns)]
+
+
+def _row(record: Record, columns: Sequence[str]) -> dict[str, object]:
+    """Return a record as a row; what is no text in the document's own row is JSON."""
+    row, passed = record.as_dict(), record.passed
+    del row["columns"]
+    for name in columns:
+        value = passed.get(name)
+        row[f"columns.{name}"] = value if value is None or isinstance(value, str) else json.dumps(value)
+    return row
+
+
+def write_export(records: Iterable[Record], kind: str, stream: BinaryIO, columns: Sequence[str] = ()) -> None:
+    """Write documents as ``jsonl``, ``csv`` or ``parquet``; `columns` are those of their rows that tables have."""
+    if kind == "jsonl":
+        _write_jsonl(records, stream)
+    else:
+        {"csv": _write_csv, "parquet": _write_parquet}[kind](records, stream, columns)

@@ -17,7 +17,7 @@ from kvr_mpi.disk import PART, create
 from kvr_mpi.errors import ConfigError, DataError, MissingError, OutputError
 from kvr_mpi.store.hdf5 import explained, group_in, read_attribute
 from kvr_mpi.store.ledger import ledger_files
-from kvr_mpi.store.outputs import Record, document_groups, key_of, open_file, read_record
+from kvr_mpi.store.outputs import Record, document_groups, key_of, open_file, read_header, read_record
 from kvr_mpi.store.summary import Summary, count_reasons, reason_of
 from kvr_mpi.store.survey import DAMAGED, RESULTS, Survey, is_ours, order, survey
 
@@ -112,6 +112,38 @@ def read_records(index: Index, ids: Iterable[str]) -> Iterator[Record]:
             if (record.id, record.status) != (name, "done" if place.is_done else "error"):
                 raise DataError(f"{place.file}: /documents/{place.key} is not the document {name!r} of the ledger")
             yield record
+
+
+def read_columns(index: Index) -> list[str]:
+    """Name the columns of rows that the runs' jobs passed on to their records.
+
+    Raises
+    ------
+    DataError
+        If a file's header cannot be read.
+    """
+    found: dict[str, None] = {}
+    for file in index.by_file():
+        with open_file(file) as stored:
+            columns = read_header(stored).identity.get("columns", [])
+        if not isinstance(columns, list):
+            raise DataError(f"{file}: its header names {columns!r} as columns; expected a list")
+        found |= dict.fromkeys(map(str, columns))
+    return list(found)
+
+
+def read_model(index: Index) -> str:
+    """Name the model of the runs, by the first file.
+
+    Raises
+    ------
+    DataError
+        If its header cannot be read.
+    """
+    for file in index.by_file():
+        with open_file(file) as stored:
+            return str(read_header(stored).model["name"])
+    return ""
 
 
 def index_run(path: Path, *, verify: bool = False) -> Index:

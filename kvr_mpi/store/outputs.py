@@ -4,20 +4,22 @@
                            the answers depend on), model (name, architecture, dtype), software (versions);
                            header_sha256 of all these
     /documents/KEY         one group per document; KEY is its id, percent-encoded
-        attributes         id, status ("done" | "error"), document, question, error, document_sha256, prompt_sha256,
-                           prompt_tokens, computed_tokens, dropped_tokens, new_tokens, finish_reason, strategy, ttft_s,
-                           prefill_tokens_per_s, wait_s, decode_s, parts, compression, retained_tokens,
-                           retained_bytes, finished_at; what is to be read: answer_bytes, answer_tokens, kv_bytes,
-                           kv_sha256; and record_sha256 of all these and of answer, token_ids and slices
+        attributes         id, status ("done" | "error"), document, question, error, columns (of the document's row,
+                           as JSON), document_sha256, prompt_sha256, prompt_tokens, computed_tokens, dropped_tokens,
+                           new_tokens, finish_reason, strategy, ttft_s, prefill_tokens_per_s, wait_s, decode_s, parts,
+                           compression, retained_tokens, retained_bytes, finished_at; what is to be read:
+                           answer_bytes, answer_tokens, kv_bytes, kv_sha256; and record_sha256 of all these and of
+                           answer, token_ids and slices
         answer             text (UTF-8 string), one element
         token_ids          of the answer (int64)
         slices             bounds of the prompt over the ranks (int64, ranks + 1)
         kv/...             keys and values, if asked for (see ``kv``)
 
 Text has a fixed length (see ``hdf5``): plain h5py gives attributes as bytes, ``[0].decode()`` the answer. Datasets
-carry HDF5's checksums (Fletcher's), keys and values their own. Version 3 knew no compression; version 2 had fewer
-fields, and HDF5's checksums for keys and values; version 1 no checksums at all, nothing of what is to be read, and the
-answer as a scalar. All are read; a merge writes version 1 anew. A field that a file does not have, has its default.
+carry HDF5's checksums (Fletcher's), keys and values their own. Version 3 knew no compression and no columns; version 2
+had fewer fields, and HDF5's checksums for keys and values; version 1 no checksums at all, nothing of what is to be
+read, and the answer as a scalar. All are read; a merge writes version 1 anew. A field that a file does not have, has its
+default.
 """
 
 from __future__ import annotations
@@ -78,6 +80,7 @@ class Record:
     document: str = ""  # that a question was asked about, where ``id`` is the question's
     question: str = ""
     error: str = ""
+    columns: str = ""  # of the document's row, those that were asked for: a JSON object, or nothing
     answer: str = ""
     token_ids: tuple[int, ...] = ()
     slices: tuple[int, ...] = ()
@@ -104,9 +107,26 @@ class Record:
         return {**asdict(self), "token_ids": list(self.token_ids), "slices": list(self.slices)}
 
     def as_json(self) -> dict[str, Any]:
-        """Fields as JSON has them: no infinities, no NaN."""
-        values = self.as_dict().items()
+        """Fields as JSON has them: no infinities, no NaN; columns as an object."""
+        values = {**self.as_dict(), "columns": self.passed}.items()
         return {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in values}
+
+    @property
+    def passed(self) -> dict[str, Any]:
+        """Columns of the document's row, by name.
+
+        Raises
+        ------
+        DataError
+            If what is stored is no JSON object.
+        """
+        try:
+            found = json.loads(self.columns or "{}")
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise DataError(f"{self.id}: its columns are {self.columns[:60]!r}; expected a JSON object")
+        return found
 
 
 def software() -> dict[str, str]:

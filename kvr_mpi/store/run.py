@@ -139,7 +139,7 @@ def known_corpus(folder: Path) -> Corpus | None:
 def wanted_documents(folder: Path) -> list[str] | None:
     """Return the ids of the documents that the run's latest job is to do; None if that is not known."""
     begun = begun_with(folder)
-    return None if begun is None else [entry.id for entry in begun[0].entries[begun[1]]]
+    return None if begun is None else [begun[0].entries[number].id for number in begun[0].share(begun[1])]
 
 
 def share_in(folder: Path) -> tuple[int, int] | None:

@@ -24,6 +24,8 @@ from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.store.shards import ShardWriter
 
+# Fields of the documents' own rows are columns by themselves: none here.
+TABLE_COLUMNS = [name for name in COLUMNS if name != "columns"]
 ANSWER = st.one_of(
     st.sampled_from(
         ["", "\n", NASTY, '"', ",", "\r", "\r\n", "null", "NA", "1.0", "true", "=1+1", "#", "\u2028", " x "]
@@ -36,7 +38,7 @@ def test_jsonl_is_one_object_per_line_with_every_field(result: Path, run_kvr: Kv
     code, out, err = run_kvr("export", result)
     assert code == EXIT_OK and err == "" and out.endswith("\n")
     rows = [json.loads(line) for line in out.removesuffix("\n").split("\n")]
-    assert rows == [record.as_dict() for record in example_records()]
+    assert rows == [record.as_json() for record in example_records()]
     assert all(list(row) == COLUMNS for row in rows)
 
 
@@ -75,7 +77,7 @@ def read_csv(content: bytes) -> pandas.DataFrame:
 def test_csv_is_read_by_pandas_with_answers_intact(result: Path) -> None:
     frame = read_csv(exported(result, "csv"))
     wanted = {record.id: record for record in example_records()}
-    assert list(frame.columns) == COLUMNS and list(frame["id"]) == sorted(wanted)
+    assert list(frame.columns) == TABLE_COLUMNS and list(frame["id"]) == sorted(wanted)
     for row in frame.to_dict("records"):
         record = wanted[row["id"]]
         assert row["answer"] == record.answer and row["error"] == record.error and row["status"] == record.status
@@ -107,8 +109,10 @@ def test_parquet_is_read_by_pandas_with_the_right_types(result: Path, tmp_path: 
     code, out, err = run_kvr("export", result, "--format", "parquet", "-o", target)
     assert (code, out, err) == (EXIT_OK, "", "")
     frame = pandas.read_parquet(target)
-    assert list(frame.columns) == COLUMNS
+    assert list(frame.columns) == TABLE_COLUMNS
     for spec in fields(Record):
+        if spec.name not in TABLE_COLUMNS:
+            continue
         column = frame[spec.name]
         if spec.type == "int":
             assert column.dtype == "int64"

@@ -85,7 +85,7 @@ def test_inspect_json_of_a_document_has_every_field(run_folder: Path, record: Re
     code, out, _ = run_kvr("inspect", run_folder, record.id, "--json")
     told: dict[str, Any] = json.loads(out)
     assert code == EXIT_OK and list(told) == [*COLUMNS, "kv"]
-    assert {name: told[name] for name in COLUMNS} == record.as_dict()
+    assert {name: told[name] for name in COLUMNS} == record.as_json()
 
 
 def test_inspect_of_an_unknown_document_names_some_that_exist(result: Path, run_kvr: Kvr) -> None:

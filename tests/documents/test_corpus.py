@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvr_mpi.documents.corpus as corpus_module
-from kvr_mpi.documents import Corpus, read_corpus, scan_corpus
+from kvr_mpi.documents import Corpus, RowFormat, read_corpus, scan_corpus
 from kvr_mpi.errors import CorpusError
 
 ROWS: list[Any] = [
@@ -59,7 +59,7 @@ def test_any_document_is_what_the_stream_gives(tmp_path: Path, limit: int | None
 
 
 def test_json_there_and_back(tmp_path: Path) -> None:
-    corpus = scan_corpus([str(write_corpus(tmp_path / "c"))], id_field="id", limit=800)
+    corpus = scan_corpus([str(write_corpus(tmp_path / "c"))], limit=800)
     again = Corpus.from_json(json.loads(json.dumps(corpus.to_json())))
     assert again == corpus and again.read(5) == corpus.read(5)
 
@@ -78,13 +78,13 @@ def test_any_text_in_any_format(tmp_path_factory: pytest.TempPathFactory, texts:
 def test_ascending_reads_go_through_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = scan_corpus([str(write_corpus(tmp_path / "c"))])
     opened: list[str] = []
-    real = corpus_module._text_reader
+    real = corpus_module._reader
 
-    def watched(file: Path, text_field: str) -> Any:
+    def watched(file: Path, rows: RowFormat) -> Any:
         opened.append(file.name)
-        return real(file, text_field)
+        return real(file, rows)
 
-    monkeypatch.setattr(corpus_module, "_text_reader", watched)
+    monkeypatch.setattr(corpus_module, "_reader", watched)
     zipped: list[Any] = []
     real_open = gzip.open
     monkeypatch.setattr(gzip, "open", lambda *given: zipped.append(given) or real_open(*given))  # type: ignore[func-returns-value]
@@ -132,7 +132,7 @@ def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path, monkeypa
         again = scan_corpus(["c"], known=known)  # by another path
         assert again.entries is known.entries and again.files[0].path == "c/a.jsonl"
         assert [again.read(index) for index in range(5)] == [known.read(index) for index in range(5)]
-        for options in ({"id_field": "name"}, {"text_field": "body"}, {"limit": 3}):
+        for options in ({"rows": RowFormat("name")}, {"rows": RowFormat(columns=("more",))}, {"limit": 3}):
             with pytest.raises(AssertionError):
                 scan_corpus(paths, known=known, **options)  # type: ignore[arg-type]
     os.utime(tmp_path / "c" / "d.txt", (1, 1))

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_prompts import ROOMY, body_of, text_of
 
-from kvr_mpi.documents.prompts import check_template, cut_template, encode_text, fit_prompt, make_frame
+from kvr_mpi.documents.prompts import encode_text, fit_prompt, make_frame
+from kvr_mpi.documents.templates import Template, parse_template
 from kvr_mpi.errors import ConfigError
 
 unicode_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
@@ -22,14 +23,14 @@ unicode_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 def test_a_template_has_its_place_for_the_text_once(tokenizer: Any, template: str, times: int) -> None:
     expected = re.escape(f"prompt.template {template!r} contains {{text}} {times} times; expected once")
     with pytest.raises(ConfigError, match=expected):
-        check_template(template)
+        parse_template(template)
     with pytest.raises(ConfigError, match=expected):
         make_frame(tokenizer, template, max_prompt_tokens=ROOMY)
 
 
 def test_a_long_template_is_not_repeated_in_full() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_template("word " * 1000)
+        parse_template("word " * 1000)
     assert len(str(caught.value)) < 300
 
 
@@ -47,7 +48,7 @@ def test_a_long_template_is_not_repeated_in_full() -> None:
     ],
 )
 def test_braces_in_a_template(tokenizer: Any, template: str, before: str, after: str) -> None:
-    assert cut_template(template) == (before, after)
+    assert parse_template(template, columns=()) == Template((before, after), ("text",))
     frame = make_frame(tokenizer, template, chat_template=False, max_prompt_tokens=ROOMY)
     assert tokenizer.decode(frame.head) == before and tokenizer.decode(frame.tail) == after
 
@@ -55,10 +56,10 @@ def test_braces_in_a_template(tokenizer: Any, template: str, before: str, after:
 @pytest.mark.parametrize("name", ["question", "Text", " text ", "doc.title", "größe"])
 def test_unknown_names_in_braces_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"has {{{name}}}") + r".*what exists is \{text\}") as caught:
-        check_template(f"About {{text}}: {{{name}}}?", "prompt.reduce_template")
+        parse_template(f"About {{text}}: {{{name}}}?", "prompt.reduce_template", columns=())
     assert str(caught.value).startswith("prompt.reduce_template ") and f"{{{{{name}}}}}" in str(caught.value)
     with pytest.raises(ConfigError, match="contains {text} 0 times.*" + re.escape(name)):
-        check_template(f"{{{name}}}")
+        parse_template(f"{{{name}}}", columns=())
 
 
 def test_the_frame_is_the_template_around_the_text(tokenizer: Any) -> None:

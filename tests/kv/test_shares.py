@@ -31,7 +31,7 @@ def spread(
     @torch.inference_mode()
     def work(chain: Transport) -> tuple[Share, list[int], list[torch.Tensor]]:
         partition = Partition(bounds)
-        done = prefill_kvr(loaded, ids, partition, chain, reserve_tokens=count, is_shared=True, **options)
+        done = prefill_kvr(loaded, ids, partition, chain, reserve_tokens=count, is_spread=True, **options)
         assert done.cache is None and done.share is not None
         done.share.lay_by_heads()
         first = b"" if done.logits is None else str(int(done.logits.argmax())).encode()
@@ -90,7 +90,7 @@ def test_several_new_tokens_see_each_other_and_all_before() -> None:
 
         @torch.inference_mode()
         def work(chain: Transport, loaded: LoadedModel = loaded, ids: list[int] = ids) -> torch.Tensor:
-            done = prefill_kvr(loaded, ids[:70], Partition((0, 30, 70)), chain, reserve_tokens=20, is_shared=True)
+            done = prefill_kvr(loaded, ids[:70], Partition((0, 30, 70)), chain, reserve_tokens=20, is_spread=True)
             assert done.share is not None
             cache = SharesCache(loaded, [done.share], [20], chain)
             return run_model(loaded.model, torch.tensor([ids[70:]]), cache, positions=cache.positions)[0]

@@ -115,8 +115,8 @@ class Way:
 
     @property
     def caches(self) -> list[SliceCache]:
-        is_shared = isinstance(self.batch, HeadParallelBatch)
-        return [each.cache if is_shared else each.prefill.cache for each in self.batch._running]
+        is_spread = isinstance(self.batch, HeadParallelBatch)
+        return [each.cache if is_spread else each.prefill.cache for each in self.batch._running]
 
     @property
     def written(self) -> list[list[int]]:

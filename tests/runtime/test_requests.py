@@ -23,7 +23,7 @@ SENTENCES = "The old bridge was inspected in March and found to be sound. " * 8
 
 
 def request(tokenizer: Any, text: str, too_long: str = "error") -> DocumentRequest:
-    config = PromptConfig(tokenizer, PromptSection(template="{text}", too_long=too_long), FRAME, FRAME)
+    config = PromptConfig(tokenizer, PromptSection(template="{text}", too_long=too_long), FRAME, FRAME, 8)
     return TextSource(Corpus((), ()), config).request(Document("a.txt", text), work=100)
 
 

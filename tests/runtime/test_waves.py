@@ -42,6 +42,9 @@ class Ranks:
         self.planned.append((request, decode_rank))
         return request, decode_rank
 
+    def pinned_rank(self, request: Request) -> int | None:
+        return None
+
     def why_too_large(self, plan: tuple[Request, int]) -> str | None:
         request, _ = plan
         return f"{request.bytes} bytes" if request.bytes > FREE else None

@@ -1,0 +1,69 @@
+"""Conversations to token ids: the model's chat template around what is said, which is tokenised apart.
+
+What is said cannot smuggle in the model's control tokens, as a document's text cannot (``prompts``). For that the
+template is rendered with marks in place of what is said; since some templates look at it, what comes out is held
+against the same template rendered with the words themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvr_mpi.documents.document import Message
+from kvr_mpi.documents.prompts import MARK, encode_text, encode_words, render_chat
+from kvr_mpi.errors import ConfigError, DocumentError
+
+
+def check_has_chat_template(tokenizer: Any) -> None:
+    """Raise `ConfigError` if a model has no chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(
+            "documents.format = 'messages': this model's tokenizer has no chat template, which says how a conversation "
+            "is written; take the model's chat or instruct version, or write the prompts as text"
+        )
+
+
+def encode_conversation(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a conversation, up to where the model's next message begins.
+
+    Raises
+    ------
+    DocumentError
+        If there is no chat template, or it refuses the conversation, leaves out a message, or changes its words.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise DocumentError("this model's tokenizer has no chat template, which says how a conversation is written")
+    marks = [f"\ue000{number}\ue001" for number in range(len(messages))]
+    pieces = MARK.split(_render(tokenizer, messages, marks))
+    order = [int(number) for number in pieces[1::2]]
+    for number, message in enumerate(messages):
+        if order.count(number) != 1:
+            raise DocumentError(
+                f"this model's chat template shows message {number} ({message.role}) {order.count(number)} times; "
+                f"expected once"
+            )
+    words = pieces[::2]
+    whole = _render(tokenizer, messages, [message.content for message in messages])
+    contents = next(
+        (
+            said
+            for said in ([message.content for message in messages], [message.content.strip() for message in messages])
+            if whole == words[0] + "".join(said[number] + word for number, word in zip(order, words[1:], strict=True))
+        ),
+        None,
+    )
+    if contents is None:
+        raise DocumentError("this model's chat template changes the words of a message; it is not sent changed")
+    ids = encode_words(tokenizer, words[0])
+    for number, word in zip(order, words[1:], strict=True):
+        ids += [*encode_text(tokenizer, contents[number]), *encode_words(tokenizer, word)]
+    return ids
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], contents: Sequence[str]) -> str:
+    said = [{"role": message.role, "content": content} for message, content in zip(messages, contents, strict=True)]
+    try:
+        return render_chat(tokenizer, said)
+    except ValueError as error:
+        raise DocumentError(f"this model's chat template refuses the conversation: {error}") from error

@@ -1,0 +1,87 @@
+"""What a document is, wherever it comes from: its text, or a conversation, and what its row says beside that."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question, and the document it is about.
+
+    sha256 : of the document's text.
+    """
+
+    document: str
+    question: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one side of a conversation said."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class OwnGeneration:
+    """How a row wants its answer decoded; None: as the job does.
+
+    temperature : 0 is greedy.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] | None = None
+    seed: int | None = None
+
+
+AS_THE_JOB = OwnGeneration()
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document of the corpus: its text, or what is wrong with it; or a question about one, under an id of its own.
+
+    asked : the question; then the text is where the document's keys and values are, or that which it is about.
+    columns : of its row, as text: what templates fill in.
+    passed : of its row, what goes into its record as it is.
+    messages : the whole prompt, if it is a conversation; the text is then all that is said in it.
+    generation : how its answer is to be decoded.
+    is_raw : the text is the whole prompt: no template, and no chat template, goes around it.
+    """
+
+    id: str
+    text: str = ""
+    error: str | None = None
+    asked: Asked | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    passed: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
+    generation: OwnGeneration = AS_THE_JOB
+    is_raw: bool = False
+
+    @property
+    def chars(self) -> int:
+        """Length of the text, the measure of work before tokens are known."""
+        return len(self.text)
+
+    @property
+    def sha256(self) -> str:
+        """Hash, in hexadecimal digits, of all that its row says: of the text alone, where that is all."""
+        more = (self.columns, self.passed, self.messages, self.is_raw, self.generation)
+        if more == ({}, {}, (), False, AS_THE_JOB):
+            return hashlib.sha256(self.text.encode()).hexdigest()
+        said = [[message.role, message.content] for message in self.messages]
+        whole = [self.text, dict(self.columns), dict(self.passed), said, self.is_raw, asdict(self.generation)]
+        return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,67 @@
+"""Conversations in rows: a list of messages, each with who says it and what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvr_mpi.documents.document import Message
+from kvr_mpi.errors import DocumentError
+
+# What every chat template that knows roles at all tells apart; some write any other word into the prompt, unasked.
+ROLES = ("system", "user", "assistant")
+
+
+def parse_messages(value: Any, name: str = "messages") -> tuple[Message, ...]:
+    """Read a conversation.
+
+    Parameters
+    ----------
+    value : object
+        A list of ``{"role": ..., "content": ...}``; a content is text, or a list of parts that are text.
+    name : str
+        What the row calls it.
+
+    Raises
+    ------
+    DocumentError
+        If it is none.
+    """
+    if not isinstance(value, list) or not value:
+        what = "empty" if value == [] else "missing" if value is None else f"a {type(value).__name__}"
+        raise DocumentError(f"{name} is {what}; expected a list of messages with role and content")
+    return tuple(_parse(each, f"{name}[{number}]") for number, each in enumerate(value))
+
+
+def joined(messages: Sequence[Message]) -> str:
+    """Return all that is said in a conversation."""
+    return "\n\n".join(message.content for message in messages)
+
+
+def _parse(value: Any, place: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise DocumentError(f"{place} is a {type(value).__name__}; expected an object with role and content")
+    said = {name: each for name, each in value.items() if each is not None}
+    if unknown := sorted(map(str, said.keys() - {"role", "content"})):
+        raise DocumentError(f"{place} has {', '.join(unknown)}; expected role and content, no more")
+    role = said.get("role")
+    if role not in ROLES:
+        raise DocumentError(f"{place}.role is {role!r}; expected one of {', '.join(ROLES)}")
+    return Message(role, _content(said.get("content"), f"{place}.content"))
+
+
+def _content(value: Any, place: str) -> str:
+    """Return what is said; parts of it are lines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        what = "missing" if value is None else f"a {type(value).__name__}"
+        raise DocumentError(f"{place} is {what}; expected text, or a list of parts that are text")
+    texts = []
+    for number, part in enumerate(value):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise DocumentError(f'{place}[{number}] is of type {kind!r}; expected {{"type": "text", "text": ...}}')
+        texts.append(text)
+    return "\n".join(texts)

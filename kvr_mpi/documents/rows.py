@@ -1,0 +1,146 @@
+"""A row of a table to a document: which fields are its name, its text, what templates fill in, and what is kept.
+
+Stands between the formats (``files``) and the corpus. What is wrong with a row is its document's error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import date, time
+from decimal import Decimal
+from typing import Any, Literal
+from uuid import UUID
+
+from kvr_mpi.documents.document import Document
+from kvr_mpi.documents.messages import joined, parse_messages
+from kvr_mpi.documents.openai_batch import parse_request
+from kvr_mpi.errors import DocumentError
+
+Kind = Literal["text", "messages", "openai-batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How the rows of a corpus are read.
+
+    kind : a row is a text, a conversation (`messages_field`), or a request (``openai_batch``).
+    columns : fields that templates name.
+    passed : fields that go into the records as they are.
+    """
+
+    id_field: str = "id"
+    text_field: str = "text"
+    columns: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
+    kind: Kind = "text"
+    messages_field: str = "messages"
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """All that is read of a row."""
+        if self.kind == "openai-batch":
+            return ("custom_id", "method", "url", "body", *self.passed)
+        content = self.text_field if self.kind == "text" else self.messages_field
+        return tuple(dict.fromkeys((self.id_field, content, *self.columns, *self.passed)))
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether anything of a row goes into its record."""
+        return self.kind == "openai-batch" or self.passed != ()
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> RowFormat:
+        """Read the fields as they were stored; those that an earlier version did not have, have their defaults."""
+        found = {spec.name: stored[spec.name] for spec in fields(cls) if spec.name in stored}
+        values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in found.items()}
+        return cls(**values)
+
+    def document(self, row: Mapping[str, Any], place: str) -> Document:
+        """Make a document of a row; `place` names it if it has no id."""
+        if self.kind == "openai-batch":
+            request = parse_request(row, place)
+            return replace(request, passed={**self._passed(row), **request.passed})
+        name, error = _name_of(row.get(self.id_field), place, self.id_field)
+        passed = self._passed(row)
+        if error is not None:
+            return Document(name, error=error, passed=passed)
+        if self.kind == "messages":
+            try:
+                messages = parse_messages(row.get(self.messages_field), self.messages_field)
+            except DocumentError as wrong:
+                return Document(name, error=f"{place}: {wrong}", passed=passed)
+            return Document(name, joined(messages), passed=passed, messages=messages)
+        text = row.get(self.text_field)
+        if not isinstance(text, str):
+            there = ", ".join(sorted(map(str, row))) or "none"
+            error = f"{place}: the text field {self.text_field!r} is {kind_of(text)}; expected a string"
+            return Document(name, error=f"{error} (fields: {there})", passed=passed)
+        columns: dict[str, str] = {}
+        for field in self.columns:
+            value = _as_text(row.get(field))
+            if value is None:
+                there = ", ".join(sorted(map(str, row)))
+                error = f"{place}: the field {field!r}, which the template names, is {kind_of(row.get(field))}"
+                error += f"; expected a string or a number (fields: {there})"
+                return Document(name, error=error, passed=passed)
+            columns[field] = value
+        return Document(name, text, columns=columns, passed=passed)
+
+    def _passed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {field: _plain(row[field]) for field in self.passed if row.get(field) is not None}
+
+    def text_file(self, name: str, text: str) -> Document:
+        """Make a document of a whole file, which has no fields."""
+        if self.kind != "text":
+            return Document(name, error=f"{name} is a text file; documents.format = {self.kind!r} is of rows")
+        if self.columns:
+            wanted = ", ".join(map(repr, self.columns))
+            return Document(name, error=f"{name}: the template names {wanted}; a text file has no fields, rows have")
+        return Document(name, text)
+
+
+DEFAULT_ROWS = RowFormat()
+
+
+def _name_of(value: Any, place: str, id_field: str) -> tuple[str, str | None]:
+    """Return a row's name, and what is wrong with it."""
+    if value is None:
+        return place, None
+    if _names_something(value):
+        return str(value), None
+    what = f"{value} (no number)" if isinstance(value, float) else kind_of(value)
+    return place, f"{place}: the id field {id_field!r} is {what}; expected a string or a number"
+
+
+def _names_something(value: Any) -> bool:
+    """Whether a row's id is text, a number, or what Parquet has beside them for dates and the like."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, str | int | Decimal | date | time | UUID) and not isinstance(value, bool)
+
+
+def _as_text(value: Any) -> str | None:
+    """Return a field as a template shows it; None if it is nothing that can be shown."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if _names_something(value) else None
+
+
+def _plain(value: Any) -> Any:
+    """Return a field as JSON has it: what JSON does not know becomes text."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()  # lone surrogates, which no file can hold
+    if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def kind_of(value: Any) -> str:
+    """Say in words of what type a field is."""
+    return "missing" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,118 @@
+"""Templates: the user's words, and where a document's text and the fields of its row go in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from kvr_mpi.errors import ConfigError
+
+TEXT = "{text}"
+# What means something in a template: two braces, or a name in braces. Anything else is itself.
+PLACE = re.compile(r"\{\{|\}\}|\{\s*[^\W\d][\w.-]*\s*\}")
+NAMED = 20  # fields in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A template cut where something is filled in: words[0], what names[0] stands for, words[1], and so on.
+
+    names : "text", the document, once; all others are fields of its row.
+    """
+
+    words: tuple[str, ...]
+    names: tuple[str, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Fields of a row that are filled in."""
+        return tuple(dict.fromkeys(name for name in self.names if name != "text"))
+
+    def followed_by(self, after: str) -> Template:
+        """Let other words follow the document."""
+        at = self.names.index("text") + 1
+        return Template((*self.words[:at], after), self.names[:at])
+
+
+def parse_template(template: str, key: str = "prompt.template", *, columns: Collection[str] | None = None) -> Template:
+    """Cut a template at what is filled in.
+
+    ``{text}`` is the document, ``{name}`` a field of its row; ``{{`` and ``}}`` are a brace. A single brace that opens
+    no name is itself, as is a ``}}`` that closes two of those, so that JSON can be written as it is.
+
+    Parameters
+    ----------
+    template : str
+    key : str
+        What the job calls it.
+    columns : collection of str or None
+        Fields that rows have; None: not known, so that any name may be one.
+
+    Raises
+    ------
+    ConfigError
+        If ``{text}`` does not stand there once, or a name in braces is no field.
+    """
+    words, names = _parse(template)
+    times = names.count("text")
+    unknown = [f"{{{name}}}" for name in names if name != "text" and columns is not None and name not in columns]
+    if times != 1:
+        also = f" (and {_listed(unknown)}, which stands for nothing)" if unknown else ""
+        raise ConfigError(
+            f"{key} {template[:60]!r} contains {{text}} {times} times; expected once, where the document goes{also}"
+        )
+    if unknown:
+        there = ", ".join(sorted(columns or ())[:NAMED])
+        fields = f", and the fields of its row: {there}" if there else ""
+        raise ConfigError(
+            f"{key} {template[:60]!r} has {_listed(unknown)}, which stands for nothing: what exists is {{text}}, the "
+            f"document{fields}; braces that are meant as such are written twice, such as {{{unknown[0]}}}"
+        )
+    for name in columns or ():  # that no template can name, so that it would be sent as it is written
+        if f"{{{name}}}" in template and name not in (*names, "text") and not PLACE.fullmatch(f"{{{name}}}"):
+            raise ConfigError(
+                f"{key} {template[:60]!r} has {{{name}}}: a field is filled in only if its name is of letters, digits, "
+                f"_, . and -; rename it in the rows"
+            )
+    return Template(tuple(words), tuple(names))
+
+
+def check_system(system: str | None, columns: Collection[str] = ()) -> None:
+    """Raise `ConfigError` if a document, or a field of its row, is meant to go into the system prompt."""
+    for name in ("text", *columns):
+        if system is not None and f"{{{name}}}" in system:
+            raise ConfigError(
+                f"prompt.system {system[:60]!r} has {{{name}}}: it is sent as it is written; the document's place, and "
+                f"that of fields of its row, is in prompt.template"
+            )
+
+
+def _parse(template: str) -> tuple[list[str], list[str]]:
+    """Cut at every name in braces, braces undone; names keep the blanks around them, so that they stand for nothing."""
+    words, names = [""], []
+    opened: list[str] = []  # braces that are open, as they were written
+    at = 0
+    while at < len(template):
+        found = PLACE.match(template, at)
+        word = found[0] if found else template[at]
+        if word == "{{" or (word == "}}" and opened[-1:] != ["{"]):
+            words[-1] += word[0]
+        elif word == "}}":
+            word = "}"
+            words[-1] += word
+        elif len(word) > 1:
+            names.append(word[1:-1])
+            words.append("")
+        else:
+            words[-1] += word
+        if word in ("{", "{{"):
+            opened.append(word)
+        elif word in ("}", "}}") and opened and len(opened[-1]) == len(word):
+            opened.pop()
+        at += len(word)
+    return words, names
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(names[:5]))

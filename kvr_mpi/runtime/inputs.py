@@ -1,0 +1,120 @@
+"""What a job reads of its corpus: the fields of rows that its templates name, and those it passes on."""
+
+from __future__ import annotations
+
+from kvr_mpi.documents import RowFormat
+from kvr_mpi.documents.openai_batch import PASSED
+from kvr_mpi.documents.questions import NAME
+from kvr_mpi.documents.templates import TEXT, Template, parse_template
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.job import JobSpec
+
+
+def templates_of(spec: JobSpec) -> dict[str, str]:
+    """List a job's templates by their keys."""
+    found = {f"prompts.{name}.template": template for name, template in prompts_of(spec).items()}
+    found = found or {"prompt.template": spec.prompt.template}
+    if spec.prompt.reduce_template is not None:
+        found["prompt.reduce_template"] = spec.prompt.reduce_template
+    return found
+
+
+def prompts_of(spec: JobSpec) -> dict[str, str]:
+    """List the templates of several prompts about each document, by name; none if there is one prompt."""
+    return {prompt.name: prompt.template for prompt in spec.prompts}
+
+
+def parse_templates(spec: JobSpec) -> list[Template]:
+    """Cut all templates of a job, whatever fields its rows have.
+
+    Raises
+    ------
+    ConfigError
+        If one of them is none.
+    """
+    return [parse_template(template, key) for key, template in templates_of(spec).items()]
+
+
+def row_format(spec: JobSpec) -> RowFormat:
+    """Say how the rows of a job's corpus are read."""
+    check_format(spec)
+    check_prompts(spec)
+    columns = dict.fromkeys(name for template in parse_templates(spec) for name in template.columns)
+    wanted = spec.documents
+    return RowFormat(
+        wanted.id_field,
+        wanted.text_field,
+        tuple(columns),
+        tuple(dict.fromkeys(spec.output.columns)),
+        wanted.format,
+        wanted.messages_field,
+    )
+
+
+def passed_columns(spec: JobSpec) -> list[str]:
+    """Name what goes from the documents' rows into their records."""
+    always = PASSED if spec.documents.format == "openai-batch" else ()
+    return list(dict.fromkeys([*always, *spec.output.columns]))
+
+
+def check_prompts(spec: JobSpec) -> None:
+    """Refuse several prompts that cannot be told apart, and settings that do not go with several.
+
+    Raises
+    ------
+    ConfigError
+        Naming the first of them.
+    """
+    names = [prompt.name for prompt in spec.prompts]
+    for number, name in enumerate(names):
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"prompts: a prompt is named {name[:80]!r}; expected up to 64 letters, digits, ., - and _"
+            )
+        if name in names[:number]:
+            raise ConfigError(f"prompts: two prompts are named {name!r}; give each a name of its own")
+    wrong = {
+        "prompt.template": spec.prompt.template != TEXT,
+        f"documents.format = {spec.documents.format!r}": spec.documents.format != "text",
+        "documents.reuse": spec.documents.reuse is not None,
+        "output.kv = true": spec.output.kv,
+        "parallel.ranks_per_chain = 'auto'": spec.parallel.planned,
+        "[questions]": spec.questions is not None,
+    }
+    for key, is_wrong in wrong.items():
+        if names and is_wrong:
+            raise ConfigError(f"{key} does not go with [[prompts]]: leave one of them out")
+
+
+def check_format(spec: JobSpec) -> None:
+    """Refuse settings that do not go with what the rows are.
+
+    Raises
+    ------
+    ConfigError
+        Naming the first of them.
+    """
+    documents, prompt = spec.documents, spec.prompt
+    kind = documents.format
+    if kind == "text":
+        return
+    where = f"documents.format = {kind!r}"
+    wrong = {
+        "prompt.template": prompt.template != TEXT,
+        "prompt.system": prompt.system is not None,
+        "prompt.chat_template": prompt.chat_template is False,
+        "prompt.too_long": prompt.too_long != "error",
+        "documents.text_field": documents.text_field != "text",
+    }
+    if kind == "openai-batch":
+        wrong |= {
+            "documents.id_field": documents.id_field != "id",
+            "documents.messages_field": documents.messages_field != "messages",
+        }
+    for key, is_wrong in wrong.items():
+        if is_wrong:
+            raise ConfigError(f"{key} does not go with {where}: a row says all of its prompt; leave {key} out")
+    if spec.output.kv:
+        raise ConfigError(f"output.kv = true does not go with {where} yet: leave it out, or make prompts of texts")
+    if kind == "openai-batch" and spec.generation.max_new_tokens == 0:
+        raise ConfigError(f"generation.max_new_tokens = 0 does not go with {where}: its requests want answers")

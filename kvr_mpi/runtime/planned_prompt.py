@@ -1,0 +1,49 @@
+"""A prompt and how a chain runs it: between the plan of its first rank and the run of all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvr_mpi.documents.prompts import Prompt
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.registry import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPrompt:
+    """A prompt and how a chain runs it: made by its first rank, the same on every rank.
+
+    prefix : what it begins with, if that has been computed already.
+    decode_rank : the rank of the chain that has the last slice, and ends with logits and cache.
+    partition : its slices; None if one rank prefills it, packed with others.
+    new_tokens : most of its answer.
+    shared_tokens : its first ones that are prefilled by themselves, for other prompts too; what is planned is that.
+    """
+
+    prompt: Prompt
+    prefix: SharedPrefix | None
+    decode_rank: int
+    strategy: Strategy
+    partition: Partition | None
+    new_tokens: int
+    shared_tokens: int = 0
+
+    @property
+    def known_tokens(self) -> int:
+        """Its first tokens, which nobody computes."""
+        return self.prefix.tokens if self.prefix else 0
+
+    @property
+    def row_tokens(self) -> int:
+        """What it takes of a packed row."""
+        return self.prompt.tokens - max(self.known_tokens, self.shared_tokens)
+
+    def goes_with(self, other: PlannedPrompt) -> bool:
+        """Whether they go on from the same, in one packed row."""
+        return self.prefix is other.prefix and self.shared_ids == other.shared_ids
+
+    @property
+    def shared_ids(self) -> tuple[int, ...]:
+        """What is prefilled by itself."""
+        return self.prompt.ids[: self.shared_tokens]

@@ -1,0 +1,100 @@
+"""What several prompts about one document begin with: prefilled once, and kept on the rank that decodes them.
+
+The document's text and the words before it are run over the chain like any prompt. The rank with the last slice then
+has all of their keys and values; every prompt's own buffers are filled from there, and only what follows the text is
+computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvr_mpi.documents.prompts import Frame
+from kvr_mpi.job import JobSpec
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import PLAIN, Prefill, prefix_of_cache
+
+
+@dataclass(slots=True)
+class SharedDocument:
+    """What prompts of a document begin with, on one rank of its chain; every rank knows whose turn it is.
+
+    ids : of the words before the text, and of the text.
+    decode_rank : the rank that has their keys and values.
+    prefill : how they were prefilled, on that rank.
+    """
+
+    ids: tuple[int, ...]
+    decode_rank: int
+    prefill: Prefill | None = None
+    _prefix: SharedPrefix | None = None
+    _is_charged: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens they are."""
+        return len(self.ids)
+
+    @property
+    def prefix(self) -> SharedPrefix:
+        """What the prompts go on from, on the decode rank."""
+        assert self.prefill is not None, "only the decode rank has it"
+        if self._prefix is None:
+            self._prefix = prefix_of_cache(self.ids, self.prefill.cache)
+        return self._prefix
+
+    @property
+    def error(self) -> str | None:
+        """Why there is nothing to go on from; None if there is."""
+        return None if self.prefill is None else self.prefill.error
+
+    def failed(self, prompts: Sequence[Sequence[int]]) -> list[Prefill]:
+        """Let all prompts fail, for the same reason."""
+        assert self.prefill is not None
+        return [replace(self.prefill, partition=Partition((0, len(ids))), logits=None) for ids in prompts]
+
+    def charge(self, prefills: Sequence[Prefill]) -> None:
+        """Count what was done for all prompts in the first of them: its time, its slices, its tokens."""
+        shared = self.prefill
+        if shared is None or self._is_charged or not prefills:
+            return
+        first, self._is_charged = prefills[0], True
+        first.seconds += shared.seconds
+        first.wait_s += shared.wait_s
+        first.send_wait_s += shared.send_wait_s
+        first.known_tokens = shared.known_tokens
+        first.strategy = shared.strategy
+        first.partition = Partition((*shared.partition.bounds[:-1], first.partition.tokens))
+
+
+def why_not_shared(spec: JobSpec, model: Any) -> str | None:
+    """Say why every prompt about a document is prefilled by itself; None if they share what they begin with."""
+    if spec.parallel.strategy == PLAIN:
+        return "strategy = 'single' is plain transformers"
+    if kinds := depends_on_length(model):
+        return f"the rotary embedding ({kinds}) depends on the prompt's length"
+    if spec.is_spread:
+        return "keys and values stay spread over the ranks"
+    if spec.compress is not None:
+        return "keys and values are compressed by what each prompt asks"
+    return None
+
+
+def describe_sharing(spec: JobSpec, model: Any, frames: Mapping[str, Frame]) -> list[str]:
+    """Say in lines how often a document is prefilled for its prompts, where that is more than once."""
+    if why := why_not_shared(spec, model):
+        return [f"a document is prefilled {len(frames)} times, once for each prompt: {why}"]
+    groups: dict[object, list[str]] = {}
+    for name, frame in frames.items():
+        groups.setdefault((frame.head, frame.head_gaps), []).append(name)
+    if len(groups) == 1:
+        return []
+    told = "; ".join(", ".join(names) for names in groups.values())
+    return [
+        f"a document is prefilled {len(groups)} times, for the prompts {told}: they differ before {{text}}, so that "
+        f"nothing after that can be shared. Put what differs after it"
+    ]

@@ -1,0 +1,51 @@
+"""A job's ``[output]``: what is kept, and where."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class OutputSettings(BaseModel):
+    """What is kept, and where."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    path: str = Field(min_length=1, description="folder for the results; created if missing")
+    kv: bool | Literal["sharded"] = Field(
+        False,
+        description="keep every prompt's keys and values; sharded: every rank holds and writes its own, none all",
+    )
+    kv_dtype: Literal["model", "int8"] = Field(
+        "model", description="of stored keys and values; int8: rounded, a quarter or half of the size"
+    )
+    columns: list[str] = Field([], description="fields of the documents' rows that go into the results as they are")
+    max_failed: int | float | str = Field(
+        0, description="error records that still end with exit code 0: a number, or a share such as 0.05 or '5%'"
+    )
+
+    @property
+    def kv_identity(self) -> bool | str:
+        """What is stored of keys and values, in a word; runs from before 8 bits go on."""
+        return f"{self.kv} {self.kv_dtype}" if self.kv and self.kv_dtype != "model" else self.kv
+
+    @field_validator("max_failed")
+    @classmethod
+    def _number_or_share(cls, value: int | float | str) -> int | float | str:
+        if isinstance(value, str):
+            found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)
+            good = found is not None and float(found[1]) <= 100
+        else:
+            good = value >= 0 if isinstance(value, int) else 0 <= value <= 1
+        if not good:
+            raise ValueError("expected a number of documents such as 3, or a share such as 0.05 or '5%'")
+        return value
+
+    def failures_allowed(self, documents: int) -> int:
+        """Count the error records of so many documents that still end with exit code 0."""
+        if isinstance(self.max_failed, int):
+            return self.max_failed
+        percent = self.max_failed * 100 if isinstance(self.max_failed, float) else float(self.max_failed.rstrip(" %"))
+        return int(documents * percent / 100 + 1e-9)

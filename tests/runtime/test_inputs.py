@@ -1,0 +1,87 @@
+"""What people bring and what they take away: fields of rows in prompts, and in the results."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+from constants import Kvr
+from made_jobs import TEXT, with_settings
+
+from kvr_mpi.documents.prompts import Prompt, encode_text
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
+from kvr_mpi.store.folder import read_run
+
+ROWS = [
+    {"id": "a", "text": TEXT, "title": "Ferries {text} {{x}}", "label": {"gold": ["yes", None]}},
+    {"id": "b", "text": TEXT, "label": "no title"},
+    {"id": "c", "text": TEXT * 2, "title": "Harbours"},
+]
+
+
+@pytest.fixture
+def rows_job(job: Path, tmp_path: Path) -> Path:
+    """The job over rows with fields, a fifth of which the template names."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    job.write_text(
+        job.read_text()
+        .replace(str(tmp_path / "corpus"), str(folder))
+        .replace('"Summarise: {text} Summary:"', '"On {title}: {text} What of {title}?"\nchat_template = false')
+        .replace("[output]", '[output]\ncolumns = ["label", "title"]')
+    )
+    return job
+
+
+def test_rows_with_fields_go_through_a_job_and_out_again(
+    rows_job: Path, tmp_path: Path, run_here: Any, run_kvr: Kvr, tiny_model_dir: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    run = run_here(2, [rows_job])
+    assert run.returncode == EXIT_BAD_DATA and "2 done, 1 error(s)" in run.stdout, run.stderr
+    found = {record.id: record for record in read_run(tmp_path / "out")}
+    assert "the field 'title', which the template names, is missing" in found["b"].error
+    assert found["b"].passed == {"label": "no title"} and found["c"].passed == {"title": "Harbours"}
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    for name, row in (("a", ROWS[0]), ("c", ROWS[2])):
+        title = encode_text(tokenizer, row["title"])
+        words = [tokenizer(word)["input_ids"] for word in ("On ", ": ", " What of ", "?")]
+        ids = [*words[0], *title, *words[1], *encode_text(tokenizer, row["text"]), *words[2], *title, *words[3]]
+        assert found[name].prompt_sha256 == Prompt(tuple(ids)).sha256
+
+    _, lines, _ = run_kvr("export", tmp_path / "out")
+    assert [json.loads(line)["columns"] for line in lines.splitlines()] == [
+        {"label": ROWS[0]["label"], "title": ROWS[0]["title"]},
+        {"label": "no title"},
+        {"title": "Harbours"},
+    ]
+    _, table, _ = run_kvr("export", tmp_path / "out", "--format", "csv")
+    run_kvr("export", tmp_path / "out", "--format", "parquet", "-o", tmp_path / "out.parquet")
+    for frame in (pandas.read_csv(io.StringIO(table)), pandas.read_parquet(tmp_path / "out.parquet")):
+        assert "columns" not in frame
+        assert json.loads(frame["columns.label"][0]) == ROWS[0]["label"] and frame["columns.label"][1] == "no title"
+        assert frame["columns.title"].isna().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("prompt.template={titel} {text}", "{titel}, which stands for nothing"),
+        ("prompt.system=You know {title}.", "prompt.system 'You know {title}.' has {title}"),
+        ("output.columns=['labels']", "output.columns: no row has a field 'labels'; their fields are id, label, text"),
+    ],
+)
+def test_fields_that_no_row_has_are_refused_at_once(rows_job: Path, run_here: Any, setting: str, said: str) -> None:
+    run = run_here(1, [rows_job, *with_settings(setting)])
+    assert run.returncode == EXIT_CONFIG and said in run.stderr and "loading" not in run.stderr
+
+
+def test_text_files_have_no_fields_to_name(job: Path, run_here: Any) -> None:
+    run = run_here(1, [job, *with_settings("prompt.template={title} {text}")])
+    assert run.returncode == EXIT_CONFIG and "{title}, which stands for nothing" in run.stderr

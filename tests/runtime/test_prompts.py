@@ -1,0 +1,219 @@
+"""Several prompts about each document: answered as each would be alone, its text prefilled once for all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_jobs import TEXT, spec_of, with_settings
+
+from kvr_mpi.documents import Corpus, RowFormat, scan_corpus
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.outputs import Record
+
+PROMPTS = {
+    "who": "Read this: {text} Who saw the second boat?",
+    "when": "Read this: {text} When did the ferry leave?",
+    "long": "Read this: {text}" + " Name everything that was on the pier." * 6,
+}
+
+
+def with_prompts(job: Path, prompts: dict[str, str], name: str = "prompts.toml", chat: str = "") -> Path:
+    text = job.read_text().replace('template = "Summarise: {text} Summary:"', chat)
+    tables = "".join(f"\n[[prompts]]\nname = {json.dumps(n)}\ntemplate = {json.dumps(t)}\n" for n, t in prompts.items())
+    path = job.with_name(name)
+    path.write_text(text + tables)
+    return path
+
+
+def found_in(folder: Path) -> dict[str, Record]:
+    return {record.id: record for record in read_run(folder)}
+
+
+@pytest.fixture
+def alone(job: Path, tmp_path: Path, run_here: Any) -> Any:
+    """Answers of jobs with one prompt each, by the ids that they have together."""
+
+    def run(*settings: str) -> dict[str, Record]:
+        found = {}
+        for name, template in PROMPTS.items():
+            out = tmp_path / f"alone-{name}"
+            options = with_settings(*settings, f"prompt.template={template}", f"output.path={out}")
+            assert run_here(1, [job, *options]).returncode == EXIT_OK
+            found |= {f"{record.id}#{name}": record for record in read_run(out)}
+        return found
+
+    return run
+
+
+WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (1, ()),
+    "chain": (2, ()),
+    "tight": (1, ("parallel.memory_gib=0.003",)),  # no room for a text beside a prompt
+}
+MORE_WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "three": (3, ("parallel.partition=equal_time",)),
+    "ring": (2, ("parallel.strategy=ring",)),
+    "chains": (2, ("parallel.ranks_per_chain=1",)),
+    "single": (1, ("parallel.strategy=single",)),
+}
+
+
+@pytest.mark.parametrize("ways", [WAYS, pytest.param(MORE_WAYS, marks=pytest.mark.long)])
+def test_answers_are_those_of_each_prompt_alone(
+    job: Path, tmp_path: Path, run_here: Any, alone: Any, ways: dict[str, tuple[int, tuple[str, ...]]]
+) -> None:
+    truth, prompts = alone(), with_prompts(job, PROMPTS)
+    for way, (ranks, settings) in ways.items():
+        options = with_settings(*settings, f"output.path={tmp_path / way}")
+        run = run_here(ranks, [prompts, *options])
+        assert run.returncode == EXIT_OK and "15 done, 0 error(s)" in run.stdout, (way, run.stderr)
+        found = found_in(tmp_path / way)
+        assert {name: record.token_ids for name, record in found.items()} == {
+            name: record.token_ids for name, record in truth.items()
+        }, way
+        for name, record in found.items():
+            document, _, prompt = name.rpartition("#")
+            assert (record.document, record.question) == (document, PROMPTS[prompt]), way
+            assert record.prompt_sha256 == truth[name].prompt_sha256, way
+            assert record.document_sha256 == truth[name].document_sha256
+            assert record.prompt_tokens == truth[name].prompt_tokens == record.slices[-1], (way, record)
+        assert ("prefilled 3 times" in run.stderr) == (way == "single")
+        if way in ("tight", "single"):
+            assert all(record.computed_tokens == record.prompt_tokens for record in found.values()), way
+        elif way != "chains":  # of two chains one may help the other with a document's last prompts
+            longest = [record for name, record in found.items() if name.startswith("doc-4.txt")]
+            computed = sorted(record.computed_tokens for record in longest)
+            assert computed[0] < computed[1] < 80 < 200 < computed[2], way
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["qwen2-some-windows", "llama4-chunks", "falcon-h1-both"],
+)
+def test_every_kind_of_layer_goes_on_from_what_is_shared(model: str) -> None:
+    """What a chain leaves on its last rank, windows and states too, is what a prompt can go on from."""
+    import torch
+    from models import prompt, tiny
+
+    from kvr_mpi.model.attention_hook import prepare_model
+    from kvr_mpi.partition import Partition
+    from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, prefix_of_cache
+    from kvr_mpi.prefill.packed import prefill_packed
+    from kvr_mpi.transport.local import run_local
+
+    loaded = tiny(model)
+    ids = prompt(120)
+    ends = [[5, 7, 9], [11, 3]]
+    prepare_model(loaded.model, chain=False)
+    wanted = [prefill_single(loaded.model, [*ids, *end], torch.device("cpu")).logits for end in ends]
+    prepare_model(loaded.model, chain=True)
+
+    def rank(chain: Any) -> Any:
+        prefill = prefill_kvr(loaded, ids, Partition((0, 50, 120)), chain, last=0, keeps_all=True)
+        if chain.rank == 1:
+            return None
+        prefix = prefix_of_cache(ids, prefill.cache)
+        return [one.logits for one in prefill_packed(loaded, [[*ids, *end] for end in ends], prefix=prefix)]
+
+    found = [each for each in run_local(2, rank) if each is not None][0]
+    for logits, truth in zip(found, wanted, strict=True):
+        assert truth is not None
+        torch.testing.assert_close(logits, truth, rtol=1e-4, atol=1e-4)
+
+
+def test_fields_chat_templates_and_long_documents(job: Path, tmp_path: Path, run_here: Any) -> None:
+    prompts = {"a": "{text}\n\nIn {title}, who?", "b": "{text}", "c": "{text}\n\nIn {title}, " + "when? " * 20}
+    rows = [
+        {"id": "short", "text": TEXT, "title": "Ferries"},
+        {"id": "none", "text": TEXT},
+        {"id": "long", "text": TEXT * 40, "title": "Boats " * 9},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for choice in ("truncate", "split"):
+        settings = (f"documents.path={file}", f"prompt.too_long={choice}", f"output.path={tmp_path / choice}")
+        path = with_prompts(job, prompts)
+        run = run_here(2, [path, *with_settings(*settings)])
+        assert run.returncode == EXIT_BAD_DATA and "6 done, 3 error(s)" in run.stdout, run.stderr
+        found = found_in(tmp_path / choice)
+        assert all("the field 'title'" in found[f"none#{name}"].error for name in prompts)
+        assert all(found[f"none#{name}"].document == "none" for name in prompts)
+        long = [found[f"long#{name}"] for name in prompts]
+        if choice == "truncate":  # the same of the text is in all prompts
+            assert len({record.dropped_tokens for record in long}) == 1 and long[0].dropped_tokens > 0
+            assert sorted(record.computed_tokens for record in long)[1] < 100
+        else:
+            assert all(record.parts > 2 for record in long)
+
+
+def test_what_is_done_is_not_done_again(job: Path, tmp_path: Path, run_here: Any) -> None:
+    path = with_prompts(job, PROMPTS)
+    assert run_here(2, [path, *with_settings("documents.shard=1/2")]).returncode == EXIT_OK
+    before = found_in(tmp_path / "out")
+    assert {record.document for record in before.values()} == {"doc-1.txt", "doc-3.txt"} and len(before) == 6
+    other = with_prompts(job, {**PROMPTS, "who": "Read this: {text} Who?"}, "other.toml")
+    refused = run_here(2, [other, "--resume"])
+    assert refused.returncode == EXIT_CONFIG and "cannot resume" in refused.stderr and "prompts" in refused.stderr
+    assert run_here(2, [path, "--resume"]).returncode == EXIT_OK
+    after = found_in(tmp_path / "out")
+    assert len(after) == 15 and all(after[name] == record for name, record in before.items())
+
+
+def test_prompts_that_begin_differently_are_said(job: Path, tmp_path: Path, run_here: Any) -> None:
+    path = with_prompts(job, {**PROMPTS, "other": "Think of this: {text} Who?"})
+    run = run_here(1, [path, *with_settings("documents.limit=1")])
+    assert run.returncode == EXIT_OK
+    assert "a document is prefilled 2 times, for the prompts who, when, long; other" in run.stderr
+    assert len(found_in(tmp_path / "out")) == 4
+
+
+def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"id": "x" * 511, "text": "more words"}) + "\n")
+    corpus = scan_corpus([str(tmp_path)], rows=RowFormat(), prompts=["p", "q"])
+    assert [entry.id for entry in corpus.entries][:2] == ["a.txt#p", "a.txt#q"]
+    assert corpus.read(0).text == corpus.read(1).text == "words" and corpus.read(1).id == "a.txt#q"
+    assert "512 are allowed" in (corpus.read(2).error or "") and corpus.entries[2].id != corpus.entries[3].id
+    assert [corpus.share(slice(n, None, 2)) for n in range(2)] == [[0, 1], [2, 3]]
+    again = Corpus.from_json(json.loads(json.dumps(corpus.to_json())))
+    assert again == corpus
+    assert scan_corpus([str(tmp_path)], prompts=["p", "q"], known=again).entries is again.entries
+    assert len(scan_corpus([str(tmp_path)], prompts=["p"], known=again)) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "said"),
+    [
+        ({"a b": "{text}"}, (), "a prompt is named 'a b'"),
+        ({"a": "no text"}, (), "prompts.a.template 'no text' contains {text} 0 times"),
+        ({"a": "{text} {title}"}, (), "prompts.a.template '{text} {title}' has {title}"),
+        (PROMPTS, ("output.kv=true",), "output.kv = true does not go with [[prompts]]"),
+        (PROMPTS, ("prompt.template=Sum up: {text}",), "prompt.template does not go with [[prompts]]"),
+        (PROMPTS, ("parallel.ranks_per_chain=auto",), "'auto' does not go with [[prompts]]"),
+    ],
+)
+def test_what_does_not_go_with_several_prompts(
+    job: Path, run_here: Any, prompts: dict[str, str], settings: tuple[str, ...], said: str
+) -> None:
+    run = run_here(1, [with_prompts(job, prompts), *with_settings(*settings)])
+    assert run.returncode == EXIT_CONFIG and said in run.stderr and "loading" not in run.stderr
+
+
+def test_two_prompts_of_one_name_are_refused(job: Path, run_here: Any) -> None:
+    path = with_prompts(job, {"a": "{text} b"})
+    path.write_text(path.read_text() + '\n[[prompts]]\nname = "a"\ntemplate = "{text} c"\n')
+    run = run_here(1, [path])
+    assert run.returncode == EXIT_CONFIG and "two prompts are named 'a'" in run.stderr
+    path.write_text(path.read_text() + '\n[[prompts]]\nname = "b"\nwords = "{text}"\n')
+    run = run_here(1, [path])
+    assert run.returncode == EXIT_CONFIG and "prompts.template: is missing" in run.stderr
+    assert "unknown key 'prompts.words'" in run.stderr
+
+
+def test_prompts_are_shown_with_where_they_come_from(job: Path) -> None:
+    spec = spec_of(with_prompts(job, PROMPTS))
+    assert [prompt.name for prompt in spec.prompts] == list(PROMPTS)
