@@ -236,6 +236,10 @@ class SliceCache(Cache):
             raise ValueError("only the decode rank drops keys and values, once the prompt is through")
         if self.is_ragged:
             raise ValueError("the heads keep tokens of their own already")
+        if self.length != self.prompt_tokens:  # rows of several documents hold views of what would be dropped
+            raise ValueError(
+                f"of {self.length} tokens {self.prompt_tokens} are the prompt's: keys are dropped before any is decoded"
+            )
         if not self.in_parts:
             raise ModelError("its own attention attends to all keys at once, so heads cannot keep tokens of their own")
         if len(retained) != len(self.layers):

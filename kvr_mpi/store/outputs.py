@@ -18,8 +18,8 @@
 Text has a fixed length (see ``hdf5``): plain h5py gives attributes as bytes, ``[0].decode()`` the answer. Datasets
 carry HDF5's checksums (Fletcher's), keys and values their own. Version 3 knew no compression and no columns; version 2
 had fewer fields, and HDF5's checksums for keys and values; version 1 no checksums at all, nothing of what is to be
-read, and the answer as a scalar. All are read; a merge writes version 1 anew. A field that a file does not have, has its
-default.
+read, and the answer as a scalar. All are read; a merge writes version 1 anew. A field that a file does not have has
+its default.
 """
 
 from __future__ import annotations

@@ -297,6 +297,10 @@ def test_other_refusals() -> None:
         prefill.cache.keep_only([[torch.arange(20)]] * 3, 4)
     with pytest.raises(ValueError, match="int64"):
         prefill.cache.keep_only([[torch.arange(20).int()] * 2] * 3, 4)
+    decoded = alone(loaded, prompt(20), 4)
+    steps(loaded, decoded, 2)
+    with pytest.raises(ValueError, match="of 22 tokens 20 are the prompt's"):
+        decoded.cache.keep_only(choose(loaded, 20), 4)
     prefill.cache.keep_only(choose(loaded, 20), 4)
     with pytest.raises(ValueError, match="already"):
         prefill.cache.keep_only(choose(loaded, 20), 4)
