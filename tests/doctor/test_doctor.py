@@ -57,7 +57,7 @@ def test_doctor_alone_says_what_fails(kvr: Path) -> None:
     [
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
         # A launcher that MPICH does not survive joining; Open MPI does not look at it, and is alone.
-        {"PMI_FD": "999", "PMI_SIZE": "2", "PMI_RANK": "0"},
+        pytest.param({"PMI_FD": "999", "PMI_SIZE": "2", "PMI_RANK": "0"}, marks=pytest.mark.long),
     ],
 )
 def test_a_launcher_that_does_not_match(environ: dict[str, str], kvr: Path, tmp_path: Path) -> None:

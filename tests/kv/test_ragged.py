@@ -317,6 +317,7 @@ def resident_bytes(which: str = "VmRSS") -> int:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith(which))
 
 
+@pytest.mark.long  # in a process that other tests have left alone
 @pytest.mark.parametrize("by_heads", [False, True])
 def test_memory_is_given_back(by_heads: bool) -> None:
     """As the process sees it: 250 MB of keys and values, of which a quarter is kept."""

@@ -14,7 +14,7 @@ from kvr_mpi.documents.prompts import Prompt, encode_text
 from kvr_mpi.store.folder import read_run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_any_number_of_ranks_gives_the_same_answers(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
     runs = {
         "alone": (1, ["parallel.strategy=single"]),

@@ -65,7 +65,11 @@ def check_same(folder: Path, truth: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "more"),
-    [(3, ("parallel.partition=ratio", "parallel.ratios=[5, 3, 1]")), (4, ("parallel.ranks_per_chain=2",)), (1, ())],
+    [
+        (3, ("parallel.partition=ratio", "parallel.ratios=[5, 3, 1]")),
+        pytest.param(4, ("parallel.ranks_per_chain=2",), marks=pytest.mark.slow),
+        pytest.param(1, (), marks=pytest.mark.long),
+    ],
 )
 def test_the_answers_and_keys_of_one_rank(
     job: Path, tmp_path: Path, truth: Path, run_here: Any, ranks: int, more: tuple[str, ...]
@@ -81,6 +85,7 @@ def test_the_answers_and_keys_of_one_rank(
     )
 
 
+@pytest.mark.slow
 def test_prefill_only_sampling_and_texts_that_are_split(job: Path, tmp_path: Path, run_here: Any) -> None:
     """Whatever else a job asks for, it is as without shards."""
     for number, more in enumerate(
@@ -129,7 +134,7 @@ def test_parts_are_read_when_they_are_put_together(
 
 
 @pytest.mark.usefixtures("unmerged")
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_part_that_is_lost_is_made_again(
     job: Path, tmp_path: Path, truth: Path, run_here: Any, run_kvr: Any, ranks: int
 ) -> None:
@@ -182,7 +187,7 @@ def ask_sharded(folder: Path, model: Path, run: Path, name: str = "asked", token
     return path
 
 
-@pytest.mark.parametrize("kind", ["llama-gqa", pytest.param("mistral-window", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["llama-gqa", pytest.param("mistral-window", marks=pytest.mark.long)])
 def test_stored_documents_are_asked_by_all_ranks_together(
     job: Path, tmp_path: Path, run_here: Any, model_of: Any, kind: str
 ) -> None:

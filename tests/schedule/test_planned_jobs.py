@@ -22,7 +22,7 @@ def answers(folder: Path) -> dict[str, tuple[int, ...]]:
     return {record.id: record.token_ids for record in read_run(folder) if record.status == "done"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_planned_job_gives_the_same_answers(
     job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path, run_here: Any
 ) -> None:

@@ -228,6 +228,7 @@ def test_the_time_limit(cluster: Cluster, long_job: tuple[str, Path]) -> None:
     assert len(records(folder / "out")) == SLURM_LONG_DOCUMENTS
 
 
+@pytest.mark.long
 def test_a_lost_node(cluster: Cluster, tmp_path: Path, job: Path) -> None:
     """SLURM notices after a while, and starts the job again on the nodes that are left."""
     number = submit(cluster, tmp_path, *PAIR, PREFILL, job)
