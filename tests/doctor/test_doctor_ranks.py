@@ -121,5 +121,5 @@ def test_launcher_rank() -> None:
 def test_this_process_looks_at_itself() -> None:
     facts = look_at_rank(0, 0, {"OMP_NUM_THREADS": "2"}, with_mpi=False)
     assert facts.cores and facts.threads == "2" and facts.mpi is None
-    assert facts.versions["torch"] == torch.__version__
+    assert facts.versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # only one names the build
     assert not facts.device.error
