@@ -9,7 +9,8 @@ from pathlib import Path
 
 from kvr_mpi.store.export import write_export
 from kvr_mpi.store.folder import read_run
-from kvr_mpi.store.outputs import Header, KeysValues, Record
+from kvr_mpi.store.kv import KeysValues
+from kvr_mpi.store.outputs import Header, Record
 from kvr_mpi.store.shards import ShardWriter
 
 HEADER = Header(

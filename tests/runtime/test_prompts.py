@@ -125,6 +125,7 @@ def test_every_kind_of_layer_goes_on_from_what_is_shared(model: str) -> None:
         torch.testing.assert_close(logits, truth, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_fields_chat_templates_and_long_documents(job: Path, tmp_path: Path, run_here: Any) -> None:
     prompts = {"a": "{text}\n\nIn {title}, who?", "b": "{text}", "c": "{text}\n\nIn {title}, " + "when? " * 20}
     rows = [

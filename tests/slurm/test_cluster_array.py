@@ -24,6 +24,7 @@ def submit(cluster: Cluster, kvr: Path, job: Path, *options: str) -> tuple[str, 
     return array, gather
 
 
+@pytest.mark.long
 def test_an_array_is_gathered_when_it_is_over(cluster: Cluster, tmp_path: Path, job: Path, kvr: Path) -> None:
     array, gather = submit(cluster, kvr, job)
     assert cluster.wait_ended(gather, ARRAY_S) == ("COMPLETED", 0)
