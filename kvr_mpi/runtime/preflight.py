@@ -150,6 +150,11 @@ def _check_compress(spec: JobSpec) -> None:
             f"{method}: {key} goes on from stored keys and values, and of stored tokens there are no queries to "
             f"observe with; leave one of the two out"
         )
+    if spec.compress.observes == "document" and spec.documents.format != "text":
+        raise ConfigError(
+            f"{method}: observes = 'document' asks where a document's text is, and rows of documents.format = "
+            f"{spec.documents.format!r} have none; choose observes = 'question'"
+        )
     if spec.compress.profile is not None and not Path(spec.compress.profile).is_file():
         raise ConfigError(
             f"compress.profile = {spec.compress.profile!r}: no such file; make one with kvr profile-heads, or name "

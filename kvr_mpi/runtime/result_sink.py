@@ -69,7 +69,7 @@ class ResultSink:
         """Store this rank's keys and values of a prompt whose answer another rank stores."""
         if self._keeps_kv:
             assert self._parts is not None and prefill.share is not None
-            part = part_record(record, prefill.share.start)
+            part = part_record(record, prefill.share.start, prefill.share.stop)
             self._parts.write(part, *_stored_share(prefill.share, record, prompt))
 
     def write_record(self, record: Record, work: int) -> None:

@@ -1,7 +1,7 @@
 """Keys and values that every rank wrote of its own tokens: a run's folder ``parts``, until a merge puts them together.
 
     RUN/shard-...h5, ledger-...       records, each with the keys and values of the last rank's tokens
-    RUN/parts/shard-...h5, ledger-... the other ranks': a record for each, named by the document and its first token
+    RUN/parts/shard-...h5, ledger-... the other ranks': a record for each, named by document and tokens
 
 A part is written, made durable, checked and read as any record is. A document is done when its record and all parts of
 it are there. What a merge makes of them does not know how prompts were cut.
@@ -10,6 +10,7 @@ it are there. What a merge makes of them does not know how prompts were cut.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -26,10 +27,10 @@ from kvr_mpi.store.outputs import Record, check_record, open_file, read_record
 PARTS = "parts"
 
 
-def part_record(record: Record, first_token: int) -> Record:
-    """Say what a part of a document is of, that begins at a token."""
+def part_record(record: Record, start: int, stop: int) -> Record:
+    """Say what a part of a document is of, that has the tokens between two."""
     return Record(
-        part_id(record.id, first_token),
+        part_id(record.id, start, stop),
         "done",
         document=record.id,
         slices=record.slices,
@@ -39,9 +40,14 @@ def part_record(record: Record, first_token: int) -> Record:
     )
 
 
-def part_id(document_id: str, first_token: int) -> str:
-    """Name a part."""
-    return f"{document_id}/{first_token}"
+def part_id(document_id: str, start: int, stop: int) -> str:
+    """Name a part by its tokens, so that none stands for one of another attempt that was cut otherwise."""
+    return f"{document_id}/{start}-{stop}"
+
+
+def bounds_before(record: Record, first_token: int) -> list[tuple[int, int]]:
+    """List the bounds of the parts of a document whose record has the tokens from the first one on."""
+    return [(start, stop) for start, stop in itertools.pairwise(record.slices) if start < first_token]
 
 
 def index_parts(folder: Path) -> Index:
@@ -73,8 +79,8 @@ def incomplete(folder: Path, done: Iterable[str], parts: Iterable[str]) -> set[s
             documents = group_in(stored, "documents")
             for name in wanted & places.keys():
                 group = group_in(documents, places[name].key)
-                first = open_kv(group).first_token
-                if any(part_id(name, start) not in there for start in read_record(group).slices if start < first):
+                wanted_parts = bounds_before(read_record(group), open_kv(group).first_token)
+                if any(part_id(name, start, stop) not in there for start, stop in wanted_parts):
                     found.add(name)
     return found
 
@@ -115,11 +121,13 @@ def open_parts(group: Any, record: Record, index: Index, stack: ExitStack) -> Pa
         If one is missing or damaged, of another prompt, or they do not fit together.
     """
     last = open_kv(group)
-    starts = [start for start in record.slices if start < last.first_token]
-    found = [_open_part(record, start, index, stack) for start in starts]
+    bounds = bounds_before(record, last.first_token)
+    found = [_open_part(record, start, stop, index, stack) for start, stop in bounds]
     where = f"{group.file.filename}:{group.name}"
     numbers = [layer.number for layer in last.layers]
-    for start, stop, part in zip(starts, [*starts[1:], last.first_token], found, strict=True):
+    if not bounds or bounds[0][0] or bounds[-1][1] != last.first_token:
+        raise DataError(f"{where}: its slices {list(record.slices)} do not lead up to token {last.first_token}")
+    for (start, stop), part in zip(bounds, found, strict=True):
         if [layer.number for layer in part.layers] != numbers:
             raise DataError(f"{where}: its part from token {start} on has other layers than the record")
         for layer, own in zip(part.layers, last.layers, strict=True):
@@ -139,10 +147,10 @@ def whole_tokens(last: StoredKV) -> CachedTokens:
     return replace(last.tokens, first=0)
 
 
-def _open_part(record: Record, start: int, index: Index, stack: ExitStack) -> StoredKV:
-    name = part_id(record.id, start)
+def _open_part(record: Record, start: int, stop: int, index: Index, stack: ExitStack) -> StoredKV:
+    name = part_id(record.id, start, stop)
     if name not in index.places:
-        raise DataError(f"{record.id}: its keys and values from token {start} on are missing")
+        raise DataError(f"{record.id}: its keys and values of tokens {start} to {stop} are missing")
     place = index.places[name]
     file = hold_open(place.file)
     stack.callback(file.close)

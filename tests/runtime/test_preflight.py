@@ -203,3 +203,9 @@ def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -
 def test_compression_is_refused_beside_what_would_ignore_it(job: Path, setting: str, expected: str) -> None:
     method = "headkv" if "profile" in setting else "snapkv"
     assert re.search(expected, refusal(job, f"compress.method={method}", "compress.budget=512", setting))
+
+
+def test_only_texts_are_observed_from_their_end(job: Path) -> None:
+    settings = ("compress.method=snapkv", "compress.budget=512", "compress.observes=document")
+    told = refusal(job, *settings, "documents.format=messages")
+    assert "observes = 'document' asks where a document's text is" in told
