@@ -273,7 +273,7 @@ class ChainRunner:
 
     def _is_stored(self, prefix: SharedPrefix | None) -> bool:
         """Whether what a prompt begins with is loaded in shares, a rank's by that rank."""
-        return self.is_spread and prefix is not None and prefix.read is not None
+        return self._spec.questions is not None and self.is_spread and prefix is not None and prefix.read is not None
 
     def _goes_alone(self, tokens: int, before_window: int | None = None) -> bool:
         """Whether so many tokens are too few to be cut: one rank prefills them, packed with others.

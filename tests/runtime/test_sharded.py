@@ -238,6 +238,18 @@ def test_bad_documents_stop_nothing(job: Path, tmp_path: Path, run_here: Any) ->
     assert [record.status for record in records(tmp_path / "out").values()] == ["done"] * 5 + ["error"]
 
 
+def test_what_prompts_begin_with_may_be_stored(job: Path, tmp_path: Path, truth: Path, run_here: Any) -> None:
+    """Beginnings that are loaded are in the first share, and the chain computes the rest."""
+    (tmp_path / "corpus" / "doc-4.txt").write_text((tmp_path / "corpus" / "doc-4.txt").read_text() + "And then?")
+    whole, sharded = tmp_path / "whole", tmp_path / "out"
+    for folder, kv in ((whole, "true"), (sharded, "sharded")):
+        told = (f"output.kv={kv}", SHARDED[1], f"documents.reuse={truth}", f"output.path={folder}")
+        done = run_here(2, [job, *options(*told)])
+        assert done.returncode == 0, done.stderr
+    assert any(record.computed_tokens < record.prompt_tokens for record in records(sharded).values())
+    check_same(sharded, whole)
+
+
 def test_8_bits_are_said_and_asked(job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path) -> None:
     """A quarter of the size, from shares as from one rank; whoever asks is told that they are not exact."""
     sizes = []
