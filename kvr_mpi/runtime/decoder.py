@@ -85,6 +85,8 @@ class Decoder:
             return
         if self._decodes and self._delivers(prefill):
             self._sink.report_prefill(request.document.id, prefill, request.work)
+        if prefill.share is not None and not self._delivers(prefill) and request.document.is_final:
+            self._sink.write_share(request.document.begun_record(prefill), prefill.share, request.prompt)
         self._batch.add(request, prefill, request.prompt.ids, seed, request.document.document.generation)
         if not self._decodes:  # its record need not wait for the others
             self._step()
@@ -134,10 +136,6 @@ class Decoder:
     def _deliver(self, finished: Finished[PromptRequest]) -> None:
         request, answer = finished.key, finished.answer
         if not self._delivers(finished.prefill):
-            if answer is not None and request.document.is_final:
-                self._sink.write_share(
-                    request.document.record(finished.prefill, answer), finished.prefill, request.prompt
-                )
             return
         if answer is None:
             self._fail(request, finished.error or "unknown")

@@ -187,6 +187,16 @@ class DocumentRequest:
             retained_bytes=0 if retained is None else retained.kv_bytes,
         )
 
+    def begun_record(self, prefill: Prefill) -> Record:
+        """Say what is known of a document after the prefill of its final prompt."""
+        prompt = self.prompts[0]
+        return replace(
+            error_record(self.document, ""),
+            slices=prefill.partition.bounds,
+            prompt_sha256=prompt.sha256,
+            prompt_tokens=prompt.tokens,
+        )
+
     def record(self, prefill: Prefill, answer: Answer) -> Record:
         """Say what is to be stored of a document, after its final prompt."""
         prompt = self.prompts[0]

@@ -65,12 +65,12 @@ class ResultSink:
             self._writer.write(record)
         self._tell(record, work)
 
-    def write_share(self, record: Record, prefill: Prefill, prompt: Prompt) -> None:
-        """Store this rank's keys and values of a prompt whose answer another rank stores."""
+    def write_share(self, record: Record, share: Share, prompt: Prompt) -> None:
+        """Store this rank's keys and values of a prompt whose answer another rank will store, while it is written."""
         if self._keeps_kv:
-            assert self._parts is not None and prefill.share is not None
-            part = part_record(record, prefill.share.start, prefill.share.stop)
-            self._parts.write(part, *_stored_share(prefill.share, record, prompt))
+            assert self._parts is not None, "jobs whose prompts stay spread open it"
+            part = part_record(record, share.start, share.stop)
+            self._parts.write(part, *_stored_share(share, record, prompt))
 
     def write_record(self, record: Record, work: int) -> None:
         """Store a result without a cache, and tell of it."""
