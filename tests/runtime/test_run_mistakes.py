@@ -28,7 +28,7 @@ WRONG = [
     (["--set", "prompt.template=Summarise it."], 78, ["prompt.template", "{{text}} 0 times"]),
     (["--set", "prompt.template={{question}} {{text}}"], 78, ["prompt.template", "{{question}}", "exists is {{text}}"]),
     (["--set", "prompt.reduce_template={{text}} {{x}}"], 78, ["prompt.reduce_template", "has {{x}}"]),
-    (["--set", "prompt.system=Mind {{text}}."], 78, ["prompt.system", "place is in prompt.template"]),
+    (["--set", "prompt.system=Mind {{text}}."], 78, ["prompt.system", "is in prompt.template"]),
     (["--set", "prompt.max_tokens=100000"], 78, ["prompt.max_tokens = 100000", "512"]),
     (["--set", "generation.max_new_tokens=512"], 78, ["max_new_tokens = 512", "no room"]),
     (["--set", "model.path=./no-model"], 78, ["model.path './no-model'", "no such file or folder"]),
