@@ -72,6 +72,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     [output]
     path = "o"
     kv = true
+    kv_dtype = "int8"
     columns = ["title"]
     max_failed = "5%"
     [[prompts]]
