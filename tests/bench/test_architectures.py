@@ -118,6 +118,7 @@ def test_a_strategy_may_be_refused_but_not_fail(monkeypatch: pytest.MonkeyPatch)
     assert verdict.kind == TRACEBACK and "ring 2: KeyError: 'layers'" in verdict.reason
 
 
+@pytest.mark.slow
 def test_an_entry_that_kills_its_process_takes_no_other_with_it() -> None:
     entries = catalogue() | {"no such": Entry("no such", "no such")}
     del entries["llama"]

@@ -63,6 +63,7 @@ def test_every_partition_is_exact(data: st.DataObject) -> None:
     torch.testing.assert_close(found, truth, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_smollm_equals_one_process(smollm: LoadedModel) -> None:
     ids = smollm.tokenizer("The harbour master wrote down every ship that came in. " * 40)["input_ids"][:400]
     truth = single(smollm, ids)

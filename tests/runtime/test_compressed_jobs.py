@@ -34,6 +34,7 @@ def tokens(records: dict[str, Record]) -> dict[str, tuple[int, ...]]:
     return {name: record.token_ids for name, record in records.items()}
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_the_number_of_ranks(compressed: Any) -> None:
     truth = compressed(1, *SMALL)
     whole = compressed(1)
@@ -78,6 +79,7 @@ def test_a_ratio_is_what_is_removed(compressed: Any, settings: tuple[str, ...]) 
         assert record.retained_tokens == pytest.approx(record.prompt_tokens - record.prompt_tokens // 2)
 
 
+@pytest.mark.slow
 def test_parts_of_a_text_are_compressed_each(compressed: Any, job: Path) -> None:
     (job.parent / "corpus" / "long.txt").write_text(TEXT * 40)
     split = ("prompt.too_long=split", "prompt.max_tokens=300", "documents.limit=7")

@@ -151,6 +151,7 @@ def test_fields_chat_templates_and_long_documents(job: Path, tmp_path: Path, run
             assert all(record.parts > 2 for record in long)
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_done_again(job: Path, tmp_path: Path, run_here: Any) -> None:
     path = with_prompts(job, PROMPTS)
     assert run_here(2, [path, *with_settings("documents.shard=1/2")]).returncode == EXIT_OK

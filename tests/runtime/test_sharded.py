@@ -103,6 +103,7 @@ def test_prefill_only_sampling_and_texts_that_are_split(job: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("unmerged")
+@pytest.mark.slow
 def test_parts_are_read_when_they_are_put_together(
     job: Path, tmp_path: Path, truth: Path, run_here: Any, run_kvr: Any, tiny_model_dir: Path
 ) -> None:
@@ -137,6 +138,7 @@ def test_parts_are_read_when_they_are_put_together(
 
 @pytest.mark.usefixtures("unmerged")
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.slow
 def test_a_part_that_is_lost_is_made_again(
     job: Path, tmp_path: Path, truth: Path, run_here: Any, run_kvr: Any, ranks: int
 ) -> None:
@@ -153,6 +155,7 @@ def test_a_part_that_is_lost_is_made_again(
 
 
 @pytest.mark.usefixtures("unmerged")
+@pytest.mark.slow
 def test_a_damaged_part_is_never_used(job: Path, tmp_path: Path, truth: Path, run_here: Any, run_kvr: Any) -> None:
     out = tmp_path / "out"
     assert run_here(2, [job, *options(*SHARDED)]).returncode == 0
@@ -190,6 +193,7 @@ def ask_sharded(folder: Path, model: Path, run: Path, name: str = "asked", token
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa", pytest.param("mistral-window", marks=pytest.mark.long)])
+@pytest.mark.slow
 def test_stored_documents_are_asked_by_all_ranks_together(
     job: Path, tmp_path: Path, run_here: Any, model_of: Any, kind: str
 ) -> None:
@@ -209,6 +213,7 @@ def test_stored_documents_are_asked_by_all_ranks_together(
         assert all((record.computed_tokens < 40) is ("questions.reuse=never" not in more) for record in found.values())
 
 
+@pytest.mark.slow
 def test_a_damaged_share_is_an_error_record_and_nobody_waits(
     job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
 ) -> None:
@@ -238,6 +243,7 @@ def test_bad_documents_stop_nothing(job: Path, tmp_path: Path, run_here: Any) ->
     assert [record.status for record in records(tmp_path / "out").values()] == ["done"] * 5 + ["error"]
 
 
+@pytest.mark.slow
 def test_what_prompts_begin_with_may_be_stored(job: Path, tmp_path: Path, truth: Path, run_here: Any) -> None:
     """Beginnings that are loaded are in the first share, and the chain computes the rest."""
     (tmp_path / "corpus" / "doc-4.txt").write_text((tmp_path / "corpus" / "doc-4.txt").read_text() + "And then?")
@@ -250,6 +256,7 @@ def test_what_prompts_begin_with_may_be_stored(job: Path, tmp_path: Path, truth:
     check_same(sharded, whole)
 
 
+@pytest.mark.slow
 def test_8_bits_are_said_and_asked(job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path) -> None:
     """A quarter of the size, from shares as from one rank; whoever asks is told that they are not exact."""
     sizes = []

@@ -18,6 +18,7 @@ from kvr_mpi.runtime.loading import staged_model
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 
+@pytest.mark.slow
 def test_answers_and_identity_are_those_of_the_original(
     tmp_path: Path, job: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
