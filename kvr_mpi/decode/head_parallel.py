@@ -12,7 +12,6 @@ all heads, and the parts are merged by their log-sum-exp, which takes a third su
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -27,7 +26,7 @@ from kvr_mpi.decode.batch import Finished
 from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams
 from kvr_mpi.decode.sharing import Part, SharedDocument, share_documents, tell_documents
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import PartialAttention
+from kvr_mpi.kv.attention import PartialAttention, merge_over_ranks
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.packed_row import Merge, PackedCache
 from kvr_mpi.model import LoadedModel
@@ -257,12 +256,7 @@ class HeadParallelBatch(Generic[K]):
 
     def _merge(self, part: PartialAttention) -> PartialAttention:
         """Join attention to this rank's tokens with that to the others', in one order on all ranks."""
-        parts = part.out.new_zeros(self._ranks.size, *part.out.shape[:-1], part.out.shape[-1] + 1)
-        parts[self._ranks.rank, ..., :-1], parts[self._ranks.rank, ..., -1] = part.out, part.lse
-        self._ranks.all_reduce(parts)  # every other rank's part of this one is zero
-        found = [PartialAttention(each[..., :-1], each[..., -1]) for each in parts]
-        # The last rank first: it has the token itself, so that its log-sum-exp is finite.
-        return functools.reduce(PartialAttention.merge, reversed(found))
+        return merge_over_ranks(part, self._ranks)
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose each document's next token by this rank's share of its logits (documents, share), and write it.

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.gather import all_gather
 
 # Widest head that flash attention takes.
 FLASH_HEAD_DIM = 256
@@ -60,15 +62,14 @@ class PartialAttention:
         return self.out * torch.sigmoid(self.lse - params.sinks.float().view(1, -1, 1)).unsqueeze(-1)
 
 
-def merge_ranks(parts: torch.Tensor) -> PartialAttention:
-    """Join attention over the keys of several ranks, in one order, so that all of them get the same bits.
+def merge_over_ranks(part: PartialAttention, ranks: Transport) -> PartialAttention:
+    """Join attention to this rank's keys with that to the others', in one order, so that all of them get the same bits.
 
-    Parameters
-    ----------
-    parts : torch.Tensor
-        (ranks, 1, heads, queries, value_dim + 1): output, and last the log-sum-exp, which is -inf where a rank has no
-        key for a query; one at least has some.
+    Every rank calls this. Where a rank has no key for a query its log-sum-exp is -inf; one rank at least has some.
     """
+    if ranks.size == 1:
+        return part
+    parts = torch.stack(all_gather(ranks, torch.cat([part.out, part.lse.unsqueeze(-1)], -1).contiguous()))
     outs, lses = parts[..., :-1], parts[..., -1]
     most = lses.amax(0)
     weights = torch.exp(lses - most)

@@ -21,7 +21,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvr_mpi.errors import DataError, ModelError
-from kvr_mpi.kv.attention import PartialAttention, attend, merge_ranks
+from kvr_mpi.kv.attention import PartialAttention, attend, merge_over_ranks
 from kvr_mpi.kv.layer import SliceLayer, attend_ranges
 from kvr_mpi.kv.layout import UniformLayout
 from kvr_mpi.kv.loading import LoadedLayers
@@ -29,7 +29,6 @@ from kvr_mpi.kv.prefix import ReadRows
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.gather import all_gather
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,10 +211,7 @@ class SharedLayer(CacheLayerMixin):
             part = self._attend_share(share, some, last - first, params)
             parts.append(_nothing(some, self.shape) if part is None else part)
         whole = PartialAttention(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
-        if cache.chain.size > 1:
-            sent = torch.cat([whole.out, whole.lse.unsqueeze(-1)], -1).contiguous()
-            whole = merge_ranks(torch.stack(all_gather(cache.chain, sent)))
-        return whole.finish(params).to(query.dtype)
+        return merge_over_ranks(whole, cache.chain).finish(params).to(query.dtype)
 
     def _attend_share(
         self, share: Share, query: torch.Tensor, fresh: int, params: AttentionParams

@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.topology import following, others_after, others_before, preceding
+from kvr_mpi.topology import following, others_before, preceding
+from kvr_mpi.transport.gather import all_gather
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,8 @@ def all_reduce(transport: Transport, tensor: torch.Tensor) -> None:
     is_half = tensor.dtype in (torch.float16, torch.bfloat16)
     total = (tensor.float() if is_half else tensor).view(-1)
     if total.nbytes <= SMALL_BYTES:
-        _sum_all(transport, total)
+        if total.numel():
+            _sum_all(transport, total)
         if is_half:
             tensor.copy_(total.view(tensor.shape))
         return
@@ -67,17 +69,8 @@ def all_reduce(transport: Transport, tensor: torch.Tensor) -> None:
 
 def _sum_all(transport: Transport, total: torch.Tensor) -> None:
     """Send to all, receive from all, and sum in the order of ranks."""
-    rank, size = transport.rank, transport.size
-    everyone = total.new_empty(size, total.numel())
-    everyone[rank] = total
-    others = list(others_after(rank, size))
-    requests = [transport.irecv(everyone[other], other, TAG) for other in others] if total.numel() else []
-    requests += [transport.isend(everyone[rank], other, TAG) for other in others] if total.numel() else []
-    for request in requests:
-        request.wait()
-    total.copy_(everyone[0])
-    for part in everyone[1:]:
-        total += part
+    everyone = all_gather(transport, total)
+    total.copy_(sum(everyone[1:], start=everyone[0].clone()))
 
 
 def _exchange(transport: Transport, sent: torch.Tensor, dest: int, received: torch.Tensor, source: int) -> None:
