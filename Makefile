@@ -7,6 +7,7 @@ RANKS  ?= 2
 SEEDS  ?= 1-100
 FILES  ?= 10000
 VENV   ?= .venv
+WORKERS ?= 2
 
 # Open MPI asks before it runs as root or with more ranks than cores; MPICH does not look at these.
 export OMPI_ALLOW_RUN_AS_ROOT = 1
@@ -19,6 +20,8 @@ export OMPI_MCA_rmaps_base_oversubscribe = 1
 comma   := ,
 extras  := gguf,parquet,plots,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 stamp   := $(VENV)/.installed-$(MPI)
+# Tests of one file go to one worker.
+spread  := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 in_venv := . $(VENV)/bin/activate &&
 
 .PHONY: help install demo test test-all test-long verify-architectures test-slurm test-faults test-fuzz bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts check clean
@@ -66,10 +69,10 @@ check: $(stamp)
 	$(in_venv) mypy
 
 test: check
-	$(in_venv) python -m pytest -m "not slow and not long"
+	$(in_venv) python -m pytest $(spread) -m "not slow and not long"
 
 test-all: check
-	$(in_venv) python -m pytest -m "not long" --durations=40
+	$(in_venv) python -m pytest $(spread) -m "not long" --durations=40
 
 test-long: check
 	$(in_venv) python -m pytest

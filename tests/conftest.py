@@ -17,6 +17,19 @@ from constants import MPI_ENVIRONMENT, SMOLLM, Kvr
 pytest.register_assert_rewrite("job_files", "made_corpora", "made_facts", "made_prompts", "untrusted")
 
 
+# Folders whose tests share what a machine has once: a SLURM cluster, network namespaces.
+ONE_OF_A_MACHINE = {"slurm", "network"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two workers share the tests by file; those that share the machine go to one worker, and first: they wait most."""
+    tests = Path(__file__).parent
+    alone = {item: item.path.relative_to(tests).parts[0] in ONE_OF_A_MACHINE for item in items}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("machine" if alone[item] else str(item.path)))
+    items.sort(key=lambda item: not alone[item])
+
+
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where converted models are kept: the developer's own cache, so that SmolLM2 is converted once."""

@@ -30,6 +30,7 @@ from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
 
+pytestmark = pytest.mark.slow
 TABLE = ROOT / "docs" / "architectures.md"
 # Mechanism by mechanism; each is there once.
 EXACT = {

@@ -81,6 +81,7 @@ def test_simulate_places_a_profile(tmp_path: Path, run_kvr: Any) -> None:
     assert run_kvr("simulate", "--fairkv", tmp_path / "bad.tsv")[0] == EXIT_BAD_DATA
 
 
+@pytest.mark.slow
 def test_simulate_holds_profiles_against_the_papers_table(run_kvr: Any) -> None:
     code, out, err = run_kvr("simulate", "--fairkv", "paper", "--json")
     rows = json.loads(out)["rows"]

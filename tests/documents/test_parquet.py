@@ -62,6 +62,7 @@ def test_parquet_without_either_field_is_an_error_a_row(tmp_path: Path) -> None:
     assert set(errors_of(documents)) == {"a.parquet:1", "a.parquet:2"}
 
 
+@pytest.mark.slow
 def test_a_parquet_file_that_inflates_is_read_a_few_rows_at_a_time(tmp_path: Path) -> None:
     """A dictionary holds a long text once, however many rows have it."""
     path = tmp_path / "rows.parquet"

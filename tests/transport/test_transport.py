@@ -15,7 +15,10 @@ from kvr_mpi.transport.mpi import connect, launched_size
 PROGRAMS = TESTS / "programs"
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(2, "auto"), (3, "mpi"), (3, "staged"), (3, "gloo")])
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [(2, "auto"), *(pytest.param(3, name, marks=pytest.mark.slow) for name in ("mpi", "staged", "gloo"))],
+)
 def test_ranks_keep_their_promises(mpirun: Any, ranks: int, name: str) -> None:
     run = mpirun(ranks, [sys.executable, PROGRAMS / "mpi_transport.py", name], timeout_s=100)
     assert run.returncode == 0, run.stderr
