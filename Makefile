@@ -6,6 +6,7 @@ MPI    ?= mpich
 RANKS  ?= 2
 SEEDS  ?= 1-100
 FILES  ?= 10000
+DOCUMENTS ?= 50000
 VENV   ?= .venv
 WORKERS ?= 2
 
@@ -24,7 +25,7 @@ stamp   := $(VENV)/.installed-$(MPI)
 spread  := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 in_venv := . $(VENV)/bin/activate &&
 
-.PHONY: help install demo test test-all test-long verify-architectures test-slurm test-faults test-fuzz bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts check clean
+.PHONY: help install demo test test-all test-long verify-architectures test-slurm test-faults test-many test-fuzz bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts check clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
@@ -34,6 +35,7 @@ help:
 	@echo "make verify-architectures  every architecture transformers knows, tiny, against plain transformers; writes docs/architectures.md"
 	@echo "make test-slurm  the job scripts on a SLURM cluster of four nodes, started here; needs root, apt if SLURM is missing"
 	@echo "make test-faults  jobs killed, stopped, starved, moved and damaged at random, resumed, and compared (SEEDS=$(SEEDS))"
+	@echo "make test-many  tiny documents, a great many: what a rank holds, and how a job ends (DOCUMENTS=$(DOCUMENTS))"
 	@echo "make test-fuzz  files of every kind that is read, damaged at random, and read (FILES=$(FILES))"
 	@echo "make bench-network  KV-Runahead against its rivals on slow links between network namespaces; needs root, iproute2"
 	@echo "               and patience (ARGS=--help: less of it)"
@@ -86,6 +88,9 @@ test-slurm: $(stamp)
 
 test-faults: $(stamp)
 	$(in_venv) KVR_TEST_SEEDS=$(SEEDS) python -m pytest tests/faults
+
+test-many: $(stamp)
+	$(in_venv) KVR_TEST_DOCUMENTS=$(DOCUMENTS) python -m pytest -s tests/faults/test_many_documents.py
 
 test-fuzz: $(stamp)
 	$(in_venv) PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} python tests/fuzz/driver.py $(FILES) $(ARGS)

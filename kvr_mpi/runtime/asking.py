@@ -14,10 +14,9 @@ from kvr_mpi.errors import ConfigError, DataError, OutputError
 from kvr_mpi.job import JobSpec, ParallelSection, PromptSection, QuestionsSection
 from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.schedule.forecast import frame_of
-from kvr_mpi.store.folder import run_files
 from kvr_mpi.store.lock import is_alive
-from kvr_mpi.store.outputs import Header, open_file, read_header
-from kvr_mpi.store.shares import find_runs
+from kvr_mpi.store.outputs import Header
+from kvr_mpi.store.shares import find_runs, read_run_header
 
 # Of a prompt: what the stored ones have already.
 STORED = ("template", "system", "chat_template", "too_long", "keep", "reduce_template")
@@ -74,13 +73,11 @@ def stored_header(key: str, paths: Sequence[str]) -> Header:
     """
     found: Header | None = None
     for path in find_runs([Path(each) for each in paths]).paths:
-        files = run_files(path)
-        if not files:
-            raise DataError(f"{key} {str(path)!r}: no result file (*.h5) there; expected the output of a run")
         if path.is_dir() and is_alive(path):
             raise OutputError(f"{key} {str(path)!r} is being written by a running job: wait until that has ended")
-        with open_file(files[-1]) as stored:
-            header = read_header(stored)
+        header = read_run_header(path)
+        if header is None:
+            raise DataError(f"{key} {str(path)!r}: no result file (*.h5) there; expected the output of a run")
         if found is not None and header.identity != found.identity:
             raise DataError(f"{key} {list(paths)}: {path} is of another job; expected shares of one")
         found = header

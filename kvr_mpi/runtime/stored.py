@@ -24,7 +24,7 @@ from kvr_mpi.runtime.requests import DocumentRequest
 from kvr_mpi.runtime.setup import JobSetup
 from kvr_mpi.runtime.stored_prefix import StoredPrompt, open_prompt, prefix_of
 from kvr_mpi.schedule.plan import duration
-from kvr_mpi.store.folder import Index
+from kvr_mpi.store.folder import DamagedFile, Index
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.kv import open_whole_kv
 from kvr_mpi.store.outputs import key_of, open_file, read_record
@@ -117,22 +117,23 @@ def scan_stored(spec: JobSpec, *, cold: bool = False) -> StoredCorpus:
     CorpusError
         If a document that is named is not there, or none has keys and values.
     DataError
-        If the run cannot be read.
+        If nothing of the run can be read.
     """
     questions = spec.questions
     assert questions is not None and isinstance(questions.ask, dict)
-    index, _ = index_runs(find_runs([Path(path) for path in spec.documents.path]))
-    wanted = questions.documents if questions.documents is not None else index.ids()
-    if unknown := [name for name in wanted if name not in index.places]:
+    index, _ = index_runs(find_runs([Path(path) for path in spec.documents.path]), passes_damaged=True)
+    lost = {name: _lost(name, one) for one in index.damaged for name in one.documents}
+    wanted = questions.documents if questions.documents is not None else sorted([*index.places, *lost])
+    if unknown := [name for name in wanted if name not in index.places and name not in lost]:
         raise CorpusError(
             f"questions.documents: {unknown[0]!r} is not among the {len(index.places)} documents of "
             f"{', '.join(spec.documents.path)}, such as {', '.join(map(repr, index.ids()[:3]))}"
         )
-    done = [name for name in wanted if index.places[name].is_done][: spec.documents.limit]
-    documents = tuple(_look(index, name) for name in done)
+    done = [name for name in wanted if name in lost or index.places[name].is_done][: spec.documents.limit]
+    documents = tuple(lost[name] if name in lost else _look(index, name) for name in done)
     if all(one.error is not None for one in documents):
         why = f": {documents[0].error}" if documents else ""
-        raise CorpusError(f"documents.path {spec.documents.path}: no document there can be asked{why}")
+        raise (DataError if lost else CorpusError)(f"documents.path {spec.documents.path}: no document there can be asked{why}")
     if cold:
         for file in {one.file for one in documents}:
             drop_pages(file)
@@ -224,6 +225,11 @@ def _look(index: Index, name: str) -> StoredDocument:
     rate = record.prefill_tokens_per_s / max(1, len(record.slices) - 1)
     tokens = kv.tokens.text[1]
     return StoredDocument(name, file, tokens, size, tokens / rate if rate > 0 else 0.0, seal, None, rounded)
+
+
+def _lost(name: str, damaged: DamagedFile) -> StoredDocument:
+    why = f"{name} cannot be asked: {damaged.file} is damaged ({damaged.why}); prefill it again"
+    return StoredDocument(name, damaged.file, error=why)
 
 
 def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str], loads: Sequence[bool]) -> Corpus:

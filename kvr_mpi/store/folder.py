@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,17 +37,28 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class DamagedFile:
+    """A file that is not as its ledger has it, and the documents that only it has."""
+
+    file: Path
+    why: str
+    documents: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Index:
     """Where all documents are.
 
     places : by id.
     unrecorded : files that no ledger tells of; that they can be read is not known.
     gone : documents that ledgers have, and no file.
+    damaged : what was passed over, if that was asked for.
     """
 
     places: dict[str, Place]
     unrecorded: tuple[Path, ...] = ()
     gone: int = 0
+    damaged: tuple[DamagedFile, ...] = ()
 
     def summary(self) -> Summary:
         """Count the documents."""
@@ -146,7 +157,7 @@ def read_model(index: Index) -> str:
     return ""
 
 
-def index_run(path: Path, *, verify: bool = False) -> Index:
+def index_run(path: Path, *, verify: bool = False, passes_damaged: bool = False) -> Index:
     """Say where each document is.
 
     Parameters
@@ -155,6 +166,8 @@ def index_run(path: Path, *, verify: bool = False) -> Index:
         A file, or a run's folder.
     verify : bool
         Hold files against the checksums of the folder's ledgers. Records are held against their own when they are read.
+    passes_damaged : bool
+        Pass over files that are not as recorded, and name what they had.
 
     Raises
     ------
@@ -169,14 +182,28 @@ def index_run(path: Path, *, verify: bool = False) -> Index:
             )
         raise DataError(f"{path}: no result file (*.h5) there; expected one, or the output folder of a run")
     found = _look(path if path.is_dir() else path.parent, {file.name for file in files}, verify)
+    if found.damaged and not passes_damaged:
+        told = "; ".join(f"{found.folder / name}: {why}" for name, why in sorted(found.damaged.items()))
+        raise DataError(
+            f"damaged: {told}. `kvr-run JOB.toml --resume` sets such files aside and does their documents again"
+        )
     places: dict[str, Place] = {}
-    for file in files:
+    for file in (file for file in files if file.name not in found.damaged):
         for name, is_done, reason in _documents(file, found):
             if is_done or name not in places or not places[name].is_done:
                 places[name] = Place(file, key_of(name), is_done, reason)
     missing = found.missing().values() if path.is_dir() else ()
     gone = {name for line in missing for name in (*line.done, *line.failed)} - places.keys()
-    return Index(places, tuple(file for file in files if file.name not in found.sound), len(gone))
+    unrecorded = tuple(file for file in files if file.name in found.unrecorded)
+    return Index(places, unrecorded, len(gone), tuple(_damaged(found, places)))
+
+
+def _damaged(found: Survey, places: Container[str]) -> Iterator[DamagedFile]:
+    """Name the documents of damaged files that are nowhere else."""
+    for name, why in sorted(found.damaged.items()):
+        line = found.ledger.shards[name][-1]
+        lost = tuple(each for each in (*line.done, *line.failed) if each not in places)
+        yield DamagedFile(found.folder / name, why, lost)
 
 
 def check_index(index: Index) -> None:
@@ -202,6 +229,7 @@ def join_indexes(indexes: Iterable[Index]) -> Index:
     """
     places: dict[str, Place] = {}
     unrecorded: list[Path] = []
+    damaged: list[DamagedFile] = []
     gone = 0
     for index in indexes:
         if twice := index.places.keys() & places.keys():
@@ -212,8 +240,9 @@ def join_indexes(indexes: Iterable[Index]) -> Index:
             )
         places |= index.places
         unrecorded += index.unrecorded
+        damaged += index.damaged
         gone += index.gone
-    return Index(places, tuple(unrecorded), gone)
+    return Index(places, tuple(unrecorded), gone, tuple(damaged))
 
 
 def _look(folder: Path, names: set[str], verify: bool) -> Survey:
@@ -230,11 +259,6 @@ def _look(folder: Path, names: set[str], verify: bool) -> Survey:
             continue
         if not found.damaged:
             break
-    if found.damaged:
-        told = "; ".join(f"{folder / name}: {why}" for name, why in sorted(found.damaged.items()))
-        raise DataError(
-            f"damaged: {told}. `kvr-run JOB.toml --resume` sets such files aside and does their documents again"
-        )
     return found
 
 

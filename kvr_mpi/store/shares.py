@@ -50,10 +50,10 @@ def find_runs(paths: Sequence[Path]) -> Runs:
     return Runs(tuple(dict.fromkeys(found)), tuple(_missing(found)) if several else ())
 
 
-def index_runs(runs: Runs, *, verify: bool = False) -> tuple[Index, tuple[str, ...]]:
+def index_runs(runs: Runs, *, verify: bool = False, passes_damaged: bool = False) -> tuple[Index, tuple[str, ...]]:
     """Say where every document of all runs is; and what is missing: shares, and what runs have lost or not yet made.
 
-    Of several runs that is also what a share was begun with and has no record of.
+    Of several runs that is also what a share was begun with and has no record of. Parameters are those of `index_run`.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def index_runs(runs: Runs, *, verify: bool = False) -> tuple[Index, tuple[str, .
             if wanted is None or wanted:  # a corpus of fewer documents than shares leaves some empty
                 missing.append(f"{path} has no results yet")
             continue
-        index = index_run(path, verify=verify)
+        index = index_run(path, verify=verify, passes_damaged=passes_damaged)
         if index.gone:
             missing.append(f"{path} has lost {index.gone} document(s) its ledger knows: needs --resume")
         elif wanted is not None and (left := len(wanted - index.places.keys())):
@@ -95,11 +95,9 @@ def read_header_of(paths: Sequence[Path]) -> Header:
     """
     found: tuple[Path, Header] | None = None
     for path in paths:
-        files = run_files(path)
-        if not files:
+        header = read_run_header(path)
+        if header is None:
             continue
-        with open_file(files[-1]) as latest:
-            header = read_header(latest)
         if found is not None and (differing := list(_differing(found[1].identity, header.identity))):
             raise DataError(
                 f"{found[0]} and {path} are of different jobs ({'; '.join(differing[:NAMED])}); expected shares of one"
@@ -108,6 +106,26 @@ def read_header_of(paths: Sequence[Path]) -> Header:
     if found is None:
         raise DataError(f"no result file (*.h5) in {', '.join(map(str, paths[:NAMED]))}; expected the output of a run")
     return found[1]
+
+
+def read_run_header(path: Path) -> Header | None:
+    """Read what a run says of itself, from the latest of its files that can be read; None if it has none.
+
+    Raises
+    ------
+    DataError
+        If none can be read.
+    """
+    broken: DataError | None = None
+    for file in reversed(run_files(path)):
+        try:
+            with open_file(file) as stored:
+                return read_header(stored)
+        except DataError as error:
+            broken = broken or error
+    if broken is not None:
+        raise broken
+    return None
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any], above: str = "") -> Iterator[str]:

@@ -34,14 +34,14 @@ class Case:
     story: list[str] = field(default_factory=list)
 
 
-def ranks_of(pid: int) -> list[int]:
-    """Process ids of the Python ranks below a launcher."""
+def ranks_of(pid: int, program: str = "run_job.py") -> list[int]:
+    """Process ids of the ranks of a program below a launcher."""
     found, todo = [], [pid]
     while todo:
         for child in children(todo.pop()):
             todo.append(child)
             try:
-                if b"run_job.py" in Path(f"/proc/{child}/cmdline").read_bytes() and not children(child):
+                if program.encode() in Path(f"/proc/{child}/cmdline").read_bytes() and not children(child):
                     found.append(child)
             except OSError:
                 pass

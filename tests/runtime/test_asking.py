@@ -15,7 +15,7 @@ import transformers as tf
 from constants import SMOLLM
 from made_jobs import TEXT, last_line
 
-from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.folder import read_run, run_files
 from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.outputs import Record, open_file, read_header, start_file, write_record
 from kvr_mpi.transport.local import LocalTransport
@@ -201,6 +201,25 @@ def test_a_damaged_document_is_named_and_never_answered_and_the_others_are(
     (run / "results.h5").write_bytes((run / "results.h5").read_bytes()[:-5000])
     cut = run_here(1, [ask_job(tmp_path, tiny_model_dir, run, name="cut")])
     assert cut.returncode == 65 and "results.h5" in cut.stderr and "Traceback" not in cut.stderr
+
+
+def test_a_file_that_cannot_be_opened_is_named_for_each_of_its_documents_and_the_others_are_asked(
+    job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs of many gigabytes are: not merged, a file or more of each rank."""
+    monkeypatch.setattr("kvr_mpi.store.merge.MERGE_MAX_BYTES", 0)
+    assert run_here(2, [job, *options("output.kv=true", "parallel.ranks_per_chain=1")]).returncode == 0
+    *_, last = run_files(tmp_path / "out")
+    gone = {record.id for record in read_run(last)}
+    assert len(run_files(tmp_path / "out")) > 1 and gone
+    last.write_bytes(last.read_bytes()[:-5000])
+    asked = run_here(2, [ask_job(tmp_path, tiny_model_dir, tmp_path / "out")])
+    assert asked.returncode == 65, asked.stderr
+    found = records(tmp_path / "asked")
+    assert len(found) == 10
+    for record in found.values():
+        assert (record.status == "error") == (record.document in gone), record.id
+        assert record.status == "done" or f"{last} is damaged (it has" in record.error
 
 
 def test_documents_that_have_no_whole_cache_are_error_records(
