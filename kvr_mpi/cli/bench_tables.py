@@ -1,0 +1,113 @@
+"""What ``kvr bench`` prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvr_mpi.bench.pairs import Ratio
+from kvr_mpi.report.plots import plot_bench
+
+LEGEND = (
+    "time as a multiple of it, above 1 where it is faster: median of pairs run back to back (95 % bootstrap interval)"
+)
+
+
+def print_strategies(found: list[dict[str, Any]], json_file: Path | None, plot: Path | None) -> None:
+    """Show strategies at all lengths; `found` is of `StrategyRow.as_json`."""
+    ours = found[0]["ours"]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    names = (
+        "tokens",
+        "strategy",
+        "first token",
+        "best",
+        "wait",
+        "link MB",
+        "CPU",
+        "peak MB",
+        "predicted",
+        f"x {ours}",
+        "slices",
+    )
+    for name in names:
+        table.add_column(name, justify="left" if name in ("strategy", "slices") else "right", no_wrap=True)
+
+    def prediction(row: dict[str, Any]) -> str:
+        """How far the prediction of any rank's memory was from what was measured."""
+        if not any(row["predicted_bytes_by_rank"]):
+            return ""
+        pairs = zip(row["predicted_bytes_by_rank"], row["peak_bytes_by_rank"], strict=True)
+        return f"{max((100 * (said / found - 1) for said, found in pairs if found), key=abs, default=0):+.0f} %"
+
+    for row in found:
+        seconds = row["ttft_s"]
+        table.add_row(
+            str(row["context_tokens"]),
+            str(row["strategy"]),
+            f"{seconds:.3f} s",
+            f"{row['ttft_min_s']:.3f} s",
+            f"{100 * row['wait_s'] / seconds:.1f} %",
+            f"{row['link_bytes'] / 1e6:.0f}",
+            f"{row['cpu_s']:.2f} s",
+            f"{row['peak_bytes'] / 1e6:.0f}",
+            prediction(row),
+            "" if row["strategy"] == ours else _ratio(row).describe(),
+            str(row["slices"]),
+        )
+    Console(width=160, highlight=False, force_terminal=False).print(table)
+    print(f"x {ours}: {LEGEND}")
+    for tokens in dict.fromkeys(row["context_tokens"] for row in found):
+        print(_verdict([row for row in found if row["context_tokens"] == tokens]))
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=1) + "\n")
+    if plot is not None:
+        plot_bench(found, plot)
+
+
+def _verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """Say, of one length, what ours is faster than, what it is not told apart from, and what is faster."""
+    ours, said = rows[0]["ours"], []
+    others = {row["strategy"]: _ratio(row) for row in rows if row["strategy"] != ours}
+    for words, belongs in (
+        ("faster than", lambda one: one.is_told and one.median > 1),
+        ("slower than", lambda one: one.is_told and one.median < 1),
+        ("not told apart from", lambda one: not one.is_told),
+    ):
+        names = [name for name, one in others.items() if belongs(one)]
+        if names:
+            said.append(f"{words} {', '.join(names)}")
+    return f"{rows[0]['context_tokens']} tokens: {ours} is {'; '.join(said) if said else 'alone'}"
+
+
+def print_corpus(found: list[dict[str, Any]], json_file: Path | None) -> None:
+    """Show ways through a corpus; `found` is of `CorpusRow.as_json`."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    ours = found[0]["ours"]
+    names = ("way", "seconds", "best", "documents/h", "prefill tokens/s", "decode tokens/s", "busy", "in prefill")
+    for name in (*names, f"x {ours}"):
+        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
+    for row in found:
+        table.add_row(
+            row["way"],
+            f"{row['seconds']:.1f}",
+            f"{row['seconds_min']:.1f}",
+            f"{row['documents_per_hour']:.1f}",
+            *(f"{row[key]:.1f}" if row[key] else "" for key in ("prefill_tokens_per_s", "decode_tokens_per_s")),
+            " ".join(f"{100 * share:.0f} %" for share in row["busy_by_rank"][:4]),
+            f"{100 * row['busy_in_prefill']:.0f} %",
+            "" if row["way"] == ours else _ratio(row).describe(),
+        )
+    Console(width=180, highlight=False, force_terminal=False).print(table)
+    print(f"x {ours}: {LEGEND}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _ratio(row: dict[str, Any]) -> Ratio:
+    return Ratio(row["times_ours"], row["times_ours_low"], row["times_ours_high"], row["pairs"])
