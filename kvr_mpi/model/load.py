@@ -79,6 +79,11 @@ class ModelSource:
     gguf_file: str | None = None
     is_hub: bool = False
 
+    @property
+    def path(self) -> Path:
+        """The file, or the folder; of a hub id no path that exists."""
+        return Path(self.location) / (self.gguf_file or "")
+
 
 def find_model(path: str) -> ModelSource:
     """Say what a job's ``model.path`` means; nothing is read or fetched.

@@ -1,0 +1,68 @@
+"""Other engines in `kvr bench`: what is refused, one that dies, and the real one (`make rivals`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from constants import ROOT, SMOLLM
+
+from kvr_mpi.bench.rivals import open_rival
+from kvr_mpi.errors import ConfigError
+
+
+def environment(folder: Path, script: str) -> Path:
+    """An environment whose Python is a script."""
+    python = folder / "openvino" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "words"),
+    [
+        ("vllm", "model.gguf", "'vllm': expected some of openvino"),
+        ("openvino", "folder", "folder is no .gguf file"),
+        ("openvino", "model.gguf", "ended with 3: no such library"),
+    ],
+)
+def test_an_engine_that_cannot_take_part_is_said_so(tmp_path: Path, name: str, model: str, words: str) -> None:
+    folder = environment(tmp_path, "echo no such library >&2; exit 3")
+    with pytest.raises(ConfigError, match=words), open_rival(name, Path(model), 100, folder):
+        pass
+
+
+def test_an_environment_that_is_not_there_is_said_how_to_make(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="`make rivals` makes it"),
+        open_rival("openvino", Path("a.gguf"), 9, tmp_path),
+    ):
+        pass
+
+
+def test_an_engine_that_dies_at_work_is_said_so(tmp_path: Path) -> None:
+    folder = environment(tmp_path, """echo '{"version": "1"}'; read line; echo out of memory >&2; exit 9""")
+    with open_rival("openvino", Path("a.gguf"), 9, folder) as rival:
+        assert rival.version == "1"
+        for _ in range(2):  # and is still said so when it is asked again
+            with pytest.raises(ConfigError, match="ended with 9: out of memory"):
+                rival.answer([[1, 2]], 1, None)
+
+
+@pytest.mark.long
+def test_openvino_takes_part(tmp_path: Path, mpirun: Any, kvr: Path) -> None:
+    subprocess.run(["make", "rivals"], cwd=ROOT, check=True, capture_output=True)
+    command = [kvr, "bench", "--model", SMOLLM, "--contexts", "256", "--strategies", "kvr-e", "--repeats", "1"]
+    run = mpirun(
+        2, [*command, "--rivals", "openvino", "--rivals-folder", ROOT / ".rivals", "--json", tmp_path / "rows"]
+    )
+    assert run.returncode == 0, run.stderr
+    ours, theirs = json.loads((tmp_path / "rows").read_text())
+    assert (ours["strategy"], theirs["strategy"]) == ("kvr-e", "openvino")
+    assert theirs["pairs"] == 1 and theirs["ttft_s"] > 0 and theirs["cpu_s"] > 0 and theirs["peak_bytes"] > 1e8
+    assert "the same first token as transformers" in theirs["exactness"]
