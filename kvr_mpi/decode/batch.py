@@ -129,7 +129,9 @@ class DecodeBatch(Generic[K]):
         begin = partial(_begin, rules, prompt_ids, prefill.logits)
         document = _Running(key, prefill, DecodeSequence(rules, prompt_ids, seed, prefill.logits.device))
         self._running.append(document)
-        if why := self._why_not_compressed(prefill, len(prompt_ids)) or self._why_not_again(own.n, rules, prompt_ids):
+        if why := self._why_not_compressed(prefill, len(prompt_ids)) or self._why_not_as_asked(
+            own.n, rules, prompt_ids
+        ):
             self._leave(document, why)
             return
         if own.score and (why := self._score(document, len(prompt_ids), own.score)):
@@ -193,10 +195,10 @@ class DecodeBatch(Generic[K]):
             f"heads have dropped cannot be; keep all keys (no compression), or ask for fewer new tokens"
         )
 
-    def _why_not_again(self, count: int | None, rules: SamplingParams, prompt_ids: Sequence[int]) -> str | None:
-        """Say why a prompt is not answered several times from one cache; None if it is, or is to be answered once."""
-        if count is None or count == 1:
-            return None
+    def _why_not_as_asked(self, count: int | None, rules: SamplingParams, prompt_ids: Sequence[int]) -> str | None:
+        """Say why a prompt is not answered as it asks, by a schema or several times from one cache; None if it is."""
+        if count is None or count == 1 or rules.why_no_schema is not None:
+            return rules.why_no_schema
         tokens, most = len(prompt_ids), len(prompt_ids) + rules.max_new_tokens
         if not rules.config.do_sample:
             return f"{count} answers that are not sampled are the same; give it a temperature, or ask for one"

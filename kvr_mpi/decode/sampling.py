@@ -123,6 +123,19 @@ class SamplingParams:
             grammars=self.grammars,
         )
 
+    @property
+    def why_no_schema(self) -> str | None:
+        """Why answers cannot follow their schema with the other settings; None if they can, or have none."""
+        bending: dict[str, Any] = {"stop": self.stop}
+        bending |= {name: getattr(self.config, name, None) for name in ("min_new_tokens", "no_repeat_ngram_size")}
+        found = [name for name, value in bending.items() if value and self.json_schema is not None]
+        if not found:
+            return None
+        return (
+            f"{found[0]} = {bending[found[0]]!r}, of the job or of the model's generation_config, does not go with a "
+            f"JSON schema: it would end or bend an answer where the schema does not"
+        )
+
     def processors(self, prompt_tokens: int, device: torch.device) -> Any:
         """Make what the configuration asks for, for one document: some of it remembers what it has seen."""
         # Private, but what generate() itself does; it makes every processor that a configuration can ask for.
@@ -196,7 +209,7 @@ class DecodeSequence:
     def write_first(self, logits: torch.Tensor) -> None:
         """Choose the first token by the prompt's logits (vocab_size,), unless none is to be written."""
         if self.finish_reason is None:
-            self.write(int(self.choose(logits)))
+            self.write(int(self.choose(logits.clone())))  # other answers to the prompt begin with the same
 
     def write(self, token: int) -> None:
         """Append a chosen token, and say in `finish_reason` whether it was the last."""

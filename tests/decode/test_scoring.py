@@ -86,9 +86,9 @@ def test_scores_are_transformers_own(name: str) -> None:
     torch.testing.assert_close(after, before, atol=CLOSE, rtol=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_chains_score_alike(ranks: int) -> None:
-    loaded = ready(tiny("llama-gqa"))
+@pytest.mark.parametrize(("ranks", "name"), [(2, "mistral-window"), (2, "llama4-chunks"), (3, "llama-gqa")])
+def test_chains_score_alike(ranks: int, name: str) -> None:
+    loaded = ready(tiny(name))
     alone = score_continuations(loaded, prefill_alone(loaded), len(IDS), TEXTS)
 
     def rank(chain: LocalTransport) -> Any:
@@ -127,3 +127,34 @@ def test_what_cannot_be_scored_is_said() -> None:
     bad, good = sorted(batch.step(), key=lambda one: one.key)
     assert bad.answer is None and "has no tokens" in (bad.error or "")
     assert good.answer is not None and [score.text for score in good.answer.scores] == list(TEXTS)
+
+
+def test_what_would_cut_an_answer_by_a_schema_is_refused() -> None:
+    """A row's schema and the job's stop strings: the answer would be no JSON, and end as if it were."""
+    loaded, own = ready(tiny("llama-gqa")), OwnGeneration(json_schema='{"type": "object"}', max_new_tokens=4)
+    for config, said in (
+        ({"min_new_tokens": 3}, "min_new_tokens = 3"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram"),
+    ):
+        batch: DecodeBatch[str] = DecodeBatch(
+            loaded, GenerationConfig(**config), stop=(), max_new_tokens=4, why_alone=None
+        )
+        batch.add("a", prefill_alone(loaded), IDS, 0, own)
+        (found,) = batch.step()
+        assert found.answer is None and said in (found.error or "")
+        assert "does not go with a JSON schema" in (found.error or "")
+
+
+def test_a_prompt_is_answered_several_times_only_where_that_can_be() -> None:
+    states, changing = ready(tiny("falcon-h1-both")), ready(long_rope())
+    warm = GenerationConfig(do_sample=True, top_k=5)
+    for loaded, config, ids, said in (
+        (ready(tiny("llama-gqa")), GenerationConfig(do_sample=False), IDS, "not sampled are the same"),
+        (states, warm, IDS, "keeps states"),
+        (changing, warm, IDS[:30], "rotary embedding is another"),
+    ):
+        batch: DecodeBatch[str] = DecodeBatch(loaded, config, stop=(), max_new_tokens=6, why_alone=None)
+        prefill = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=6)
+        batch.add("a", prefill, ids, 0, OwnGeneration(n=2))
+        (found,) = batch.step()
+        assert found.answer is None and said in (found.error or "")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from constants import Kvr
-from made_jobs import TEXT, with_settings
+from made_jobs import TEXT, spec_of, with_settings
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
 from kvr_mpi.store.folder import read_run
@@ -47,27 +47,34 @@ def schema(tmp_path: Path) -> Path:
 
 
 def test_every_answer_follows_it(job: Path, schema: Path, tmp_path: Path, run_here: Any) -> None:
-    found = {}
-    ways = {"1": (1, ()), "2": (2, ()), "warm": (2, (*WARM, "generation.n=2", "generation.logprobs=true"))}
-    for way, (ranks, more) in ways.items():
-        settings = with_settings(f"generation.json_schema={schema}", ROOM, f"output.path={tmp_path / way}", *more)
-        run = run_here(ranks, [job, *settings])
-        assert run.returncode == EXIT_OK, run.stderr
-        found[way] = found_in(tmp_path / way)
-        for record in found[way].values():
-            assert record.finish_reason == "stop"
-            check(record.answer)
-    assert {name: one.answer for name, one in found["1"].items()} == {n: one.answer for n, one in found["2"].items()}
-    for record in found["warm"].values():
+    settings = (f"generation.json_schema={schema}", ROOM, *WARM, "generation.n=2", "generation.logprobs=true")
+    run = run_here(2, [job, *with_settings(*settings, "documents.limit=3")])
+    assert run.returncode == EXIT_OK, run.stderr
+    found = found_in(tmp_path / "out")
+    for record in found.values():
+        assert record.finish_reason == "stop"
         for sample in record.sampled:
             check(sample["answer"])
             # The model's own probabilities, from before anything was taken away: it would have written something else.
             assert len(sample["logprobs"]) == len(sample["token_ids"]) and min(sample["logprobs"]) < -5
-    assert len({sample["answer"] for record in found["warm"].values() for sample in record.sampled}) > 2
+    assert len({sample["answer"] for record in found.values() for sample in record.sampled}) > 2
+
+
+@pytest.mark.long
+def test_greedy_answers_are_the_same_on_any_ranks(job: Path, schema: Path, tmp_path: Path, run_here: Any) -> None:
+    found = []
+    for ranks in (1, 2, 3):
+        out = tmp_path / str(ranks)
+        settings = with_settings(f"generation.json_schema={schema}", ROOM, f"output.path={out}")
+        assert run_here(ranks, [job, *settings]).returncode == EXIT_OK
+        found.append({name: record.answer for name, record in found_in(out).items()})
+    assert found[0] == found[1] == found[2]
+    for answer in found[0].values():
+        check(answer)
 
 
 def test_an_answer_without_room_is_marked(job: Path, schema: Path, tmp_path: Path, run_here: Any) -> None:
-    settings = with_settings(f"generation.json_schema={schema}", "generation.max_new_tokens=4")
+    settings = with_settings(f"generation.json_schema={schema}", "generation.max_new_tokens=4", "documents.limit=1")
     assert run_here(1, [job, *settings]).returncode == EXIT_OK
     for record in found_in(tmp_path / "out").values():
         assert record.finish_reason == "length" and record.new_tokens == 4
@@ -135,9 +142,10 @@ def test_without_the_library_it_is_named(
     assert run.returncode == EXIT_CONFIG and "pip install kvr-mpi[json]" in run.stderr
 
 
-def test_a_run_is_not_resumed_with_another_schema(job: Path, schema: Path, run_here: Any) -> None:
-    settings = with_settings(f"generation.json_schema={schema}", ROOM, "documents.limit=1")
-    assert run_here(1, [job, *settings]).returncode == EXIT_OK
+def test_a_job_with_another_schema_in_the_file_is_another_job(job: Path, schema: Path) -> None:
+    """What the answers depend on is what the file says, not its name: a run is not resumed with another."""
+    before = spec_of(job, f"generation.json_schema={schema}").generation
+    assert json.loads(before.json_schema or "") == SCHEMA
     schema.write_text(json.dumps({**SCHEMA, "required": []}))
-    run = run_here(1, [job, *settings, "--resume"])
-    assert run.returncode == EXIT_CONFIG and "json_schema" in run.stderr
+    assert spec_of(job, f"generation.json_schema={schema}").generation.model_dump() != before.model_dump()
+    assert spec_of(job, f"generation.json_schema={before.json_schema}").generation == before

@@ -45,11 +45,15 @@ def truth_of(model_dir: Path, text: str, token_ids: tuple[int, ...]) -> torch.Te
     return torch.log_softmax(logits[len(ids) - 1 : -1], -1)
 
 
+GREEDY: tuple[str, ...] = ()
+WARM = ("generation.do_sample=true", "generation.temperature=1.7", "generation.top_k=40")
+
+
 @pytest.mark.parametrize(
-    "how", [(), ("generation.do_sample=true", "generation.temperature=1.7", "generation.top_k=40")]
+    ("how", "others"), [(GREEDY, (3,)), pytest.param(WARM, (2, 3), marks=pytest.mark.long)], ids=["greedy", "sampled"]
 )
 def test_they_are_the_models_own_on_any_number_of_ranks(
-    job: Path, tmp_path: Path, tiny_model_dir: Path, run_here: Any, how: tuple[str, ...]
+    job: Path, tmp_path: Path, tiny_model_dir: Path, run_here: Any, how: tuple[str, ...], others: tuple[int, ...]
 ) -> None:
     alone = run_job(run_here, 1, job, tmp_path / "1", *WANTED, *how)
     for name, record in alone.items():
@@ -65,7 +69,7 @@ def test_they_are_the_models_own_on_any_number_of_ranks(
         if not how:
             assert record.top_tokens[::3] == record.token_ids and record.top_logprobs[::3] == record.logprobs
         assert set(record.texts) == {str(token) for token in (*record.token_ids, *record.top_tokens)}
-    for ranks in (2, 3):
+    for ranks in others:
         for name, record in run_job(run_here, ranks, job, tmp_path / str(ranks), *WANTED, *how).items():
             assert record.token_ids == alone[name].token_ids
             assert record.logprobs == pytest.approx(alone[name].logprobs, abs=CLOSE)
@@ -132,6 +136,7 @@ def test_a_batch_file_asks_for_them(job: Path, tmp_path: Path, run_here: Any, ru
         assert best[token] == logprob == max(best.values())  # it is greedy
 
 
+@pytest.mark.long
 def test_questions_about_stored_documents_have_them(job: Path, tmp_path: Path, run_here: Any) -> None:
     run_job(run_here, 1, job, tmp_path / "kv", "output.kv=true", "documents.limit=2")
     ask = job.with_name("ask.toml")

@@ -32,7 +32,14 @@ def tokens_of(record: Record) -> list[list[int]]:
     return [sample["token_ids"] for sample in record.sampled]
 
 
-def test_samples_do_not_depend_on_ranks_or_company(job: Path, tmp_path: Path, run_here: Any) -> None:
+WAYS: dict[str, tuple[int, tuple[str, ...]]] = {"2": (2, ()), "alone": (1, ("documents.shard=3/5",))}
+MORE_WAYS: dict[str, tuple[int, tuple[str, ...]]] = {"3": (3, ()), "plain": (1, ("parallel.strategy=single",))}
+
+
+@pytest.mark.parametrize("ways", [WAYS, pytest.param(MORE_WAYS, marks=pytest.mark.long)], ids=["some", "more"])
+def test_samples_do_not_depend_on_ranks_or_company(
+    job: Path, tmp_path: Path, run_here: Any, ways: dict[str, tuple[int, tuple[str, ...]]]
+) -> None:
     once = run_job(run_here, 1, job, tmp_path / "once", *WARM)
     found = run_job(run_here, 1, job, tmp_path / "1", *THREE, "generation.logprobs=true")
     for name, record in found.items():
@@ -45,27 +52,23 @@ def test_samples_do_not_depend_on_ranks_or_company(job: Path, tmp_path: Path, ru
             assert len(sample["logprobs"]) == len(sample["token_ids"])
             assert set(map(str, sample["token_ids"])) <= record.texts.keys()
         assert record.sampled[0]["answer"] == record.answer and "samples" not in record.columns
-    ways = {
-        "2": (2, ()),
-        "3": (3, ()),
-        "alone": (1, ("documents.shard=3/5",)),
-        "plain": (1, ("parallel.strategy=single",)),
-    }
     for way, (ranks, settings) in ways.items():
         for name, record in run_job(run_here, ranks, job, tmp_path / way, *THREE, *settings).items():
             assert tokens_of(record) == tokens_of(found[name]), (way, name)
 
 
-def test_a_sample_goes_on_from_the_prompt_alone(job: Path, tmp_path: Path, run_here: Any) -> None:
+COMPRESSED = ("compress.method=snapkv", "compress.budget=48", "compress.window=8")
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(COMPRESSED, marks=pytest.mark.long)], ids=["whole", "compressed"])
+def test_a_sample_goes_on_from_the_prompt_alone(
+    job: Path, tmp_path: Path, run_here: Any, more: tuple[str, ...]
+) -> None:
     """Sampled from one token only, all are greedy: what an earlier answer left in the cache would show."""
-    greedy = run_job(run_here, 1, job, tmp_path / "greedy")
-    settings = (*THREE, "generation.top_k=1")
-    compressed = ("compress.method=snapkv", "compress.budget=48", "compress.window=8")
-    small = run_job(run_here, 1, job, tmp_path / "small", *compressed)
-    for truth, more in ((greedy, ()), (small, compressed)):
-        found = run_job(run_here, 2, job, tmp_path / f"k-{len(more)}", *settings, *more)
-        for name, record in found.items():
-            assert tokens_of(record) == [list(truth[name].token_ids)] * 3
+    truth = run_job(run_here, 1, job, tmp_path / "greedy", *more)
+    found = run_job(run_here, 2, job, tmp_path / "samples", *THREE, "generation.top_k=1", *more)
+    for name, record in found.items():
+        assert tokens_of(record) == [list(truth[name].token_ids)] * 3
 
 
 def test_a_batch_file_asks_for_several(job: Path, tmp_path: Path, run_here: Any, run_kvr: Kvr) -> None:

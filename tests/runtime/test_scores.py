@@ -76,6 +76,7 @@ def test_continuations_of_each_row_and_prompt(scoring: Path, tmp_path: Path, run
     assert found["two#p"].scored[0]["logprob"] != found["two#q"].scored[0]["logprob"]
 
 
+@pytest.mark.long
 def test_stored_documents_are_scored(job: Path, scoring: Path, tmp_path: Path, run_here: Any, run_kvr: Kvr) -> None:
     kv, out = tmp_path / "kv", tmp_path / "answers"
     options = with_settings(f"output.path={kv}", "output.kv=true", "documents.limit=2", "generation.max_new_tokens=2")
