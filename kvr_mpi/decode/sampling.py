@@ -92,7 +92,8 @@ class SamplingParams:
         own: OwnGeneration = AS_THE_JOB,
         grammars: Grammars | None = None,
     ) -> None:
-        self.top_logprobs, self.json_schema = own.top_logprobs, own.json_schema
+        self.top_logprobs = None if own.top_logprobs == -1 else own.top_logprobs
+        self.json_schema = own.json_schema or None
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.stop, self.max_new_tokens = tuple(stop), max_new_tokens
         self.ends = ends_of(config)

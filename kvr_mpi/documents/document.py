@@ -34,10 +34,10 @@ class OwnGeneration:
     """How a row wants its answer decoded; None: as the job does.
 
     temperature : 0 is greedy.
-    top_logprobs : keep the log-probabilities of the answer's tokens, and of so many others in each place.
+    top_logprobs : keep the log-probabilities of the answer's tokens, and of so many others in each place; -1: none.
     score : continuations to be scored, instead of an answer.
     n : answers to one prompt.
-    json_schema : that the answer follows, as text.
+    json_schema : that the answer follows, as text; empty: none.
     """
 
     max_new_tokens: int | None = None

@@ -118,9 +118,7 @@ def _generation(body: Mapping[str, Any], url: str) -> OwnGeneration:
             raise DocumentError(f"body.{name} is {value}, but body.max_tokens is {found[ours]}; expected one of them")
     if found.get("top_k") == -1:
         found["top_k"] = 0
-    if found.get("n") == 1:
-        del found["n"]
-    elif "n" in found and found.get("temperature") == 0:
+    if found.get("n", 1) > 1 and found.get("temperature") == 0:
         raise DocumentError(f"body.n is {found['n']}, but with body.temperature = 0 all answers are the same")
     stop = body.get("stop")
     if stop is not None:
@@ -129,7 +127,7 @@ def _generation(body: Mapping[str, Any], url: str) -> OwnGeneration:
             raise DocumentError(f"body.stop is {stop!r}; expected text, or a list of texts, none of them empty")
         found["stop"] = tuple(stops)
     schema = _schema(body.get("response_format"))
-    if schema is not None and "stop" in found:
+    if schema and "stop" in found:
         raise DocumentError(
             "body.stop does not go with body.response_format: it would end an answer before it is whole"
         )
@@ -137,10 +135,12 @@ def _generation(body: Mapping[str, Any], url: str) -> OwnGeneration:
 
 
 def _schema(wanted: Any) -> str | None:
-    """Read the schema that the answer is to follow, if there is one."""
+    """Read the schema that the answer is to follow; empty if it is to be text, None if nothing is said."""
     kind = wanted.get("type") if isinstance(wanted, Mapping) else None
-    if wanted is None or kind == "text":
+    if wanted is None:
         return None
+    if kind == "text":
+        return ""
     if kind == "json_object":
         schema = ANY_OBJECT
     elif kind == "json_schema":
@@ -173,7 +173,7 @@ def _top_logprobs(body: Mapping[str, Any], url: str) -> int | None:
             raise DocumentError(f"body.top_logprobs is {top!r}, but body.logprobs is {wanted!r}; expected true")
     if top is not None and (type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS):
         raise DocumentError(f"body.{name} is {top!r}; expected a whole number from 0 to {MAX_TOP_LOGPROBS}")
-    return top if url == COMPLETIONS or wanted else None
+    return top if url == COMPLETIONS or wanted else None if wanted is None else -1
 
 
 def _kind(value: Any) -> str:

@@ -36,12 +36,20 @@ def test_settings_of_a_request() -> None:
     neutral = {"presence_penalty": 0.0, "stream": False, "logprobs": None, "response_format": {"type": "text"}}
     document = parse_request(row(**settings, **neutral, user="u", metadata={"a": "b"}), "rows:1")
     assert document.error is None
-    assert document.generation == OwnGeneration(5, 0, 0.9, top_k=0, stop=("END",), seed=7)
+    assert document.generation == OwnGeneration(5, 0, 0.9, top_k=0, stop=("END",), seed=7, n=1, json_schema="")
     both = parse_request(row(max_tokens=5, max_completion_tokens=5, stop=["a", "b"]), "rows:1").generation
     assert both == OwnGeneration(5, stop=("a", "b"))
-    for logprobs, top, wanted in ((True, None, 0), (True, 5, 5), (False, None, None), (False, 0, None)):
+    for logprobs, top, wanted in ((True, None, 0), (True, 5, 5), (False, None, -1), (False, 0, -1), (None, None, None)):
         document = parse_request(row(logprobs=logprobs, top_logprobs=top), "rows:1")
         assert document.error is None and document.generation.top_logprobs == wanted
+
+
+def test_what_a_request_says_goes_before_what_the_job_says() -> None:
+    job = OwnGeneration(n=4, top_logprobs=5, json_schema='{"type": "object"}')
+    silent = parse_request(row(), "rows:1").generation
+    assert silent.over(job) == job
+    plain = parse_request(row(n=1, logprobs=False, response_format={"type": "text"}), "rows:1").generation
+    assert plain.over(job) == OwnGeneration(n=1, top_logprobs=-1, json_schema="")
 
 
 def test_a_completion_is_its_prompt() -> None:
