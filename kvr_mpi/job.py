@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvr_mpi.compress.settings import CompressSettings
+from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.prefill.registry import JOB_STRATEGIES
 from kvr_mpi.store.settings import OutputSettings
@@ -36,6 +37,7 @@ class ModelSection(Section):
     path: str = Field(min_length=1, description="folder, .gguf file, package:NAME/FILE, or id on the Hugging Face hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
+    adapter: str | None = Field(None, min_length=1, description="folder of a LoRA adapter, merged when it is loaded")
     revision: str | None = Field(None, description="branch, tag or commit on the hub")
     offline: bool | None = Field(None, description="never ask the hub; default: true under SLURM")
     trust_remote_code: bool = Field(
@@ -104,34 +106,6 @@ class NamedPrompt(Section):
 
     name: str = Field(description="what it is called: part of the ids of its answers")
     template: str = Field(description="as prompt.template; what stands before {text} is best the same in all of them")
-
-
-class GenerationSection(Section):
-    """How the answer is decoded; fields other than the last three are transformers' GenerationConfig."""
-
-    do_sample: bool = Field(False, description="sample; false: greedy")
-    temperature: float | None = Field(None, gt=0)
-    top_k: int | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
-    no_repeat_ngram_size: int | None = Field(None, ge=0)
-    min_new_tokens: int | None = Field(None, ge=0)
-    max_new_tokens: int = Field(128, ge=0, description="0: prefill only")
-    stop: list[str] = Field([], description="the answer ends before the first of these")
-    seed: int = Field(0, ge=0, description="for sampling; each document has its own stream")
-
-    @field_validator("stop")
-    @classmethod
-    def _not_empty(cls, value: list[str]) -> list[str]:
-        if not all(value):
-            raise ValueError("an empty stop string would end every answer at once")
-        return value
-
-    def transformers_settings(self) -> dict[str, Any]:
-        """Return what goes into a GenerationConfig: the fields that were set."""
-        ours = {"max_new_tokens", "stop", "seed"}
-        return {key: value for key, value in self.model_dump(exclude=ours).items() if value is not None}
 
 
 class ParallelSection(Section):

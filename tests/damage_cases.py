@@ -30,8 +30,9 @@ from damage import (
 from untrusted import HEADER
 
 from kvr_mpi.store.outputs import ARRAYS, SCHEMA_VERSION, Record
+from kvr_mpi.store.record import DATASETS
 
-ATTRIBUTES = [spec for spec in fields(Record) if spec.name not in (*ARRAYS, "answer")]
+ATTRIBUTES = [spec for spec in fields(Record) if spec.name not in DATASETS]
 PICKLE = np.void(b"cos\nsystem\n(S'touch owned'\ntR.")
 COMPOUND = np.zeros(3, dtype=[("a", "i8"), ("b", "f4")])
 # In a document, or on the way to it: no command may go on.

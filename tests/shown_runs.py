@@ -31,7 +31,15 @@ def example_records() -> list[Record]:
     return [
         replace(base, id="0001", answer="An id that looks like a number."),
         replace(base, id="bad.txt", status="error", error='the file "bad.txt" is not UTF-8,\nre-encode it', answer=""),
-        replace(base, id="nasty", answer=NASTY),
+        replace(
+            base,
+            id="nasty",
+            answer=NASTY,
+            logprobs=(-0.5, -0.0, -1e-9),
+            top_tokens=(1, 5, 2, 7, 3, 1),
+            top_logprobs=(-0.5, -2.0, -0.0, -9.5, -1e-9, -3.0),
+            token_texts='{"1": "F", "2": "\\ufffd"}',
+        ),  # fmt: skip
         replace(base, id="sub/dir/plain.md", answer="Short."),
         replace(base, id="z [bold]ü[/bold] 漢.txt", answer="[red]brackets[/red] [/b]", parts=2),
     ]

@@ -28,8 +28,10 @@ def write_good(folder: Path) -> Path:
     layer = torch.arange(16.0).reshape(4, 1, 4)
     for name in ("a", "b"):
         record = Record(
-            name, "done", answer=f"about {name}", token_ids=(5, 6), slices=(0, 2, 4), prompt_tokens=4, ttft_s=0.5
-        )
+            name, "done", answer=f"about {name}", token_ids=(5, 6), slices=(0, 2, 4), prompt_tokens=4, ttft_s=0.5,
+            logprobs=(-0.5, -1.5), top_tokens=(5, 9), top_logprobs=(-0.5, -0.25),
+            token_texts='{"5": "a"}', scores='[{"text": "a"}]', samples="[]",
+        )  # fmt: skip
         tokens = CachedTokens((7, 8, 9, 5), (1, 3))
         writer.write(record, [(layer, -layer), (layer.half(), layer.half())], tokens)
     writer.flush()

@@ -13,6 +13,7 @@ from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.launch import quiet_libraries
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.documents import Document
+from kvr_mpi.documents.document import AS_THE_JOB
 from kvr_mpi.documents.prompts import Prompt, encode_text
 from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec, make_job
@@ -284,6 +285,11 @@ def _spec(
         "output": {"path": "-"},
     }
     spec, _ = make_job(raw, Path("Chain()"), (), {})
+    if spec.generation.of_answers != AS_THE_JOB or spec.generation.scores:
+        raise ConfigError(
+            "a Chain tells text and tokens of an answer: generation.logprobs, n, score and json_schema are for jobs; "
+            "leave them out"
+        )
     if spec.parallel.strategy == "single" or spec.parallel.ranks_per_chain != "all":
         raise ConfigError(
             f"parallel.strategy = {spec.parallel.strategy!r}, ranks_per_chain = {spec.parallel.ranks_per_chain!r}: a "

@@ -66,7 +66,7 @@ def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str,
     if not files:
         raise DataError(f"{runs[0]}: no result file (*.h5) there; expected the output folder of a run")
     with open_file(files[-1]) as stored:
-        name = read_header(stored).model["name"]
+        made_by = read_header(stored).model
     questions: dict[str, Any] = {
         "ask": list(wishes["questions"]),
         "reuse": wishes["reuse"],
@@ -77,7 +77,8 @@ def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str,
     if wishes["documents"]:
         questions["documents"] = list(wishes["documents"])
     raw: dict[str, Any] = {
-        "model": {"path": wishes["model"] or name},
+        "model": {"path": wishes["model"] or made_by["name"]}
+        | ({} if "adapter" not in made_by else {"adapter": made_by["adapter"]}),
         "documents": {"path": list(map(str, runs))},
         "questions": questions,
         "output": {"path": wishes["output"] or f"{runs[0]}".rstrip("/").removesuffix(".h5") + "-answers"},

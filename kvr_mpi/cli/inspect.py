@@ -80,6 +80,7 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
     from kvr_mpi.store.hdf5 import group_in
     from kvr_mpi.store.kv import open_kv
     from kvr_mpi.store.outputs import open_file, read_record
+    from kvr_mpi.store.record import ASKED_FOR
 
     file, key = find_record(path, document, verify=verify)
     with open_file(file) as stored:
@@ -100,7 +101,10 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
         click.echo(json.dumps({**record.as_json(), "kv": layers}))
         return
     for name, value in record.as_dict().items():
-        if name not in ("answer", "token_ids"):
+        if name in ASKED_FOR:
+            there = record.as_json()[name]
+            click.echo(f"{name:21} {len(there)}, with --json" if there else "", nl=bool(there))
+        elif name not in ("answer", "token_ids"):
             click.echo(f"{name:21} {printable(str(value))}")
     if layers:
         first = layers[0]

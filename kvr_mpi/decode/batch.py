@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 from transformers import GenerationConfig
 
+from kvr_mpi.decode.samples import Samples
 from kvr_mpi.decode.sampling import Answer, DecodeSequence, SamplingParams
+from kvr_mpi.decode.scoring import score_continuations
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
+from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
@@ -48,6 +52,7 @@ class _Running(Generic[K]):
     key: K
     prefill: Prefill
     writing: DecodeSequence
+    samples: Samples | None = None  # if there is to be more than one answer
 
 
 class DecodeBatch(Generic[K]):
@@ -120,22 +125,30 @@ class DecodeBatch(Generic[K]):
             Settings of the document, where they are not the job's.
         """
         assert prefill.logits is not None, "only the decode rank of a chain can decode"
-        document = _Running(key, prefill, DecodeSequence(self._rules_of(own), prompt_ids, seed, prefill.logits.device))
+        rules = self._rules_of(own)
+        begin = partial(_begin, rules, prompt_ids, prefill.logits)
+        document = _Running(key, prefill, DecodeSequence(rules, prompt_ids, seed, prefill.logits.device))
         self._running.append(document)
-        if why := self._why_not_compressed(prefill, len(prompt_ids)):
+        if why := self._why_not_compressed(prefill, len(prompt_ids)) or self._why_not_as_asked(
+            own.n, rules, prompt_ids
+        ):
             self._leave(document, why)
             return
-        if document.writing.finish_reason is None:
-            document.writing.write(int(document.writing.choose(prefill.logits)))
+        if own.score and (why := self._score(document, len(prompt_ids), own.score)):
+            self._leave(document, why)
+            return
+        if own.n is not None and own.n > 1:
+            document.samples = Samples(prefill, begin, seed, own.n)
+        document.writing.write_first(prefill.logits)
         if document.writing.finish_reason is not None:
-            self._leave(document)
-        elif not prefill.is_plain and self._loaded.device.type == "cpu":
+            self._end(document)
+        if document in self._running and not prefill.is_plain and self._loaded.device.type == "cpu":
             for layer in prefill.cache.layers:
                 layer.lay_by_heads()
 
     def _rules_of(self, own: OwnGeneration) -> SamplingParams:
         """Find a document's settings; some are kept, since stop strings take a look at the whole vocabulary."""
-        own = replace(own, seed=None)
+        own = replace(own, seed=None, n=None, score=None)
         if own == AS_THE_JOB:
             return self._rules
         rules = self._own_rules.pop(own, None) or self._rules.adapted(own)
@@ -154,6 +167,18 @@ class DecodeBatch(Generic[K]):
         finished, self._finished = self._finished, []
         return finished
 
+    def _score(self, document: _Running[K], prompt_tokens: int, texts: Sequence[str]) -> str | None:
+        """Score continuations of a prompt; say why that cannot be done, if so."""
+        try:
+            document.writing.scores = score_continuations(self._loaded, document.prefill, prompt_tokens, texts)
+        except DocumentError as error:
+            return str(error)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return f"there is no memory to score its continuations: {str(error).splitlines()[0]}"
+        return None
+
     def _why_not_compressed(self, prefill: Prefill, tokens: int) -> str | None:
         """Say why an answer cannot go on from a compressed cache; None if it can, or nothing was dropped."""
         most = tokens + self._rules.max_new_tokens
@@ -169,6 +194,24 @@ class DecodeBatch(Generic[K]):
             f"tokens on this model's rotary embedding is another and all keys are computed anew, which those that "
             f"heads have dropped cannot be; keep all keys (no compression), or ask for fewer new tokens"
         )
+
+    def _why_not_as_asked(self, count: int | None, rules: SamplingParams, prompt_ids: Sequence[int]) -> str | None:
+        """Say why a prompt is not answered as it asks, by a schema or several times from one cache; None if it is."""
+        if count is None or count == 1 or rules.why_no_schema is not None:
+            return rules.why_no_schema
+        tokens, most = len(prompt_ids), len(prompt_ids) + rules.max_new_tokens
+        if not rules.config.do_sample:
+            return f"{count} answers that are not sampled are the same; give it a temperature, or ask for one"
+        if self._loaded.shape.has_states:
+            return (
+                f"{count} answers: {self._loaded.shape.architecture} keeps states, and those of a prompt are kept once"
+            )
+        if self._anew_at is not None and tokens < self._anew_at <= most:
+            return (
+                f"{count} answers of up to {rules.max_new_tokens} tokens to a prompt of {tokens}: from {self._anew_at} "
+                f"tokens on this model's rotary embedding is another, and the prompt's keys are gone then"
+            )
+        return None
 
     def _groups(self) -> list[list[_Running[K]]]:
         """Divide the documents into those that step in one row."""
@@ -193,7 +236,7 @@ class DecodeBatch(Generic[K]):
             for document, token in zip(group, chosen.tolist(), strict=True):
                 document.writing.write(token)
                 if document.writing.finish_reason is not None:
-                    self._leave(document)
+                    self._end(document)
             return
         # Out of the except block: the error held on to what the failed step had made.
         self._packs.clear()
@@ -255,13 +298,33 @@ class DecodeBatch(Generic[K]):
             cache.step_back(length)
             raise
 
+    def _end(self, document: _Running[K]) -> None:
+        """Begin a document's next answer, or let it go with the last one."""
+        following: DecodeSequence | None = document.writing
+        if document.writing.error is not None:
+            self._leave(document, document.writing.error)
+            return
+        while document.samples is not None and following is not None and following.finish_reason is not None:
+            following = document.samples.follow(following)
+            document.writing = following or document.writing
+        if document.samples is None or following is None:
+            self._leave(document)
+
     def _leave(self, document: _Running[K], error: str | None = None) -> None:
         """Let a document go; what was put aside may find memory now."""
         self._running.remove(document)
         self._packs.clear()
         if error is not None:
             document.prefill.cache = None
-        answer = document.writing.answer() if error is None else None
+        told = document.writing if document.samples is None else document.samples
+        answer = told.answer() if error is None else None
         self._finished.append(Finished(document.key, document.prefill, answer, error))
         self._running += self._aside
         self._aside.clear()
+
+
+def _begin(rules: SamplingParams, prompt_ids: Sequence[int], logits: torch.Tensor, seed: int) -> DecodeSequence:
+    """Begin an answer with a token chosen by the prompt's logits (vocab_size,)."""
+    writing = DecodeSequence(rules, prompt_ids, seed, logits.device)
+    writing.write_first(logits)
+    return writing

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, StopStringCriteria
 
-from kvr_mpi.documents.document import OwnGeneration
-from kvr_mpi.errors import ConfigError
+from kvr_mpi.decode.grammar import Grammars, SchemaProcessor
+from kvr_mpi.decode.logprobs import LogprobTrace, TokenLogprobs
+from kvr_mpi.decode.scoring import Score
+from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
+from kvr_mpi.errors import ConfigError, KvrError
 
 # Settings that narrow down what is sampled from.
 NARROWING = ("top_p", "top_k", "min_p")
@@ -29,6 +32,14 @@ class Answer:
     text: str
     finish_reason: str  # "stop": end-of-text or a stop string; "length": max_new_tokens
     seconds: float  # from the first logits to the last token, with company or without
+    logprobs: TokenLogprobs | None = None  # of its tokens, if they are asked for
+    scores: tuple[Score, ...] = ()  # of given continuations
+    samples: tuple[Answer, ...] = ()  # all answers, this one first, if there is more than one
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that were written, of all samples together."""
+        return sum(len(one.token_ids) for one in self.samples or (self,))
 
 
 def make_generation_config(model: Any, settings: dict[str, Any]) -> GenerationConfig:
@@ -47,6 +58,12 @@ def make_generation_config(model: Any, settings: dict[str, Any]) -> GenerationCo
     return config
 
 
+def ends_of(config: GenerationConfig) -> set[int]:
+    """Return the tokens that end an answer."""
+    ends = config.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
+
+
 class SamplingParams:
     """How documents are answered: all of a job, or one that has settings of its own.
 
@@ -58,15 +75,29 @@ class SamplingParams:
     stop : sequence of str
         Stop strings; an answer ends before the first one.
     max_new_tokens : int
+    own : OwnGeneration
+        What is wanted beside that; of it only what is told of answers counts here, and their schema.
+    grammars : Grammars, optional
+        Of the model, if there are some already.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, config: GenerationConfig, *, stop: Sequence[str], max_new_tokens: int
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: GenerationConfig,
+        *,
+        stop: Sequence[str],
+        max_new_tokens: int,
+        own: OwnGeneration = AS_THE_JOB,
+        grammars: Grammars | None = None,
     ) -> None:
+        self.top_logprobs = None if own.top_logprobs == -1 else own.top_logprobs
+        self.json_schema = own.json_schema or None
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.stop, self.max_new_tokens = tuple(stop), max_new_tokens
-        ends = config.eos_token_id
-        self.ends = {ends} if isinstance(ends, int) else set(ends or ())
+        self.ends = ends_of(config)
+        self.grammars = grammars or Grammars(tokenizer, self.ends)
         self.stop_strings = StopStringCriteria(tokenizer, list(stop)) if stop else None
 
     def adapted(self, own: OwnGeneration) -> SamplingParams:
@@ -89,13 +120,31 @@ class SamplingParams:
             GenerationConfig.from_dict({**self.config.to_dict(), **changes}),
             stop=self.stop if own.stop is None else own.stop,
             max_new_tokens=self.max_new_tokens if own.max_new_tokens is None else own.max_new_tokens,
+            own=own,
+            grammars=self.grammars,
+        )
+
+    @property
+    def why_no_schema(self) -> str | None:
+        """Why answers cannot follow their schema with the other settings; None if they can, or have none."""
+        bending: dict[str, Any] = {"stop": self.stop}
+        bending |= {name: getattr(self.config, name, None) for name in ("min_new_tokens", "no_repeat_ngram_size")}
+        found = [name for name, value in bending.items() if value and self.json_schema is not None]
+        if not found:
+            return None
+        return (
+            f"{found[0]} = {bending[found[0]]!r}, of the job or of the model's generation_config, does not go with a "
+            f"JSON schema: it would end or bend an answer where the schema does not"
         )
 
     def processors(self, prompt_tokens: int, device: torch.device) -> Any:
         """Make what the configuration asks for, for one document: some of it remembers what it has seen."""
         # Private, but what generate() itself does; it makes every processor that a configuration can ask for.
         self.config._eos_token_tensor = torch.tensor(sorted(self.ends), device=device) if self.ends else None
-        return self.model._get_logits_processor(self.config, input_ids_seq_length=prompt_tokens, device=device)
+        made = self.model._get_logits_processor(self.config, input_ids_seq_length=prompt_tokens, device=device)
+        if self.json_schema is not None:  # before those that narrow down what is left
+            made.insert(0, SchemaProcessor(self.grammars, self.json_schema, prompt_tokens))
+        return made
 
 
 class DecodeSequence:
@@ -117,6 +166,10 @@ class DecodeSequence:
         Written so far, without the end-of-text token.
     finish_reason : str or None
         See `Answer`; None while there is more to write.
+    error : str or None
+        Why it cannot go on.
+    scores : tuple of Score
+        See `Answer`.
     """
 
     def __init__(self, rules: SamplingParams, prompt_ids: Sequence[int], seed: int, device: torch.device) -> None:
@@ -125,6 +178,9 @@ class DecodeSequence:
         self._ids[0, : len(prompt_ids)] = torch.tensor(prompt_ids, device=device)
         self._processors = rules.processors(len(prompt_ids), device)
         self._generator = torch.Generator(device=device).manual_seed(seed) if rules.config.do_sample else None
+        self._trace = None if rules.top_logprobs is None else LogprobTrace(rules.top_logprobs)
+        self.error: str | None = None
+        self.scores: tuple[Score, ...] = ()
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None if rules.max_new_tokens else "length"
 
@@ -140,18 +196,32 @@ class DecodeSequence:
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose the next token by logits (vocab_size,); it stays on the device, so that many are fetched at once."""
+        if self._trace is not None:
+            self._trace.see(logits)
         if self._processors:
-            logits = self._processors(self._ids[:, : self._prompt_tokens + len(self.token_ids)], logits.unsqueeze(0))[0]
+            try:
+                logits = self._processors(self.ids.unsqueeze(0), logits.unsqueeze(0))[0]
+            except KvrError as error:  # this answer cannot go on; others can
+                self.error, self.finish_reason = str(error), "error"
         if self._generator is None:
             return logits.argmax()
         return torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=self._generator)[0]
 
+    def write_first(self, logits: torch.Tensor) -> None:
+        """Choose the first token by the prompt's logits (vocab_size,), unless none is to be written."""
+        if self.finish_reason is None:
+            self.write(int(self.choose(logits.clone())))  # other answers to the prompt begin with the same
+
     def write(self, token: int) -> None:
         """Append a chosen token, and say in `finish_reason` whether it was the last."""
         rules = self._rules
+        if self.error is not None:
+            return
         if token in rules.ends:
             self.finish_reason = "stop"
             return
+        if self._trace is not None:
+            self._trace.write(token)
         self.token_ids.append(token)
         first, last = self._prompt_tokens, self._prompt_tokens + len(self.token_ids)
         self._ids[0, last - 1] = token
@@ -170,4 +240,6 @@ class DecodeSequence:
             text=text[: min(cuts)] if cuts else text,
             finish_reason=self.finish_reason,
             seconds=time.perf_counter() - self._began,
+            logprobs=None if self._trace is None else self._trace.finish(self._rules.tokenizer, self.token_ids),
+            scores=self.scores,
         )

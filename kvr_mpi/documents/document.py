@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 
@@ -34,6 +34,10 @@ class OwnGeneration:
     """How a row wants its answer decoded; None: as the job does.
 
     temperature : 0 is greedy.
+    top_logprobs : keep the log-probabilities of the answer's tokens, and of so many others in each place; -1: none.
+    score : continuations to be scored, instead of an answer.
+    n : answers to one prompt.
+    json_schema : that the answer follows, as text; empty: none.
     """
 
     max_new_tokens: int | None = None
@@ -44,6 +48,15 @@ class OwnGeneration:
     repetition_penalty: float | None = None
     stop: tuple[str, ...] | None = None
     seed: int | None = None
+    top_logprobs: int | None = None
+    score: tuple[str, ...] | None = None
+    n: int | None = None
+    json_schema: str | None = None
+
+    def over(self, job: OwnGeneration) -> OwnGeneration:
+        """Return it with what it does not say itself as a job says it."""
+        own = {spec.name: value for spec in fields(self) if (value := getattr(self, spec.name)) is not None}
+        return replace(job, **own)
 
 
 AS_THE_JOB = OwnGeneration()

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvr_mpi.documents.document import Document, OwnGeneration
+from kvr_mpi.documents.generation import MAX_SAMPLES, MAX_TOP_LOGPROBS
+from kvr_mpi.documents.json_schema import ANY_OBJECT, one_line, why_not_followed
 from kvr_mpi.documents.messages import joined, parse_messages
 from kvr_mpi.errors import DocumentError
 
@@ -19,20 +21,18 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PASSED = ("custom_id", "url", "model")
 # Fields of a body that say nothing about the answer.
 BYSTANDERS = {"metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
+# Fields that are read one by one.
+SPECIAL = ("stop", "logprobs", "top_logprobs", "response_format")
 # Fields that are understood as far as they ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "logprobs": (False,),
-    "n": (1,),
     "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
     "stream": (False,),
     "tool_choice": ("none",),
     "tools": ([],),
-    "top_logprobs": (0,),
 }
 # Settings with a range of numbers: by the field, what they are called here, the type, the range in words, and the test.
 Range = tuple[str, tuple[type, ...], str, Callable[[float], bool]]
@@ -44,6 +44,7 @@ NUMBERS: dict[str, Range] = {
     "top_k": ("top_k", (int,), "at least -1", lambda value: value >= -1),
     "min_p": ("min_p", (int, float), "from 0 to 1", lambda value: 0 <= value <= 1),
     "repetition_penalty": ("repetition_penalty", (int, float), "more than 0", lambda value: value > 0),
+    "n": ("n", (int,), f"a whole number from 1 to {MAX_SAMPLES}", lambda value: 1 <= value <= MAX_SAMPLES),
     "seed": ("seed", (int,), "a whole number", lambda value: True),
 }
 
@@ -67,7 +68,7 @@ def parse_request(row: Mapping[str, Any], place: str) -> Document:
             raise DocumentError(f"{place}: custom_id is {name!r}; expected text that no other row has")
         _check_envelope(row)
         assert isinstance(body, Mapping)
-        generation = _generation(body)
+        generation = _generation(body, str(url))
         if url == COMPLETIONS:
             text = body.get("prompt")
             if not isinstance(text, str):
@@ -89,11 +90,11 @@ def _check_envelope(row: Mapping[str, Any]) -> None:
     if not isinstance(body, Mapping):
         raise DocumentError(f"body is {_kind(body)}; expected an object")
     content = "prompt" if url == COMPLETIONS else "messages"
-    understood = {content, "stop", *NUMBERS, *NEUTRAL, *BYSTANDERS}
+    understood = {content, *SPECIAL, *NUMBERS, *NEUTRAL, *BYSTANDERS}
     if unknown := sorted(str(name) for name, value in body.items() if value is not None and name not in understood):
         raise DocumentError(
             f"body has {', '.join(unknown)}, which is not understood here; the row is not answered without "
-            f"(understood: {content}, stop, {', '.join(NUMBERS)})"
+            f"(understood: {content}, {', '.join((*SPECIAL, *NUMBERS))})"
         )
     for name, values in NEUTRAL.items():
         value = body.get(name)
@@ -103,7 +104,7 @@ def _check_envelope(row: Mapping[str, Any]) -> None:
             raise DocumentError(f"body.{name} is {value!r}: only {values[0]!r} can be had here yet")
 
 
-def _generation(body: Mapping[str, Any]) -> OwnGeneration:
+def _generation(body: Mapping[str, Any], url: str) -> OwnGeneration:
     """Read how the answer is to be decoded."""
     found: dict[str, Any] = {}
     for name, (ours, types, wanted, is_good) in NUMBERS.items():
@@ -117,13 +118,62 @@ def _generation(body: Mapping[str, Any]) -> OwnGeneration:
             raise DocumentError(f"body.{name} is {value}, but body.max_tokens is {found[ours]}; expected one of them")
     if found.get("top_k") == -1:
         found["top_k"] = 0
+    if found.get("n", 1) > 1 and found.get("temperature") == 0:
+        raise DocumentError(f"body.n is {found['n']}, but with body.temperature = 0 all answers are the same")
     stop = body.get("stop")
     if stop is not None:
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
             raise DocumentError(f"body.stop is {stop!r}; expected text, or a list of texts, none of them empty")
         found["stop"] = tuple(stops)
-    return OwnGeneration(**found)
+    schema = _schema(body.get("response_format"))
+    if schema and "stop" in found:
+        raise DocumentError(
+            "body.stop does not go with body.response_format: it would end an answer before it is whole"
+        )
+    return OwnGeneration(**found, top_logprobs=_top_logprobs(body, url), json_schema=schema)
+
+
+def _schema(wanted: Any) -> str | None:
+    """Read the schema that the answer is to follow; empty if it is to be text, None if nothing is said."""
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+    if wanted is None:
+        return None
+    if kind == "text":
+        return ""
+    if kind == "json_object":
+        schema = ANY_OBJECT
+    elif kind == "json_schema":
+        named = wanted.get("json_schema")
+        try:
+            schema = one_line(named.get("schema") if isinstance(named, Mapping) else None, "its schema")
+        except ValueError as error:
+            raise DocumentError(f"body.response_format: {error}") from error
+    else:
+        raise DocumentError(
+            f"body.response_format is {str(wanted)[:80]}; expected the type 'text', 'json_object' or 'json_schema'"
+        )
+    if why := why_not_followed(schema):
+        raise DocumentError(f"body.response_format: {why}")
+    return schema
+
+
+def _top_logprobs(body: Mapping[str, Any], url: str) -> int | None:
+    """Read whether log-probabilities are asked for: of a chat by a flag and a number, of a completion by a number."""
+    wanted, top = body.get("logprobs"), body.get("top_logprobs")
+    if url == COMPLETIONS:
+        if top is not None:
+            raise DocumentError(f"body.top_logprobs is {top!r}; a completion says body.logprobs = {top!r}")
+        name, top = "logprobs", wanted
+    else:
+        if wanted is not None and not isinstance(wanted, bool):
+            raise DocumentError(f"body.logprobs is {wanted!r}; expected true or false")
+        name, top = "top_logprobs", 0 if top is None and wanted else top
+        if top and not wanted:
+            raise DocumentError(f"body.top_logprobs is {top!r}, but body.logprobs is {wanted!r}; expected true")
+    if top is not None and (type(top) is not int or not 0 <= top <= MAX_TOP_LOGPROBS):
+        raise DocumentError(f"body.{name} is {top!r}; expected a whole number from 0 to {MAX_TOP_LOGPROBS}")
+    return top if url == COMPLETIONS or wanted else None if wanted is None else -1
 
 
 def _kind(value: Any) -> str:

@@ -87,7 +87,7 @@ class Decoder:
             self._sink.report_prefill(request.document.id, prefill, request.work)
         if prefill.share is not None and not self._delivers(prefill) and request.document.is_final:
             self._sink.write_share(request.document.begun_record(prefill), prefill.share, request.prompt)
-        self._batch.add(request, prefill, request.prompt.ids, seed, request.document.document.generation)
+        self._batch.add(request, prefill, request.prompt.ids, seed, request.document.generation)
         if not self._decodes:  # its record need not wait for the others
             self._step()
 
@@ -141,7 +141,7 @@ class Decoder:
             self._fail(request, finished.error or "unknown")
             return
         self._tally.prompt_tokens += request.prompt.tokens - finished.prefill.known_tokens
-        self._tally.new_tokens += len(answer.token_ids)
+        self._tally.new_tokens += answer.new_tokens
         document = request.document
         if document.is_final:
             record = document.record(finished.prefill, answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvr_mpi.documents import RowFormat
+from kvr_mpi.documents.json_schema import why_not_followed
 from kvr_mpi.documents.openai_batch import PASSED
 from kvr_mpi.documents.questions import NAME
 from kvr_mpi.documents.templates import TEXT, Template, parse_template
@@ -45,7 +46,7 @@ def row_format(spec: JobSpec) -> RowFormat:
         wanted.id_field,
         wanted.text_field,
         tuple(columns),
-        tuple(dict.fromkeys(spec.output.columns)),
+        kept_columns(spec),
         wanted.format,
         wanted.messages_field,
     )
@@ -54,7 +55,60 @@ def row_format(spec: JobSpec) -> RowFormat:
 def passed_columns(spec: JobSpec) -> list[str]:
     """Name what goes from the documents' rows into their records."""
     always = PASSED if spec.documents.format == "openai-batch" else ()
-    return list(dict.fromkeys([*always, *spec.output.columns]))
+    return list(dict.fromkeys([*always, *kept_columns(spec)]))
+
+
+def kept_columns(spec: JobSpec) -> tuple[str, ...]:
+    """Name the fields of rows that are kept as they are: those that are asked for, and what is scored."""
+    scored = spec.generation.score_column
+    return tuple(dict.fromkeys([*spec.output.columns, *(() if scored is None else (scored,))]))
+
+
+def check_schema(spec: JobSpec) -> None:
+    """Refuse a JSON schema that answers cannot follow.
+
+    Raises
+    ------
+    ConfigError
+        Saying why, or what to install.
+    """
+    schema = spec.generation.json_schema
+    why = None if schema is None else why_not_followed(schema)
+    if why is not None:
+        raise ConfigError(f"generation.json_schema: {why}")
+
+
+def check_answers(spec: JobSpec) -> None:
+    """Refuse settings that do not go with continuations that are scored, or with several answers to a prompt.
+
+    Raises
+    ------
+    ConfigError
+        Naming the first of them.
+    """
+    generation, column = spec.generation, spec.generation.score_column
+    is_split, is_spread = spec.prompt.too_long == "split", spec.is_spread
+    spread = "output.kv = 'sharded'" if spec.output.kv else "questions.sharded"
+    wrong = {
+        "generation.json_schema": {spread: is_spread},
+        "generation.n": {
+            "prompt.too_long = 'split'": is_split,
+            spread: is_spread,
+            "output.kv = true, of whose keys only one answer's are left,": bool(spec.output.kv),
+        },
+        "generation.score" if column is None else "generation.score_column": {
+            "prompt.too_long = 'split'": is_split,
+            spread: is_spread,
+            f"documents.format = {spec.documents.format!r}": spec.documents.format == "openai-batch",
+            "[compress]": spec.compress is not None,
+            "[questions], whose documents have no rows,": column is not None and spec.questions is not None,
+        },
+    }
+    asked = (generation.json_schema is not None, generation.n > 1, generation.scores)
+    for (key, others), is_asked in zip(wrong.items(), asked, strict=True):
+        for name, is_wrong in others.items():
+            if is_asked and is_wrong:
+                raise ConfigError(f"{name} does not go with {key} yet: leave one of them out")
 
 
 def check_prompts(spec: JobSpec) -> None:

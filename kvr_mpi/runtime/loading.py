@@ -22,6 +22,7 @@ import xxhash
 
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import LoadedModel, find_model, load_model
+from kvr_mpi.model.adapter import merge_adapter
 from kvr_mpi.model.prepacked import prepack_weights
 from kvr_mpi.runtime.host_memory import free_bytes, keep_heap, ranks_on_device
 from kvr_mpi.transport import Transport, host_by_host, share_json, together
@@ -35,12 +36,20 @@ SPARE = 0.05
 
 
 def load_on_all(
-    world: Transport, path: str, *, packs: bool = True, say: Callable[[str], None] | None = None, **arguments: Any
+    world: Transport,
+    path: str,
+    *,
+    adapter: str | None = None,
+    packs: bool = True,
+    say: Callable[[str], None] | None = None,
+    **arguments: Any,
 ) -> LoadedModel:
     """Load a model on every rank, as fast as it runs there; every rank calls this.
 
     Parameters
     ----------
+    adapter : str, optional
+        Folder of a LoRA adapter that is merged into it.
     packs : bool
         Lay its weights out anew for chains, where that pays.
     say : callable, optional
@@ -48,7 +57,7 @@ def load_on_all(
     **arguments
         Of `load_model`.
     """
-    loaded = host_by_host(world, lambda: load_model(path, **arguments))
+    loaded = host_by_host(world, lambda: merge_adapter(load_model(path, **arguments), adapter))
     keep_heap()
     if packs:
         if say is not None and loaded.device.type == "cpu":

@@ -12,6 +12,7 @@ from kvr_mpi.documents.token_counts import Counted, count_corpus
 from kvr_mpi.errors import ConfigError, CorpusError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import Outline, load_outline
+from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.runtime.inputs import parse_templates, row_format
 from kvr_mpi.runtime.setup import Machine
 from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of
@@ -64,6 +65,8 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
         trust_remote_code=source.trust_remote_code,
         cache_dir=machine.cache_dir,
     )
+    if source.adapter is not None:
+        outline = replace(outline, fingerprint=with_adapter(outline.fingerprint, source.adapter))
     frame = frame_of(spec, outline.tokenizer, outline.shape, spec.prompt.template)
     forecast = forecast_of(spec, outline, frame, ranks, hardware)
     found = _count(spec, outline.tokenizer, exact)

@@ -19,7 +19,8 @@ from kvr_mpi.documents.templates import check_system, parse_template
 from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, OutputError
 from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
-from kvr_mpi.runtime.inputs import check_format, check_prompts, templates_of
+from kvr_mpi.model.adapter import check_adapter
+from kvr_mpi.runtime.inputs import check_answers, check_format, check_prompts, check_schema, templates_of
 from kvr_mpi.store.folder import check_fresh
 from kvr_mpi.topology import divides
 from kvr_mpi.tuning.table import load_table, table_files
@@ -101,8 +102,11 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         *(partial(_check_template, spec, key, template) for key, template in templates_of(spec).items()),
         partial(check_format, spec),
         partial(check_prompts, spec),
+        partial(check_answers, spec),
+        partial(check_schema, spec),
         partial(_check_columns, spec),
         partial(_check_model, spec.model, offline if spec.model.offline is None else spec.model.offline),
+        *([] if spec.model.adapter is None else [partial(check_adapter, spec.model.adapter)]),
         *(partial(_check_documents, spec, path) for path in spec.documents.path if spec.questions is None),
         partial(_check_output, Path(spec.output.path), goes_on),
     ]
@@ -240,6 +244,10 @@ def _check_columns(spec: JobSpec) -> None:
     if missing:
         there = f"their fields are {', '.join(sorted(names or ())[:20])}" if names else "text files have none"
         raise ConfigError(f"output.columns: no row has a field {missing[0]!r}; {there}")
+    scored = spec.generation.score_column
+    if scored is not None and names is not None and scored not in names:
+        there = f"their fields are {', '.join(sorted(names)[:20])}" if names else "text files have none"
+        raise ConfigError(f"generation.score_column: no row has a field {scored!r}; {there}")
 
 
 def _fields(spec: JobSpec) -> set[str] | None:

@@ -13,8 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvr_mpi.decode.logprobs import TokenLogprobs
 from kvr_mpi.decode.sampling import Answer
+from kvr_mpi.decode.scoring import Score
 from kvr_mpi.documents import Document
+from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.documents.prompts import Frame, Prompt, encode_text, make_frame, split_text
 from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.documents.templates import TEXT
@@ -35,6 +38,8 @@ class PromptConfig:
     frame, reduce_frame : around a document's text, and around the answers about its parts.
     max_new_tokens : of an answer.
     questions : frames by the name of the prompt, if there are several about each document.
+    generation : what is wanted of final answers only.
+    score_column : field of a document's row with what is to be scored, if there is one.
     """
 
     tokenizer: Any
@@ -43,6 +48,24 @@ class PromptConfig:
     reduce_frame: Frame
     max_new_tokens: int
     questions: Mapping[str, Frame] = field(default_factory=dict)
+    generation: OwnGeneration = AS_THE_JOB
+    score_column: str | None = None
+
+    def scoring(self, document: Document) -> PromptConfig:
+        """Name the continuations of a document that are to be scored, and leave room for the longest.
+
+        Raises
+        ------
+        DocumentError
+            If its row does not have them.
+        """
+        texts = self.generation.score or ()
+        if self.score_column is not None:
+            texts = _texts_of(self.score_column, document.passed.get(self.score_column))
+        if not texts:
+            return self
+        longest = max(len(encode_text(self.tokenizer, text)) for text in texts)
+        return replace(self, generation=replace(self.generation, score=texts), max_new_tokens=longest)
 
     def of(self, document: Document) -> PromptConfig:
         """Fill in the fields of a document's row, and leave room for its own answer.
@@ -52,8 +75,8 @@ class PromptConfig:
         DocumentError
             If they leave no room for its text.
         """
-        own = document.generation.max_new_tokens
-        new_tokens = self.max_new_tokens if own is None else own
+        own, asked = document.generation.max_new_tokens, self.scoring(document)
+        new_tokens = asked.max_new_tokens if own is None else own
         frame, reduce_frame = self.frame, self.reduce_frame
         if document.asked is not None and self.questions:
             _, name = parse_answer_id(document.id)
@@ -69,7 +92,7 @@ class PromptConfig:
         if others and self.prompt.too_long == "truncate":  # all prompts about a document are about the same text
             budget = min(other.text_budget for other in others)
             frame = replace(frame, max_tokens=len(frame.head) + len(frame.tail) + budget)
-        return replace(self, frame=frame, reduce_frame=reduce_frame, max_new_tokens=new_tokens)
+        return replace(asked, frame=frame, reduce_frame=reduce_frame, max_new_tokens=new_tokens)
 
     def shared_tokens(self, document: Document, prompt: Prompt) -> int:
         """Count the tokens of a document's prompt that other prompts about it begin with, too."""
@@ -140,6 +163,12 @@ class DocumentRequest:
         return self.prompt_config.max_new_tokens
 
     @property
+    def generation(self) -> OwnGeneration:
+        """How the prompts of the moment are answered: what is told of answers is told of the document's only."""
+        own = self.document.generation
+        return own.over(self.prompt_config.generation) if self.is_final else own
+
+    @property
     def is_final(self) -> bool:
         """Whether the answer to the prompt of the moment is the document's."""
         return len(self.prompts) == 1
@@ -177,7 +206,7 @@ class DocumentRequest:
             text=answer.text,
             tokens=tokens,
             computed=tokens - prefill.known_tokens,
-            new_tokens=len(answer.token_ids),
+            new_tokens=answer.new_tokens,
             prefill_s=prefill.seconds,
             wait_s=prefill.wait_s,
             decode_s=answer.seconds,
@@ -208,6 +237,7 @@ class DocumentRequest:
             status="done",
             answer=answer.text,
             token_ids=answer.token_ids,
+            **_told_of(answer),
             slices=prefill.partition.bounds,
             prompt_sha256=prompt.sha256,
             prompt_tokens=sum(outcome.tokens for outcome in outcomes),
@@ -256,6 +286,52 @@ class PromptRequest:
         if document.past:  # an answer about answers
             return 0
         return document.work * self.prompt.tokens // sum(prompt.tokens for prompt in document.prompts)
+
+
+def _told_of(answer: Answer) -> dict[str, Any]:
+    """Return the fields of a record that say more of an answer's tokens, if that was asked for."""
+    told: dict[str, Any] = {}
+    if answer.scores:
+        told["scores"] = json.dumps([_as_json(score) for score in answer.scores])
+    if answer.samples:
+        told["samples"] = json.dumps([_of_sample(sample) for sample in answer.samples])
+    if answer.logprobs is not None:
+        told |= _numbers(answer.logprobs)
+        texts = [one.logprobs.texts for one in answer.samples or (answer,) if one.logprobs is not None]
+        told["token_texts"] = json.dumps({str(token): text for some in texts for token, text in some.items()})
+    return told
+
+
+def _numbers(found: TokenLogprobs) -> dict[str, Any]:
+    return {"logprobs": found.logprobs, "top_tokens": found.top_tokens, "top_logprobs": found.top_logprobs}
+
+
+def _of_sample(answer: Answer) -> dict[str, Any]:
+    told = {"answer": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+    return told if answer.logprobs is None else told | _numbers(answer.logprobs)
+
+
+def _as_json(score: Score) -> dict[str, Any]:
+    return {
+        "text": score.text,
+        "logprob": score.logprob,
+        "tokens": len(score.token_ids),
+        "logprob_per_token": score.logprob / len(score.token_ids),
+        "is_greedy": score.is_greedy,
+        "token_ids": score.token_ids,
+        "token_logprobs": score.logprobs,
+    }
+
+
+def _texts_of(column: str, value: Any) -> tuple[str, ...]:
+    """Read the continuations that a row names."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(isinstance(one, str) and one for one in texts):
+        raise DocumentError(
+            f"the field {column!r}, which generation.score_column names, is {str(value)[:60]!r}; expected a text or a "
+            f"list of texts, none of them empty"
+        )
+    return tuple(texts)
 
 
 def error_record(document: Document, reason: str) -> Record:

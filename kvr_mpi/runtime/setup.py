@@ -20,7 +20,8 @@ from kvr_mpi.compress.compression import Compression, open_compression
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.sampling import make_generation_config
+from kvr_mpi.decode.grammar import Grammars
+from kvr_mpi.decode.sampling import ends_of, make_generation_config
 from kvr_mpi.decode.shares_batch import check_shareable
 from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
@@ -28,6 +29,7 @@ from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel, hash_weights, tokenizer_fingerprint
+from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.prepacked import prepacked_bytes
 from kvr_mpi.model.rope import depends_on_length
@@ -109,7 +111,16 @@ class JobSetup:
         """How documents are asked."""
         new_tokens = self.spec.generation.max_new_tokens
         prompts = self.question_frames if self.spec.prompts else {}
-        return PromptConfig(self.loaded.tokenizer, self.spec.prompt, self.frame, self.reduce_frame, new_tokens, prompts)
+        return PromptConfig(
+            self.loaded.tokenizer,
+            self.spec.prompt,
+            self.frame,
+            self.reduce_frame,
+            new_tokens,
+            prompts,
+            self.spec.generation.of_answers,
+            self.spec.generation.score_column,
+        )
 
     @property
     def longest_tokens(self) -> int:
@@ -163,7 +174,13 @@ class JobSetup:
             identity["questions"] = spec.questions.model_dump(include={"ask", "template"})
         if self.compression is not None:
             identity["compress"] = self.compression.identity
-        about = {"name": loaded.name, "architecture": loaded.shape.architecture, "dtype": identity["dtype"]}
+        about: dict[str, Any] = {
+            "name": loaded.name,
+            "architecture": loaded.shape.architecture,
+            "dtype": identity["dtype"],
+        }
+        if spec.model.adapter is not None:
+            about["adapter"] = spec.model.adapter
         if self.weights:
             about |= {"tokenizer": tokenizer_fingerprint(loaded.tokenizer), "weights": self.weights}
         return Header(identity, about)
@@ -298,12 +315,10 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
         check_has_chat_template(tokenizer)
     frame = frame_of(spec, tokenizer, shape, template)
     reduce_frame = frame_of(spec, tokenizer, shape, spec.prompt.reduce_template or template)
-    return (
-        loaded,
-        frame,
-        reduce_frame,
-        make_generation_config(loaded.model, spec.generation.transformers_settings()),
-    )
+    generation = make_generation_config(loaded.model, spec.generation.transformers_settings())
+    if spec.generation.json_schema is not None:
+        Grammars(tokenizer, ends_of(generation)).matcher(spec.generation.json_schema)
+    return loaded, frame, reduce_frame, generation
 
 
 def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say) -> dict[str, Frame]:
@@ -325,7 +340,7 @@ def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -
     options = spec.model.model_dump(include={"revision", "trust_remote_code"})
     offline = machine.offline if spec.model.offline is None else spec.model.offline
     hashing = partial(hash_weights, spec.model.path, offline=offline, cache_dir=machine.cache_dir, **options)
-    return str(share_json(world, on_root(world, hashing)))
+    return str(share_json(world, on_root(world, lambda: with_adapter(hashing(), spec.model.adapter))))
 
 
 def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strategy, ...], list[str]]:

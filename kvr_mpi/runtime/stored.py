@@ -185,7 +185,7 @@ class StoredSource:
         _, name = parse_answer_id(document.id)
         prompt = self._setup.question_frames[name].after(stored.ids, stored.text, stored.record.dropped_tokens)
         document = replace(document, asked=replace(document.asked, sha256=stored.record.document_sha256))
-        return DocumentRequest(document, self._setup.prompt_config, work, [prompt], prefix)
+        return DocumentRequest(document, self._setup.prompt_config.scoring(document), work, [prompt], prefix)
 
     def _find(self, answer: str) -> tuple[StoredPrompt, SharedPrefix | None]:
         """Open the document of an answer, unless it is the last one that was."""

@@ -8,12 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import datetime
+from math import isfinite
 from typing import Any, BinaryIO
 
 from kvr_mpi.documents.openai_batch import COMPLETIONS
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.outputs import Record
+
+# What the format has in place of minus infinity, which JSON does not know.
+LEAST_LOGPROB = -9999.0
+# Arrays that every sample of a prompt has its own of.
+OF_SAMPLES = ("token_ids", "logprobs", "top_tokens", "top_logprobs")
 
 
 def write_responses(records: Iterable[Record], answers: BinaryIO, errors: BinaryIO, model: str) -> None:
@@ -49,18 +56,16 @@ def response_of(record: Record, model: str) -> dict[str, Any]:
             f"{record.id!r} is no request of a batch, so there is no response to write; --format openai-batch is for "
             f"jobs with documents.format = 'openai-batch'"
         )
-    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": record.finish_reason}
-    if request.get("url") == COMPLETIONS:
-        name, kind, choice["text"] = f"cmpl-{digest}", "text_completion", record.answer
-    else:
-        name, kind = f"chatcmpl-{digest}", "chat.completion"
-        choice["message"] = {"role": "assistant", "content": record.answer}
+    is_completion = request.get("url") == COMPLETIONS
+    name, kind = f"chatcmpl-{digest}", "chat.completion"
+    if is_completion:
+        name, kind = f"cmpl-{digest}", "text_completion"
     body = {
         "id": name,
         "object": kind,
         "created": int(datetime.fromisoformat(record.finished_at).timestamp()),
         "model": request.get("model", model),
-        "choices": [choice],
+        "choices": [_choice(record, number, is_completion) for number in range(max(1, len(record.sampled)))],
         "usage": {
             "prompt_tokens": record.prompt_tokens,
             "completion_tokens": record.new_tokens,
@@ -68,3 +73,63 @@ def response_of(record: Record, model: str) -> dict[str, Any]:
         },
     }
     return {**found, "response": {"status_code": 200, "request_id": f"req_{digest}", "body": body}, "error": None}
+
+
+def _choice(record: Record, number: int, is_completion: bool) -> dict[str, Any]:
+    """Return one of a record's answers."""
+    if record.sampled:
+        arrays: dict[str, Any] = {name: tuple(record.sampled[number].get(name, ())) for name in OF_SAMPLES}
+        told = record.sampled[number]
+        record = replace(record, answer=told["answer"], finish_reason=told["finish_reason"], **arrays)
+    logprobs = _completion_logprobs(record) if is_completion else _chat_logprobs(record)
+    choice: dict[str, Any] = {"index": number, "logprobs": logprobs, "finish_reason": record.finish_reason}
+    if is_completion:
+        return {**choice, "text": record.answer}
+    return {**choice, "message": {"role": "assistant", "content": record.answer}}
+
+
+def _chat_logprobs(record: Record) -> dict[str, Any] | None:
+    """Say how likely each token was, as a chat's choice has it."""
+    if not record.logprobs:
+        return None
+    content = []
+    for place, (token, logprob) in enumerate(zip(record.token_ids, record.logprobs, strict=True)):
+        likeliest = [_of_token(record, *one) for one in _likeliest(record, place)]
+        content.append({**_of_token(record, token, logprob), "top_logprobs": likeliest})
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(record: Record) -> dict[str, Any] | None:
+    """Say how likely each token was, as a completion's choice has it; of tokens with one text the likeliest."""
+    if not record.logprobs:
+        return None
+    texts = [record.texts[str(token)] for token in record.token_ids]
+    offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
+    top = []
+    for place in range(len(texts)):
+        likeliest: dict[str, float] = {}
+        for token, logprob in _likeliest(record, place):
+            likeliest.setdefault(record.texts[str(token)], _least(logprob))
+        top.append(likeliest)
+    return {
+        "tokens": texts,
+        "token_logprobs": [_least(logprob) for logprob in record.logprobs],
+        "top_logprobs": top if record.top else None,
+        "text_offset": offsets,
+    }
+
+
+def _likeliest(record: Record, place: int) -> list[tuple[int, float]]:
+    """Return the likeliest tokens in a place of the answer, and how likely they were."""
+    some = slice(place * record.top, (place + 1) * record.top)
+    return list(zip(record.top_tokens[some], record.top_logprobs[some], strict=True))
+
+
+def _of_token(record: Record, token: int, logprob: float) -> dict[str, Any]:
+    """Describe a token; the bytes of a part of a character are not known."""
+    text = record.texts[str(token)]
+    return {"token": text, "logprob": _least(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+def _least(logprob: float) -> float:
+    return logprob if isfinite(logprob) else LEAST_LOGPROB

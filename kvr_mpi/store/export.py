@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import BinaryIO
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.outputs import ARRAYS, REALS, Record
 
 BATCH_ROWS = 1024
 
@@ -44,7 +44,8 @@ def _write_parquet(records: Iterable[Record], stream: BinaryIO, columns: Sequenc
     except ImportError as error:
         raise ConfigError("writing Parquet needs pyarrow; `pip install kvr-mpi[parquet]`") from error
     kinds = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string()}
-    types = {spec.name: kinds.get(str(spec.type), pyarrow.list_(pyarrow.int64())) for spec in fields(Record)}
+    arrays = {name: pyarrow.list_(kinds["float" if name in REALS else "int"]) for name in ARRAYS}
+    types = {spec.name: arrays.get(spec.name) or kinds[str(spec.type)] for spec in fields(Record)}
     schema = pyarrow.schema([(name, types.get(name, pyarrow.string())) for name in _names(columns)])
     with pyarrow.parquet.ParquetWriter(stream, schema, compression="zstd") as writer:
         rows: list[dict[str, object]] = []

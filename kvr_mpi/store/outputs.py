@@ -13,13 +13,19 @@
         answer             text (UTF-8 string), one element
         token_ids          of the answer (int64)
         slices             bounds of the prompt over the ranks (int64, ranks + 1)
+        logprobs           if asked for: natural logarithms of the probabilities of token_ids (float64), the model's own
+        top_tokens, top_logprobs    and of the likeliest tokens in each place (int64, float64; tokens * top, flat)
+        token_texts        of all of these (UTF-8 string, one element): a JSON object, by id
+        samples            all answers, if more than one was asked for (as scores); answer is the first of them
+        scores             of given continuations, if asked for (UTF-8 string, one element): a list of JSON objects
         kv/...             keys and values, if asked for (see ``kv``)
 
 Text has a fixed length (see ``hdf5``): plain h5py gives attributes as bytes, ``[0].decode()`` the answer. Datasets
 carry HDF5's checksums (Fletcher's), keys and values their own. Version 3 knew no compression and no columns; version 2
 had fewer fields, and HDF5's checksums for keys and values; version 1 no checksums at all, nothing of what is to be
 read, and the answer as a scalar. All are read; a merge writes version 1 anew. A field that a file does not have has
-its default.
+its default: `ASKED_FOR` are only there if a job asked for them, so that a reader that does not know them reads all
+other records, and takes these for damaged rather than for something else.
 """
 
 from __future__ import annotations
@@ -29,9 +35,8 @@ import json
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import UTC, datetime
-from math import isfinite
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -56,11 +61,12 @@ from kvr_mpi.store.hdf5 import (
     write_dataset,
 )
 from kvr_mpi.store.kv import CachedTokens, Contents, open_kv, strange_members, write_kv
+from kvr_mpi.store.record import ARRAYS as ARRAYS
+from kvr_mpi.store.record import ASKED_FOR, DATASETS, TEXTS
+from kvr_mpi.store.record import REALS as REALS
+from kvr_mpi.store.record import Record as Record
 
 SCHEMA, SCHEMA_VERSION = "kvr-mpi", 4
-# Arrays of a record, kept as datasets; all its other fields are attributes.
-ARRAYS = ("token_ids", "slices")
-DATASETS = (*ARRAYS, "answer")
 STATUSES = ("done", "error")
 FIELD_TYPES: dict[str, Any] = {"str": str, "int": int, "float": float}
 HEADER_FIELDS = ("schema", "created", "identity", "model", "software")
@@ -69,64 +75,8 @@ ANNOUNCED: dict[str, Any] = {"answer_bytes": int, "answer_tokens": int, "kv_byte
 RECORD_SEAL, HEADER_SEAL = "record_sha256", "header_sha256"
 # More than these is no answer and no chain.
 MAX_TOKENS, MAX_SLICES = 1 << 22, 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One document's outcome, as stored."""
-
-    id: str
-    status: str  # "done" or "error"
-    document: str = ""  # that a question was asked about, where ``id`` is the question's
-    question: str = ""
-    error: str = ""
-    columns: str = ""  # of the document's row, those that were asked for: a JSON object, or nothing
-    answer: str = ""
-    token_ids: tuple[int, ...] = ()
-    slices: tuple[int, ...] = ()
-    document_sha256: str = ""
-    prompt_sha256: str = ""
-    prompt_tokens: int = 0
-    computed_tokens: int = 0  # of them: the others' keys and values were there already
-    dropped_tokens: int = 0  # of the text, cut off because the prompt was too long
-    new_tokens: int = 0
-    finish_reason: str = ""
-    strategy: str = ""
-    ttft_s: float = 0.0  # from the chain's start on this prompt to its first token
-    prefill_tokens_per_s: float = 0.0
-    wait_s: float = 0.0  # of ttft_s, the last rank's wait for keys and values
-    decode_s: float = 0.0  # from its first token to its last, the wait for the rest of its wave included
-    parts: int = 1  # prompts it took: more than one if the text was split
-    compression: str = ""  # by which keys and values were dropped before decoding; empty: none, the answer is exact
-    retained_tokens: float = 0.0  # with it, of each prompt: tokens a KV head kept on average
-    retained_bytes: int = 0  # and keys and values of all layers
-    finished_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Fields as plain values."""
-        return {**asdict(self), "token_ids": list(self.token_ids), "slices": list(self.slices)}
-
-    def as_json(self) -> dict[str, Any]:
-        """Fields as JSON has them: no infinities, no NaN; columns as an object."""
-        values = {**self.as_dict(), "columns": self.passed}.items()
-        return {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in values}
-
-    @property
-    def passed(self) -> dict[str, Any]:
-        """Columns of the document's row, by name.
-
-        Raises
-        ------
-        DataError
-            If what is stored is no JSON object.
-        """
-        try:
-            found = json.loads(self.columns or "{}")
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise DataError(f"{self.id}: its columns are {self.columns[:60]!r}; expected a JSON object")
-        return found
+# Of the likeliest tokens, in each place.
+MAX_TOP = 20
 
 
 def software() -> dict[str, str]:
@@ -189,9 +139,13 @@ def write_record(
     """Add a document's group, with each layer's keys and values (tokens, kv_heads, head_dim) if given, and whose."""
     group = create_group(file["documents"], key_of(record.id))
     values = {name: stored_text(value) if isinstance(value, str) else value for name, value in record.as_dict().items()}
+    values = {name: value for name, value in values.items() if value or name not in ASKED_FOR}
     for name in ARRAYS:
-        write_dataset(group, name, np.asarray(values[name], dtype=np.int64))
-    write_dataset(group, "answer", fixed_text(record.answer).reshape(1))
+        if name in values:
+            write_dataset(group, name, np.asarray(values[name], dtype=np.float64 if name in REALS else np.int64))
+    for name in TEXTS:
+        if name in values:
+            write_dataset(group, name, fixed_text(values[name]).reshape(1))
     kv_bytes, kv_sha256 = write_kv(group, layers, tokens)
     announced = (len(values["answer"].encode()), len(values["token_ids"]), kv_bytes, kv_sha256)
     values |= dict(zip(ANNOUNCED, announced, strict=True))
@@ -276,21 +230,29 @@ def read_record(group: h5py.Group) -> Record:
 
 
 def _read_datasets(group: h5py.Group, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the answer, its tokens, and the slices, none of which may be longer than announced."""
+    """Read arrays and long texts, none of which may be longer than announced."""
     found: dict[str, Any] = {}
-    announced = values.get("answer_tokens", values.get("new_tokens", 0))
-    for name, limit in (("token_ids", min(announced, MAX_TOKENS)), ("slices", MAX_SLICES)):
+    tokens = min(values.get("answer_tokens", values.get("new_tokens", 0)), MAX_TOKENS)
+    limits = {"token_ids": tokens, "slices": MAX_SLICES, "logprobs": tokens}
+    for name in ARRAYS:
         if name in group:
-            dataset = dataset_in(group, name, "i", (1,))
+            dataset, limit = (
+                dataset_in(group, name, "f" if name in REALS else "i", (1,)),
+                limits.get(name, tokens * MAX_TOP),
+            )
             if dataset.shape[0] > limit:
                 raise DataError(f"{_where(dataset)} has {dataset.shape[0]} elements; the record announces {limit}")
             found[name] = dataset[()].tolist()
-    if "answer" in group:
-        dataset = dataset_in(group, "answer", "S", (0, 1))
-        limit = min(max(1, values.get("answer_bytes", LARGEST_BYTES)), LARGEST_BYTES)
-        if size_bytes(dataset) > limit or dataset.size != 1:
-            raise DataError(f"{_where(dataset)} has {size_bytes(dataset)} bytes; the record announces one of {limit}")
-        found["answer"] = (dataset[()] if dataset.ndim == 0 else dataset[0]).decode()
+    for name in TEXTS:
+        if name in group:
+            dataset, limit = dataset_in(group, name, "S", (0, 1)), LARGEST_BYTES
+            if name == "answer":
+                limit = min(max(1, values.get("answer_bytes", LARGEST_BYTES)), LARGEST_BYTES)
+            if size_bytes(dataset) > limit or dataset.size != 1:
+                raise DataError(
+                    f"{_where(dataset)} has {size_bytes(dataset)} bytes; the record announces one of {limit}"
+                )
+            found[name] = (dataset[()] if dataset.ndim == 0 else dataset[0]).decode()
     return found
 
 

@@ -263,7 +263,7 @@ class ShardWriter:
         layers = self._layers()
         try:
             if self._error is None:
-                self._check_space(4 * len(record.answer) + 8 * len(record.token_ids))
+                self._check_space(record.bytes)
                 shard = self._shard = self._shard or self._open()
                 try:
                     write_record(shard.file, record, self._contents(layers), tokens)

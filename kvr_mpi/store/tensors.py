@@ -27,6 +27,7 @@ from kvr_mpi.store.merge import part_of
 from kvr_mpi.store.outputs import (
     ARRAYS,
     FIELD_TYPES,
+    REALS,
     Header,
     Record,
     check_record,
@@ -178,8 +179,8 @@ def _record(values: dict[str, Any]) -> Record:
     found: dict[str, Any] = {}
     for spec in fields(Record):
         if spec.name in values:
-            value = values[spec.name]
-            found[spec.name] = tuple(map(int, value)) if spec.name in ARRAYS else FIELD_TYPES[str(spec.type)](value)
+            value, kind = values[spec.name], float if spec.name in REALS else int
+            found[spec.name] = tuple(map(kind, value)) if spec.name in ARRAYS else FIELD_TYPES[str(spec.type)](value)
     record = Record(**found)
     wrong = check_document(Document(record.id, "text")).error
     if wrong or record.status != "done":

@@ -15,6 +15,7 @@ from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
 from kvr_mpi.store.folder import RESULTS
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.record import ASKED_FOR
 
 
 def test_inspect_shows_every_document_of_a_file_and_of_a_folder(run_folder: Path, run_kvr: Kvr) -> None:
@@ -46,7 +47,9 @@ def test_inspect_shows_one_document(run_folder: Path, record: Record, run_kvr: K
         code, out, err = run_kvr("inspect", path, record.id)
         assert code == EXIT_OK and err == ""
         for name, value in record.as_dict().items():
-            if name not in ("answer", "token_ids"):
+            if name in ASKED_FOR:
+                assert (f"{name:21} " in out) == bool(value)
+            elif name not in ("answer", "token_ids"):
                 assert f"{name:21} {value}" in out
         if record.status == "done":
             assert out.endswith("\n\n" + record.answer.replace("\r", "") + "\n")

@@ -20,6 +20,10 @@ def row(name: Any = "r1", url: str = "/v1/chat/completions", **body: Any) -> dic
     return {"custom_id": name, "method": "POST", "url": url, "body": {**BODY, **body}}
 
 
+def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+
+
 def test_a_request_is_a_document() -> None:
     document = parse_request(row(), "rows:1")
     assert document.error is None and document.id == "r1" and document.messages == (Message("user", "Why?"),)
@@ -32,9 +36,20 @@ def test_settings_of_a_request() -> None:
     neutral = {"presence_penalty": 0.0, "stream": False, "logprobs": None, "response_format": {"type": "text"}}
     document = parse_request(row(**settings, **neutral, user="u", metadata={"a": "b"}), "rows:1")
     assert document.error is None
-    assert document.generation == OwnGeneration(5, 0, 0.9, top_k=0, stop=("END",), seed=7)
+    assert document.generation == OwnGeneration(5, 0, 0.9, top_k=0, stop=("END",), seed=7, n=1, json_schema="")
     both = parse_request(row(max_tokens=5, max_completion_tokens=5, stop=["a", "b"]), "rows:1").generation
     assert both == OwnGeneration(5, stop=("a", "b"))
+    for logprobs, top, wanted in ((True, None, 0), (True, 5, 5), (False, None, -1), (False, 0, -1), (None, None, None)):
+        document = parse_request(row(logprobs=logprobs, top_logprobs=top), "rows:1")
+        assert document.error is None and document.generation.top_logprobs == wanted
+
+
+def test_what_a_request_says_goes_before_what_the_job_says() -> None:
+    job = OwnGeneration(n=4, top_logprobs=5, json_schema='{"type": "object"}')
+    silent = parse_request(row(), "rows:1").generation
+    assert silent.over(job) == job
+    plain = parse_request(row(n=1, logprobs=False, response_format={"type": "text"}), "rows:1").generation
+    assert plain.over(job) == OwnGeneration(n=1, top_logprobs=-1, json_schema="")
 
 
 def test_a_completion_is_its_prompt() -> None:
@@ -63,11 +78,20 @@ def test_what_is_no_request(change: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"n": 2}, "body.n is 2"),
+        ({"n": 2, "temperature": 0}, "body.n is 2, but with body.temperature = 0 all answers are the same"),
+        ({"n": 129}, "body.n is 129; expected a whole number from 1 to 128"),
         ({"n": True}, "body.n is True"),
-        ({"logprobs": True}, "body.logprobs is True"),
+        ({"logprobs": 2}, "body.logprobs is 2; expected true or false"),
+        ({"top_logprobs": 2}, "body.top_logprobs is 2, but body.logprobs is None"),
+        ({"logprobs": True, "top_logprobs": 21}, "body.top_logprobs is 21; expected a whole number from 0 to 20"),
+        ({"logprobs": True, "top_logprobs": True}, "body.top_logprobs is True"),
         ({"stream": True}, "body.stream is True"),
-        ({"response_format": {"type": "json_object"}}, "body.response_format"),
+        ({"response_format": {"type": "grammar"}}, "expected the type 'text', 'json_object' or 'json_schema'"),
+        ({"response_format": "json_object"}, "expected the type 'text', 'json_object' or 'json_schema'"),
+        ({"response_format": {"type": "json_schema"}}, "body.response_format: its schema is no JSON schema: null"),
+        ({"response_format": schema_of({"typ": "object"})}, 'is no JSON schema: {"typ": "object"}'),
+        ({"response_format": schema_of({"type": "objekt"})}, "Invalid type: objekt"),
+        ({"response_format": {"type": "json_object"}, "stop": "x"}, "body.stop does not go with body.response_format"),
         ({"frequency_penalty": 0.5}, "body.frequency_penalty is 0.5"),
         ({"tools": [{"type": "function"}]}, "body.tools"),
         ({"temprature": 1, "beams": 3}, "body has beams, temprature"),
@@ -96,7 +120,7 @@ def test_a_file_of_requests(tmp_path: Path) -> None:
         b"\xef\xbb\xbf" + json.dumps(row("a")).encode() + b"\r",
         row("a"),
         row("b", model="another"),
-        row("c", n=3),
+        row("c", n=0),
         b"{not json",
         row("line\nfeed"),
         row("d", temperature=1),

@@ -31,7 +31,11 @@ GOOD: dict[str, dict[str, Any]] = {
     "seed-7-again": {"temperature": 1.5, "seed": 7, "max_tokens": 12},
     "seed-8": {"temperature": 1.5, "seed": 8, "max_tokens": 12},
 }
-BAD: dict[str, dict[str, Any]] = {"two": {"n": 2}, "unknown": {"beams": 4}, "too-much": {"max_tokens": 10_000}}
+BAD: dict[str, dict[str, Any]] = {
+    "two": {"n": 2, "temperature": 0},
+    "unknown": {"beams": 4},
+    "too-much": {"max_tokens": 10_000},
+}
 
 
 def request(name: str, url: str = CHAT, **body: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -28,7 +28,6 @@ from kvr_mpi.store.kv import KeysValues, open_kv
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.outputs import (
     ANNOUNCED,
-    ARRAYS,
     SCHEMA,
     SCHEMA_VERSION,
     Header,
@@ -42,6 +41,7 @@ from kvr_mpi.store.outputs import (
     start_file,
     write_record,
 )
+from kvr_mpi.store.record import DATASETS
 from kvr_mpi.store.shards import ShardWriter
 
 HEADER = Header(
@@ -59,6 +59,8 @@ TEXT = st.one_of(
     st.sampled_from(["", "\n", "a\0b", "\0", "line\nline\r\n\ttab", "😀 🇩🇪 e\u0301", "\u2028", '"quoted", or not']),
     st.text(max_size=60),
 )
+# No longer than the answer: readers refuse what is.
+OF_TOKENS = ("logprobs", "top_tokens", "top_logprobs")
 RECORD = st.builds(
     Record,
     id=ID,
@@ -67,6 +69,12 @@ RECORD = st.builds(
     answer=TEXT,
     token_ids=st.lists(INT64, max_size=6).map(tuple),
     slices=st.lists(INT64, max_size=4).map(tuple),
+    logprobs=st.lists(st.floats(), max_size=6).map(tuple),
+    top_tokens=st.lists(INT64, max_size=12).map(tuple),
+    top_logprobs=st.lists(st.floats(), max_size=12).map(tuple),
+    token_texts=TEXT,
+    scores=TEXT,
+    samples=TEXT,
     document_sha256=TEXT,
     prompt_sha256=TEXT,
     prompt_tokens=INT64,
@@ -80,7 +88,7 @@ RECORD = st.builds(
     decode_s=st.floats(),
     parts=INT64,
     finished_at=TEXT,
-)
+).map(lambda found: replace(found, **{name: getattr(found, name)[: len(found.token_ids)] for name in OF_TOKENS}))
 
 
 @contextmanager
@@ -238,7 +246,7 @@ def test_a_file_is_readable_with_h5py_alone(tmp_path: Path) -> None:
         assert json.loads(file.attrs["model"]) == HEADER.model
         assert {"kvr_mpi", "python", "torch", "transformers", "h5py", "hdf5"} <= set(json.loads(file.attrs["software"]))
         group = file["documents/dir%2Freport 1.txt"]
-        stored = {spec.name for spec in fields(Record)} - {*ARRAYS, "answer"}
+        stored = {spec.name for spec in fields(Record)} - {*DATASETS}
         assert set(group.attrs) == stored | {*ANNOUNCED, "record_sha256"}
         assert group.attrs["answer_tokens"] == 3 and group.attrs["kv_bytes"] == 2 * 7 * 2 * 4 * 4
         for name in ("answer", "token_ids", "slices", "kv/layer_000/digests"):

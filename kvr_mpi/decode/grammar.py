@@ -1,0 +1,101 @@
+"""Answers that follow a JSON schema: in every place only tokens are left that a valid answer can go on with.
+
+The schema becomes a grammar, and the grammar a mask over the vocabulary in each step; both are llguidance's
+(https://github.com/guidance-ai/llguidance). The mask is the first of the logits processors, so that temperature, top-k
+and the like act on what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvr_mpi.documents.json_schema import MISSING, grammar_of
+from kvr_mpi.errors import ConfigError, DocumentError
+
+
+class Grammars:
+    """Makes grammars of one model's tokens.
+
+    Parameters
+    ----------
+    tokenizer
+        Of transformers.
+    ends : iterable of int
+        Tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: Any, ends: Iterable[int]) -> None:
+        self._tokenizer, self._ends = tokenizer, sorted(ends)
+        self._tokens: dict[int | None, Any] = {}  # by the number of logits
+
+    def matcher(self, schema: str, vocab_size: int | None = None) -> Any:
+        """Begin an answer that follows a schema; by default there are as many logits as the tokenizer has tokens.
+
+        Raises
+        ------
+        ConfigError
+            If llguidance is missing, or cannot do it with this tokenizer.
+        """
+        try:
+            from llguidance import LLMatcher
+        except ImportError as error:
+            raise ConfigError(MISSING) from error
+        try:
+            found = LLMatcher(self._tokens_of(vocab_size), grammar_of(schema))
+        except ValueError as error:
+            raise ConfigError(f"answers by a JSON schema cannot be had here: {error}") from error
+        if found.is_error():
+            raise ConfigError(f"the JSON schema cannot be followed with this tokenizer: {found.get_error()}")
+        return found
+
+    def _tokens_of(self, vocab_size: int | None) -> Any:
+        """Tell llguidance of the tokenizer, which takes about a second."""
+        from llguidance.hf import from_tokenizer
+
+        if not self._ends:
+            raise ConfigError("the model has no token that ends an answer, so no answer by a JSON schema would end")
+        if vocab_size not in self._tokens:
+            self._tokens[vocab_size] = from_tokenizer(self._tokenizer, n_vocab=vocab_size, eos_token=self._ends)
+        return self._tokens[vocab_size]
+
+
+class SchemaProcessor:
+    """Leaves only tokens that an answer by the schema can go on with; of one answer, which it follows.
+
+    Parameters
+    ----------
+    grammars : Grammars
+    schema : str
+    prompt_tokens : int
+        Of the prompt, which is not looked at.
+    """
+
+    def __init__(self, grammars: Grammars, schema: str, prompt_tokens: int) -> None:
+        self._grammars, self._schema, self._seen = grammars, schema, prompt_tokens
+        self._matcher: Any = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Take away, from scores (1, vocab_size), what does not go on from the tokens (1, tokens) written so far.
+
+        Raises
+        ------
+        DocumentError
+            If that cannot be said, so that the answer cannot go on.
+        """
+        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+        if self._matcher is None:
+            self._matcher = self._grammars.matcher(self._schema, scores.shape[1])
+        for token in input_ids[0, self._seen :].tolist():
+            self._matcher.consume_token(token)
+        self._seen = input_ids.shape[1]
+        mask = allocate_token_bitmask(1, scores.shape[1])
+        fill_next_token_bitmask(self._matcher, mask, 0)
+        if self._matcher.is_error():
+            raise DocumentError(f"its JSON schema could not be followed to the end: {self._matcher.get_error()}")
+        allowed = np.unpackbits(mask[0].view(np.uint8), bitorder="little")[: scores.shape[1]]
+        return scores.masked_fill(torch.from_numpy(allowed == 0).to(scores.device), -torch.inf)

@@ -1,0 +1,81 @@
+"""Log-probabilities of the tokens of an answer: the model's own, before anything changes what is sampled from.
+
+Taken of the logits as they come out of the model: no temperature, no top-k or top-p, no penalty and no grammar. So they
+say what the model held likely, which is what two answers can be compared by; with greedy decoding the token that was
+written is the first of the likeliest, unless a penalty or a grammar had another one written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities, in the order of the answer's tokens.
+
+    logprobs : of the tokens that were written (tokens,).
+    top_tokens, top_logprobs : in each place the likeliest tokens, the first first; (tokens * top,), flat.
+    texts : of all of these tokens, by id.
+    """
+
+    logprobs: tuple[float, ...]
+    top_tokens: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+    texts: Mapping[int, str] = field(default_factory=dict)
+
+
+class LogprobTrace:
+    """Collects them while an answer is written; numbers stay on the device until it ends.
+
+    Parameters
+    ----------
+    top : int
+        How many of the likeliest tokens are kept in each place.
+    """
+
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self._row: torch.Tensor | None = None
+        self._chosen: list[torch.Tensor] = []
+        self._likeliest: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def see(self, logits: torch.Tensor) -> None:
+        """Take note of the model's logits (vocab_size,) for the next token."""
+        self._row = torch.log_softmax(logits.float(), dim=-1)
+
+    def write(self, token: int) -> None:
+        """Take note of which token was chosen; nothing, on a rank that has not seen the logits."""
+        if self._row is None:
+            return
+        self._chosen.append(self._row[token].clone())  # a view would hold on to the whole row
+        if self._top:
+            values, tokens = self._row.topk(min(self._top, len(self._row)))
+            self._likeliest.append((tokens, values))
+        self._row = None
+
+    def finish(self, tokenizer: Any, token_ids: list[int]) -> TokenLogprobs | None:
+        """Return all of them; None where this rank has not seen the logits."""
+        if len(self._chosen) != len(token_ids):
+            return None
+        logprobs: list[float] = torch.stack(self._chosen).tolist() if self._chosen else []
+        tokens: list[int] = torch.cat([found for found, _ in self._likeliest]).tolist() if self._likeliest else []
+        values: list[float] = torch.cat([found for _, found in self._likeliest]).tolist() if self._likeliest else []
+        texts = {token: token_text(tokenizer, token) for token in sorted({*token_ids, *tokens})}
+        return TokenLogprobs(tuple(logprobs), tuple(tokens), tuple(values), texts)
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """Say what a token is by itself; a part of a character is U+FFFD.
+
+    Some tokenizers drop the blank that a text's first token begins with; it is part of the token.
+    """
+    text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    raw = tokenizer.convert_ids_to_tokens(token)
+    if isinstance(raw, str) and raw.startswith("\u2581") and not text.startswith(" "):
+        return f" {text}"
+    return text

@@ -1,0 +1,62 @@
+"""Several answers to one prompt, from one prefill: one after the other, each from the cache as the prompt left it.
+
+An answer's keys and values are forgotten when the next one begins, so that more samples take no more memory; meanwhile
+other documents fill the row. Every sample has random numbers of its own, told by its place: the first one's are those
+of a prompt that is answered once.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+
+from kvr_mpi.decode.sampling import Answer, DecodeSequence
+from kvr_mpi.prefill.one_prompt import Prefill
+
+Begin = Callable[[int], DecodeSequence]
+
+
+class Samples:
+    """The answers to a prompt that is answered several times.
+
+    Parameters
+    ----------
+    prefill : Prefill
+        Of the decode rank, before anything is decoded.
+    begin : callable
+        Begins an answer with random numbers of a seed.
+    seed : int
+        Of the first one.
+    count : int
+        How many there are to be.
+    """
+
+    def __init__(self, prefill: Prefill, begin: Begin, seed: int, count: int) -> None:
+        self._prefill, self._begin, self._seed, self._count = prefill, begin, seed, count
+        self._done: list[Answer] = []
+        self._plain = copy.deepcopy(prefill.cache) if prefill.is_plain else None
+        self._tokens = 0 if prefill.is_plain else prefill.cache.length
+
+    def follow(self, finished: DecodeSequence) -> DecodeSequence | None:
+        """Take a finished answer; begin the next one, with the cache as the prompt left it, if there is to be one."""
+        self._done.append(finished.answer())
+        if len(self._done) == self._count:
+            return None
+        if self._plain is None:
+            self._prefill.cache.step_back(self._tokens)
+        else:
+            self._prefill.cache = copy.deepcopy(self._plain)
+        return self._begin(sample_seed(self._seed, len(self._done)))
+
+    def answer(self) -> Answer:
+        """Return the first one, with all of them as its samples."""
+        return replace(self._done[0], samples=tuple(self._done), seconds=sum(one.seconds for one in self._done))
+
+
+def sample_seed(seed: int, place: int) -> int:
+    """Give every sample its own stream of random numbers; the first has the prompt's."""
+    if place == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed} sample {place}".encode()).digest()[:7], "big")

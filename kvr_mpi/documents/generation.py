@@ -1,0 +1,122 @@
+"""A job's ``[generation]``: how answers are decoded, and what is told of them beside their text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from kvr_mpi.documents.document import OwnGeneration
+from kvr_mpi.documents.json_schema import read_schema
+
+# As many as OpenAI's format asks for at most.
+MAX_TOP_LOGPROBS, MAX_SAMPLES = 20, 128
+# Settings that are not transformers'.
+OURS = frozenset(
+    {"max_new_tokens", "stop", "seed", "logprobs", "top_logprobs", "score", "score_column", "n", "json_schema"}
+)
+
+
+class GenerationSection(BaseModel):
+    """How the answer is decoded; fields before `max_new_tokens` are transformers' GenerationConfig."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    do_sample: bool = Field(False, description="sample; false: greedy")
+    temperature: float | None = Field(None, gt=0)
+    top_k: int | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    no_repeat_ngram_size: int | None = Field(None, ge=0)
+    min_new_tokens: int | None = Field(None, ge=0)
+    max_new_tokens: int = Field(128, ge=0, description="0: prefill only")
+    stop: list[str] = Field([], description="the answer ends before the first of these")
+    seed: int = Field(0, ge=0, description="for sampling; each document has its own stream")
+    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="answers to each prompt, sampled from one prefill")
+    logprobs: bool = Field(
+        False, description="keep the log-probability of every token of the answer, before temperature and the like"
+    )
+    top_logprobs: int = Field(
+        0, ge=0, le=MAX_TOP_LOGPROBS, description="with logprobs: also those of the likeliest tokens in each place"
+    )
+    json_schema: str | None = Field(
+        None, min_length=1, description="a file with a JSON schema, or the schema itself: the answer follows it"
+    )
+    score: list[str] = Field([], description="continuations whose log-probabilities are kept, instead of an answer")
+    score_column: str | None = Field(
+        None, min_length=1, description="field of a row with the continuations, a text or a list of texts"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _writes_nothing(cls, given: Any) -> Any:
+        """Where continuations are scored, no answer is written unless that is asked for, which is refused."""
+        scores = isinstance(given, dict) and (given.get("score") or given.get("score_column") is not None)
+        return {"max_new_tokens": 0, **given} if scores else given
+
+    @field_validator("json_schema")
+    @classmethod
+    def _schema(cls, value: str | None) -> str | None:
+        return None if value is None else read_schema(value)
+
+    @field_validator("score")
+    @classmethod
+    def _has_words(cls, value: list[str]) -> list[str]:
+        if not all(value):
+            raise ValueError("an empty continuation has no probability")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _not_empty(cls, value: list[str]) -> list[str]:
+        if not all(value):
+            raise ValueError("an empty stop string would end every answer at once")
+        return value
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> GenerationSection:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("generation.top_logprobs goes with generation.logprobs = true: say that, too")
+        if self.score and self.score_column is not None:
+            raise ValueError("generation.score and generation.score_column are two ways to say the same: choose one")
+        if self.json_schema is not None and self.max_new_tokens == 0:
+            raise ValueError("generation.json_schema is for answers, and max_new_tokens = 0 asks for none")
+        for key in ("stop", "no_repeat_ngram_size", "min_new_tokens"):
+            if self.json_schema is not None and getattr(self, key):
+                raise ValueError(
+                    f"generation.{key} does not go with generation.json_schema: it would end or bend an answer where "
+                    f"the schema does not; leave one of them out"
+                )
+        if self.n > 1 and (not self.do_sample or self.max_new_tokens == 0):
+            raise ValueError(
+                f"generation.n = {self.n}: without generation.do_sample = true, and an answer to be written, all of "
+                f"them are the same; say that, or leave n out"
+            )
+        if self.scores and self.max_new_tokens:
+            raise ValueError(
+                f"generation.score is instead of an answer, and max_new_tokens = {self.max_new_tokens} asks for one: "
+                f"leave one of them out"
+            )
+        if self.logprobs and self.max_new_tokens == 0:
+            raise ValueError("generation.logprobs is of an answer's tokens, and max_new_tokens = 0 asks for none")
+        return self
+
+    @property
+    def scores(self) -> bool:
+        """Whether continuations are scored instead of answers written."""
+        return bool(self.score) or self.score_column is not None
+
+    @property
+    def of_answers(self) -> OwnGeneration:
+        """What the job wants of final answers only, as a row would say it."""
+        return OwnGeneration(
+            top_logprobs=self.top_logprobs if self.logprobs else None,
+            score=tuple(self.score) or None,
+            n=self.n if self.n > 1 else None,
+            json_schema=self.json_schema,
+        )
+
+    def transformers_settings(self) -> dict[str, Any]:
+        """Return what goes into a GenerationConfig: the fields that were set."""
+        return {key: value for key, value in self.model_dump(exclude=set(OURS)).items() if value is not None}

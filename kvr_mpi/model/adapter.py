@@ -1,0 +1,124 @@
+"""A LoRA adapter, merged into a model's weights when it is loaded: from then on the model is an ordinary one.
+
+peft reads and merges it (https://github.com/huggingface/peft). What peft would only warn of is refused: weights that
+are in the file and not in the model, or the other way round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvr_mpi.errors import ModelError
+from kvr_mpi.model.load import UNREADABLE, LoadedModel
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def check_adapter(path: str) -> dict[str, Any]:
+    """Look for an adapter's files, and return its configuration; nothing is loaded.
+
+    Raises
+    ------
+    ModelError
+        If something is missing, or it is no LoRA adapter.
+    """
+    folder = Path(path).expanduser()
+    where = f"model.adapter {path!r}"
+    if not folder.is_dir():
+        raise ModelError(f"{where}: no such folder (looked for {folder.absolute()}); expected {CONFIG} and {WEIGHTS}")
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"{where}: the folder has no {CONFIG}; expected a LoRA adapter as peft saves it")
+    if not (folder / WEIGHTS).is_file():
+        raise ModelError(
+            f"{where}: the folder has no {WEIGHTS}; pickled weights (adapter_model.bin) are not loaded, since they can "
+            f"run code: save it again with safetensors"
+        )
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{where}: {CONFIG} cannot be read: {error}; copy it again") from error
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA":
+        raise ModelError(f"{where}: its peft_type is {kind!r}; only 'LORA' adapters are merged")
+    if importlib.util.find_spec("peft") is None:
+        raise ModelError(f"{where} needs peft; `pip install kvr-mpi[lora]`")
+    return dict(config)
+
+
+def hash_adapter(path: str) -> str:
+    """Hash all of an adapter's configuration and weights."""
+    digest, folder = hashlib.sha256(), Path(path).expanduser()
+    for name in (CONFIG, WEIGHTS):
+        data = (folder / name).read_bytes()
+        digest.update(f"{name}:{len(data)}:".encode() + data)
+    return digest.hexdigest()
+
+
+def with_adapter(base: str, adapter: str | None) -> str:
+    """Identity of a model with an adapter, of that of the model without; of none, the same."""
+    return base if adapter is None else hashlib.sha256(f"{base} {hash_adapter(adapter)}".encode()).hexdigest()
+
+
+def merge_adapter(loaded: LoadedModel, path: str | None) -> LoadedModel:
+    """Add an adapter to a model's weights, in place; the fingerprint is that of both.
+
+    Raises
+    ------
+    ModelError
+        If it is not of this model, or cannot be read.
+    """
+    if path is None:
+        return loaded
+    check_adapter(path)
+    folder = str(Path(path).expanduser())
+    from peft import PeftModel
+    from safetensors import SafetensorError
+
+    where = f"model.adapter {path!r}"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is missing, which is refused here, and of its own way with models
+            adapted = PeftModel.from_pretrained(loaded.model, folder, torch_device=str(loaded.device))
+            _check_complete(adapted, Path(folder), where)
+            _check_not_tied(adapted, where)
+            model = adapted.merge_and_unload(safe_merge=True)
+    except (*UNREADABLE, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelError(f"{where} does not go with the model {loaded.name}: {reason}") from error
+    model = model.eval().requires_grad_(False)
+    return replace(loaded, model=model, fingerprint=with_adapter(loaded.fingerprint, path))
+
+
+def _check_complete(adapted: Any, folder: Path, where: str) -> None:
+    """Hold what the model has now against the file: every weight of it, and no others."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    stored, placed = load_file(folder / WEIGHTS), get_peft_model_state_dict(adapted)
+    strange, missing = stored.keys() - placed.keys(), placed.keys() - stored.keys()
+    if strange or missing:
+        raise ModelError(
+            f"{where}: the model has no place for {len(strange)} of its weights, and {len(missing)} that it needs are "
+            f"missing, such as {min(strange | missing)}; it is of another model, or incomplete"
+        )
+    for name, tensor in stored.items():
+        if not placed[name].cpu().to(tensor.dtype).allclose(tensor, rtol=1e-2, atol=1e-2):
+            raise ModelError(f"{where}: {name} is not what the file says after loading")
+
+
+def _check_not_tied(adapted: Any, where: str) -> None:
+    """Refuse an adapter of embeddings that the model uses twice: merged into one of them, it would change both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model = adapted.get_base_model()
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    plain = [end.get_base_layer() if isinstance(end, BaseTunerLayer) else end for end in ends]
+    is_tied = all(end is not None for end in plain) and plain[0].weight is plain[1].weight
+    if is_tied and any(isinstance(end, BaseTunerLayer) for end in ends):
+        raise ModelError(f"{where} changes embeddings that the model ties to its output: they cannot be merged apart")

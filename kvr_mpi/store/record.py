@@ -1,0 +1,149 @@
+"""One document's outcome, as it is stored and handed to people (the schema: ``outputs``)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from math import isfinite
+from typing import Any
+
+from kvr_mpi.errors import DataError
+
+# Arrays of a record, kept as datasets; all its other fields are attributes.
+ARRAYS = ("token_ids", "slices", "logprobs", "top_tokens", "top_logprobs")
+REALS = ("logprobs", "top_logprobs")
+# Text that may be long, kept as datasets of one element.
+TEXTS = ("answer", "token_texts", "scores", "samples")
+DATASETS = (*ARRAYS, *TEXTS)
+# Not written where they are empty.
+ASKED_FOR = ("logprobs", "top_tokens", "top_logprobs", "token_texts", "scores", "samples")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One document's outcome, as stored."""
+
+    id: str
+    status: str  # "done" or "error"
+    document: str = ""  # that a question was asked about, where ``id`` is the question's
+    question: str = ""
+    error: str = ""
+    columns: str = ""  # of the document's row, those that were asked for: a JSON object, or nothing
+    answer: str = ""
+    token_ids: tuple[int, ...] = ()
+    slices: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()  # of token_ids, if asked for: before temperature, penalties and the like
+    top_tokens: tuple[int, ...] = ()  # in each place the likeliest tokens, the first first; flat
+    top_logprobs: tuple[float, ...] = ()
+    token_texts: str = ""  # of all these tokens: a JSON object, or nothing
+    scores: str = ""  # of given continuations: a JSON list, or nothing
+    samples: str = ""  # all answers, if there is more than the one of `answer`: a JSON list, or nothing
+    document_sha256: str = ""
+    prompt_sha256: str = ""
+    prompt_tokens: int = 0
+    computed_tokens: int = 0  # of them: the others' keys and values were there already
+    dropped_tokens: int = 0  # of the text, cut off because the prompt was too long
+    new_tokens: int = 0
+    finish_reason: str = ""
+    strategy: str = ""
+    ttft_s: float = 0.0  # from the chain's start on this prompt to its first token
+    prefill_tokens_per_s: float = 0.0
+    wait_s: float = 0.0  # of ttft_s, the last rank's wait for keys and values
+    decode_s: float = 0.0  # from its first token to its last, the wait for the rest of its wave included
+    parts: int = 1  # prompts it took: more than one if the text was split
+    compression: str = ""  # by which keys and values were dropped before decoding; empty: none, the answer is exact
+    retained_tokens: float = 0.0  # with it, of each prompt: tokens a KV head kept on average
+    retained_bytes: int = 0  # and keys and values of all layers
+    finished_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields as plain values."""
+        return asdict(self) | {name: list(getattr(self, name)) for name in ARRAYS}
+
+    def as_json(self) -> dict[str, Any]:
+        """Fields as JSON has them: no infinities, no NaN; what is kept as JSON as what it is."""
+        read = {"columns": self.passed, "token_texts": self.texts, "scores": self.scored, "samples": self.sampled}
+        values = {**self.as_dict(), **read}
+        return {name: _finite(value) for name, value in values.items()}
+
+    @property
+    def bytes(self) -> int:
+        """About how much its texts and arrays take on disk, at most."""
+        return sum(4 * len(getattr(self, name)) for name in TEXTS) + sum(
+            8 * len(getattr(self, name)) for name in ARRAYS
+        )
+
+    @property
+    def top(self) -> int:
+        """How many of the likeliest tokens are kept in each place."""
+        return len(self.top_tokens) // max(1, len(self.token_ids))
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Texts of the tokens that have log-probabilities, by their ids in decimal digits.
+
+        Raises
+        ------
+        DataError
+            If what is stored is no JSON object.
+        """
+        found: dict[str, str] = self._read("token_texts", dict)
+        return found
+
+    @property
+    def scored(self) -> list[dict[str, Any]]:
+        """Continuations that were scored, in the order they were given in: text, logprob, tokens, is_greedy and more.
+
+        Raises
+        ------
+        DataError
+            If what is stored is no JSON list.
+        """
+        found: list[dict[str, Any]] = self._read("scores", list)
+        return found
+
+    @property
+    def sampled(self) -> list[dict[str, Any]]:
+        """All answers to the prompt, if there is more than one: answer, token_ids, finish_reason and log-probabilities.
+
+        Raises
+        ------
+        DataError
+            If what is stored is no JSON list.
+        """
+        found: list[dict[str, Any]] = self._read("samples", list)
+        return found
+
+    @property
+    def passed(self) -> dict[str, Any]:
+        """Columns of the document's row, by name.
+
+        Raises
+        ------
+        DataError
+            If what is stored is no JSON object.
+        """
+        found: dict[str, Any] = self._read("columns", dict)
+        return found
+
+    def _read(self, name: str, kind: type) -> Any:
+        """Read a field that is JSON; an empty one is an empty object or list."""
+        text = getattr(self, name)
+        try:
+            found = json.loads(text) if text else kind()
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, kind):
+            expected = "object" if kind is dict else "list"
+            raise DataError(f"{self.id}: its {name} are {text[:60]!r}; expected a JSON {expected}")
+        return found
+
+
+def _finite(value: Any) -> Any:
+    """Return a value, or what a list or an object holds, as JSON has it."""
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    return None if isinstance(value, float) and not isfinite(value) else value

@@ -1,0 +1,200 @@
+"""LoRA adapters: merged as peft merges them, and what is not of the model is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from made_jobs import answers, with_settings
+from safetensors.torch import load_file, save_file
+
+from kvr_mpi.cli.ask import _make_job
+from kvr_mpi.documents.prompts import encode_text, fit_prompt, make_frame
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, ModelError
+from kvr_mpi.model import hash_weights, load_model
+from kvr_mpi.model.adapter import WEIGHTS, check_adapter, merge_adapter, with_adapter
+from kvr_mpi.store.outputs import Header, Record
+from kvr_mpi.store.shards import ShardWriter
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def base_of(folder: Path) -> Any:
+    return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def save_adapter(model: Any, folder: Path, **settings: Any) -> Path:
+    """An adapter of random weights, as a training would leave it."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    given = {"r": 4, "lora_alpha": 16, "target_modules": TARGETS, "init_lora_weights": False, **settings}
+    with quiet():
+        get_peft_model(model, LoraConfig(**given, task_type="CAUSAL_LM")).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What peft says of itself and of transformers is not what is tested."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
+    return save_adapter(base_of(tiny_model_dir), tmp_path_factory.mktemp("adapter"))
+
+
+@pytest.fixture
+def merged(tiny_model_dir: Path, adapter: Path) -> Any:
+    """peft's own."""
+    from peft import PeftModel
+
+    with quiet():
+        return PeftModel.from_pretrained(base_of(tiny_model_dir), adapter).merge_and_unload().eval()
+
+
+def load(folder: Path, tmp_path: Path) -> Any:
+    return load_model(str(folder), dtype="float32", device="cpu", offline=True, cache_dir=tmp_path)
+
+
+def test_the_weights_are_pefts_own(tiny_model_dir: Path, adapter: Path, merged: Any, tmp_path: Path) -> None:
+    base = load(tiny_model_dir, tmp_path)
+    before, fingerprint = {name: value.clone() for name, value in base.model.state_dict().items()}, base.fingerprint
+    loaded = merge_adapter(base, str(adapter))
+    found, truth = loaded.model.state_dict(), merged.state_dict()
+    assert found.keys() == truth.keys() and all(torch.equal(found[name], truth[name]) for name in truth)
+    changed = {name for name in truth if not torch.equal(before[name], truth[name])}
+    assert len(changed) == len(TARGETS) * 3 and type(loaded.model) is type(merged)
+    assert loaded.fingerprint == with_adapter(fingerprint, str(adapter)) != fingerprint
+    assert with_adapter(fingerprint, None) == fingerprint
+
+
+def test_a_job_answers_as_transformers_does_with_it(
+    job: Path, tiny_model_dir: Path, adapter: Path, merged: Any, tmp_path: Path, run_here: Any
+) -> None:
+    run = run_here(2, [job, *with_settings(f"model.adapter={adapter}")])
+    assert run.returncode == EXIT_OK, run.stderr
+    base = base_of(tiny_model_dir).eval()
+    tokenizer = tf.AutoTokenizer.from_pretrained(tiny_model_dir)
+    frame = make_frame(tokenizer, "Summarise: {text} Summary:", max_prompt_tokens=500)
+    for name, token_ids in answers(tmp_path / "out").items():
+        ids = fit_prompt(frame, encode_text(tokenizer, (tmp_path / "corpus" / name).read_text()), truncate=None).ids
+        given = {"attention_mask": torch.ones(1, len(ids)), "max_new_tokens": 8, "do_sample": False}
+        with_it, without = (model.generate(torch.tensor([ids]), **given)[0, len(ids) :] for model in (merged, base))
+        assert tuple(with_it.tolist()) == token_ids != tuple(without.tolist())
+
+
+def test_questions_are_asked_with_the_adapter_of_the_run(job: Path, adapter: Path, tmp_path: Path) -> None:
+    about = {"name": "base", "architecture": "LlamaForCausalLM", "dtype": "float32", "adapter": str(adapter)}
+    (tmp_path / "out").mkdir()
+    writer = ShardWriter(tmp_path / "out", "0000", Header({}, about), session=0)
+    writer.write(Record("a", "done"))
+    writer.close()
+    asked = {"runs": (tmp_path / "out",), "questions": ("Who?",), "file": None, "documents": (), "output": None}
+    wishes = {**asked, "model": None, "max_new_tokens": None, "reuse": "auto", "sharded": False}
+    spec, _ = _make_job(wishes, ())
+    assert (spec.model.path, spec.model.adapter) == ("base", str(adapter))
+
+
+def test_what_the_base_model_made_is_not_taken_for_it(
+    job: Path, tiny_model_dir: Path, adapter: Path, tmp_path: Path, run_here: Any
+) -> None:
+    kv = tmp_path / "kv"
+    keep = with_settings(f"output.path={kv}", "output.kv=true", "documents.limit=1")
+    assert run_here(1, [job, *keep]).returncode == EXIT_OK
+    again = run_here(1, [job, *keep, *with_settings(f"model.adapter={adapter}"), "--resume"])
+    assert again.returncode == EXIT_CONFIG and "model" in again.stderr
+    ask = job.with_name("ask.toml")
+    text = job.read_text().replace('template = "Summarise: {text} Summary:"', "").replace('partition = "even"', "")
+    ask.write_text(text.replace(str(tmp_path / "corpus"), str(kv)) + '\n[questions]\nask = ["Who?"]\n')
+    run = run_here(1, [ask, *with_settings(f"model.adapter={adapter}")])
+    assert run.returncode == EXIT_CONFIG and "is not what made the keys and values" in run.stderr
+    options: dict[str, Any] = {"offline": True, "revision": None, "cache_dir": tmp_path, "trust_remote_code": False}
+    base = hash_weights(str(tiny_model_dir), **options)
+    assert with_adapter(base, str(adapter)) != base
+
+
+def spoiled(adapter: Path, folder: Path, change: str) -> Path:
+    """A copy of an adapter that is not as it should be."""
+    shutil.copytree(adapter, folder)
+    weights, config = load_file(folder / WEIGHTS), json.loads((folder / "adapter_config.json").read_text())
+    names = sorted(weights)
+    if change == "one missing":
+        del weights[names[0]]
+    elif change == "one more":
+        weights[names[0].replace("layers.0.", "layers.7.")] = weights[names[0]].clone()
+    elif change == "other size":
+        weights[names[0]] = torch.zeros(4, 99)
+    elif change == "other layers":
+        config["target_modules"] = ["nowhere_proj"]
+    elif change == "other kind":
+        config["peft_type"] = "PREFIX_TUNING"
+    save_file(weights, folder / WEIGHTS)
+    (folder / "adapter_config.json").write_text("{" if change == "no json" else json.dumps(config))
+    if change == "pickled":
+        (folder / WEIGHTS).rename(folder / "adapter_model.bin")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("one missing", "such as base_model.model.model.layers.0"),
+        ("one more", "such as base_model.model.model.layers.7"),
+        ("other size", "does not go with the model"),
+        ("other layers", "does not go with the model"),
+    ],
+)
+def test_an_adapter_of_another_model_is_refused(
+    tiny_model_dir: Path, adapter: Path, tmp_path: Path, change: str, said: str
+) -> None:
+    folder = spoiled(adapter, tmp_path / "spoiled", change)
+    with pytest.raises(ModelError, match="model.adapter .*" + said):
+        merge_adapter(load(tiny_model_dir, tmp_path), str(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("other kind", "its peft_type is 'PREFIX_TUNING'"),
+        ("no json", "cannot be read"),
+        ("pickled", "pickled weights"),
+    ],
+)
+def test_what_is_no_adapter_is_refused_before_anything_is_loaded(
+    job: Path, adapter: Path, tmp_path: Path, run_here: Any, change: str, said: str
+) -> None:
+    folder = spoiled(adapter, tmp_path / "spoiled", change)
+    run = run_here(1, [job, *with_settings(f"model.adapter={folder}")])
+    assert run.returncode == EXIT_CONFIG and said in run.stderr and "loading" not in run.stderr
+    run = run_here(1, [job, *with_settings("model.adapter=/nowhere")])
+    assert run.returncode == EXIT_CONFIG and "no such folder" in run.stderr
+
+
+def test_tied_embeddings_and_a_missing_library_are_named(
+    tokenizer: Any, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tf.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    folder = tmp_path / "tied"
+    tf.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    made = save_adapter(base_of(folder), tmp_path / "head", target_modules=["lm_head"])
+    with pytest.raises(ModelError, match="ties to its output"):
+        merge_adapter(load(folder, tmp_path), str(made))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install kvr-mpi\[lora\]"):
+        check_adapter(str(adapter))
