@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from kvr_mpi.compress.decode_settings import DecodeSettings
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.prefill.registry import JOB_STRATEGIES
@@ -227,6 +228,7 @@ class JobSpec(Section):
     questions: QuestionsSection | None = None
     generation: GenerationSection = GenerationSection()
     compress: CompressSettings | None = None
+    decode: DecodeSettings = DecodeSettings()
     parallel: ParallelSection = ParallelSection()
     output: OutputSettings
 

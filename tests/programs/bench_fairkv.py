@@ -7,8 +7,7 @@ a few steps each, in a new order each round: a ratio is of two turns of one roun
 caches, without the sums that follow it. Efficiency is mean over maximum: of each layer's loads on the ranks, summed
 (sync), or of all layers' together (total, FairKV's eq. 5); predicted from the counts of keys, measured from times.
 ``compute`` is a step's processor time without the sums over ranks, which is less disturbed where others use the
-machine, too. SHA is heads in order, as many on each rank as can be; where ranks do not divide the heads the first have
-one more.
+machine, too. SHA is heads in order, as many on each rank; where ranks do not divide the heads the first have one more.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from transformers import GenerationConfig
 from kvr_mpi.compress.compression import Compression, Retained, open_compression
 from kvr_mpi.compress.placement import (
     LayerPlacement,
-    Piece,
     place_best_effort,
     place_in_proportion,
+    place_statically,
     place_with_equal_copies,
 )
 from kvr_mpi.compress.rows import rank_loads
@@ -63,14 +62,8 @@ ATTENTION_REPEATS = 5
 Times = np.ndarray[Any, Any]
 
 
-def place_in_order(loads: Sequence[float], ranks: int) -> LayerPlacement:
-    parts = np.array_split(np.arange(len(loads)), ranks)
-    pieces = [Piece(int(head), rank, loads[head]) for rank, part in enumerate(parts) for head in part]
-    return LayerPlacement(ranks, tuple(pieces))
-
-
 PLACES: dict[str, Callable[[Sequence[float], int], LayerPlacement]] = {
-    "SHA": place_in_order,
+    "SHA": place_statically,
     "best effort": place_best_effort,
     "equal copies": lambda loads, ranks: place_with_equal_copies(loads, ranks, ranks - 1),
     "in proportion": lambda loads, ranks: place_in_proportion(loads, ranks, ranks - 1),

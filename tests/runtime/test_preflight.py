@@ -205,6 +205,23 @@ def test_compression_is_refused_beside_what_would_ignore_it(job: Path, setting: 
     assert re.search(expected, refusal(job, f"compress.method={method}", "compress.budget=512", setting))
 
 
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("parallel.strategy=single", "strategy = 'single' decodes from transformers' own cache"),
+        ("output.kv=true", "output.kv = true stores what one rank holds.* or choose mode = 'auto'"),
+        ("output.kv=sharded", "with output.kv = 'sharded' ranks decode together already"),
+        ("questions.sharded=true", "with questions.sharded ranks decode together already"),
+        ("decode.copies=3", r"decode.copies = 3 is more than the 2 rank\(s\) of a chain"),
+        ("decode.profile=nowhere.json", "decode.profile = 'nowhere.json': no such file"),
+    ],
+)
+def test_sharing_heads_is_refused_beside_what_would_ignore_it(job: Path, setting: str, expected: str) -> None:
+    assert re.search(expected, refusal(job, "decode.mode=head-parallel", setting))
+    if setting.partition(".")[0] != "decode":
+        check(job, "decode.mode=auto", *([] if "questions" in setting else [setting]))
+
+
 def test_only_texts_are_observed_from_their_end(job: Path) -> None:
     settings = ("compress.method=snapkv", "compress.budget=512", "compress.observes=document")
     told = refusal(job, *settings, "documents.format=messages")
