@@ -137,7 +137,7 @@ def _stored(made: PlannedJob) -> tuple[list[dict[str, Any]], list[str]]:
     from kvr_mpi.runtime.stored_size import stored_bytes_per_token
 
     output = made.spec.output
-    if not output.kv:
+    if not output.kv or made.spec.compress is not None:  # what is compressed is never prefilled again for speed
         return [], []
     speed = measure_reading(Path(output.path))
     size = stored_bytes_per_token(made.outline.shape, output.kv_dtype)

@@ -144,8 +144,11 @@ def _check_compress(spec: JobSpec) -> None:
             f"{method}: strategy = 'single' decodes from transformers' own cache, which is not compressed; choose "
             f"parallel.strategy = 'kvr', which runs on one rank, too"
         )
-    if spec.output.kv:
-        raise ConfigError(f"{method}: output.kv = true stores whole keys and values; leave one of the two out")
+    if spec.output.kv == "sharded":
+        raise ConfigError(
+            f"{method}: output.kv = 'sharded' stores what each rank of a chain has, and heads choose among all tokens "
+            f"on one rank; choose output.kv = true, or leave one of the two out"
+        )
     if spec.questions is not None or spec.documents.reuse is not None:
         key = "[questions]" if spec.questions is not None else "documents.reuse"
         raise ConfigError(

@@ -71,7 +71,7 @@ def test_parts_settings_of_rows_and_bad_documents(job: Path, tmp_path: Path, run
     assert found["head-parallel"]["long.txt"][1] > 2 and found["head-parallel"]["empty.txt"][2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_requests_with_settings_of_their_own(job: Path, tmp_path: Path, run_here: Any) -> None:
     """Some greedy, some sampled, of several lengths, in one wave."""
     bodies = [{"max_tokens": 3 + number, "prompt": f"{number} " + TEXT} for number in range(4)]
@@ -128,7 +128,7 @@ def test_a_model_whose_heads_are_not_shared_out(job: Path, run_here: Any, model_
     assert left.returncode == 0 and "decode.mode = 'auto': data-parallel, since not all its layers" in left.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_fails_while_heads_are_shared_ends_all(job: Path, mpirun: Any) -> None:
     """The others wait for its part of a sum."""
     run = mpirun(3, [sys.executable, TESTS / "programs" / "failing_step.py", job], timeout_s=60)

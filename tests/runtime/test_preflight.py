@@ -194,7 +194,7 @@ def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -
     ("setting", "expected"),
     [
         ("parallel.strategy=single", "strategy = 'single' decodes from transformers' own cache"),
-        ("output.kv=true", "output.kv = true stores whole keys and values"),
+        ("output.kv=sharded", "output.kv = 'sharded' stores what each rank of a chain has"),
         ("documents.reuse=runs/before", "documents.reuse goes on from stored keys"),
         ("questions.ask=['Who?']", r"\[questions\] goes on from stored keys"),
         ("compress.profile=nowhere.json", "compress.profile = 'nowhere.json': no such file"),
