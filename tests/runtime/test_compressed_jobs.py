@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from constants import Kvr
 from made_jobs import TEXT, answers, last_line, with_settings
 
+from kvr_mpi.compress.registry import METHODS, Method, Parameters, _evenly
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
 
@@ -112,3 +115,35 @@ def test_a_profile_is_known_by_what_it_says(job: Path, tmp_path: Path, run_here:
     profile.write_text(json.dumps({"counts": [[20, 60]]}))
     other = run_here(1, [job, "--overwrite", *with_settings(*settings, limit)])
     assert other.returncode != 0 and "is of 1 layers of 2 KV heads" in other.stderr
+
+
+@pytest.mark.parametrize("mode", ["data-parallel", "head-parallel"])
+def test_no_memory_to_compress_is_one_documents_error(
+    job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """A method that asks for more than any machine has, of torch or of numpy, for two of the documents."""
+
+    def demanding(scores: torch.Tensor, each: int, parameters: Parameters) -> torch.Tensor:
+        if scores.shape[1] > 250:
+            torch.empty(1 << 58)
+        elif scores.shape[1] > 180:
+            np.empty(1 << 58)
+        return torch.full((len(scores),), each, device=scores.device)
+
+    about = ("window", "kernel")
+    monkeypatch.setitem(METHODS, "demanding", Method("demanding", "", "", _evenly, about, compete=demanding))
+    monkeypatch.setitem(METHODS, "content", Method("content", "", "", _evenly, about))
+    found = {}
+    for method in ("demanding", "content"):
+        settings = (f"compress.method={method}", *SMALL[1:], f"decode.mode={mode}", f"output.path={tmp_path / method}")
+        done = run_here(2, [job, *with_settings(*settings)])
+        assert done.returncode == (65 if method == "demanding" else 0), done.stderr
+        found[method] = {record.id: record for record in read_run(tmp_path / method)}
+    failed = {name for name, record in found["demanding"].items() if record.status == "error"}
+    assert failed == {"doc-3.txt", "doc-4.txt"}
+    for name, record in found["demanding"].items():
+        if name in failed:
+            assert record.error.startswith("there is no memory to compress its keys and values: ") and not record.answer
+            assert "allocate" in record.error
+        else:
+            assert record.token_ids == found["content"][name].token_ids
