@@ -7,11 +7,11 @@ a few steps each: rounds come in twos, the second in the first's order turned ro
 first as often, and neither drift nor what the other left in the processor's caches favours one. A ratio is of two ways
 in two such rounds (geometric mean); given are the median over all of them, and a bootstrap interval that holds it 19
 times of 20. Attention is timed apart, on the same caches, without the sums that follow it. Efficiency is mean over
-maximum: of each layer's loads on the ranks, summed (sync), or of all layers' together (total, FairKV's eq. 5); predicted
-from the counts of keys, measured from times. ``compute`` is a step's processor time without the sums over ranks, which
-is less disturbed where others use the machine, too. ``heads`` is how many heads of a layer a rank computes on average:
-every rank with a copy computes its queries, keys and values. SHA is heads in order, as many on each rank; where ranks do
-not divide the heads the first have one more.
+maximum: of each layer's loads on the ranks, summed (sync), or of all layers' together (total, FairKV's eq. 5);
+predicted from the counts of keys, measured from times. ``compute`` is a step's processor time without the sums over
+ranks, which is less disturbed where others use the machine, too. ``heads`` is how many heads of a layer a rank computes
+on average: every rank with a copy computes its queries, keys and values. SHA is heads in order, as many on each rank;
+where ranks do not divide the heads the first have one more.
 """
 
 from __future__ import annotations
