@@ -122,7 +122,7 @@ class DecodeBatch(Generic[K]):
         assert prefill.logits is not None, "only the decode rank of a chain can decode"
         document = _Running(key, prefill, DecodeSequence(self._rules_of(own), prompt_ids, seed, prefill.logits.device))
         self._running.append(document)
-        if why := self._why_not_compressed(prefill, len(prompt_ids)):
+        if why := self._why_not_compressed(prefill, len(prompt_ids), document.writing.max_new_tokens):
             self._leave(document, why)
             return
         if document.writing.finish_reason is None:
@@ -154,9 +154,9 @@ class DecodeBatch(Generic[K]):
         finished, self._finished = self._finished, []
         return finished
 
-    def _why_not_compressed(self, prefill: Prefill, tokens: int) -> str | None:
+    def _why_not_compressed(self, prefill: Prefill, tokens: int, new_tokens: int) -> str | None:
         """Say why an answer cannot go on from a compressed cache; None if it can, or nothing was dropped."""
-        most = tokens + self._rules.max_new_tokens
+        most = tokens + new_tokens
         if (
             prefill.is_plain
             or not prefill.cache.is_ragged
@@ -165,7 +165,7 @@ class DecodeBatch(Generic[K]):
         ):
             return None
         return (
-            f"a prompt of {tokens} tokens and an answer of up to {self._rules.max_new_tokens}: from {self._anew_at} "
+            f"a prompt of {tokens} tokens and an answer of up to {new_tokens}: from {self._anew_at} "
             f"tokens on this model's rotary embedding is another and all keys are computed anew, which those that "
             f"heads have dropped cannot be; keep all keys (no compression), or ask for fewer new tokens"
         )

@@ -145,7 +145,6 @@ def open_context(
         tally,
         decodes=new_tokens > 0,
         compression=setup.compression,
-        slack=new_tokens,
     )
     return WorkerContext(source, sink, decoder, shared, tally)
 

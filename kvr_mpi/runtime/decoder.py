@@ -42,8 +42,6 @@ class Decoder:
         each starts and delivers its own prompts, and all call `decode`. None: a rank decodes alone.
     compression : Compression or None
         Which keys and values are kept when a prompt is through.
-    slack : int
-        Room for tokens to be decoded, in a compressed cache.
     """
 
     def __init__(
@@ -56,9 +54,8 @@ class Decoder:
         decodes: bool,
         chain: Transport | None = None,
         compression: Compression | None = None,
-        slack: int = 0,
     ) -> None:
-        self._compression, self._slack = compression, slack
+        self._compression = compression
         self._batch, self._sink, self._stop, self._tally, self._decodes = batch, sink, stop, tally, decodes
         self._chain = chain
         self._wave = batch if isinstance(batch, HeadParallelWave) else None
@@ -130,7 +127,8 @@ class Decoder:
     def _compress(self, compression: Compression, request: PromptRequest, prefill: Prefill) -> bool:
         """Let a prompt's cache keep what the method chooses; say whether there was memory for that."""
         try:
-            prefill.retained = compression.compress(prefill.cache, request.prompt.text, slack=self._slack)
+            slack = request.document.new_tokens  # of a row, perhaps, and not the job's
+            prefill.retained = compression.compress(prefill.cache, request.prompt.text, slack=slack)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

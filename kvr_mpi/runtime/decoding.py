@@ -150,6 +150,5 @@ def _sharing_heads(context: WorkerContext, setup: JobSetup, chain: Transport) ->
         decodes=True,
         chain=chain,
         compression=setup.compression,
-        slack=generation.max_new_tokens,
     )
     return replace(context, decoder=decoder)

@@ -147,3 +147,16 @@ def test_no_memory_to_compress_is_one_documents_error(
             assert "allocate" in record.error
         else:
             assert record.token_ids == found["content"][name].token_ids
+
+
+def test_a_row_may_ask_for_more_new_tokens_than_the_job(job: Path, tmp_path: Path, run_here: Any) -> None:
+    """There is room for them in what its heads keep."""
+    body = {"model": "any", "prompt": TEXT * 6, "max_tokens": 20}
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "requests.jsonl").write_text(json.dumps(request))
+    job.write_text(job.read_text().replace("[prompt]", "").replace('template = "Summarise: {text} Summary:"', ""))
+    told = (f"documents.path={tmp_path / 'requests.jsonl'}", "documents.format=openai-batch")
+    done = run_here(1, [job, *with_settings(*SMALL, *told)])
+    assert done.returncode == 0, done.stderr
+    (found,) = read_run(tmp_path / "out")
+    assert found.compression and len(found.token_ids) == 20
