@@ -8,7 +8,7 @@ in each layer all wait for the rank with most to attend to (`placement.sync_effi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.transport.reduce import SMALL_BYTES
@@ -48,7 +48,8 @@ class DecodeCosts:
     hidden_bytes : of a token between layers.
     kept_token_bytes : keys and values of a token that all heads keep.
     link_latency_s, link_bytes_per_s : of the link between two ranks, one direction.
-    sum_s : a sum over the ranks of a chain, measured; None: from the link.
+    measured_s : a step of a wave without what it attends to, data-parallel and head-parallel, on the ranks themselves;
+        None: computed from the numbers above.
     """
 
     step_s: float
@@ -60,26 +61,29 @@ class DecodeCosts:
     kept_token_bytes: float
     link_latency_s: float
     link_bytes_per_s: float
-    sum_s: float | None = None
+    measured_s: tuple[float, float] | None = None
 
     def data_parallel_s(self, wave: Wave) -> float:
         """Time of a step in which each rank decodes its own documents: of the rank with most."""
         own = -(-wave.documents // wave.ranks)
-        return self.step_s + (own - 1) * self.row_s + own * wave.kept_tokens * self.kept_token_s
+        rows_s = self.step_s + (own - 1) * self.row_s if self.measured_s is None else self.measured_s[0]
+        return rows_s + own * wave.kept_tokens * self.kept_token_s
 
     def head_parallel_s(self, wave: Wave, efficiency: float) -> float:
         """Time of a step in which the ranks share heads, and of a step's part of sending them their keys and values."""
-        weights_s = max(self.floor_s, (self.step_s + (wave.documents - 1) * self.row_s) / wave.ranks)
+        rows_s = self._shared_rows_s(wave) if self.measured_s is None else self.measured_s[1]
         attention_s = wave.documents * wave.kept_tokens * self.kept_token_s / (wave.ranks * efficiency)
-        sums_s = (SUMS_OF_LAYER * self.layers + SUMS_OF_STEP) * self._sum_s(wave)
-        return weights_s + attention_s + sums_s + self._handing_over_s(wave) / max(1, wave.new_tokens)
+        return rows_s + attention_s + self._handing_over_s(wave) / max(1, wave.new_tokens)
+
+    def _shared_rows_s(self, wave: Wave) -> float:
+        """Time to multiply by a rank's part of the weights, and of the sums."""
+        weights_s = max(self.floor_s, (self.step_s + (wave.documents - 1) * self.row_s) / wave.ranks)
+        return weights_s + (SUMS_OF_LAYER * self.layers + SUMS_OF_STEP) * self._sum_s(wave)
 
     def _sum_s(self, wave: Wave) -> float:
         """Time of a sum over the ranks, as ``transport.reduce`` makes it."""
         if wave.ranks == 1:
             return 0.0
-        if self.sum_s is not None:
-            return self.sum_s
         size, messages = wave.documents * self.hidden_bytes, wave.ranks - 1
         if size <= SMALL_BYTES:  # to every other rank at once
             return self.link_latency_s + messages * size / self.link_bytes_per_s
@@ -150,8 +154,3 @@ def decode_costs_of(
         link_latency_s=costs.link_latency_s,
         link_bytes_per_s=costs.link_bytes_per_s,
     )
-
-
-def with_measured_sum(costs: DecodeCosts, sum_s: float) -> DecodeCosts:
-    """Take a sum's time from a measurement on the ranks themselves."""
-    return replace(costs, sum_s=sum_s)

@@ -6,14 +6,10 @@ before the first document, by rank 0 for all.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from statistics import median
 
-import torch
-
-from kvr_mpi.costs.decoding import DecodeChoice, Wave, choose_decoding, decode_costs_of, with_measured_sum
+from kvr_mpi.costs.decoding import DecodeChoice, Wave, choose_decoding, decode_costs_of
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.decode.head_parallel import HeadParallelBatch
 from kvr_mpi.decode.head_parallel_wave import HeadParallelWave
@@ -26,9 +22,8 @@ from kvr_mpi.runtime.rounds import Round
 from kvr_mpi.runtime.setup import JobSetup
 from kvr_mpi.runtime.worker import WorkerContext
 from kvr_mpi.transport import Transport, share_json
+from kvr_mpi.tuning.decode_probe import measure_decoding
 
-# A sum is timed so often.
-SUM_REPEATS = 30
 # Characters of a token, where nobody has counted: what is attended to weighs on both sides alike.
 CHARS_OF_TOKEN = 4
 NOT_TOGETHER = DecodeChoice("data-parallel", "the job asks for it")
@@ -60,11 +55,10 @@ def _choose(setup: JobSetup, part: Round, chain: Transport) -> DecodeChoice:
         return DecodeChoice(mode, "the job asks for it")
     assert setup.sharing is not None and setup.costs is not None, "what decides is opened and measured"
     wave = _usual_wave(setup, part)
-    dtype = setup.loaded.dtype
     hidden = setup.loaded.model.config.get_text_config().hidden_size
-    costs = decode_costs_of(setup.costs, hidden_bytes=hidden * dtype.itemsize)
-    row = torch.zeros(wave.documents, hidden, dtype=dtype, device=setup.loaded.device)
-    return choose_decoding(with_measured_sum(costs, _sum_seconds(chain, row)), wave, setup.sharing.efficiency(size))
+    costs = decode_costs_of(setup.costs, hidden_bytes=hidden * setup.loaded.dtype.itemsize)
+    measured = measure_decoding(setup.loaded, chain, wave.documents, setup.sharing.placing(chain.size))
+    return choose_decoding(replace(costs, measured_s=measured), wave, setup.sharing.efficiency(size))
 
 
 def _why_apart(chain_size: int) -> str:
@@ -94,19 +88,6 @@ def _usual_wave(setup: JobSetup, part: Round) -> Wave:
     each = (kept + new_tokens) * setup.loaded.shape.kv_bytes_per_token
     room = max(1, min(setup.free_bytes) * ranks // max(1, each))
     return Wave(min(documents, ranks * MAX_SEQUENCES, room), ranks, kept + new_tokens / 2, new_tokens)
-
-
-def _sum_seconds(chain: Transport, row: torch.Tensor) -> float:
-    """Time a sum over the chain's ranks, the middle one of some: it is waited for by whoever is disturbed least."""
-    times = []
-    for _ in range(SUM_REPEATS):
-        chain.barrier()
-        began = time.perf_counter()
-        chain.all_reduce(row)
-        if row.device.type == "cuda":
-            torch.cuda.synchronize(row.device)
-        times.append(time.perf_counter() - began)
-    return median(times)
 
 
 def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choice: DecodeChoice) -> WorkerContext:

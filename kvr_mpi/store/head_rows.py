@@ -14,7 +14,6 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 
@@ -77,13 +76,13 @@ def refuse_compressed(compression: str, name: str, what: str) -> None:
         )
 
 
-def write_head_rows(layer: h5py.Group, rows: HeadRows) -> None:
+def write_head_rows(layer: Any, rows: HeadRows) -> None:
     """Write which tokens a layer's heads keep."""
     write_dataset(layer, NAMES[0], np.asarray(rows.counts, np.int64))
     write_dataset(layer, NAMES[1], np.asarray(rows.positions, np.int32))
 
 
-def open_head_rows(layer: h5py.Group, shape: tuple[int, ...]) -> HeadRows | None:
+def open_head_rows(layer: Any, shape: tuple[int, ...]) -> HeadRows | None:
     """Read which tokens a layer's heads keep; None if they all keep the same.
 
     Parameters
