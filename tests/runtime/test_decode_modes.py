@@ -37,7 +37,7 @@ def tokens(records: dict[str, Record]) -> dict[str, tuple[int, ...]]:
     return {name: record.token_ids for name, record in records.items()}
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
 def test_shared_heads_give_the_answers_of_ranks_apart(answered: Any, ranks: int) -> None:
     wanted, _ = answered(1, *SMALL)
     found, log = answered(ranks, *SMALL, SHARED)
@@ -104,7 +104,7 @@ def test_a_run_goes_on_in_either_way(job: Path, tmp_path: Path, run_here: Any) -
     assert answers(tmp_path / "out") == answers(wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_heads_are_placed_by_a_profile_of_this_model(job: Path, tmp_path: Path, run_here: Any) -> None:
     profile = tmp_path / "heads.json"
     profile.write_text(json.dumps({"counts": [[20, 60], [30, 40], [90, 16]]}))
