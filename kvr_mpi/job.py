@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from kvr_mpi.compress.decode_settings import DecodeSettings
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.errors import ConfigError
@@ -201,6 +202,7 @@ class JobSpec(Section):
     questions: QuestionsSection | None = None
     generation: GenerationSection = GenerationSection()
     compress: CompressSettings | None = None
+    decode: DecodeSettings = DecodeSettings()
     parallel: ParallelSection = ParallelSection()
     output: OutputSettings
 

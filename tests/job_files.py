@@ -25,6 +25,7 @@ SECTIONS = (
     "questions",
     "generation",
     "compress",
+    "decode",
     "parallel",
     "output",
 )

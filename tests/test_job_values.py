@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from job_files import MINIMAL, refusal, write_job
+from job_files import MINIMAL, load, refusal, write_job
 
-from kvr_mpi.job import load_job, show_job
+from kvr_mpi.job import JobSpec, load_job, show_job
 
 
 @pytest.mark.parametrize(
@@ -164,3 +164,33 @@ def test_a_compression_reaches_all_ranks_as_it_was_read(tmp_path: Path, settings
     spec = load_job(write_job(tmp_path, COMPRESS), settings, {})[0]
     assert spec.compress is not None and spec.compress.budget == 512
     assert type(spec).model_validate_json(spec.model_dump_json()) == spec, "with all its defaults"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            ["decode.mode=tensor-parallel"],
+            "decode.mode = 'tensor-parallel': .*'data-parallel', 'head-parallel' or 'auto'",
+        ),
+        (["decode.copies=1"], "decode.copies is nothing that mode = 'data-parallel' reads"),
+        (["decode.placement=static"], "decode.placement is nothing that mode = 'data-parallel' reads"),
+        (["decode.mode=auto", "decode.copies=-1"], "decode.copies = -1: .*greater than or equal to 0"),
+        (
+            ["decode.mode=auto", "decode.placement=static", "decode.copies=1"],
+            "it copies no head; choose placement = 'eq",
+        ),
+        (["decode.mode=auto", "decode.placement=static", "decode.profile=a"], "heads are placed in order"),
+        (["decode.mode=auto", "decode.placement=random"], "'static', 'best-effort', 'equal' or 'proportional'"),
+        (["decode.copy=3"], "unknown key 'decode.copy': did you mean 'copies'"),
+    ],
+)
+def test_a_way_to_decode_that_makes_no_sense_is_refused(tmp_path: Path, settings: list[str], expected: str) -> None:
+    assert re.search(expected, refusal(write_job(tmp_path), *settings))
+
+
+def test_a_way_to_decode_reaches_all_ranks_as_it_was_read(tmp_path: Path) -> None:
+    spec = load(write_job(tmp_path), "decode.mode=head-parallel", "decode.copies=2", "decode.profile=heads.json")
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+    assert (spec.decode.placement, spec.decode.copies, spec.decode.profile) == ("proportional", 2, "heads.json")
+    assert load(write_job(tmp_path)).decode.mode == "data-parallel"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvr_mpi.errors import ConfigError, DataError
 from kvr_mpi.store.folder import Index, read_records
 from kvr_mpi.store.hdf5 import group_in
+from kvr_mpi.store.head_rows import refuse_compressed
 from kvr_mpi.store.kv import KeysValues, open_kv
 from kvr_mpi.store.outputs import STATUSES, Header, Record, open_file, read_record
 from kvr_mpi.store.run import wanted_documents
@@ -147,7 +148,7 @@ class Results:
         Raises
         ------
         ConfigError
-            If there is no such document or layer, or it was stored without keys and values.
+            If there is no such document or layer, or it was stored without keys and values, or with compressed ones.
         DataError
             If anything is not what was written.
         """
@@ -160,6 +161,7 @@ class Results:
                 raise DataError(
                     f"{place.file}: /documents/{place.key} is not the document {document_id!r} of the ledger"
                 )
+            refuse_compressed(kv.compression, document_id, "Results.kv()")
             there = {layer.number: layer for layer in kv.layers}
             if not there:
                 raise ConfigError(

@@ -41,19 +41,18 @@ def simulate_fairkv(profile: str, ranks: list[int], copies: int, budget: int, as
 
 
 def _rows(profile: HeadProfile, ranks: int, copies: int) -> list[dict[str, Any]]:
-    """Efficiencies of each placement; SHA first, where the heads can be divided so."""
+    """Efficiencies of each placement, SHA first."""
     import numpy as np
 
     from kvr_mpi.compress import placement as place
 
     ways: dict[str, Any] = {
+        "SHA": place.place_statically,
         "best effort": place.place_best_effort,
         "equal copies": partial(place.place_with_equal_copies, copies=copies),
         "in proportion": partial(place.place_in_proportion, copies=copies),
         "in proportion, exact": partial(place.place_in_proportion, copies=copies, exact=True),
     }
-    if profile.kv_heads % ranks == 0:
-        ways = {"SHA": place.place_statically, **ways}
     placed, took_ms = {}, {}
     for name, way in {**ways, "eq. 4 alone": None}.items():
         began = time.perf_counter()
@@ -70,7 +69,7 @@ def _rows(profile: HeadProfile, ranks: int, copies: int) -> list[dict[str, Any]]
                 "copies": max(layer.copies for layer in layers),
                 "e_sync": place.sync_efficiency(layers),
                 "e_total": place.total_efficiency(layers),
-                "ratio": place.load_ratio(layers, placed["SHA"]) if "SHA" in placed else None,
+                "ratio": place.load_ratio(layers, placed["SHA"]),
                 "memory": float(totals.max() / totals.mean()),
                 "layer_ms": took_ms[name],
             }

@@ -94,6 +94,7 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
                 "keys": list(layer.keys.shape),
                 "values": list(layer.values.shape),
                 "dtype": layer.keys.type_name,
+                **({} if layer.rows is None else {"head_rows": list(layer.rows.counts)}),
             }
             for layer in found.layers
         ]
@@ -106,7 +107,11 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
             click.echo(f"{name:21} {len(there)}, with --json" if there else "", nl=bool(there))
         elif name not in ("answer", "token_ids"):
             click.echo(f"{name:21} {printable(str(value))}")
-    if layers:
+    if found.compression:
+        rows = [layer.rows for layer in found.layers if layer.rows is not None]
+        mean = sum(len(one.positions) for one in rows) / sum(len(one.counts) for one in rows)
+        click.echo(f"{'kv':21} {len(layers)} layers, compressed: {mean:.0f} tokens of a KV head on average")
+    elif layers:
         first = layers[0]
         click.echo(f"{'kv':21} {len(layers)} layers, keys {first['keys']}, values {first['values']}, {first['dtype']}")
     click.echo(f"{'group':21} {file}:/documents/{key}")

@@ -51,6 +51,8 @@ def plan(
 
     A job runs as planned with parallel.ranks_per_chain = "auto"; there the costs are measured on its own ranks.
     """  # noqa: D301
+    from dataclasses import asdict
+
     from kvr_mpi.transport.mpi import launched_size
 
     made = read_and_plan(job, settings, ranks or (launched_size(os.environ) or ("", 0))[1], hardware, exact=exact)
@@ -58,7 +60,8 @@ def plan(
     nodes = allocation_of(made.spec, found.ranks, **node, hardware=hardware)
     if as_json:
         used, stored = nodes.used(found.makespan_s), _stored(made)[0]
-        told = {**_as_json(found, forecast), "nodes": nodes.nodes, **used, "stored": stored}
+        decoding = None if made.decoding is None else asdict(made.decoding)
+        told = {**_as_json(found, forecast), "nodes": nodes.nodes, **used, "stored": stored, "decoding": decoding}
         click.echo(json.dumps(told, indent=1))
         return
     click.echo(f"model      {outline.name} ({outline.shape.architecture}, {str(outline.dtype).removeprefix('torch.')})")
@@ -66,6 +69,8 @@ def plan(
     click.echo(f"corpus     {len(made.texts)} documents, {made.counted}\n")
     _print_rows(found, forecast, limit_rows)
     _print_summary(made)
+    if made.decoding is not None:
+        click.echo(str(made.decoding))
     click.echo(f"as planned it takes {nodes.hours(found.makespan_s)}, on {nodes.nodes} node(s)")
     for line in _stored(made)[1]:
         click.echo(line)
@@ -132,7 +137,7 @@ def _stored(made: PlannedJob) -> tuple[list[dict[str, Any]], list[str]]:
     from kvr_mpi.runtime.stored_size import stored_bytes_per_token
 
     output = made.spec.output
-    if not output.kv:
+    if not output.kv or made.spec.compress is not None:  # what is compressed is never prefilled again for speed
         return [], []
     speed = measure_reading(Path(output.path))
     size = stored_bytes_per_token(made.outline.shape, output.kv_dtype)

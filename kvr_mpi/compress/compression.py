@@ -208,14 +208,29 @@ def _profile_for(settings: CompressSettings, loaded: LoadedModel, layers: int, k
     profile = read_profile(
         Path(settings.profile), budget=2 * window, kv_heads=kv_heads, beta=settings.beta or HEADKV_BETA, window=window
     )
+    check_profile(f"compress.profile = {settings.profile!r}", profile, loaded, layers, kv_heads)
+    return profile
+
+
+def check_profile(name: str, profile: HeadProfile, loaded: LoadedModel, layers: int, kv_heads: int) -> None:
+    """Refuse the profile of another model.
+
+    Parameters
+    ----------
+    name : str
+        The setting and its value.
+
+    Raises
+    ------
+    ConfigError
+        If layers, heads or the model it was measured on differ.
+    """
     if (profile.layers, profile.kv_heads) != (layers, kv_heads):
         raise ConfigError(
-            f"compress.profile = {settings.profile!r} is of {profile.layers} layers of {profile.kv_heads} KV heads, "
-            f"and {loaded.shape.architecture} here has {layers} of {kv_heads}; make one with kvr profile-heads"
+            f"{name} is of {profile.layers} layers of {profile.kv_heads} KV heads, and {loaded.shape.architecture} "
+            f"here has {layers} of {kv_heads}; make one with kvr profile-heads"
         )
     if profile.model and profile.model != loaded.fingerprint:
         raise ConfigError(
-            f"compress.profile = {settings.profile!r} is of another model ({profile.source}) than {loaded.name}; make "
-            f"one with kvr profile-heads"
+            f"{name} is of another model ({profile.source}) than {loaded.name}; make one with kvr profile-heads"
         )
-    return profile

@@ -67,15 +67,11 @@ class LayerPlacement:
 def place_statically(loads: Sequence[float], ranks: int) -> LayerPlacement:
     """Give each rank as many heads, in order, whatever they keep: tensor parallelism's way (SHA).
 
-    Raises
-    ------
-    ConfigError
-        If the heads cannot be divided over the ranks.
+    Where the heads cannot be divided so, the first ranks have one more; of ranks beyond the heads the last have none.
     """
-    if len(loads) % ranks:
-        raise ConfigError(f"{len(loads)} KV heads cannot be divided over {ranks} ranks; SHA needs as many on each")
-    each = len(loads) // ranks
-    return LayerPlacement(ranks, tuple(Piece(head, head // each, float(load)) for head, load in enumerate(loads)))
+    parts = np.array_split(np.arange(len(loads)), ranks)
+    pieces = (Piece(int(head), rank, float(loads[head])) for rank, part in enumerate(parts) for head in part)
+    return LayerPlacement(ranks, tuple(pieces))
 
 
 def place_best_effort(loads: Sequence[float], ranks: int, *, exact: bool = False) -> LayerPlacement:

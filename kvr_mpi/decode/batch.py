@@ -129,9 +129,9 @@ class DecodeBatch(Generic[K]):
         begin = partial(_begin, rules, prompt_ids, prefill.logits)
         document = _Running(key, prefill, DecodeSequence(rules, prompt_ids, seed, prefill.logits.device))
         self._running.append(document)
-        if why := self._why_not_compressed(prefill, len(prompt_ids)) or self._why_not_as_asked(
-            own.n, rules, prompt_ids
-        ):
+        if why := self._why_not_compressed(
+            prefill, len(prompt_ids), document.writing.max_new_tokens
+        ) or self._why_not_as_asked(own.n, rules, prompt_ids):
             self._leave(document, why)
             return
         if own.score and (why := self._score(document, len(prompt_ids), own.score)):
@@ -179,9 +179,9 @@ class DecodeBatch(Generic[K]):
             return f"there is no memory to score its continuations: {str(error).splitlines()[0]}"
         return None
 
-    def _why_not_compressed(self, prefill: Prefill, tokens: int) -> str | None:
+    def _why_not_compressed(self, prefill: Prefill, tokens: int, new_tokens: int) -> str | None:
         """Say why an answer cannot go on from a compressed cache; None if it can, or nothing was dropped."""
-        most = tokens + self._rules.max_new_tokens
+        most = tokens + new_tokens
         if (
             prefill.is_plain
             or not prefill.cache.is_ragged
@@ -190,7 +190,7 @@ class DecodeBatch(Generic[K]):
         ):
             return None
         return (
-            f"a prompt of {tokens} tokens and an answer of up to {self._rules.max_new_tokens}: from {self._anew_at} "
+            f"a prompt of {tokens} tokens and an answer of up to {new_tokens}: from {self._anew_at} "
             f"tokens on this model's rotary embedding is another and all keys are computed anew, which those that "
             f"heads have dropped cannot be; keep all keys (no compression), or ask for fewer new tokens"
         )

@@ -20,19 +20,21 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from kvr_mpi.compress.placement import LayerPlacement, place_layers
+from kvr_mpi.compress.placement import LayerPlacement, Loads, place_layers
 from kvr_mpi.compress.rows import Owners, assign_rows
 from kvr_mpi.decode.batch import Finished
 from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams
 from kvr_mpi.decode.sharing import Part, SharedDocument, share_documents, tell_documents
+from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.attention import PartialAttention, merge_over_ranks
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.packed_row import Merge, PackedCache
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.tensor_parallel import share_model, why_not_shared
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.prefill.packed import decode_packed
+from kvr_mpi.prefill.packed import decode_packed, why_never_packed
 from kvr_mpi.transport import Transport
 
 K = TypeVar("K")
@@ -47,12 +49,14 @@ class Prefilled(Generic[K]):
 
     key : comes back in `Finished`.
     seed : for sampling.
+    own : settings of the document, where they are not the job's.
     """
 
     key: K
     prefill: Prefill
     prompt_ids: Sequence[int]
     seed: int = 0
+    own: OwnGeneration = AS_THE_JOB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +97,8 @@ class HeadParallelBatch(Generic[K]):
     max_new_tokens : int
     place : callable
         Places one layer's heads by their loads, such as `placement.place_in_proportion`.
+    loads : array, optional
+        What heads are placed by (layers, kv_heads); by default what the documents' heads keep.
 
     Attributes
     ----------
@@ -116,16 +122,16 @@ class HeadParallelBatch(Generic[K]):
         stop: Sequence[str],
         max_new_tokens: int,
         place: Place,
+        loads: Loads | None = None,
     ) -> None:
-        if why := why_not_shared(loaded):
+        if why := why_not_head_parallel(loaded):
             raise ModelError(
                 f"{loaded.shape.architecture}: {why}, so its heads cannot be shared out over ranks; let each rank "
                 f"decode the documents it prefilled (data-parallel)"
             )
-        self._loaded, self._ranks, self._place = loaded, ranks, place
+        self._loaded, self._ranks, self._place, self._loads = loaded, ranks, place, loads
         self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
-        # The likeliest token is told in two numbers; whatever else chooses needs all logits in one place.
-        self._is_greedy = not config.do_sample and not self._rules.processors(1, loaded.device)
+        self._is_greedy = False  # until documents are here: all of them take the likeliest token
         self._shared_model = loaded
         self._running: list[_Running[K]] = []
         self._finished: list[Finished[K]] = []
@@ -138,6 +144,11 @@ class HeadParallelBatch(Generic[K]):
     def running(self) -> int:
         """Documents under way on all ranks."""
         return len(self._running)
+
+    @property
+    def keys(self) -> list[K]:
+        """Keys of this rank's documents among them."""
+        return [each.writing.document.key for each in self._running if each.writing is not None]
 
     @property
     def held_bytes(self) -> int:
@@ -158,12 +169,12 @@ class HeadParallelBatch(Generic[K]):
         assert not self._running, "weights are shared out for the documents of one call"
         begun = [self._begin(document) for document in documents]
         mine = [writing for writing in begun if writing.sequence.finish_reason is None]
-        tokens = [writing.sequence.token_ids for writing in mine]
         shared = tell_documents(
             self._ranks,
             [writing.document.prefill.cache for writing in mine],
-            [written[-1] for written in tokens],
-            [self._rules.max_new_tokens - len(written) for written in tokens],
+            [writing.sequence.token_ids[-1] for writing in mine],
+            [writing.sequence.room for writing in mine],
+            [writing.sequence.is_greedy for writing in mine],
         )
         if shared:
             self._share_out(shared, mine)
@@ -193,7 +204,9 @@ class HeadParallelBatch(Generic[K]):
         logits = document.prefill.logits
         assert logits is not None, "only the decode rank of a chain can decode"
         assert not document.prefill.is_plain, "plain transformers' cache is not taken apart"
-        writing = DecodeSequence(self._rules, document.prompt_ids, document.seed, logits.device)
+        own = replace(document.own, seed=None)
+        rules = self._rules if own == AS_THE_JOB else self._rules.adapted(own)
+        writing = DecodeSequence(rules, document.prompt_ids, document.seed, logits.device)
         if writing.finish_reason is None:
             writing.write(int(writing.choose(logits)))
         return _Writing(document, writing)
@@ -202,7 +215,10 @@ class HeadParallelBatch(Generic[K]):
         """Place the heads by what they keep, and give every rank its own."""
         ranks = self._ranks
         self.counts = np.array([document.counts for document in shared], dtype=np.int64).swapaxes(0, 1)
-        placed = place_layers(self.counts.sum(1).astype(np.float64), ranks.size, self._place)
+        # The likeliest token is told in two numbers; whatever else chooses needs all logits in one place.
+        self._is_greedy = all(document.is_greedy for document in shared)
+        loads = self.counts.sum(1).astype(np.float64) if self._loads is None else self._loads
+        placed = place_layers(loads, ranks.size, self._place)
         self.owners = [assign_rows(layer, counts) for layer, counts in zip(placed, self.counts, strict=True)]
         if len(shared) == 1 and ranks.size > 1:
             caches = self._divide_tokens(shared[0], mine)
@@ -302,6 +318,14 @@ class HeadParallelBatch(Generic[K]):
     def _share(self) -> tuple[int, int]:
         """First and last token, not included, of this rank's share of the vocabulary."""
         return share_of(self._loaded.model.lm_head.out_features, self._ranks.rank, self._ranks.size)
+
+
+def why_not_head_parallel(loaded: LoadedModel) -> str | None:
+    """Say why a model's documents cannot be decoded by ranks that share its heads; None if they can."""
+    why = why_not_shared(loaded) or why_never_packed(loaded)
+    if why is None and begins_anew_at(loaded.model) is not None:
+        why = "its rotary embedding has it compute the whole cache anew at some length"
+    return why
 
 
 def share_of(count: int, rank: int, size: int) -> tuple[int, int]:

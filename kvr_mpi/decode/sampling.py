@@ -190,6 +190,16 @@ class DecodeSequence:
         return self._rules.max_new_tokens
 
     @property
+    def room(self) -> int:
+        """Tokens it may still have."""
+        return self._rules.max_new_tokens - len(self.token_ids)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always the next one."""
+        return self._generator is None and not self._processors
+
+    @property
     def ids(self) -> torch.Tensor:
         """Prompt and answer so far (tokens,)."""
         return self._ids[0, : self._prompt_tokens + len(self.token_ids)]

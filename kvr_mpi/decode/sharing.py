@@ -6,6 +6,7 @@ values layer by layer; the whole cache is forgotten when they are sent.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,6 +36,7 @@ class SharedDocument:
     tokens : its length.
     slack : tokens that may still be appended.
     last_token : written last.
+    is_greedy : whether the likeliest token is always the next one.
     counts : keys that are held of it, by layer and KV head.
     """
 
@@ -42,23 +44,33 @@ class SharedDocument:
     tokens: int
     slack: int
     last_token: int
+    is_greedy: bool
     counts: tuple[tuple[int, ...], ...]
 
 
 def tell_documents(
-    ranks: Transport, caches: Sequence[SliceCache], last_tokens: Sequence[int], slacks: Sequence[int]
+    ranks: Transport,
+    caches: Sequence[SliceCache],
+    last_tokens: Sequence[int],
+    slacks: Sequence[int],
+    greedy: Sequence[bool],
 ) -> list[SharedDocument]:
-    """Tell all ranks of this rank's documents; those of all ranks, in the same order everywhere."""
+    """Tell all ranks of this rank's documents; those of all ranks, in the same order everywhere.
+
+    Ranks take turns in it, so that each gives away about as much as it is given.
+    """
     mine = [
-        [cache.length, slack, token, [layer.head_counts for layer in cache.layers]]
-        for cache, slack, token in zip(caches, slacks, last_tokens, strict=True)
+        [cache.length, slack, token, is_greedy, [layer.head_counts for layer in cache.layers]]
+        for cache, slack, token, is_greedy in zip(caches, slacks, last_tokens, greedy, strict=True)
     ]
     everyone = share_json(ranks, gather_json(ranks, mine))
-    return [
-        SharedDocument(home, tokens, slack, token, tuple(map(tuple, counts)))
-        for home, documents in enumerate(everyone)
-        for tokens, slack, token, counts in documents
-    ]
+    shared = []
+    for turn in itertools.zip_longest(*everyone):
+        for home, told in enumerate(turn):
+            if told is not None:
+                tokens, slack, token, is_greedy, counts = told
+                shared.append(SharedDocument(home, tokens, slack, token, is_greedy, tuple(map(tuple, counts))))
+    return shared
 
 
 def share_documents(

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.buffers import LayerBuffers, make_flat
 from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layer import SliceLayer
+from kvr_mpi.kv.layout import UniformLayout
 from kvr_mpi.kv.observation import Observation
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.ragged import RaggedLayout, check_retained, elements_needed
@@ -260,8 +261,8 @@ class SliceCache(Cache):
         self.buffers.clear()
         self.capacity = length + slack
 
-    def adopt(self, layouts: Sequence[RaggedLayout], length: int, slack: int) -> None:
-        """Hold some heads of a document of so many tokens, which another rank has prefilled."""
+    def adopt(self, layouts: Sequence[RaggedLayout | UniformLayout], length: int, slack: int) -> None:
+        """Hold what is kept of a document of so many tokens, or some heads of it, prefilled elsewhere or before."""
         assert not self.prefilling
         for layer, layout in zip(self.layers, layouts, strict=True):
             layer.layout, layer.length = layout, length
@@ -315,19 +316,14 @@ def _make_layer(cache: SliceCache, layer_idx: int, shape: LayerShape) -> Any:
 def layer_kv(cache: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Keys and values a cache holds of one layer, each (tokens, kv_heads, head_dim), or None if it holds none.
 
-    A layer with a window or chunks may hold only its last tokens.
-
-    Raises
-    ------
-    ConfigError
-        If heads keep tokens of their own: there are none that all of them hold.
+    A layer with a window or chunks may hold only its last tokens. Where each head keeps its own tokens they are of
+    (rows, 1, head_dim), one head after the other: `layer_positions` says whose.
     """
     layer = cache.layers[layer_idx]
     if getattr(layer, "is_ragged", False):
-        raise ConfigError(
-            f"layer {layer_idx}: its KV heads keep different tokens, and keys and values are stored by token, for all "
-            f"heads: compressed ones are not stored; leave out either compression or output.kv"
-        )
+        heads = [layer.head(head) for head in range(layer.shape.num_kv_heads)]
+        keys, values = (torch.cat(each).unsqueeze(1) for each in zip(*heads, strict=True))
+        return keys, values
     if isinstance(layer, SliceLayer):
         keys, values = layer.rows(cache.exchange.first_held(layer.shape.visibility), layer.length)
         return keys[0].transpose(0, 1), values[0].transpose(0, 1)
@@ -335,3 +331,9 @@ def layer_kv(cache: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | 
     if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in held):
         return None
     return held[0][0].transpose(0, 1), held[1][0].transpose(0, 1)
+
+
+def layer_positions(cache: Any, layer_idx: int) -> list[torch.Tensor] | None:
+    """Positions (tokens,) that each KV head of a layer keeps; None if all of them keep the same."""
+    layer = cache.layers[layer_idx]
+    return layer.positions if getattr(layer, "is_ragged", False) else None

@@ -191,6 +191,13 @@ class SliceLayer(CacheLayerMixin):
             return [count + self.length - self.layout.origin for count in self.layout.kept]
         return [self.length] * self.shape.num_kv_heads
 
+    @property
+    def positions(self) -> list[torch.Tensor]:
+        """Whose keys each KV head holds, (tokens,) int32 on the host, where heads keep tokens of their own."""
+        assert isinstance(self.layout, RaggedLayout) and self.layout.positions is not None, "this rank has dropped some"
+        decoded = torch.arange(self.layout.origin, self.length, dtype=torch.int32)
+        return [torch.cat([kept, decoded]) for kept in self.layout.positions]
+
     def head(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that a KV head holds, as views (tokens, dim)."""
         if isinstance(self.layout, RaggedLayout):
@@ -238,6 +245,7 @@ class SliceLayer(CacheLayerMixin):
                 own_keys, own_values = ragged.head_rows(head, self.length)
                 torch.index_select(keys[0, head], 0, positions.to(keys.device), out=own_keys)
                 torch.index_select(values[0, head], 0, positions.to(keys.device), out=own_values)
+            ragged.positions = [positions.to("cpu", torch.int32) for positions in retained]
             self.layout = ragged
         self.segments = None  # they hold the buffer, too
 

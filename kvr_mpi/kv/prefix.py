@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+# Reads of a layer each KV head's keys and values (tokens, dim); None if the layer keeps none.
+ReadHeads = Callable[[int], "Sequence[tuple[torch.Tensor, torch.Tensor]] | None"]
 ReadRows = Callable[[int, int, int], "torch.Tensor | None"]
 
 
@@ -23,12 +25,18 @@ class SharedPrefix:
         By layer, those of layers that keep states (bytes,), as messages hold them.
     read : callable or None
         Of what is stored: reads of a layer the rows from a token to another, or gives None if it keeps none.
+    heads : callable or None
+        Of what compression has left: reads a layer's heads, each with tokens of its own; `layers` is empty then.
+    compression : str
+        And by which method and settings.
     """
 
     ids: tuple[int, ...]
     layers: Sequence[torch.Tensor | None]
     states: Mapping[int, torch.Tensor] = field(default_factory=dict)
     read: ReadRows | None = None
+    heads: ReadHeads | None = None
+    compression: str = ""
 
     @property
     def tokens(self) -> int:

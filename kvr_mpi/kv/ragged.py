@@ -67,6 +67,11 @@ class RaggedLayout:
         Which heads of the layer are held, ascending; by default all.
     appends : bool
         Whether tokens to come are kept here; else another rank has room for them, and `write` does nothing.
+
+    Attributes
+    ----------
+    positions : list of Tensor or None
+        Which tokens of the prompt each head held keeps, (tokens,) int32 on the host; None where that is not known.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class RaggedLayout:
         self.kept, self.slack, self.origin, self.shape = tuple(kept), slack, origin, shape
         capacities = [count + slack for count in kept]
         rows = sum(capacities)
+        self.positions: list[torch.Tensor] | None = None
         self.flat, cut = flat, rows * shape.key_dim
         self._keys = flat[:cut].view(rows, shape.key_dim)
         self._values = flat[cut : cut + rows * shape.value_dim].view(rows, shape.value_dim)

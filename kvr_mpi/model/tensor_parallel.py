@@ -18,6 +18,7 @@ import torch
 
 from kvr_mpi.model.load import LoadedModel
 from kvr_mpi.model.prepacked import prepack_weights, prepacked_bytes, unpacked, use_prepacked
+from kvr_mpi.model.shape import ModelShape
 
 PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
@@ -38,21 +39,28 @@ Reduce = Callable[[torch.Tensor], None]
 def why_not_shared(loaded: LoadedModel) -> str | None:
     """Say why a model's heads cannot be shared out over ranks; None if they can."""
     model, shape = loaded.model, loaded.shape
-    text = model.config.get_text_config()
-    plan = getattr(text, "base_model_tp_plan", None) or {}
-    more = {name.rpartition(".")[2] for name in plan.keys() - PLAN.keys()}
-    if any(plan.get(name) != way for name, way in PLAN.items()) or not more <= set(NORMS):
-        return f"transformers' plan for {shape.architecture} is not that of Llama and its kin"
+    if why := why_not_by_config(model.config, shape):
+        return why
     if dict(getattr(model, "_tp_plan", None) or {}).get("lm_head") != HEAD_PLAN["lm_head"]:
         return "its vocabulary cannot be divided as Llama's"
     if not loaded.attends_in_parts or not model._supports_attention_backend:
         return "its attention cannot be taken over"
-    seen = {str(layer.visibility) for layer in shape.layers if layer.visibility.size is not None}
-    if seen or shape.has_states or not all(layer.elements for layer in shape.layers):
-        return f"not all its layers see all tokens ({', '.join(sorted(seen)) or 'some keep no keys and values'})"
+    text = model.config.get_text_config()
     for idx, layer in enumerate(model.model.layers):
         if why := _why_not_layer(layer, text):
             return f"layer {idx}: {why}"
+    return None
+
+
+def why_not_by_config(config: Any, shape: ModelShape) -> str | None:
+    """Say so as far as it shows without weights."""
+    plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+    more = {name.rpartition(".")[2] for name in plan.keys() - PLAN.keys()}
+    if any(plan.get(name) != way for name, way in PLAN.items()) or not more <= set(NORMS):
+        return f"transformers' plan for {shape.architecture} is not that of Llama and its kin"
+    seen = {str(layer.visibility) for layer in shape.layers if layer.visibility.size is not None}
+    if seen or shape.has_states or not all(layer.elements for layer in shape.layers):
+        return f"not all its layers see all tokens ({', '.join(sorted(seen)) or 'some keep no keys and values'})"
     return None
 
 
@@ -131,6 +139,22 @@ def share_model(
         twin.lm_head = _share_of_outputs(twin.lm_head, rank, size)
         _prepack_like(twin, model)
     return twin  # type: ignore[no-any-return]
+
+
+def twin_bytes(loaded: LoadedModel) -> int:
+    """Memory that a rank's twin takes at most beside the model: weights that do not lie together, or are packed anew.
+
+    A twin of two ranks; more ranks take less. Of attention a rank may compute all heads.
+    """
+    layers = loaded.model.model.layers
+    attention = sum(_bytes_of(layer.self_attn) for layer in layers)
+    if not prepacked_bytes(loaded.model):
+        return attention
+    return attention + (sum(_bytes_of(layer.mlp) for layer in layers) + _bytes_of(loaded.model.lm_head)) // 2
+
+
+def _bytes_of(module: torch.nn.Module) -> int:
+    return sum(weight.nbytes for weight in module.parameters())
 
 
 def _keep_heads(attention: Any, heads: Sequence[int], reduce: Reduce) -> None:

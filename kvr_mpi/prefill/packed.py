@@ -18,6 +18,7 @@ from kvr_mpi.kv.transfers import Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.after_compressed import prefill_after_compressed
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
 from kvr_mpi.prefill.relay import Relay
@@ -57,6 +58,9 @@ def prefill_packed(
     """
     assert window is None or len(prompts) == 1, "prompts that are observed run one by one"
     reserves = [reserve_tokens] * len(prompts) if isinstance(reserve_tokens, int) else reserve_tokens
+    if prefix is not None and prefix.heads is not None:
+        pairs = zip(prompts, reserves, strict=True)
+        return [prefill_after_compressed(loaded, ids, prefix, reserve) for ids, reserve in pairs]
     if len(prompts) == 1 or why_never_packed(loaded):
         options: dict[str, Any] = {"prefix": prefix, "spares_chain": True, "window": window}
         return [

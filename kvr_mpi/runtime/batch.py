@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.decode.shares_batch import SharesBatch
 from kvr_mpi.documents import Corpus, scan_corpus
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, ConfigError, CorpusError, exit_line
 from kvr_mpi.job import JobSpec
@@ -25,10 +24,11 @@ from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
+from kvr_mpi.runtime.decoding import choose_modes, with_decoder
 from kvr_mpi.runtime.inputs import prompts_of, row_format
 from kvr_mpi.runtime.preflight import choose_chain_size
 from kvr_mpi.runtime.rates import Say
-from kvr_mpi.runtime.requests import PromptRequest, error_record
+from kvr_mpi.runtime.requests import error_record
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
 from kvr_mpi.runtime.setup import JobSetup, Machine, prepare
@@ -145,20 +145,8 @@ def open_context(
         tally,
         decodes=new_tokens > 0,
         compression=setup.compression,
-        slack=new_tokens,
     )
     return WorkerContext(source, sink, decoder, shared, tally)
-
-
-def _sharing(context: WorkerContext, setup: JobSetup, chain: Transport) -> WorkerContext:
-    """Let a chain decode together: keys and values stay spread over its ranks."""
-    generation = setup.spec.generation
-    new_tokens = generation.max_new_tokens
-    batch = SharesBatch[PromptRequest](
-        setup.loaded, setup.generation, stop=generation.stop, max_new_tokens=new_tokens, chain=chain
-    )
-    decoder = Decoder(batch, context.sink, context.stop, context.tally, decodes=new_tokens > 0, chain=chain)
-    return replace(context, decoder=decoder)
 
 
 @contextmanager
@@ -183,14 +171,15 @@ def work_through(
     # All of them before any work: making chains waits for all ranks.
     chains = [ranks.split(part.topology.group_of(ranks.rank)) for part in shares.rounds]
     for chain in chains:  # its ring is closed by a link that no longer chain has
-        warm_up(chain, setup.loaded.device, every_pair=setup.spec.is_spread)
+        warm_up(chain, setup.loaded.device, every_pair=setup.decodes_together)
+    choices = choose_modes(setup, ranks, shares.rounds, chains, say)
     first_slot = FIRST_LIST
-    for part, chain in zip(shares.rounds, chains, strict=True):
+    for part, chain, choice in zip(shares.rounds, chains, choices, strict=True):
         own = part.topology.chain_of(ranks.rank)
         if own is not None:
             queue = WorkQueue(part.lists, part.works, own, counters, first_slot)
             runner = ChainRunner(setup, chain, part.topology.ranks_of(own), say)
-            ChainWorker(runner, queue, _sharing(context, setup, chain) if runner.is_spread else context).run()
+            ChainWorker(runner, queue, with_decoder(context, setup, chain, choice)).run()
         first_slot += len(part.lists)
     context.decoder.decode()
 

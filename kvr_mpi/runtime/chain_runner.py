@@ -100,7 +100,8 @@ class ChainRunner:
         shared = self._plan_shared(request, decode_rank)
         if shared is not None:
             return shared
-        if self._goes_alone(prompt.tokens - known, None if window is None else window[0] - known):
+        is_compressed = prefix is not None and prefix.heads is not None  # one rank has what each head kept
+        if is_compressed or self._goes_alone(prompt.tokens - known, None if window is None else window[0] - known):
             return PlannedPrompt(prompt, prefix, decode_rank, KVR, None, new_tokens)
         if self._is_stored(prefix):
             partition = share_out_stored(known, prompt.tokens, self.chain.size)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from kvr_mpi.compress.compression import Compression
 from kvr_mpi.decode.batch import DecodeBatch, Finished
+from kvr_mpi.decode.head_parallel_wave import HeadParallelWave
 from kvr_mpi.decode.shares_batch import SharesBatch
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -28,7 +29,7 @@ class Decoder:
 
     Parameters
     ----------
-    batch : DecodeBatch or SharesBatch
+    batch : DecodeBatch, SharesBatch or HeadParallelWave
     sink : ResultSink
     stop : SharedStop
     tally : Tally
@@ -36,17 +37,16 @@ class Decoder:
     decodes : bool
         Whether there is anything to decode after the first logits.
     chain : Transport or None
-        The ranks that decode together, because keys and values stay spread over them: all make the same calls, and
-        the one with a prompt's last share delivers its answer. None: a rank decodes alone.
+        The ranks that decode together. Where keys and values stay spread over them (SharesBatch) all make the same
+        calls, and the one with a prompt's last share delivers its answer; where they share heads (HeadParallelWave)
+        each starts and delivers its own prompts, and all call `decode`. None: a rank decodes alone.
     compression : Compression or None
         Which keys and values are kept when a prompt is through.
-    slack : int
-        Room for tokens to be decoded, in a compressed cache.
     """
 
     def __init__(
         self,
-        batch: DecodeBatch[PromptRequest] | SharesBatch[PromptRequest],
+        batch: DecodeBatch[PromptRequest] | SharesBatch[PromptRequest] | HeadParallelWave[PromptRequest],
         sink: ResultSink,
         stop: SharedStop,
         tally: Tally,
@@ -54,11 +54,12 @@ class Decoder:
         decodes: bool,
         chain: Transport | None = None,
         compression: Compression | None = None,
-        slack: int = 0,
     ) -> None:
-        self._compression, self._slack = compression, slack
+        self._compression = compression
         self._batch, self._sink, self._stop, self._tally, self._decodes = batch, sink, stop, tally, decodes
         self._chain = chain
+        self._wave = batch if isinstance(batch, HeadParallelWave) else None
+        self._spread_over = None if self._wave is not None else chain
         self._outcomes: list[tuple[str, PromptOutcome]] = []
 
     @property
@@ -66,16 +67,21 @@ class Decoder:
         """Answers under way."""
         return self._batch.running
 
+    @property
+    def shares_heads(self) -> bool:
+        """Whether all ranks of the chain decode each rank's prompts, from the end of a wave's prefill on."""
+        return self._wave is not None
+
     def held(self, bytes_of: Callable[[PromptRequest], int]) -> Held:
         """Say what this rank holds."""
-        size = 1 if self._chain is None else self._chain.size
+        size = 1 if self._spread_over is None else self._spread_over.size
         return Held(self._batch.running, sum(-(-bytes_of(key) // size) for key in self._batch.keys))
 
     def start(self, request: PromptRequest, prefill: Prefill, seed: int) -> None:
         """Take in a prompt after its prefill."""
         self._stop.announce()
-        if self._chain is not None:  # only the rank with the last slice knows whether all came through
-            error = share_json(self._chain, prefill.error, prefill.last)
+        if self._spread_over is not None:  # only the rank with the last slice knows whether all came through
+            error = share_json(self._spread_over, prefill.error, prefill.last)
             prefill = prefill if error is None else replace(prefill, error=error, share=None)
         if prefill.error is not None:
             if self._delivers(prefill):
@@ -94,6 +100,11 @@ class Decoder:
     def decode(self, leave: int = 0) -> None:
         """Decode until no more than so many answers are under way, or the time is over."""
         began = time.monotonic()
+        if self._wave is not None:
+            if self._is_over():  # what waits is not the same on all ranks
+                return
+            for finished in self._wave.begin():
+                self._deliver(finished)
         while self._batch.running > leave and not self._is_over():
             self._step()
             self._stop.announce()
@@ -106,7 +117,7 @@ class Decoder:
 
     def _delivers(self, prefill: Prefill) -> bool:
         """Whether what becomes of a prompt is told by this rank."""
-        return self._chain is None or self._chain.rank == prefill.last
+        return self._spread_over is None or self._spread_over.rank == prefill.last
 
     def _is_over(self) -> bool:
         """Whether there is no time left; ranks that decode together have to see it at once."""
@@ -116,7 +127,8 @@ class Decoder:
     def _compress(self, compression: Compression, request: PromptRequest, prefill: Prefill) -> bool:
         """Let a prompt's cache keep what the method chooses; say whether there was memory for that."""
         try:
-            prefill.retained = compression.compress(prefill.cache, request.prompt.text, slack=self._slack)
+            slack = request.document.new_tokens  # of a row, perhaps, and not the job's
+            prefill.retained = compression.compress(prefill.cache, request.prompt.text, slack=slack)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from kvr_mpi.costs.decoding import DecodeChoice, Wave, choose_decoding, decode_costs_of
+from kvr_mpi.decode.batch import MAX_SEQUENCES
+from kvr_mpi.decode.placing import placement_of
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.documents.templates import check_system
 from kvr_mpi.documents.token_counts import Counted, count_corpus
@@ -13,6 +16,8 @@ from kvr_mpi.errors import ConfigError, CorpusError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import Outline, load_outline
 from kvr_mpi.model.adapter import with_adapter
+from kvr_mpi.model.tensor_parallel import why_not_by_config
+from kvr_mpi.runtime.decode_checks import why_not_combined
 from kvr_mpi.runtime.inputs import parse_templates, row_format
 from kvr_mpi.runtime.setup import Machine
 from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of
@@ -40,6 +45,11 @@ class PlannedJob:
         if self.spec.parallel.strategy == "single":
             return self.schedule.data_parallel_s
         return dict(self.schedule.fixed_s).get(self.schedule.ranks if wanted == "all" else int(wanted))
+
+    @property
+    def decoding(self) -> DecodeChoice | None:
+        """How the longest chains would decode, where the job leaves that open."""
+        return _choose_decoding(self) if self.spec.decode.mode == "auto" else None
 
 
 def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, *, exact: bool = False) -> PlannedJob:
@@ -101,3 +111,27 @@ def _count(spec: JobSpec, tokenizer: Any, exact: bool) -> Counted:
         of = "" if wanted.shard is None else f" of the share {wanted.shard}"
         raise CorpusError(f"documents.path {wanted.path}: the files hold no document{of}; expected at least one")
     return counted
+
+
+def _choose_decoding(made: PlannedJob) -> DecodeChoice:
+    """Forecast how the longest chains of a job would decode."""
+    spec, forecast, shape = made.spec, made.forecast, made.outline.shape
+    wanted, all_ranks = spec.parallel.ranks_per_chain, made.schedule.ranks
+    lengths = {place.ranks for place in made.schedule.placements}
+    ranks = max(lengths, default=1) if spec.parallel.planned else all_ranks if wanted == "all" else int(wanted)
+    if why := why_not_combined(spec) or why_not_by_config(made.outline.config, shape):
+        return DecodeChoice("data-parallel", why)
+    texts = [tokens for _, tokens in made.texts]
+    tokens = min(forecast.frame.max_tokens, sum(texts) // len(texts))
+    kept = tokens if spec.compress is None else spec.compress.kept_of(tokens)
+    documents = min(-(-len(texts) // max(1, all_ranks // ranks)), ranks * MAX_SEQUENCES)
+    wave = Wave(documents, ranks, kept + forecast.new_tokens / 2, forecast.new_tokens)
+    hidden = made.outline.config.get_text_config().hidden_size
+    costs = decode_costs_of(
+        forecast.costs,
+        hidden_bytes=hidden * made.outline.dtype.itemsize,
+        step_s=forecast.step_s,
+        floor_s=forecast.launch_s,
+        kept_token_s=forecast.step_token_s,
+    )
+    return choose_decoding(costs, wave, placement_of(spec.decode, shape).efficiency(ranks))

@@ -20,6 +20,7 @@ from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, Outpu
 from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
 from kvr_mpi.model.adapter import check_adapter
+from kvr_mpi.runtime.decode_checks import check_decode
 from kvr_mpi.runtime.inputs import check_answers, check_format, check_prompts, check_schema, templates_of
 from kvr_mpi.store.folder import check_fresh
 from kvr_mpi.topology import divides
@@ -99,6 +100,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         partial(choose_chain_size, spec, ranks),
         partial(_check_table, spec, ranks),
         partial(_check_compress, spec),
+        partial(_check_decode, spec, ranks),
         *(partial(_check_template, spec, key, template) for key, template in templates_of(spec).items()),
         partial(check_format, spec),
         partial(check_prompts, spec),
@@ -146,8 +148,11 @@ def _check_compress(spec: JobSpec) -> None:
             f"{method}: strategy = 'single' decodes from transformers' own cache, which is not compressed; choose "
             f"parallel.strategy = 'kvr', which runs on one rank, too"
         )
-    if spec.output.kv:
-        raise ConfigError(f"{method}: output.kv = true stores whole keys and values; leave one of the two out")
+    if spec.output.kv == "sharded":
+        raise ConfigError(
+            f"{method}: output.kv = 'sharded' stores what each rank of a chain has, and heads choose among all tokens "
+            f"on one rank; choose output.kv = true, or leave one of the two out"
+        )
     if spec.questions is not None or spec.documents.reuse is not None:
         key = "[questions]" if spec.questions is not None else "documents.reuse"
         raise ConfigError(
@@ -164,6 +169,12 @@ def _check_compress(spec: JobSpec) -> None:
             f"compress.profile = {spec.compress.profile!r}: no such file; make one with kvr profile-heads, or name "
             f"published scores of this model's heads"
         )
+
+
+def _check_decode(spec: JobSpec, ranks: int) -> None:
+    """Look at [decode] for the longest chain there may be; what is wrong with the chains is said of them."""
+    wanted = spec.parallel.ranks_per_chain
+    check_decode(spec, min(wanted, ranks) if isinstance(wanted, int) else ranks)
 
 
 def _check_model(model: ModelSection, offline: bool) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
+import torch
+
 from kvr_mpi.documents.prompts import Prompt
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.cache import layer_kv, layer_positions
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.slots import Slot
+from kvr_mpi.store.head_rows import HeadRows
 from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.store.parts import part_record
@@ -56,11 +60,7 @@ class ResultSink:
         if self._keeps_kv and prefill.share is not None:
             self._writer.write(record, *_stored_share(prefill.share, record, prompt))
         elif self._keeps_kv:
-            layers = [layer_kv(prefill.cache, layer) for layer in range(len(prefill.cache.layers))]
-            ids = (*prompt.ids, *record.token_ids)  # of the answer's last token there are none
-            ids = ids[: max((len(layer[0]) for layer in layers if layer is not None), default=0)]
-            whole = all(layer is None or len(layer[0]) == len(ids) for layer in layers)
-            self._writer.write(record, layers, CachedTokens(ids, prompt.text) if whole else None)
+            self._writer.write(record, *_stored_cache(prefill, record, prompt))
         else:
             self._writer.write(record)
         self._tell(record, work)
@@ -81,6 +81,25 @@ class ResultSink:
         done = self._counters.add(Slot.DONE) + 1
         worked = self._counters.add(Slot.WORK, work) + work
         self._progress.document(record, done, worked, self._counters.read()[Slot.PREFILLED])
+
+
+def _stored_cache(
+    prefill: Prefill, record: Record, prompt: Prompt
+) -> tuple[list[KeysValues | None], CachedTokens | None]:
+    """Say what is stored of a cache: keys and values, and whose they are, if of all tokens or chosen by a method."""
+    cache, numbers = prefill.cache, range(len(prefill.cache.layers))
+    layers = [layer_kv(cache, layer) for layer in numbers]
+    ids = (*prompt.ids, *record.token_ids)  # of the answer's last token there are none
+    if prefill.retained is not None:
+        kept = {layer: heads for layer in numbers if (heads := layer_positions(cache, layer)) is not None}
+        rows = {
+            layer: HeadRows(tuple(map(len, heads)), torch.cat(heads).numpy().astype(np.int32))
+            for layer, heads in kept.items()
+        }
+        return layers, CachedTokens(ids[: cache.length], prompt.text, 0, prefill.retained.method, rows)
+    ids = ids[: max((len(layer[0]) for layer in layers if layer is not None), default=0)]
+    whole = all(layer is None or len(layer[0]) == len(ids) for layer in layers)
+    return layers, CachedTokens(ids, prompt.text) if whole else None
 
 
 def _stored_share(share: Share, record: Record, prompt: Prompt) -> tuple[list[KeysValues | None], CachedTokens]:

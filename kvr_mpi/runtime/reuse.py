@@ -88,7 +88,7 @@ def scan_beginnings(path: str) -> StoredBeginnings:
                     kv = open_whole_kv(group_in(documents, place.key))
                 except DataError:
                     continue  # not used; `kvr inspect` says what is wrong with it
-                if kv.tokens is not None:
+                if kv.tokens is not None and not kv.compression:  # compressed, another prompt would go on from less
                     for each in hash_blocks(kv.tokens.ids):
                         found.hashes.setdefault(each, len(found.documents))
                     found.documents.append((number, place.key))

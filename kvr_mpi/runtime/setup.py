@@ -21,6 +21,7 @@ from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.grammar import Grammars
+from kvr_mpi.decode.placing import HeadSharing, open_sharing
 from kvr_mpi.decode.sampling import ends_of, make_generation_config
 from kvr_mpi.decode.shares_batch import check_shareable
 from kvr_mpi.documents.conversations import check_has_chat_template
@@ -33,11 +34,13 @@ from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.prepacked import prepacked_bytes
 from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.model.tensor_parallel import twin_bytes
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
 from kvr_mpi.prefill.registry import AUTO, Strategy, candidates
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.runtime.asking import frame_questions
+from kvr_mpi.runtime.decode_checks import why_not_combined
 from kvr_mpi.runtime.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.runtime.inputs import passed_columns, prompts_of
 from kvr_mpi.runtime.loading import load_on_all, staged_model
@@ -86,6 +89,7 @@ class JobSetup:
     table : if the job names one.
     beginnings : of stored prompts, if the job is to go on from them.
     compression : which keys and values are kept for decoding; None: all.
+    sharing : how chains may share heads out to decode, or why not; None if the job does not ask.
     """
 
     spec: JobSpec
@@ -105,6 +109,12 @@ class JobSetup:
     table: Table | None
     beginnings: StoredBeginnings | None = None
     compression: Compression | None = None
+    sharing: HeadSharing | str | None = None
+
+    @property
+    def decodes_together(self) -> bool:
+        """Whether all ranks of a chain may talk to each other while they decode."""
+        return self.spec.is_spread or isinstance(self.sharing, HeadSharing)
 
     @property
     def prompt_config(self) -> PromptConfig:
@@ -224,6 +234,7 @@ def prepare(
     why_alone = None if plain else together(world, partial(why_not_packed, loaded))
     if why_alone is not None:
         say(f"documents are decoded one by one: {why_alone}")
+    sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_combined(spec) or why_alone))
     weights = _hash_weights(spec, machine, world, say)
     question_frames = together(world, partial(_question_frames, spec, loaded, weights, say))
     frames = _repeated_frames(spec, frame, reduce_frame, question_frames)
@@ -232,11 +243,12 @@ def prepare(
     prefixes = together(world, partial(_compute_prefixes, loaded, frames))
     footprint = None if plain else _footprint_of(loaded)
     free_bytes: list[int] = share_json(
-        world, gather_json(world, _free_bytes(spec, loaded, ranks_on_device(world, loaded.device)))
+        world, gather_json(world, _free_bytes(spec, loaded, ranks_on_device(world, loaded.device), sharing))
     )
     costs = None
     are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
-    if world.size > 1 and (spec.parallel.planned or are_chosen):
+    is_decoding_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
+    if world.size > 1 and (spec.parallel.planned or are_chosen or is_decoding_chosen):
         costs = costs_of(loaded, world, say)
     rates = rates_of(spec, loaded, world, chain, costs, say)
     if rates:
@@ -260,6 +272,7 @@ def prepare(
         table=table_of(spec, loaded, world, chain, say),
         beginnings=None if spec.documents.reuse is None else find_beginnings(spec, loaded, weights, world, say),
         compression=compression,
+        sharing=sharing,
     )
 
 
@@ -385,8 +398,9 @@ def _footprint_of(loaded: LoadedModel) -> Footprint:
     return footprint_of(loaded.model.config, loaded.dtype, on_gpu=on_gpu, in_parts=loaded.attends_in_parts)
 
 
-def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int) -> int:
-    """Bytes this rank may take for prompts: most of what it has left."""
+def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int, sharing: HeadSharing | str | None) -> int:
+    """Bytes this rank may take for prompts: most of what it has left, less a part of the model that shares heads."""
     if spec.parallel.memory_gib is not None:
         return int(spec.parallel.memory_gib * GIB)
-    return int(MEMORY_SHARE * free_bytes(loaded.device, sharers))
+    twin = twin_bytes(loaded) if isinstance(sharing, HeadSharing) else 0
+    return max(0, int(MEMORY_SHARE * free_bytes(loaded.device, sharers)) - twin)

@@ -22,7 +22,7 @@ from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.runtime.requests import DocumentRequest
 from kvr_mpi.runtime.setup import JobSetup
-from kvr_mpi.runtime.stored_prefix import StoredPrompt, open_prompt, prefix_of
+from kvr_mpi.runtime.stored_prefix import StoredPrompt, compressed_prefix_of, open_prompt, prefix_of
 from kvr_mpi.schedule.plan import duration
 from kvr_mpi.store.folder import DamagedFile, Index
 from kvr_mpi.store.hdf5 import group_in
@@ -43,6 +43,7 @@ class StoredDocument:
     bytes : of keys and values, all of them.
     prefill_s : seconds that one rank would take to prefill it; 0 if that is not known.
     error_of_8_bits : largest of its layers', if it is stored in 8 bits (`arrays.EightBit`).
+    compression : by which method and settings its heads have dropped tokens; empty: they hold all.
     """
 
     id: str
@@ -53,6 +54,7 @@ class StoredDocument:
     sha256: str = ""
     error: str | None = None
     error_of_8_bits: float = 0.0
+    compression: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,11 @@ class StoredCorpus:
                 f"some are stored in 8 bits, and not exact: keys and values are off by up to {rounded:.1%} (root mean "
                 f"square), so answers may differ from a fresh prefill's"
             )
+        if methods := [one.compression for one in loaded if one.compression]:
+            lines.append(
+                f"{len(methods)} document(s) are compressed ({'; '.join(sorted(set(methods)))}), and "
+                f"answered from what is left, however fast a prefill would be; --reuse never prefills them whole"
+            )
         if len(loaded) < len(good):
             lines.append(f"{len(good) - len(loaded)} document(s) are prefilled again: that is faster, or asked for")
         return lines
@@ -130,7 +137,7 @@ def scan_stored(spec: JobSpec, *, cold: bool = False) -> StoredCorpus:
             f"{', '.join(spec.documents.path)}, such as {', '.join(map(repr, index.ids()[:3]))}"
         )
     done = [name for name in wanted if name in lost or index.places[name].is_done][: spec.documents.limit]
-    documents = tuple(lost[name] if name in lost else _look(index, name) for name in done)
+    documents = tuple(lost[name] if name in lost else _look(index, name, is_sharded=questions.sharded) for name in done)
     if all(one.error is not None for one in documents):
         why = f": {documents[0].error}" if documents else ""
         raise (DataError if lost else CorpusError)(
@@ -143,7 +150,13 @@ def scan_stored(spec: JobSpec, *, cold: bool = False) -> StoredCorpus:
     found = StoredCorpus(Corpus((), ()), documents, [], speed, len(wanted) - len(done))
     loads = [
         questions.reuse != "never"
-        and (questions.reuse == "always" or not one.prefill_s or found.load_s(one) < one.prefill_s)
+        and (
+            questions.reuse == "always"
+            or not one.prefill_s
+            # Else the answer would depend on how fast this machine is.
+            or bool(one.compression)
+            or found.load_s(one) < one.prefill_s
+        )
         for one in documents
     ]
     return StoredCorpus(_corpus(documents, questions.ask, loads), documents, loads, speed, found.left_out)
@@ -195,16 +208,26 @@ class StoredSource:
             self._open = None
             path = Path(self.corpus.files[entry.file].path)
             stored = open_prompt(path, key_of(document_id))
-            prefix = None
-            if self._loads[entry.place] and not self._recomputes:
-                prefix = prefix_of(stored.ids[: stored.text[1]], self._setup.loaded, lambda: stored, path)
+            prefix = self._prefix_of(stored, path) if self._loads[entry.place] else None
             self._open = stored, prefix
         if _seal(self._open[0].kv.seal(), self._ask[name]) != entry.sha256:
             raise DocumentError(f"{document_id}: its stored keys and values have changed since the batch began")
         return self._open
 
+    def _prefix_of(self, stored: StoredPrompt, path: Path) -> SharedPrefix | None:
+        """Make a prefix of a stored document's text; None if it has to be prefilled again."""
+        ids, loaded, compression = stored.ids[: stored.text[1]], self._setup.loaded, stored.kv.compression
+        if not compression:
+            return None if self._recomputes else prefix_of(ids, loaded, lambda: stored, path)
+        if self._recomputes:
+            raise DocumentError(
+                f"{stored.record.id}: what is stored of it is compressed ({compression}), and its keys depend on how "
+                f"the prompt goes on, so they would have to be computed anew: --reuse never prefills it whole"
+            )
+        return compressed_prefix_of(ids, loaded, lambda: stored, path, compression)
 
-def _look(index: Index, name: str) -> StoredDocument:
+
+def _look(index: Index, name: str, *, is_sharded: bool) -> StoredDocument:
     """Find out what is stored of a document; nothing of its keys and values is read."""
     file = index.places[name].file
     try:
@@ -222,11 +245,15 @@ def _look(index: Index, name: str) -> StoredDocument:
         why = f"its text was too long and was asked in {record.parts - 1} parts: what is stored is of their answers"
     elif kv.tokens is None:
         why = "its stored keys and values do not say whose they are, or are not of all tokens; prefill it again"
+    elif kv.compression and is_sharded:
+        why = f"it is compressed ({kv.compression}) and so asked on one rank; leave --sharded out"
     if why is not None or kv.tokens is None:
         return StoredDocument(name, file, error=f"{name} cannot be asked: {why}")
     rate = record.prefill_tokens_per_s / max(1, len(record.slices) - 1)
     tokens = kv.tokens.text[1]
-    return StoredDocument(name, file, tokens, size, tokens / rate if rate > 0 else 0.0, seal, None, rounded)
+    return StoredDocument(
+        name, file, tokens, size, tokens / rate if rate > 0 else 0.0, seal, None, rounded, kv.compression
+    )
 
 
 def _lost(name: str, damaged: DamagedFile) -> StoredDocument:

@@ -14,7 +14,7 @@ from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.store.hdf5 import explained, group_in, hold_open
-from kvr_mpi.store.kv import StoredKV, open_whole_kv
+from kvr_mpi.store.kv import StoredKV, StoredLayer, open_whole_kv
 from kvr_mpi.store.outputs import Record, read_record
 
 
@@ -69,14 +69,10 @@ def prefix_of(
     path : Path
         Its file, for messages.
     """
-    opened: list[StoredPrompt] = []
+    open_layer = _opening(ids, loaded, open_stored)
 
     def read(number: int, first: int, last: int) -> torch.Tensor | None:
-        if not opened:
-            stored = open_stored()
-            _check(stored, ids, loaded)
-            opened.append(stored)
-        layer = next((one for one in opened[0].kv.layers if one.number == number), None)
+        layer = open_layer(number)
         if layer is None:
             return None
         with explained(path):
@@ -85,6 +81,48 @@ def prefix_of(
 
     layers = LoadedLayers(len(loaded.shape.layers), lambda number: read(number, 0, len(ids)))
     return SharedPrefix(tuple(ids), layers, read=read)
+
+
+def compressed_prefix_of(
+    ids: Sequence[int], loaded: LoadedModel, open_stored: Callable[[], StoredPrompt], path: Path, compression: str
+) -> SharedPrefix:
+    """Make a prefix of what compression has left, as `prefix_of`: of each head the rows of these tokens."""
+    open_layer = _opening(ids, loaded, open_stored)
+
+    def read(number: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        layer = open_layer(number)
+        if layer is None:
+            return None
+        with explained(path):
+            if layer.rows is None:
+                keys, values = layer.read(0, len(ids))
+                return list(zip(keys.unbind(1), values.unbind(1), strict=True))
+            keys, values = layer.read()
+        bounds = layer.rows.bounds_before(len(ids))
+        if any(first == last for first, last in bounds):
+            raise DataError(
+                f"{path}: a head of layer {number} keeps none of the first {len(ids)} tokens, up to the end of the "
+                f"text: its method chose the question's; compress with observes = 'document' what is to be asked again"
+            )
+        return [(keys[first:last, 0], values[first:last, 0]) for first, last in bounds]
+
+    return SharedPrefix(tuple(ids), (), heads=read, compression=compression)
+
+
+def _opening(
+    ids: Sequence[int], loaded: LoadedModel, open_stored: Callable[[], StoredPrompt]
+) -> Callable[[int], StoredLayer | None]:
+    """Find layers of a stored prompt, which is opened and looked at when the first is asked for."""
+    opened: list[StoredPrompt] = []
+
+    def open_layer(number: int) -> StoredLayer | None:
+        if not opened:
+            stored = open_stored()
+            _check(stored, ids, loaded)
+            opened.append(stored)
+        return next((one for one in opened[0].kv.layers if one.number == number), None)
+
+    return open_layer
 
 
 def _check(stored: StoredPrompt, ids: Sequence[int], loaded: LoadedModel) -> None:
@@ -99,7 +137,14 @@ def _check(stored: StoredPrompt, ids: Sequence[int], loaded: LoadedModel) -> Non
             continue
         layer, heads = found.get(number), shape.num_kv_heads
         has = None if layer is None else (layer.keys.shape, layer.values.shape, layer.keys.type_name)
-        if has != ((tokens, heads, shape.key_dim), (tokens, heads, shape.value_dim), dtype):
+        rows = None if layer is None else layer.rows
+        if rows is not None:  # which has looked at the number of its rows
+            of_one = sum(rows.counts), 1
+            is_right = has == ((*of_one, shape.key_dim), (*of_one, shape.value_dim), dtype)
+            is_right &= len(rows.counts) == heads
+        else:
+            is_right = has == ((tokens, heads, shape.key_dim), (tokens, heads, shape.value_dim), dtype)
+        if not is_right:
             raise DataError(
                 f"{name}: layer {number} has keys and values {has}; this model's are of {heads} heads, "
                 f"{shape.key_dim} and {shape.value_dim} elements, {dtype}"

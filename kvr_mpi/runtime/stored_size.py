@@ -41,7 +41,9 @@ def estimate_stored_bytes(setup: JobSetup, corpus: Corpus, todo: Sequence[int]) 
         return 0
     frame, new = setup.frame, setup.spec.generation.max_new_tokens
     around = len(frame.head) + len(frame.tail) + new
-    each = (min(corpus.entries[number].chars * tokens / chars, frame.text_budget) + around for number in good)
+    each = [int(min(corpus.entries[number].chars * tokens / chars, frame.text_budget)) + around for number in good]
+    if setup.spec.compress is not None:  # of the layers that are compressed; those with windows keep all they have
+        each = [min(count, setup.spec.compress.kept_of(count) + around) for count in each]
     return int(sum(each) * stored_bytes_per_token(setup.loaded.shape, setup.spec.output.kv_dtype))
 
 

@@ -96,7 +96,7 @@ class ChainWorker:
     def run(self) -> None:
         """Work until no document is left to prefill, or none is to be begun.
 
-        What a rank holds alone then is decoded later; what is spread over the chain, at once.
+        What a rank holds alone then is decoded later; what the chain decodes together, at once.
         """
         self._exchange_outcomes()
         while self._has_work and not self._is_over():
@@ -105,8 +105,8 @@ class ChainWorker:
             if self._has_work:
                 self._decode_wave()
                 self._exchange_outcomes()
-        if self._runner.is_spread:  # with these ranks, or never
-            self._context.decoder.decode()
+        if self._runner.is_spread or self._context.decoder.shares_heads:  # with these ranks, or never
+            self._decode_together()
         if self._forwarder is not None:
             self._forwarder.close()
 
@@ -240,8 +240,18 @@ class ChainWorker:
     def _decode_wave(self) -> None:
         """Decode what this rank holds; leave some of it for the next wave, if prompts wait for that."""
         decoder = self._context.decoder
+        if decoder.shares_heads:
+            self._decode_together()
+            return
         few = max(0, decoder.running - 1) if self._chain.size == 1 else decoder.running // 4
         decoder.decode(leave=few if self._has_documents or self._scheduler.has_waiting else 0)
+
+    def _decode_together(self) -> None:
+        """Decode what the chain holds, to the end; the links are free for it when all segments are through."""
+        if self._forwarder is not None:
+            self._forwarder.settle()
+        self._chain.barrier()
+        self._context.decoder.decode()
 
     def _exchange_outcomes(self) -> None:
         """Tell each other what is held and what was answered."""

@@ -72,6 +72,7 @@ class Forecast:
     new_tokens : of an answer, at most.
     step_s, step_token_s : decoding a token, and for each token before it.
     row_s : decoding a token more in the same step, for another document.
+    launch_s : of a step, launching its kernels, where that is known apart.
     load : documents for each rank; with many, they are decoded together, and by all ranks of a chain.
     peak_bytes : most memory (tokens, ranks) takes on any rank; None if unknown.
     memory_bytes : what each rank has; None if unknown.
@@ -87,6 +88,7 @@ class Forecast:
     step_s: float
     step_token_s: float
     row_s: float = 0.0
+    launch_s: float = 0.0
     load: float = 0.0
     plain: bool = False
     peak_bytes: Callable[[int, int], float] | None = None
@@ -217,6 +219,7 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
     forecast = replace(
         forecast,
         step_s=max(forecast.step_s, work.weight_bytes / profile.memory_bytes_per_s),
+        launch_s=work.layers * forecast.costs.launch_floor_s,
         step_token_s=outline.shape.kv_bytes_per_token / profile.memory_bytes_per_s,
     )
     if forecast.plain:  # plain transformers' memory is not predicted

@@ -11,6 +11,8 @@
     kv/layer_000/digests          XXH3 (64 bits) of every block of tokens of keys and values (int64, blocks x 2), with
                                   their scales
 
+What compression has left has rows of its own for each head: see ``head_rows``.
+
 HDF5 checks its own checksums at 2 GB/s, which would be most of the time that loading takes; XXH3 costs a tenth of it.
 Everything but keys and values themselves goes into one hash, which the record's own checksum covers.
 """
@@ -20,8 +22,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -39,6 +41,7 @@ from kvr_mpi.store.hdf5 import (
     write_attribute,
     write_dataset,
 )
+from kvr_mpi.store.head_rows import NAMES, HeadRows, open_head_rows, write_head_rows
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +52,7 @@ Contents = tuple["torch.Tensor | EightBit", "torch.Tensor | EightBit"]
 BLOCK_TOKENS = 256
 LAYER_NAME = re.compile(r"layer_[0-9]{3,}", re.ASCII)
 KINDS = ("keys", "values")
-MEMBERS = {*KINDS, *(kind + SCALES for kind in KINDS), "digests"}
+MEMBERS = {*KINDS, *(kind + SCALES for kind in KINDS), "digests", *NAMES}
 # Keys and values hardly shrink: more than this many times the file's size is a bomb.
 MAX_INFLATION = 64
 
@@ -61,11 +64,15 @@ class CachedTokens:
     ids : the tokens, prompt first and then what is held of the answer.
     text : bounds of the document's text among them.
     first : the first of them whose keys and values are stored here; those before it are elsewhere (see ``parts``).
+    compression : by which method and settings heads have dropped some; empty: they hold all.
+    rows : then, of each layer that is compressed, which each head keeps.
     """
 
     ids: Sequence[int]
     text: tuple[int, int]
     first: int = 0
+    compression: str = ""
+    rows: Mapping[int, HeadRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,7 @@ class StoredLayer:
     """One layer's keys and values in a file that is open.
 
     digests : of blocks of `block_tokens` (blocks, 2); None if HDF5 has checksums of its own (before version 3).
+    rows : whose its rows are, if each head keeps its own tokens; then what is said of tokens below is of rows.
     """
 
     number: int
@@ -80,6 +88,7 @@ class StoredLayer:
     values: StoredArray
     digests: Any = None
     block_tokens: int = BLOCK_TOKENS
+    rows: HeadRows | None = None
 
     @property
     def tokens(self) -> int:
@@ -158,6 +167,11 @@ class StoredKV:
         return 0 if self.tokens is None else self.tokens.first
 
     @property
+    def compression(self) -> str:
+        """By which method and settings heads have dropped tokens; empty: they hold all."""
+        return "" if self.tokens is None else self.tokens.compression
+
+    @property
     def bytes(self) -> int:
         """Of all layers."""
         return sum(layer.bytes for layer in self.layers)
@@ -208,7 +222,10 @@ def write_kv(group: h5py.Group, layers: Iterable[Contents | None], tokens: Cache
                 digests[block, column] = digest_of([each[rows] for each in bits])
         write_dataset(place, "digests", digests)
         keys, values = (open_array(place, kind) for kind in KINDS)
-        found.append(StoredLayer(number, keys, values, digests))
+        kept = None if tokens is None else tokens.rows.get(number)
+        if kept is not None:
+            write_head_rows(place, kept)
+        found.append(StoredLayer(number, keys, values, digests, rows=kept))
     if kv is None:
         return 0, ""
     write_attribute(kv, "block_tokens", BLOCK_TOKENS)
@@ -218,6 +235,8 @@ def write_kv(group: h5py.Group, layers: Iterable[Contents | None], tokens: Cache
         write_attribute(kv, "text_stop", tokens.text[1])
         if tokens.first:
             write_attribute(kv, "first_token", tokens.first)
+        if tokens.compression:
+            write_attribute(kv, "compression", tokens.compression)
     stored = StoredKV(tuple(found), tokens)
     return stored.bytes, stored.seal()
 
@@ -273,7 +292,7 @@ def strange_members(group: h5py.Group) -> set[str]:
     if "kv" not in group:
         return set()
     kv = group_in(group, "kv")
-    strange = attribute_names(kv) - {"block_tokens", "text_start", "text_stop", "first_token"}
+    strange = attribute_names(kv) - {"block_tokens", "text_start", "text_stop", "first_token", "compression"}
     for name in kv:
         if LAYER_NAME.fullmatch(name):
             layer = group_in(kv, name)
@@ -285,7 +304,19 @@ def strange_members(group: h5py.Group) -> set[str]:
 
 def _open(kv: h5py.Group) -> StoredKV:
     layers = tuple(sorted(_layers(kv), key=lambda layer: layer.number))
-    return StoredKV(layers, _read_tokens(kv, max((layer.tokens for layer in layers), default=0)))
+    rows = {layer.number: layer.rows for layer in layers if layer.rows is not None}
+    longest = max((layer.tokens for layer in layers if layer.rows is None), default=0)
+    longest = max([longest, *(1 + int(each.positions.max()) for each in rows.values())])
+    tokens = _read_tokens(kv, longest)
+    compression = read_attribute(kv, "compression", str) if "compression" in attribute_names(kv) else ""
+    if bool(compression) != bool(rows) or (rows and (tokens is None or tokens.first or longest != len(tokens.ids))):
+        raise DataError(
+            f"{where(kv)} says {compression or 'no compression'!r}, has {len(rows)} layer(s) whose heads keep "
+            f"tokens of their own, up to token {longest}: that does not go together"
+        )
+    if tokens is not None and rows:
+        tokens = replace(tokens, compression=compression, rows=rows)
+    return StoredKV(layers, tokens)
 
 
 def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
@@ -309,7 +340,8 @@ def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
             raise DataError(
                 f"{where(layer)}: keys {keys.shape}, values {values.shape}, digests {digests.shape} do not go together"
             )
-        yield StoredLayer(int(name.removeprefix("layer_")), keys, values, digests[()], block)
+        rows = open_head_rows(layer, keys.shape)
+        yield StoredLayer(int(name.removeprefix("layer_")), keys, values, digests[()], block, rows)
 
 
 def _read_tokens(kv: h5py.Group, longest: int) -> CachedTokens | None:
@@ -330,9 +362,13 @@ def _facts(layer: StoredLayer) -> list[Any]:
     digests = None if layer.digests is None else np.asarray(layer.digests).tolist()
     keys, values = layer.keys.facts(), layer.values.facts()
     shapes, types = [keys[0], values[0]], [keys[1], values[1]]
-    return [layer.number, shapes, types, layer.block_tokens, digests, *keys[2:], *values[2:]]
+    rows = [] if layer.rows is None else layer.rows.facts()
+    return [layer.number, shapes, types, layer.block_tokens, digests, *keys[2:], *values[2:], *rows]
 
 
 def _seal(tokens: CachedTokens | None, layers: Iterable[list[Any]]) -> str:
-    known = None if tokens is None else [list(tokens.ids), list(tokens.text), *([tokens.first] if tokens.first else [])]
+    known: list[Any] | None = None
+    if tokens is not None:
+        known = [list(tokens.ids), list(tokens.text), *([tokens.first] if tokens.first else [])]
+        known += [tokens.compression] if tokens.compression else []
     return hashlib.sha256(json.dumps([known, list(layers)]).encode()).hexdigest()

@@ -21,6 +21,7 @@ from kvr_mpi.documents.files import check_document
 from kvr_mpi.errors import DataError, MissingError, OutputError
 from kvr_mpi.store.folder import Index
 from kvr_mpi.store.hdf5 import create_hdf5, group_in
+from kvr_mpi.store.head_rows import refuse_compressed
 from kvr_mpi.store.kv import CachedTokens, KeysValues, open_whole_kv
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.merge import part_of
@@ -55,6 +56,8 @@ def export_kv(index: Index, ids: Iterable[str], folder: Path, *, overwrite: bool
     ------
     DataError
         If something is not what was written; the files before it are complete.
+    ConfigError
+        If keys and values of one are compressed.
     OutputError
         If a file cannot be written, or is there already.
     """
@@ -66,6 +69,7 @@ def export_kv(index: Index, ids: Iterable[str], folder: Path, *, overwrite: bool
         with open_file(place.file) as stored:
             group = group_in(group_in(stored, "documents"), place.key)
             record, kv, header = read_record(group), open_whole_kv(group), read_header(stored)
+            refuse_compressed(kv.compression, name, "kvr export --kv")
             tensors = dict(_tensors(kv.layers))
         if not tensors:
             continue

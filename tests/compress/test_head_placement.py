@@ -123,8 +123,8 @@ def test_ranks_are_renamed_so_that_all_hold_as_much() -> None:
 def test_static_placement_is_tensor_parallelism() -> None:
     found = place_statically([1, 2, 3, 4], 2)
     assert [piece.rank for piece in found.pieces] == [0, 0, 1, 1] and found.loads.tolist() == [3, 7]
-    with pytest.raises(ConfigError, match="cannot be divided over 3 ranks"):
-        place_statically([1, 2, 3, 4], 3)
+    assert place_statically([1, 2, 3, 4], 3).loads.tolist() == [3, 3, 4], "the first ranks have one more"
+    assert place_statically([5, 7], 3).loads.tolist() == [5, 7, 0], "a rank without a head"
     with pytest.raises(ConfigError, match="copies = -1"):
         place_in_proportion([1, 2], 2, -1)
 

@@ -71,7 +71,7 @@ def test_simulate_places_a_profile(tmp_path: Path, run_kvr: Any) -> None:
     scores_file(tmp_path / "heads.json", layers=8, heads=32)
     code, out, err = run_kvr("simulate", "--fairkv", tmp_path / "heads.json", "--ranks", "3,4")
     assert code == EXIT_OK and err == "" and "in proportion, exact" in out and "not a speed-up" in out
-    assert out.count("SHA ") == 2, "eight heads do not go on three ranks; its name, and the column's"
+    assert out.count("SHA ") == 3, "on three ranks, too, the first with one head more; and in the column's name"
     code, out, _ = run_kvr("simulate", "--fairkv", tmp_path / "heads.json", "--ranks", "4", "--json", "--copies", "3")
     rows = {row["placement"]: row for row in json.loads(out)["rows"]}
     assert rows["in proportion"]["e_sync"] == pytest.approx(1, abs=1e-3) and rows["SHA"]["ratio"] == 1

@@ -25,6 +25,7 @@ from kvr_mpi.compress.placement import (
     Piece,
     place_best_effort,
     place_in_proportion,
+    place_statically,
     place_with_equal_copies,
 )
 from kvr_mpi.compress.rows import assign_rows, rank_loads
@@ -146,6 +147,7 @@ def texts(answers: dict[int, Any]) -> dict[int, tuple[Any, str]]:
 
 
 PLACES: dict[str, Any] = {
+    "static": place_statically,  # of three heads on two and four ranks, too
     "best-effort": place_best_effort,
     "equal-copies": lambda loads, ranks: place_with_equal_copies(loads, ranks, ranks),
     "in-proportion": lambda loads, ranks: place_in_proportion(loads, ranks, ranks - 1),

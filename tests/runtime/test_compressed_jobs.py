@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from constants import Kvr
 from made_jobs import TEXT, answers, last_line, with_settings
 
+from kvr_mpi.compress.registry import METHODS, Method, Parameters, _evenly
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
 
@@ -112,3 +115,48 @@ def test_a_profile_is_known_by_what_it_says(job: Path, tmp_path: Path, run_here:
     profile.write_text(json.dumps({"counts": [[20, 60]]}))
     other = run_here(1, [job, "--overwrite", *with_settings(*settings, limit)])
     assert other.returncode != 0 and "is of 1 layers of 2 KV heads" in other.stderr
+
+
+@pytest.mark.parametrize("mode", ["data-parallel", pytest.param("head-parallel", marks=pytest.mark.long)])
+def test_no_memory_to_compress_is_one_documents_error(
+    job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """A method that asks for more than any machine has, of torch or of numpy, for two of the documents."""
+
+    def demanding(scores: torch.Tensor, each: int, parameters: Parameters) -> torch.Tensor:
+        if scores.shape[1] > 250:
+            torch.empty(1 << 58)
+        elif scores.shape[1] > 180:
+            np.empty(1 << 58)
+        return torch.full((len(scores),), each, device=scores.device)
+
+    about = ("window", "kernel")
+    monkeypatch.setitem(METHODS, "demanding", Method("demanding", "", "", _evenly, about, compete=demanding))
+    monkeypatch.setitem(METHODS, "content", Method("content", "", "", _evenly, about))
+    found = {}
+    for method in ("demanding", "content"):
+        settings = (f"compress.method={method}", *SMALL[1:], f"decode.mode={mode}", f"output.path={tmp_path / method}")
+        done = run_here(2, [job, *with_settings(*settings)])
+        assert done.returncode == (65 if method == "demanding" else 0), done.stderr
+        found[method] = {record.id: record for record in read_run(tmp_path / method)}
+    failed = {name for name, record in found["demanding"].items() if record.status == "error"}
+    assert failed == {"doc-3.txt", "doc-4.txt"}
+    for name, record in found["demanding"].items():
+        if name in failed:
+            assert record.error.startswith("there is no memory to compress its keys and values: ") and not record.answer
+            assert "allocate" in record.error
+        else:
+            assert record.token_ids == found["content"][name].token_ids
+
+
+def test_a_row_may_ask_for_more_new_tokens_than_the_job(job: Path, tmp_path: Path, run_here: Any) -> None:
+    """There is room for them in what its heads keep."""
+    body = {"model": "any", "prompt": TEXT * 6, "max_tokens": 20}
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "requests.jsonl").write_text(json.dumps(request))
+    job.write_text(job.read_text().replace("[prompt]", "").replace('template = "Summarise: {text} Summary:"', ""))
+    told = (f"documents.path={tmp_path / 'requests.jsonl'}", "documents.format=openai-batch")
+    done = run_here(1, [job, *with_settings(*SMALL, *told)])
+    assert done.returncode == 0, done.stderr
+    (found,) = read_run(tmp_path / "out")
+    assert found.compression and len(found.token_ids) == 20

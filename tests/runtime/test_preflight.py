@@ -194,7 +194,7 @@ def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -
     ("setting", "expected"),
     [
         ("parallel.strategy=single", "strategy = 'single' decodes from transformers' own cache"),
-        ("output.kv=true", "output.kv = true stores whole keys and values"),
+        ("output.kv=sharded", "output.kv = 'sharded' stores what each rank of a chain has"),
         ("documents.reuse=runs/before", "documents.reuse goes on from stored keys"),
         ("questions.ask=['Who?']", r"\[questions\] goes on from stored keys"),
         ("compress.profile=nowhere.json", "compress.profile = 'nowhere.json': no such file"),
@@ -203,6 +203,23 @@ def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -
 def test_compression_is_refused_beside_what_would_ignore_it(job: Path, setting: str, expected: str) -> None:
     method = "headkv" if "profile" in setting else "snapkv"
     assert re.search(expected, refusal(job, f"compress.method={method}", "compress.budget=512", setting))
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("parallel.strategy=single", "strategy = 'single' decodes from transformers' own cache"),
+        ("output.kv=true", "output.kv = true stores what one rank holds.* or choose mode = 'auto'"),
+        ("output.kv=sharded", "with output.kv = 'sharded' ranks decode together already"),
+        ("questions.sharded=true", "with questions.sharded ranks decode together already"),
+        ("decode.copies=3", r"decode.copies = 3 is more than the 2 rank\(s\) of a chain"),
+        ("decode.profile=nowhere.json", "decode.profile = 'nowhere.json': no such file"),
+    ],
+)
+def test_sharing_heads_is_refused_beside_what_would_ignore_it(job: Path, setting: str, expected: str) -> None:
+    assert re.search(expected, refusal(job, "decode.mode=head-parallel", setting))
+    if setting.partition(".")[0] != "decode":
+        check(job, "decode.mode=auto", *([] if "questions" in setting else [setting]))
 
 
 def test_only_texts_are_observed_from_their_end(job: Path) -> None:

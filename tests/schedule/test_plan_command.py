@@ -48,6 +48,25 @@ def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) 
     assert {document["id"] for document in json.loads(share.stdout)["documents"]} == set(sorted(documents)[1::4])
 
 
+def test_how_ranks_would_decode_is_said_where_the_job_leaves_it_open(job: Path) -> None:
+    """By the cost model of a job, from a profile; and what cannot be combined is no choice."""
+    settings = ("decode.mode=auto", "parallel.ranks_per_chain=all")
+    shared = [word for setting in settings for word in ("--set", setting)]
+    command = [str(job), "--ranks", "4", "--hardware", "h200", "--json", *shared]
+
+    def decoding(*settings: str) -> dict[str, str]:
+        words = [word for setting in settings for word in ("--set", setting)]
+        found = CliRunner().invoke(plan_command, [*command, *words], catch_exceptions=False)
+        return dict(json.loads(found.stdout)["decoding"])
+
+    found = decoding()
+    assert found["mode"] == "data-parallel", "a tiny model's step is the launching of kernels, and sums come on top"
+    assert "14 document(s) on 4 ranks" in found["why"] and "ms head-parallel" in found["why"]
+    assert "output.kv = 'sharded'" in decoding("output.kv=sharded")["why"]
+    shown = CliRunner().invoke(plan_command, [word for word in command if word != "--json"], catch_exceptions=False)
+    assert shown.stdout.count("decode.mode = 'auto': data-parallel, since for 14 document(s)") == 1
+
+
 def test_a_slow_machine_makes_a_chain(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = {
         "name": "slow",

@@ -1,0 +1,55 @@
+"""A job's ``[decode]``: which ranks decode a prompt, and where its heads are placed if several do."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# Ways to place heads that copy some of them.
+COPYING = ("equal", "proportional")
+
+
+class DecodeSettings(BaseModel):
+    """How the ranks of a chain decode what they have prefilled."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    mode: Literal["data-parallel", "head-parallel", "auto"] = Field(
+        "data-parallel",
+        description="data-parallel: each rank decodes prompts of its own; head-parallel: all ranks of a chain decode "
+        "all of them, each some heads; auto: what is forecast to be faster",
+    )
+    placement: Literal["static", "best-effort", "equal", "proportional"] = Field(
+        "proportional", description="which rank has which heads: in order; by what they keep; also with some copied"
+    )
+    copies: int | None = Field(
+        None,
+        ge=0,
+        description="most copies of heads in a layer; default: one fewer than ranks, which share evenly then",
+    )
+    profile: str | None = Field(
+        None, min_length=1, description="heads are placed by this file's counts; default: by what they keep"
+    )
+
+    @model_validator(mode="after")
+    def _settings_fit_the_mode(self) -> DecodeSettings:
+        # By value: ranks are sent a job with all its defaults.
+        changed = [
+            name
+            for name in ("placement", "copies", "profile")
+            if getattr(self, name) != type(self).model_fields[name].default
+        ]
+        if self.mode == "data-parallel" and changed:
+            raise ValueError(
+                f"decode.{changed[0]} is nothing that mode = 'data-parallel' reads: there every rank has all heads of "
+                f"its prompts; choose mode = 'head-parallel' or 'auto'"
+            )
+        if self.copies is not None and self.placement not in COPYING:
+            raise ValueError(
+                f"decode.copies is nothing that placement = {self.placement!r} reads: it copies no head; choose "
+                f"placement = {' or '.join(map(repr, COPYING))}"
+            )
+        if self.placement == "static" and self.profile is not None:
+            raise ValueError("decode.profile is nothing that placement = 'static' reads: heads are placed in order")
+        return self

@@ -1,0 +1,104 @@
+"""A job's ``[decode]`` made ready for a model: where heads are placed, or why they cannot be shared out.
+
+Stands between the job and `head_parallel`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from kvr_mpi.compress.compression import check_profile
+from kvr_mpi.compress.decode_settings import COPYING, DecodeSettings
+from kvr_mpi.compress.head_profile import HeadProfile, read_profile
+from kvr_mpi.compress.placement import (
+    Loads,
+    place_best_effort,
+    place_in_proportion,
+    place_layers,
+    place_statically,
+    place_with_equal_copies,
+    sync_efficiency,
+)
+from kvr_mpi.decode.head_parallel import Place, why_not_head_parallel
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.model import LoadedModel, ModelShape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadSharing:
+    """How heads are shared out over ranks.
+
+    layers, kv_heads : of the model.
+    profile : what they are placed by; None: by what the documents' heads keep.
+    """
+
+    settings: DecodeSettings
+    layers: int
+    kv_heads: int
+    profile: HeadProfile | None = None
+
+    @property
+    def loads(self) -> Loads | None:
+        """What the profile says (layers, kv_heads)."""
+        return None if self.profile is None else self.profile.counts
+
+    def placing(self, ranks: int) -> Place:
+        """Say what places one layer's heads on so many ranks."""
+        copies = ranks - 1 if self.settings.copies is None else self.settings.copies
+        if self.settings.placement in COPYING:
+            copying = {"equal": place_with_equal_copies, "proportional": place_in_proportion}
+            return partial(copying[self.settings.placement], copies=copies)
+        return place_statically if self.settings.placement == "static" else place_best_effort
+
+    def efficiency(self, ranks: int) -> float:
+        """Forecast which share of their time ranks attend: by the profile, or of heads that keep equally many."""
+        loads = np.ones((self.layers, self.kv_heads)) if self.loads is None else self.loads
+        return sync_efficiency(place_layers(loads, ranks, self.placing(ranks)))
+
+    def describe(self, ranks: int) -> str:
+        """Say in a few words where heads go."""
+        copies = ranks - 1 if self.settings.copies is None else self.settings.copies
+        copied = f", up to {copies} copies a layer" if self.settings.placement in COPYING else ""
+        by = "what they keep" if self.settings.profile is None else self.settings.profile
+        return f"{self.settings.placement}{copied}" + ("" if self.settings.placement == "static" else f", by {by}")
+
+
+def open_sharing(settings: DecodeSettings, loaded: LoadedModel, why_not: str | None) -> HeadSharing | str | None:
+    """Make a placement ready for a model, or say why its heads cannot be shared out; None if the job does not ask.
+
+    Parameters
+    ----------
+    why_not : str or None
+        What is known already: what else the job asks for, or why this model's documents are not decoded packed.
+
+    Raises
+    ------
+    ConfigError
+        If that is what the job asks for; or if the profile is of another model.
+    """
+    if settings.mode == "data-parallel":
+        return None
+    why = why_not or why_not_head_parallel(loaded)
+    if why is not None:
+        if settings.mode == "head-parallel":
+            raise ConfigError(
+                f"decode.mode = 'head-parallel': the heads of {loaded.shape.architecture} cannot be shared out over "
+                f"ranks: {why}; choose mode = 'data-parallel', where each rank decodes prompts of its own"
+            )
+        return why
+    sharing = placement_of(settings, loaded.shape)
+    if sharing.profile is not None:
+        name = f"decode.profile = {settings.profile!r}"
+        check_profile(name, sharing.profile, loaded, sharing.layers, sharing.kv_heads)
+    return sharing
+
+
+def placement_of(settings: DecodeSettings, shape: ModelShape) -> HeadSharing:
+    """Read a placement for models of a shape, whose layers are all alike."""
+    layers, kv_heads = len(shape.layers), shape.layers[0].num_kv_heads
+    profile = None if settings.profile is None else read_profile(Path(settings.profile), kv_heads=kv_heads)
+    return HeadSharing(settings, layers, kv_heads, profile)

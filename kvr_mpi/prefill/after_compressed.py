@@ -1,0 +1,115 @@
+"""Prefill what follows a stored prompt whose heads keep tokens of their own: on one rank, after their rows are loaded.
+
+Stands beside `packed`, which it is called by. Its tokens attend to what each head has kept, as those that are decoded
+do; they are all kept themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from kvr_mpi.compress.compression import RetainedSize
+from kvr_mpi.kv.buffers import make_flat
+from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.layout import UniformLayout
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
+from kvr_mpi.model import LayerShape, LoadedModel
+from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.failure import is_out_of_memory
+from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
+from kvr_mpi.prefill.relay import Relay
+
+
+@torch.inference_mode()
+def prefill_after_compressed(
+    loaded: LoadedModel, ids: Sequence[int], prefix: SharedPrefix, reserve_tokens: int
+) -> Prefill:
+    """Prefill a prompt that begins with what is stored.
+
+    Parameters
+    ----------
+    ids : sequence of int
+        The whole prompt.
+    prefix : SharedPrefix
+        With `heads`.
+    reserve_tokens : int
+        Room for tokens to be decoded.
+
+    Returns
+    -------
+    Prefill
+        With its `error` if memory ran out.
+
+    Raises
+    ------
+    DataError
+        If what is stored cannot be read.
+    """
+    prefix.check(ids)
+    began, partition = time.perf_counter(), Partition((0, len(ids)))
+    try:
+        cache = _load(loaded, partition, prefix, len(ids) - prefix.tokens + reserve_tokens)
+        fresh = torch.tensor([list(ids[prefix.tokens :])], device=loaded.device)
+        logits = run_model(loaded.model, fresh, cache)[0]
+        wait_for_compute(loaded.device)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        what = str(error).splitlines()[0]
+    else:
+        return Prefill(
+            partition,
+            cache,
+            logits,
+            time.perf_counter() - began,
+            known_tokens=prefix.tokens,
+            retained=_size_of(cache, prefix.compression),
+        )
+    # Out of the except block: the error held on to what was made.
+    why = f"there is no memory for its {prefix.tokens} stored tokens and {len(ids) - prefix.tokens} more: {what}"
+    return Prefill(partition, None, None, 0.0, error=why, known_tokens=prefix.tokens)
+
+
+def _load(loaded: LoadedModel, partition: Partition, prefix: SharedPrefix, slack: int) -> SliceCache:
+    """Make a cache that holds what is stored, with room for so many tokens more."""
+    layouts = [_load_layer(loaded, idx, shape, prefix, slack) for idx, shape in enumerate(loaded.shape.layers)]
+    cache = SliceCache(loaded, Relay(partition, 0), None)
+    cache.finish()
+    cache.adopt(layouts, prefix.tokens, slack)
+    return cache
+
+
+def _load_layer(
+    loaded: LoadedModel, layer_idx: int, shape: LayerShape, prefix: SharedPrefix, slack: int
+) -> RaggedLayout | UniformLayout:
+    """Put a layer's rows where they stay."""
+    assert prefix.heads is not None, "it is compressed"
+    heads = prefix.heads(layer_idx)
+    assert heads is not None, "models that are compressed keep keys and values in every layer"
+    counts = [len(keys) for keys, _ in heads]
+    flat = make_flat(elements_needed(shape, counts, slack), loaded.dtype, loaded.device)
+    if shape.visibility.size is not None:  # it forgets by position, and has them all
+        uniform = UniformLayout(flat.view(-1, shape.elements), shape)
+        keys, values = (torch.stack(each).unsqueeze(0) for each in zip(*heads, strict=True))
+        uniform.write(0, keys, values)
+        return uniform
+    layout = RaggedLayout(flat, shape, counts, slack, prefix.tokens)
+    for at, stored in enumerate(heads):
+        for place, rows in zip(layout.head_rows(at, prefix.tokens), stored, strict=True):
+            place.copy_(rows)
+    return layout
+
+
+def _size_of(cache: SliceCache, compression: str) -> RetainedSize:
+    """Say how much a prompt keeps, of what was compressed and what follows."""
+    counts = [count for layer in cache.layers if layer.is_ragged for count in layer.head_counts]
+    kv_bytes = sum(
+        sum(layer.head_counts) * (layer.shape.key_dim + layer.shape.value_dim) * cache.dtype.itemsize
+        for layer in cache.layers
+    )
+    return RetainedSize(compression, sum(counts) / max(1, len(counts)), kv_bytes)

@@ -1,0 +1,49 @@
+"""What ``[decode]`` does not go with, as far as it shows before anything is loaded; no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.job import JobSpec
+
+
+def why_not_combined(spec: JobSpec) -> str | None:
+    """Say what else in a job keeps the ranks of a chain from sharing heads when they decode; None: nothing."""
+    if spec.parallel.strategy == "single":
+        return "parallel.strategy = 'single' decodes from transformers' own cache, which is not taken apart"
+    if spec.output.kv == "sharded" or (spec.questions is not None and spec.questions.sharded):
+        key = "questions.sharded" if spec.questions is not None else "output.kv = 'sharded'"
+        return f"with {key} ranks decode together already, each some tokens"
+    if spec.output.kv:
+        return "output.kv = true stores what one rank holds, and ranks that share heads hold a part of each document"
+    return None
+
+
+def check_decode(spec: JobSpec, chain_size: int) -> None:
+    """Refuse [decode] beside what it would be ignored by, or would make wrong.
+
+    Parameters
+    ----------
+    chain_size : int
+        Most ranks of a chain.
+
+    Raises
+    ------
+    ConfigError
+        Naming the settings, and what to do.
+    """
+    decode = spec.decode
+    why = why_not_combined(spec)
+    if decode.mode == "head-parallel" and why is not None:
+        raise ConfigError(f"decode.mode = 'head-parallel': {why}; leave one of the two out, or choose mode = 'auto'")
+    if decode.copies is not None and decode.copies > chain_size:
+        raise ConfigError(
+            f"decode.copies = {decode.copies} is more than the {chain_size} rank(s) of a chain: with one copy fewer "
+            f"than ranks a layer, split in proportion, all of them have as much already; leave copies out for that"
+        )
+    if decode.profile is not None and not Path(decode.profile).is_file():
+        raise ConfigError(
+            f"decode.profile = {decode.profile!r}: no such file; make one with kvr profile-heads, or leave it out: "
+            f"heads are then placed by what they keep"
+        )

@@ -1,0 +1,135 @@
+"""How a chain's answers are decoded: each rank its own, heads on all of its ranks, or tokens on all of them.
+
+Stands between the rounds of a job and the ranks' `Decoder`. Which way ``[decode] mode = "auto"`` takes is decided
+before the first document, by rank 0 for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from kvr_mpi.costs.decoding import DecodeChoice, Wave, choose_decoding, decode_costs_of
+from kvr_mpi.decode.batch import MAX_SEQUENCES
+from kvr_mpi.decode.head_parallel import HeadParallelBatch
+from kvr_mpi.decode.head_parallel_wave import HeadParallelWave
+from kvr_mpi.decode.placing import HeadSharing
+from kvr_mpi.decode.shares_batch import SharesBatch
+from kvr_mpi.runtime.decoder import Decoder
+from kvr_mpi.runtime.rates import Say
+from kvr_mpi.runtime.requests import PromptRequest
+from kvr_mpi.runtime.rounds import Round
+from kvr_mpi.runtime.setup import JobSetup
+from kvr_mpi.runtime.worker import WorkerContext
+from kvr_mpi.transport import Transport, share_json
+from kvr_mpi.tuning.decode_probe import measure_decoding
+
+# Characters of a token, where nobody has counted: what is attended to weighs on both sides alike.
+CHARS_OF_TOKEN = 4
+NOT_TOGETHER = DecodeChoice("data-parallel", "the job asks for it")
+
+
+def choose_modes(
+    setup: JobSetup, ranks: Transport, rounds: Sequence[Round], chains: Sequence[Transport], say: Say
+) -> list[DecodeChoice]:
+    """Say for each round how its chains decode; every rank calls this and is told the same."""
+    choices = []
+    for part, chain in zip(rounds, chains, strict=True):
+        choice = _choose(setup, part, chain)
+        if setup.spec.decode.mode == "auto":
+            choice = DecodeChoice(**share_json(ranks, asdict(choice)))
+        if ranks.rank == 0:
+            _say_choice(setup, choice, part.topology.ranks_per_chain, say)
+        choices.append(choice)
+    return choices
+
+
+def _choose(setup: JobSetup, part: Round, chain: Transport) -> DecodeChoice:
+    """Choose for a round, as the first rank of the job has it."""
+    mode, size = setup.spec.decode.mode, part.topology.ranks_per_chain
+    if mode == "data-parallel" or size == 1 or not setup.spec.generation.max_new_tokens:
+        return NOT_TOGETHER if mode == "data-parallel" else DecodeChoice("data-parallel", _why_apart(size))
+    if isinstance(setup.sharing, str):
+        return DecodeChoice("data-parallel", setup.sharing)
+    if mode == "head-parallel":
+        return DecodeChoice(mode, "the job asks for it")
+    assert setup.sharing is not None and setup.costs is not None, "what decides is opened and measured"
+    wave = _usual_wave(setup, part)
+    hidden = setup.loaded.model.config.get_text_config().hidden_size
+    costs = decode_costs_of(setup.costs, hidden_bytes=hidden * setup.loaded.dtype.itemsize)
+    measured = measure_decoding(setup.loaded, chain, wave.documents, setup.sharing.placing(chain.size))
+    return choose_decoding(replace(costs, measured_s=measured), wave, setup.sharing.efficiency(size))
+
+
+def _why_apart(chain_size: int) -> str:
+    return "a rank alone has nobody to share heads with" if chain_size == 1 else "nothing is decoded"
+
+
+def _say_choice(setup: JobSetup, choice: DecodeChoice, ranks: int, say: Say) -> None:
+    """Say in a line what a round does, if the job leaves that open or asks for heads that are shared."""
+    if setup.spec.decode.mode == "auto":
+        say(str(choice))
+    elif setup.spec.decode.mode == "head-parallel" and choice.mode != "head-parallel":
+        say(f"decode.mode = 'head-parallel' is data-parallel here: {choice.why}")
+    if choice.mode == "head-parallel":
+        assert isinstance(setup.sharing, HeadSharing)
+        say(f"answers are decoded by {ranks} ranks that share heads ({setup.sharing.describe(ranks)})")
+
+
+def _usual_wave(setup: JobSetup, part: Round) -> Wave:
+    """Say what a chain decodes together: its share of what is left, as far as it has memory for that."""
+    ranks, numbers = part.topology.ranks_per_chain, [len(each) for each in part.lists]
+    documents = max(1, max(numbers, default=1))
+    longest, new_tokens = setup.frame.max_tokens, setup.spec.generation.max_new_tokens
+    # A planned document's work is a time; and without documents there is none.
+    work = sum(part.works.values()) / len(part.works) if part.works and not setup.spec.parallel.planned else 0
+    tokens = min(longest, int(work / CHARS_OF_TOKEN) or longest)
+    kept = tokens if setup.spec.compress is None else setup.spec.compress.kept_of(tokens)
+    each = (kept + new_tokens) * setup.loaded.shape.kv_bytes_per_token
+    room = max(1, min(setup.free_bytes) * ranks // max(1, each))
+    return Wave(min(documents, ranks * MAX_SEQUENCES, room), ranks, kept + new_tokens / 2, new_tokens)
+
+
+def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choice: DecodeChoice) -> WorkerContext:
+    """Let a chain decode together, if keys and values stay spread over its ranks or these share heads."""
+    if setup.spec.is_spread:
+        return _spreading(context, setup, chain)
+    if choice.mode == "head-parallel":
+        return _sharing_heads(context, setup, chain)
+    return context
+
+
+def _spreading(context: WorkerContext, setup: JobSetup, chain: Transport) -> WorkerContext:
+    """Let every rank of a chain attend to the tokens it has."""
+    generation = setup.spec.generation
+    new_tokens = generation.max_new_tokens
+    batch = SharesBatch[PromptRequest](
+        setup.loaded, setup.generation, stop=generation.stop, max_new_tokens=new_tokens, chain=chain
+    )
+    decoder = Decoder(batch, context.sink, context.stop, context.tally, decodes=new_tokens > 0, chain=chain)
+    return replace(context, decoder=decoder)
+
+
+def _sharing_heads(context: WorkerContext, setup: JobSetup, chain: Transport) -> WorkerContext:
+    """Let every rank of a chain compute some heads."""
+    assert isinstance(setup.sharing, HeadSharing), "others are refused, or decode each their own"
+    generation, sharing = setup.spec.generation, setup.sharing
+    batch = HeadParallelBatch[PromptRequest](
+        setup.loaded,
+        chain,
+        setup.generation,
+        stop=generation.stop,
+        max_new_tokens=generation.max_new_tokens,
+        place=sharing.placing(chain.size),
+        loads=sharing.loads,
+    )
+    decoder = Decoder(
+        HeadParallelWave(batch),
+        context.sink,
+        context.stop,
+        context.tally,
+        decodes=True,
+        chain=chain,
+        compression=setup.compression,
+    )
+    return replace(context, decoder=decoder)

@@ -1,0 +1,113 @@
+"""Which tokens each head keeps, in HDF5, beside keys and values that compression has left.
+
+    kv                            attribute compression: the method and its settings
+    kv/layer_000/keys, values     (rows, 1, head_dim): those of all KV heads, one head after the other
+    kv/layer_000/head_rows        how many rows each KV head has (int64)
+    kv/layer_000/positions        whose each row is: places among kv/token_ids, ascending in each head (int32)
+
+Both are in the hash that the record's own checksum covers. A layer that compression left alone is as ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvr_mpi.errors import ConfigError, DataError
+from kvr_mpi.store.arrays import digest_of, where
+from kvr_mpi.store.hdf5 import dataset_in, write_dataset
+
+Positions = npt.NDArray[np.int32]
+NAMES = ("head_rows", "positions")
+MAX_HEADS = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadRows:
+    """Of one layer, whose its rows are.
+
+    counts : of each KV head.
+    positions : of each row, one head after the other (rows,).
+    """
+
+    counts: tuple[int, ...]
+    positions: Positions
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """First row of each head, and the one after its last."""
+        ends = list(itertools.accumulate(self.counts))
+        return list(zip([0, *ends], ends, strict=False))
+
+    def bounds_before(self, tokens: int) -> list[tuple[int, int]]:
+        """Bounds of each head's rows of the first so many tokens."""
+        return [
+            (first, first + int(np.searchsorted(self.positions[first:last], tokens))) for first, last in self.bounds
+        ]
+
+    def facts(self) -> list[Any]:
+        """Say what it is, for a hash."""
+        return [list(self.counts), digest_of([np.ascontiguousarray(self.positions, np.int32)])]
+
+
+def refuse_compressed(compression: str, name: str, what: str) -> None:
+    """Refuse what compression has left where all heads are to have all tokens.
+
+    Parameters
+    ----------
+    compression : str
+        Of the stored keys and values; empty: none.
+    name, what : str
+        The document's, and what they are for.
+
+    Raises
+    ------
+    ConfigError
+        If it is not empty.
+    """
+    if compression:
+        raise ConfigError(
+            f"{name!r} has compressed keys and values ({compression}), whose heads keep different tokens; {what} takes "
+            f"whole ones: ask it with kvr ask, or prefill it again without [compress]"
+        )
+
+
+def write_head_rows(layer: Any, rows: HeadRows) -> None:
+    """Write which tokens a layer's heads keep."""
+    write_dataset(layer, NAMES[0], np.asarray(rows.counts, np.int64))
+    write_dataset(layer, NAMES[1], np.asarray(rows.positions, np.int32))
+
+
+def open_head_rows(layer: Any, shape: tuple[int, ...]) -> HeadRows | None:
+    """Read which tokens a layer's heads keep; None if they all keep the same.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Of its keys.
+
+    Raises
+    ------
+    DataError
+        If that does not go with the keys, or positions do not ascend.
+    """
+    if not any(name in layer for name in NAMES):
+        return None
+    counts, positions = dataset_in(layer, NAMES[0], "i", (1,)), dataset_in(layer, NAMES[1], "i", (1,))
+    if counts.shape[0] > MAX_HEADS or positions.shape != shape[:1] or shape[1] != 1 or positions.dtype != np.int32:
+        raise DataError(
+            f"{where(layer)}: rows of {counts.shape[0]} heads, positions {positions.shape} {positions.dtype} and keys "
+            f"{shape} do not go together"
+        )
+    found = HeadRows(tuple(counts[()].tolist()), positions[()])
+    if not found.counts or min(found.counts) < 1 or sum(found.counts) != shape[0]:
+        raise DataError(f"{where(layer)}: heads of {list(found.counts[:8])} rows and more do not make up {shape[0]}")
+    for first, last in found.bounds:
+        own = found.positions[first:last]
+        if own[0] < 0 or not bool((np.diff(own) > 0).all()):
+            raise DataError(f"{where(layer)}: rows {first} to {last} are not of ascending tokens")
+    return found

@@ -1,0 +1,213 @@
+"""Compressed keys and values stored and asked again: the answers of what was in memory, and never of anything else."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from constants import Kvr
+from made_jobs import with_settings
+from transformers import GenerationConfig
+
+from kvr_mpi.api.results import open_results
+from kvr_mpi.compress.compression import open_compression
+from kvr_mpi.compress.settings import CompressSettings
+from kvr_mpi.decode.batch import DecodeBatch
+from kvr_mpi.documents.prompts import make_frame
+from kvr_mpi.errors import ConfigError, DataError
+from kvr_mpi.model import load_model
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import prefill_kvr, run_next
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.hdf5 import group_in
+from kvr_mpi.store.kv import StoredKV, open_kv
+from kvr_mpi.store.outputs import check_record, open_file
+from kvr_mpi.transport.local import LocalTransport
+
+SETTINGS = {"method": "ada-snapkv", "budget": 64, "window": 16, "kernel": 3, "observes": "document"}
+KEPT = (*(f"compress.{name}={value}" for name, value in SETTINGS.items()), "output.kv=true")
+NEW_TOKENS = 8
+TEMPLATE = "Summarise: {text} Summary:"
+QUESTION = "Who wrote it, and what for?"
+
+
+@pytest.fixture
+def stored(job: Path, tmp_path: Path, run_here: Any) -> Path:
+    """A run with compressed keys and values; its first document is below the budget."""
+    done = run_here(2, [job, *with_settings(*KEPT)])
+    assert done.returncode == 0, done.stderr
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def ask(tmp_path: Path, tiny_model_dir: Path, run_here: Any) -> Callable[..., Any]:
+    def run(out: Path, *settings: str, ranks: int = 1) -> Any:
+        path = tmp_path / "ask.toml"
+        path.write_text(
+            f"""
+            model.path = "{tiny_model_dir}"
+            model.dtype = "float32"
+            documents.path = "{out}"
+            output.path = "{tmp_path / "asked"}"
+            output.max_failed = 5
+            generation.max_new_tokens = {NEW_TOKENS}
+            questions.ask = ["{QUESTION}"]
+            """
+        )
+        shutil.rmtree(tmp_path / "asked", ignore_errors=True)
+        return run_here(ranks, [path, *with_settings(*settings)])
+
+    return run
+
+
+def open_document(run: Path, name: str) -> tuple[Any, StoredKV]:
+    with open_file(run / "results.h5") as file:
+        group = group_in(group_in(file, "documents"), name)
+        return check_record(group), open_kv(group)
+
+
+def fresh_answer(model: Path, kv: StoredKV, prompt_tokens: int) -> tuple[int, tuple[int, ...]]:
+    """What the document's text, compressed and never stored, answers; and how many tokens follow it."""
+    loaded = load_model(str(model), dtype="float32", device="cpu", cache_dir=model)
+    prepare_model(loaded.model, chain=True)
+    assert kv.tokens is not None
+    frame = make_frame(loaded.tokenizer, TEMPLATE, after=f"\n\n{QUESTION}", max_prompt_tokens=500)
+    asked = frame.after(kv.tokens.ids, kv.tokens.text).ids[kv.tokens.text[1] :]
+    text, ids = kv.tokens.text, list(kv.tokens.ids[:prompt_tokens])
+    compression = open_compression(CompressSettings.model_validate(SETTINGS), loaded)
+    window = compression.window_of(len(ids), text)
+    assert window is not None
+    prompt = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), window=window)
+    chosen = [[head[head < text[1]] for head in heads or ()] for heads in compression.choose(prompt.cache, window)]
+    known = prefill_kvr(loaded, ids[: text[1]], Partition((0, text[1])), LocalTransport())
+    known.cache.keep_only(chosen, len(asked) + NEW_TOKENS)
+    with torch.inference_mode():
+        known.logits = run_next(loaded.model, known, torch.tensor([list(asked)]))
+    config = GenerationConfig(do_sample=False, eos_token_id=loaded.model.generation_config.eos_token_id)
+    batch: DecodeBatch[int] = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS, why_alone=None)
+    batch.add(0, known, [*ids[: text[1]], *asked], 0)
+    found: list[Any] = []
+    while batch.running:
+        found += batch.step()
+    return len(asked), tuple(found[0].answer.token_ids)
+
+
+def test_a_stored_cache_answers_as_the_one_in_memory_did(
+    stored: Path, ask: Any, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    done = ask(stored)
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"4 document\(s\) are compressed \(ada-snapkv: budget 64, .*answered from what is left", done.stderr
+    )
+    found = {record.document: record for record in read_run(tmp_path / "asked")}
+    for name in ("doc-2.txt", "doc-4.txt"):
+        record, kv = open_document(stored, name)
+        assert kv.tokens is not None and kv.compression == record.compression != ""
+        asked = found[name]
+        assert asked.compression == record.compression and asked.status == "done"
+        assert asked.computed_tokens == asked.prompt_tokens - kv.tokens.text[1] < 64
+        assert asked.retained_tokens == pytest.approx(64 + asked.computed_tokens)
+        assert (asked.computed_tokens, asked.token_ids) == fresh_answer(tiny_model_dir, kv, record.prompt_tokens)
+    short = found["doc-0.txt"]
+    assert short.compression == "" and open_document(stored, "doc-0.txt")[1].compression == ""
+
+
+def damage_positions(kv: Any) -> None:
+    positions = kv["layer_001/positions"]
+    at = int(np.flatnonzero(np.diff(positions[()]) > 1)[0])
+    positions[at] += 1  # still ascending
+
+
+def damage_counts(kv: Any) -> None:
+    kv["layer_001/head_rows"][...] += np.array([1, -1])
+
+
+def truncate_positions(kv: Any) -> None:
+    rows = kv["layer_001/positions"][:-1]
+    del kv["layer_001/positions"]
+    kv["layer_001/positions"] = rows
+
+
+DAMAGES: dict[str, Callable[[Any], None]] = {
+    "keys": lambda kv: kv["layer_001/keys"].write_direct(kv["layer_001/keys"][()] + 1),
+    "positions": damage_positions,
+    "counts": damage_counts,
+    "truncated": truncate_positions,
+    "nothing-said": lambda kv: [kv["layer_001"].pop(name) for name in ("positions", "head_rows")],
+    "another-method": lambda kv: kv.attrs.modify("compression", kv.attrs["compression"].replace(b"64", b"32")),
+    "no-method": lambda kv: kv.attrs.pop("compression"),
+}
+
+
+def test_damage_is_named_and_never_answered_from(stored: Path, ask: Any, tmp_path: Path, run_kvr: Kvr) -> None:
+    """Each in a document of its own, where there is one; the whole one is answered."""
+    pristine = (stored / "results.h5").read_bytes()
+    told = {}
+    for name, damage in DAMAGES.items():
+        (stored / "results.h5").write_bytes(pristine)
+        with h5py.File(stored / "results.h5", "r+") as file:
+            damage(file["documents/doc-4.txt/kv"])
+        with pytest.raises(DataError, match=r"doc-4.txt"):
+            open_document(stored, "doc-4.txt")
+        told[name] = open_document(stored, "doc-3.txt")[0].status
+    assert set(told.values()) == {"done"}
+    for name in ("keys", "positions"):
+        (stored / "results.h5").write_bytes(pristine)
+        with h5py.File(stored / "results.h5", "r+") as file:
+            DAMAGES[name](file["documents/doc-4.txt/kv"])
+        done = ask(stored, "questions.documents=['doc-3.txt', 'doc-4.txt']")
+        assert done.returncode == 0, done.stderr
+        found = {record.document: record for record in read_run(tmp_path / "asked")}
+        assert (found["doc-3.txt"].status, found["doc-4.txt"].status) == ("done", "error")
+        assert "damaged" in found["doc-4.txt"].error and found["doc-4.txt"].answer == ""
+
+
+def test_what_takes_whole_keys_refuses_them_by_name(
+    stored: Path, ask: Any, tmp_path: Path, run_kvr: Kvr, job: Path, run_here: Any
+) -> None:
+    code, _, said = run_kvr("export", stored, "--kv", tmp_path / "tensors")
+    assert code == 78 and "'doc-1.txt' has compressed keys and values (ada-snapkv" in said, said
+    with pytest.raises(ConfigError, match=r"'doc-4.txt' has compressed .*Results.kv\(\) takes whole ones"):
+        open_results(str(stored)).kv("doc-4.txt")
+    assert open_results(str(stored)).kv("doc-0.txt").layers
+    shown = run_kvr("inspect", stored, "doc-4.txt")[1]
+    assert re.search(r"kv +3 layers, compressed: \d+ tokens of a KV head on average", shown), shown
+    refused = ask(stored, "questions.sharded=true", "questions.reuse=always")
+    assert refused.returncode == 0, refused.stderr
+    found = {record.document: record for record in read_run(tmp_path / "asked")}
+    assert found["doc-0.txt"].status == "done" and "leave --sharded out" in found["doc-4.txt"].error
+    again = run_here(1, [job, *with_settings(f"documents.reuse={stored}", f"output.path={tmp_path / 'again'}")])
+    assert again.returncode == 0 and "one of 1 stored prompts shares" in again.stderr
+
+
+@pytest.mark.slow
+def test_what_is_compressed_again_and_what_never_is(stored: Path, ask: Any, tmp_path: Path) -> None:
+    """On more ranks the answers are the same; prefilled again, they are those of the whole text."""
+    assert ask(stored).returncode == 0
+    wanted = {record.id: record.token_ids for record in read_run(tmp_path / "asked")}
+    assert ask(stored, ranks=3).returncode == 0
+    assert {record.id: record.token_ids for record in read_run(tmp_path / "asked")} == wanted
+    assert ask(stored, "questions.reuse=never", ranks=2).returncode == 0
+    whole = list(read_run(tmp_path / "asked"))
+    assert all(record.compression == "" for record in whole)
+    assert {record.id: record.token_ids for record in whole} != wanted
+
+
+@pytest.mark.long
+def test_eight_bits_of_what_is_left(job: Path, ask: Any, tmp_path: Path, run_here: Any) -> None:
+    done = run_here(1, [job, *with_settings(*KEPT, "output.kv_dtype=int8")])
+    assert done.returncode == 0, done.stderr
+    _, kv = open_document(tmp_path / "out", "doc-4.txt")
+    assert kv.compression and all(layer.keys.type_name == "float32" and layer.keys.error > 0 for layer in kv.layers)
+    asked = ask(tmp_path / "out")
+    assert asked.returncode == 0 and "in 8 bits, and not exact" in asked.stderr and "are compressed" in asked.stderr
+    assert {record.status for record in read_run(tmp_path / "asked")} == {"done"}
