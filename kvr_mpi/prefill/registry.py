@@ -166,10 +166,10 @@ class Strategy:
 def _exchange(name: str, **options: Any) -> MakeExchange:
     """Make a strategy's exchanges, by their module and class in this room; they are imported when they run."""
 
-    def make(partition: Partition, rank: int, prefix_tokens: int = 0, *, sends_all: bool = False) -> Exchange:
+    def make(partition: Partition, rank: int, prefix_tokens: int = 0, **more: Any) -> Exchange:
         module, _, kind = name.partition(":")
         made: Exchange = getattr(importlib.import_module(f"kvr_mpi.prefill.{module}"), kind)(
-            partition, rank, prefix_tokens, sends_all=sends_all, **options
+            partition, rank, prefix_tokens, **options, **more
         )
         return made
 
