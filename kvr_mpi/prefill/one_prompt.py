@@ -275,7 +275,10 @@ def _prepare(
     partition.check_tokens(len(ids))
     loaded.shape.check_ids(ids)
     if (chunk_tokens := options.get("chunk_tokens")) is not None:
-        check_chunks(loaded, chunk_tokens)
+        if chunk_tokens < 1:
+            raise ModelError(f"chunks of {chunk_tokens} tokens: expected at least 1")
+        if why := why_no_chunks(loaded):
+            raise ModelError(why)
         if not make(partition, 0).takes_chunks:
             raise ModelError(f"{strategy} takes no chunks: ranks would compute in turn; use strategy = 'kvr' for them")
         make = partial(make, chunk_tokens=chunk_tokens)
@@ -288,24 +291,19 @@ def _prepare(
     return make, prefix.tokens
 
 
-def check_chunks(loaded: LoadedModel, chunk_tokens: int) -> None:
-    """Refuse to run slices in chunks where the model cannot.
-
-    Raises
-    ------
-    ModelError
-        Saying why.
-    """
-    why = None
-    if chunk_tokens < 1:
-        why = f"chunks of {chunk_tokens} tokens: expected at least 1"
-    elif loaded.shape.has_states:
+def why_no_chunks(loaded: LoadedModel) -> str | None:
+    """Say why a model's slices cannot be run in chunks; None if they can, and the model is ready for it."""
+    if loaded.shape.has_states:
         why = "its recurrent layers hand on one state for a slice"
     elif not loaded.attends_in_parts:
         why = "its attention cannot be taken over in parts, and makes a mask for the whole slice"
-    if why is not None:
-        raise ModelError(f"{loaded.shape.architecture}: {why}, so its slices cannot be run in chunks")
-    cut_layers(loaded.model)
+    else:
+        try:
+            cut_layers(loaded.model)
+        except ModelError as error:
+            return str(error)
+        return None
+    return f"{loaded.shape.architecture}: {why}, so its slices cannot be run in chunks"
 
 
 def _rotation(make: MakeExchange, partition: Partition, size: int, known: int, last: int | None) -> Rotation:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from chains import greedy, single
-from models import CONFIGS, STATES, WHOLE, prompt, tiny
+from made_jobs import TEXT, answers, with_settings
+from made_tables import COSTS
+from models import CONFIGS, STATES, VOCAB, WHOLE, prompt, tiny
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import layer_kv
-from kvr_mpi.model import LoadedModel
+from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.memory_budget import GIB, _Ledger, footprint_of
 from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr, prefill_ring, prefill_tsp
+from kvr_mpi.prefill.registry import KVR, STRATEGIES, choose_chunks
+from kvr_mpi.store.folder import read_run
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 NEW_TOKENS = 8
@@ -98,3 +108,107 @@ def test_rivals_take_no_chunks() -> None:
     ):
         with pytest.raises(ModelError, match="takes no chunks"):
             run_local(2, run)
+
+
+def test_activations_of_chunks_are_under_half_of_those_of_a_slice() -> None:
+    """At 4096 tokens of a model of SmolLM2's shape in chunks of 512; what was counted on meta is what is alive."""
+    config = tf.LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3
+    )
+    footprint = footprint_of(config, torch.float32)
+    assert footprint.takes_chunks
+    at_once, in_chunks = footprint.activation_bytes(4096), footprint.activation_bytes(4096, 512)
+    assert 2 * 4096 * 576 * 4 < in_chunks / footprint.heap_share < in_chunks < at_once / 2
+    assert footprint.activation_bytes(4096, 128) < in_chunks
+    assert footprint.activation_bytes(500, 512) == footprint.activation_bytes(500)
+    longer = [footprint.activation_bytes(tokens, 512) for tokens in (2048, 3072, 4096)]
+    assert longer[2] - longer[1] == pytest.approx(longer[1] - longer[0], abs=2)
+
+
+def test_what_is_alive_at_once_is_less_in_chunks() -> None:
+    """On real tensors, the keys and values of all tokens included."""
+    config = tf.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=144, intermediate_size=384, num_hidden_layers=2, num_attention_heads=9,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    loaded = replace(tiny("llama-gqa"), model=model, shape=probe_shape(config, torch.float32))
+    prepare_model(model, chain=True)
+    peaks = []
+    for chunk_tokens in (None, 128):
+        with _Ledger([*model.parameters(), *model.buffers()]) as ledger:
+            prefill_kvr(loaded, prompt(2048), Partition((0, 2048)), LocalTransport(), chunk_tokens=chunk_tokens)
+        peaks.append(ledger.peak_bytes)
+    kv_bytes = 2048 * loaded.shape.kv_bytes_per_token
+    assert kv_bytes < peaks[1] and peaks[1] - kv_bytes < (peaks[0] - kv_bytes) / 2
+
+
+def test_memory_decides_on_chunks_only_where_it_is_short() -> None:
+    footprint = footprint_of(tiny("llama-gqa").model.config, torch.float32)
+    partition = Partition((0, 3000, 5000))
+
+    def chosen(asked: Any, free_bytes: int, strategy: str = "kvr") -> int | None:
+        def fits(chunk_tokens: int | None) -> bool:
+            exchanges = KVR.exchanges(partition, 0, chunk_tokens)
+            return max(footprint.exchange_bytes(one) for one in exchanges) <= free_bytes
+
+        return choose_chunks(asked, STRATEGIES[strategy], footprint, fits)
+
+    needs = {size: max(map(footprint.exchange_bytes, KVR.exchanges(partition, 0, size))) for size in (None, 2048, 512)}
+    assert needs[None] > needs[2048] > needs[512]
+    assert chosen("auto", needs[None]) is None
+    assert chosen("auto", needs[None] - 1) == 2048
+    assert chosen("auto", needs[512]) == 512
+    assert chosen("auto", 1000) is None, "in no chunks: it is refused as ever"
+    assert chosen(700, needs[None]) == 700
+    assert chosen("auto", needs[512], "ring") is None
+    assert choose_chunks("auto", KVR, replace(footprint, takes_chunks=False), lambda size: bool(size)) is None
+
+
+def test_a_chain_in_chunks_is_forecast_to_run_a_layer_behind() -> None:
+    lengths = (2600, 1500)
+    layer_s = KVR.ours.seconds(COSTS, lengths) / COSTS.layers
+    behind_s = KVR.ours.seconds(COSTS.in_chunks(6), lengths) - KVR.ours.seconds(COSTS, lengths)
+    assert 0 < behind_s < 1.5 * layer_s
+    assert COSTS.in_chunks(1) == COSTS
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_jobs_run_in_chunks_and_answer_the_same(
+    ranks: int, tmp_path: Path, tiny_model_dir: Path, run_here: Any
+) -> None:
+    rows = (json.dumps({"id": f"d{n}", "text": f"Document {n}. {TEXT * count}"}) for n, count in enumerate((21, 2, 18)))
+    (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
+    settings = {
+        "model.path": str(tiny_model_dir),
+        "model.dtype": "float32",
+        "documents.path": str(tmp_path / "corpus.jsonl"),
+        "generation.max_new_tokens": 6,
+        "parallel.partition": "even",
+    }
+    job = tmp_path / "job.toml"
+    job.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+    found = {}
+    for chunk_tokens in ('"auto"', 48):
+        folder = tmp_path / str(chunk_tokens).strip('"')
+        run = run_here(ranks, [job, *with_settings(f"output.path={folder}", f"parallel.chunk_tokens={chunk_tokens}")])
+        assert run.returncode == 0, run.stderr
+        found[chunk_tokens] = answers(folder)
+    assert found[48] == found['"auto"'] and len(found[48]) == 3
+
+    # Where memory is short chunks are chosen, and the documents are answered instead of refused.
+    footprint = footprint_of(tf.AutoConfig.from_pretrained(tiny_model_dir), torch.float32)
+    cuts = [Partition(record.slices) for record in read_run(tmp_path / "auto") if len(record.slices) == 3]
+    needs = {
+        size: max(
+            footprint.exchange_bytes(one, reserve_tokens=6) for cut in cuts for one in KVR.exchanges(cut, 0, size)
+        )
+        for size in (None, 128)
+    }
+    assert len(cuts) == 2 and needs[128] < needs[None]
+    short = with_settings(f"output.path={tmp_path / 'short'}", f"parallel.memory_gib={needs[128] / GIB + 1e-9:.12f}")
+    run = run_here(ranks, [job, *short])
+    assert run.returncode == 0, run.stderr
+    assert answers(tmp_path / "short") == found[48]
+    run = run_here(ranks, [job, *with_settings("parallel.strategy=ring", "parallel.chunk_tokens=48")])
+    assert run.returncode == 78 and "takes no chunks" in run.stderr
