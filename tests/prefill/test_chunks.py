@@ -89,6 +89,57 @@ def test_chunks_end_at_the_same_tokens_however_the_prompt_is_cut() -> None:
     assert torch.allclose(caches[0].logits, caches[1].logits, atol=1e-4)
 
 
+def test_a_window_that_is_observed_may_lie_in_several_chunks() -> None:
+    """What compression asks for is kept of all of it, in all layers, and logits are as ever."""
+    loaded, ids, window = tiny("llama-gqa"), prompt(80), (59, 78)
+    prepare_model(loaded.model, chain=True)
+    found = []
+    for chunk_tokens in (None, 8):
+        ranks = run_local(
+            2,
+            lambda rank: prefill_kvr(
+                loaded,
+                ids,
+                Partition((0, 50, 80)),
+                rank,
+                window=window,
+                chunk_tokens=chunk_tokens,  # noqa: B023
+            ),
+        )
+        found.append(ranks[1])
+    at_once, in_chunks = (one.cache.observation for one in found)
+    assert torch.allclose(found[0].logits, found[1].logits, atol=1e-4)
+    assert sorted(in_chunks.layers) == [0, 1, 2]
+    for idx, kept in at_once.layers.items():
+        assert kept.query.shape[2] == window[1] - window[0]
+        assert torch.allclose(in_chunks.layers[idx].query, kept.query, atol=1e-4)
+
+
+def test_shares_of_a_chain_are_the_same_in_chunks() -> None:
+    loaded, ids = tiny("llama-gqa"), prompt(80)
+    prepare_model(loaded.model, chain=True)
+    shares = [
+        run_local(
+            2,
+            lambda rank: (
+                prefill_kvr(
+                    loaded,
+                    ids,
+                    Partition((0, 50, 80)),
+                    rank,
+                    is_spread=True,
+                    chunk_tokens=chunk_tokens,  # noqa: B023
+                ).share
+            ),
+        )
+        for chunk_tokens in (None, 8)
+    ]
+    for mine, theirs in zip(*shares, strict=True):
+        assert mine is not None and theirs is not None and mine.start == theirs.start
+        for one, other in zip(mine.layers, theirs.layers, strict=True):
+            assert torch.allclose(one.layout.buffer, other.layout.buffer, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["bloom-own-attention", "lfm2-convolutions"])
 @pytest.mark.filterwarnings("ignore")
 def test_models_that_take_no_chunks_are_refused_by_name(name: str) -> None:
