@@ -51,18 +51,17 @@ def test_chunks_give_what_one_process_gives(name: str) -> None:
     kept = [layer_kv(truth.cache, idx) for idx in range(len(loaded.shape.layers))]
     kept = [None if pair is None else (pair[0].clone(), pair[1].clone()) for pair in kept]
     expected = greedy(loaded.model, truth, NEW_TOKENS)
-    for bounds in ((0, 90), (0, 53, 90), (0, 1, 60, 89, 90)):
-        for chunk_tokens in (7, 16, 1000):
-            found = chunked(loaded, ids, bounds, chunk_tokens)
-            assert found.logits is not None
-            assert torch.allclose(found.logits, truth.logits, atol=1e-4), (bounds, chunk_tokens)
-            for idx, pair in enumerate(kept):
-                mine = layer_kv(found.cache, idx)
-                if pair is None or mine is None:
-                    continue
-                for one, other in zip(mine, pair, strict=True):
-                    assert torch.allclose(one[-len(other) :], other, atol=1e-4), (bounds, chunk_tokens, idx)
-            assert greedy(loaded.model, found, NEW_TOKENS) == expected
+    for bounds, chunk_tokens in (((0, 90), 16), ((0, 53, 90), 7), ((0, 53, 90), 1000), ((0, 1, 60, 89, 90), 16)):
+        found = chunked(loaded, ids, bounds, chunk_tokens)
+        assert found.logits is not None
+        assert torch.allclose(found.logits, truth.logits, atol=1e-4), (bounds, chunk_tokens)
+        for idx, pair in enumerate(kept):
+            mine = layer_kv(found.cache, idx)
+            if pair is None or mine is None:
+                continue
+            for one, other in zip(mine, pair, strict=True):
+                assert torch.allclose(one[-len(other) :], other, atol=1e-4), (bounds, chunk_tokens, idx)
+        assert greedy(loaded.model, found, NEW_TOKENS) == expected
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 30])
