@@ -204,6 +204,8 @@ def prepare(
     strategies, left_out = together(world, partial(_check_strategies, spec, loaded))
     for line in left_out:
         say(line)
+    if spec.parallel.chunk_tokens != "auto":
+        say(_describe_chunks(spec.parallel.chunk_tokens, frame.max_tokens))
     why_alone = None if plain else together(world, partial(why_not_packed, loaded))
     if why_alone is not None:
         say(f"documents are decoded one by one: {why_alone}")
@@ -304,6 +306,12 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
         reduce_frame,
         make_generation_config(loaded.model, spec.generation.transformers_settings()),
     )
+
+
+def _describe_chunks(chunk_tokens: int, longest_tokens: int) -> str:
+    """Say in which chunks slices are computed, and if that is none."""
+    whole = f"; no prompt is longer than {longest_tokens}, so that no slice is cut"
+    return f"slices are computed in chunks of {chunk_tokens} tokens{whole if chunk_tokens >= longest_tokens else ''}"
 
 
 def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say) -> dict[str, Frame]:

@@ -244,6 +244,8 @@ def test_jobs_run_in_chunks_and_answer_the_same(
         run = run_here(ranks, [job, *with_settings(f"output.path={folder}", f"parallel.chunk_tokens={chunk_tokens}")])
         assert run.returncode == 0, run.stderr
         found[chunk_tokens] = answers(folder)
+        told = f"slices are computed in chunks of {chunk_tokens} tokens" in run.stderr
+        assert told == (chunk_tokens == 48)
     assert found[48] == found['"auto"'] and len(found[48]) == 3
 
     # Where memory is short chunks are chosen, and the documents are answered instead of refused.
