@@ -24,6 +24,7 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.model import ModelShape, Outline
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
+from kvr_mpi.prefill.packed import PACK_TOKENS
 from kvr_mpi.prefill.registry import KVR, Strategy, candidates, choose_chunks, fastest
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.schedule.times import Seconds
@@ -103,7 +104,7 @@ class Forecast:
     def chunks_for(self, tokens: int, ranks: int) -> int | None:
         """Say in which chunks a prompt's slices are computed on so many ranks; None: at once."""
         strategy = self.strategy(tokens, ranks)
-        if not strategy.takes_chunks:
+        if not strategy.takes_chunks or (ranks == 1 and 2 * tokens <= PACK_TOKENS):  # packed with others
             return None
         if self.chunk_tokens != "auto":
             return self.chunk_tokens if self.chunk_tokens < max(self.slices(tokens, ranks).lengths) else None
