@@ -22,6 +22,8 @@ from kvr_mpi.prefill.registry import JOB_STRATEGIES
 from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.transport.choose import Name
 
+ChunkTokens = Annotated[int, Field(ge=1)] | Literal["auto"]
+
 ENVIRONMENT_PREFIX = "KVR_"
 REMOTE_CODE = "model.trust_remote_code"
 
@@ -131,6 +133,9 @@ class ParallelSection(Section):
         None, min_length=1, description="a file of kvr search, or a folder of them, for partition = 'table'"
     )
     table_force: bool = Field(False, description="take a table of another model, dtype, device or number of ranks")
+    chunk_tokens: ChunkTokens = Field(
+        "auto", description="a rank computes its slice in chunks of so many tokens; auto: only where memory asks for it"
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: its share of the cores")
     memory_gib: float | None = Field(
         None, gt=0, description="most memory of a rank for prompts, beside the weights; default: what it has left"
@@ -159,6 +164,11 @@ class ParallelSection(Section):
             raise ValueError("parallel.partition = 'ratio' and parallel.ratios = [...] go together")
         if (self.partition == "table") != (self.table is not None):
             raise ValueError("parallel.partition = 'table' and parallel.table = 'tables/...' go together")
+        if self.strategy in ("ring", "single") and self.chunk_tokens != "auto":
+            raise ValueError(
+                f"parallel.chunk_tokens is for chains, and strategy = {self.strategy!r} takes no chunks: choose "
+                f"strategy = 'kvr' or 'auto', or leave it out"
+            )
         if self.strategy == "ring" and (self.ratios is not None or self.table is not None):
             raise ValueError(
                 "parallel.ratios and parallel.table are for chains: a ring's slices are even; choose strategy = 'kvr' "

@@ -5,7 +5,7 @@ Stands between the plan and the prefill: planners make a `Partition`, strategies
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,6 +13,14 @@ from kvr_mpi.errors import PartitionError
 
 # Slices end at multiples of this many tokens: kernels like that, and the valley of the best split is narrower than 64.
 QUANTUM_TOKENS = 16
+
+
+def cut_range(start: int, stop: int, every: int | None) -> Iterator[tuple[int, int]]:
+    """Cut tokens `start` to `stop` at all positions that `every` divides, wherever they begin; None: not at all."""
+    while start < stop:
+        end = stop if every is None else min(stop, (start // every + 1) * every)
+        yield start, end
+        start = end
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class Prompt:
     last: int
     prefix_tokens: int
     fails: dict[int, int]  # the layer before which a rank's memory ends; -1: it has none for its buffers
+    chunk_tokens: int | None = None
 
 
 def draw_prompts(count: int, size: int, seed: int, *, failing: float, models: tuple[str, ...] = MODELS) -> list[Prompt]:
@@ -62,6 +63,7 @@ def draw_prompts(count: int, size: int, seed: int, *, failing: float, models: tu
                 draw.randrange(size),
                 prefix_tokens,
                 fails if draw.random() < failing else {},
+                draw.choice([None, 5, 16]) if strategy == "kvr" else None,
             )
         )
     return prompts
@@ -140,6 +142,7 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
             last=prompt.last,
             forwarder=forwarder,
             spares_chain=True,
+            chunk_tokens=prompt.chunk_tokens,
         )
         told(None)
         is_last = chain.rank == prompt.last

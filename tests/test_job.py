@@ -70,6 +70,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     partition = "ratio"
     ratios = [2, 1.5]
     memory_gib = 1.5
+    chunk_tokens = 512
     table_force = true
     threads = 4
     transport = "gloo"

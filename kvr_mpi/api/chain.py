@@ -234,7 +234,8 @@ class Chain:
         word = None
         if self.rank == 0:
             plan = self._runner.plan(request, self.decode_rank)
-            word = [plan.strategy.name, None if plan.partition is None else plan.partition.bounds, plan.shared_tokens]
+            bounds = None if plan.partition is None else plan.partition.bounds
+            word = [plan.strategy.name, bounds, plan.shared_tokens, plan.chunk_tokens]
         return self._runner.planned(request, self.decode_rank, *share_json(self._ranks, word))
 
     def _run(self, plan: PlannedPrompt) -> Prefill | None:

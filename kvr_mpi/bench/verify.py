@@ -20,7 +20,7 @@ from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.prepacked import unpacked
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_single, run_next
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_single, run_next, why_no_chunks
 from kvr_mpi.prefill.registry import STRATEGIES, Strategy
 from kvr_mpi.prefill.self_check import allowed_error
 from kvr_mpi.transport import Transport, share_json
@@ -111,6 +111,15 @@ def _strategies(
 
             name = f"{one.name} {how} {partition}" if how else one.name
             yield name, one.exchanges(partition)[0].decode_rank, run
+        if one.takes_chunks and why_no_chunks(loaded) is None:
+            cut, length = one.cut_evenly(tokens, world.size), draw.randrange(1, max(2, tokens // (2 * world.size)))
+
+            def run_chunks(
+                ids: Sequence[int], one: Strategy = one, cut: Partition = cut, many: int = length
+            ) -> Prefill:
+                return one.prefill(loaded, ids, cut, world, reserve_tokens=NEW_TOKENS, chunk_tokens=many)
+
+            yield f"{one.name} in chunks of {length}", one.exchanges(cut)[0].decode_rank, run_chunks
 
 
 def does_not_fit(loaded: LoadedModel) -> list[str]:

@@ -106,6 +106,7 @@ def _columns(place: Placement, forecast: Forecast) -> dict[str, Any]:
         "first_rank": place.first_rank,
         "strategy": forecast.strategy(prompts[0], ranks).name if prompts else None,
         "slices": list(forecast.slices(prompts[0], ranks).bounds) if prompts else [],
+        "chunk_tokens": forecast.chunks_for(prompts[0], ranks) if prompts else None,
         "start_s": place.start_s,
         "end_s": place.end_s,
         "ttft_s": forecast.ttft_s(prompts[0], ranks) if prompts else None,
@@ -166,6 +167,7 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
         row = _columns(place, forecast)
         lengths = [str(b - a) for a, b in zip(row["slices"], row["slices"][1:], strict=False)]
         slices = "+".join(lengths if len(lengths) <= 4 else [*lengths[:2], "...", lengths[-1]])
+        chunked = "" if row["chunk_tokens"] is None else f"; in chunks of {row['chunk_tokens']} tokens"
         last = place.first_rank + place.ranks - 1
         table.add_row(
             Text(printable(place.id)),
@@ -177,7 +179,7 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
             "" if row["ttft_s"] is None else duration(row["ttft_s"]),
             duration(place.end_s),
             "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 1e9:.1f} GB",
-            Text(place.reason),
+            Text(place.reason + chunked),
         )
     console = Console(
         width=max(120, shutil.get_terminal_size((150, 24)).columns), highlight=False, force_terminal=False

@@ -32,6 +32,7 @@ class SimulateOptions:
     contexts: str
     link_gigabytes_per_s: float | None
     relay: RelayKind | None
+    chunk_tokens: int | None
     paper: bool
     score: Path | None
     json_file: str | None
@@ -56,6 +57,7 @@ class SimulateOptions:
     type=click.Choice(["cut-through", "store-and-forward"]),
     help="How a chain passes the prefix on; default: as our engine does, or with eager attention as the paper did.",
 )
+@click.option("--chunk-tokens", type=click.IntRange(1), help="Chains compute slices in chunks.  [default: at once]")
 @click.option("--paper", is_flag=True, help="Hold the model to the paper's cells instead, on the fitted A100 profile.")
 @click.option("--score", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
               help="The same with the cells of a CSV file (table, model, gpus, context_tokens, ...).")  # fmt: skip
@@ -107,9 +109,8 @@ def simulate(**given: Any) -> None:
 
     found = look_out(options.model, options.hardware, options.link_gigabytes_per_s, options.relay, _is_offline)
     work, profile, costs, relay = found.work, found.hardware, found.costs, found.relay
-    rows = forecast(
-        work, costs, _numbers("--contexts", options.contexts), _numbers("--ranks", options.ranks), relay=relay
-    )
+    contexts, ranks = _numbers("--contexts", options.contexts), _numbers("--ranks", options.ranks)
+    rows = forecast(work, costs, contexts, ranks, relay=relay, chunk_tokens=options.chunk_tokens)
     if options.plot is not None:
         from kvr_mpi.report.plots import plot_forecast, plot_slices
 

@@ -34,7 +34,7 @@ class Costs:
     gather_copy_token_s : an all-gather's copy_token_s.
     gather_link_share : of the link's bandwidth an all-gather gets.
     speeds : of each rank, 1 the nominal; None if all are alike.
-    has_states : a rank begins a layer when the rank before it has ended it (recurrent layers).
+    has_states : a rank begins a layer when the rank before it has ended it (recurrent layers, and slices in chunks).
     """
 
     layers: int
@@ -69,6 +69,12 @@ class Costs:
     def after(self, tokens: int) -> Costs:
         """Of tokens after so many others that are known already: each attends to those, too."""
         return replace(self, rest_token_s=self.rest_token_s + tokens * self.pair_s) if tokens else self
+
+    def in_chunks(self, chunks: int) -> Costs:
+        """Of slices in so many chunks: each is launched by itself, and the last one's keys come when a layer ends."""
+        if chunks < 2:
+            return self
+        return replace(self, launch_floor_s=chunks * self.launch_floor_s, has_states=True)
 
 
 def costs_of(work: Workload, hardware: Hardware, *, link_bytes_per_s: float | None = None) -> Costs:

@@ -29,6 +29,7 @@ from kvr_mpi.kv.whole import WholeLayer
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.last_token import LastRow
+from kvr_mpi.model.layer_chunks import ChunkDoneError
 
 # Layers whose receives are posted before they compute.
 LAYERS_AHEAD = 2
@@ -71,6 +72,8 @@ class SliceCache(Cache):
         What follows the last layer's attention is computed for the last token only (``last_token``).
     keeps_all : bool
         This rank ends with the keys and values of all tokens.
+    chunks : list of list of (int, int)
+        The tokens that come together, in the order in which they do (`Exchange.chunks`).
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class SliceCache(Cache):
         if self.observation is not None:
             self.observation.check_in(exchange.owned)
         self.start, self.prompt_tokens = exchange.owned[0][0], exchange.partition.tokens
+        self.chunks = exchange.chunks
         self.share = _make_share(loaded, exchange, prefix, reserve_tokens) if is_spread else None
         self.keeps_all = self.is_decode_rank and self.share is None
         self.capacity = exchange.capacity + (reserve_tokens if self.keeps_all else 0)
@@ -138,8 +142,15 @@ class SliceCache(Cache):
 
     def after_attention(self, layer: SliceLayer) -> None:
         """Let what follows the last layer's attention be computed for the last token only."""
-        if self.cuts_last_layer and layer.fresh > 1 and self.reads_only_last(layer.layer_idx):
-            self.tail.enter_context(LastRow(layer.fresh))
+        tokens = sum(self.chunk_lengths)
+        is_last = tokens > 1 and layer.is_complete
+        if self.cuts_last_layer and is_last and self.reads_only_last(layer.layer_idx):
+            self.tail.enter_context(LastRow(layer.fresh, tokens))
+
+    @property
+    def chunk_lengths(self) -> list[int]:
+        """Tokens of each chunk of the slice."""
+        return [sum(last - first for first, last in chunk) for chunk in self.chunks]
 
     @property
     def positions(self) -> torch.Tensor | None:
@@ -179,17 +190,22 @@ class SliceCache(Cache):
         ------
         SliceDoneError
             To leave it.
+        ChunkDoneError
+            To leave the layer, with this chunk.
         """
-        if not self.layers[layer_idx].is_complete:
-            return
         is_read = self.is_decode_rank or not self.exchange.saves_last_layer
-        if layer_idx == self._stop or (layer_idx == self._last and not is_read):
+        leaves = layer_idx == self._stop or (layer_idx == self._last and not is_read)
+        if len(self.chunks) > 1 and self.layers[layer_idx].chunks_left:
+            if leaves or (self.reads_only_last(layer_idx) and self.observation is None):
+                self.layers[layer_idx].attended = True  # nothing asks what it would give
+                raise ChunkDoneError
+        elif leaves and self.layers[layer_idx].is_complete:
             raise SliceDoneError
 
-    def observe(self, layer_idx: int, query: torch.Tensor, params: AttentionParams) -> None:
-        """Keep the queries of the observation window, if there is one, of (1, heads, tokens, head_dim)."""
+    def observe(self, layer_idx: int, query: torch.Tensor, ranges: Sequence[Range], params: AttentionParams) -> None:
+        """Keep the queries of the observation window, if there is one, of those of ranges (1, heads, tokens, dim)."""
         if self.observation is not None and self.prefilling:
-            self.observation.keep(layer_idx, query, self.exchange.owned, params)
+            self.observation.keep(layer_idx, query, ranges, params)
 
     def settle(self) -> None:
         """Hand on what was not handed on when its layer ended: the model has returned."""

@@ -8,7 +8,7 @@ them; `SliceLayer.attend` lets it attend to what has come from the others (KV-Ru
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -25,12 +25,14 @@ from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers, Range
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.masks import Visibility
+from kvr_mpi.partition import cut_range
 
 
 class LayersOwner(Protocol):
     """What a layer needs of the cache it belongs to (`cache.SliceCache`)."""
 
     exchange: Exchange
+    chunks: Sequence[Sequence[Range]]
     transfers: PromptTransfers | None
     prefix: SharedPrefix | None
     buffers: LayerBuffers
@@ -52,7 +54,7 @@ class LayersOwner(Protocol):
     def leave_if_done(self, layer_idx: int) -> None:
         """Leave the model where nobody reads on."""
 
-    def observe(self, layer_idx: int, query: torch.Tensor, params: AttentionParams) -> None:
+    def observe(self, layer_idx: int, query: torch.Tensor, ranges: Sequence[Range], params: AttentionParams) -> None:
         """Keep the queries of the observation window, if there is one."""
 
 
@@ -68,6 +70,8 @@ class SliceLayer(CacheLayerMixin):
         self.layer_idx, self.shape = layer_idx, shape
         self.length = cache.start
         self.fresh = 0  # tokens last appended
+        self.fresh_ranges: Sequence[Range] = ()  # which those are
+        self.chunks_left = len(cache.chunks)  # of the slice, to be appended
         self.attended = True
         self.layout: UniformLayout | RaggedLayout | None = None
         self.is_over: bool = False  # let go of, with everything sent
@@ -90,25 +94,24 @@ class SliceLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new tokens (1, kv_heads, tokens, head_dim); while prefilling, share them."""
+        """Append new tokens (1, kv_heads, tokens, head_dim), the slice's or its next chunk's; then share them."""
         cache = self.cache
         self._check(key_states, value_states)
         if self.layout is None:
             self.post()
         assert self.layout is not None
         self.fresh = key_states.shape[2]
-        ranges = cache.exchange.owned if cache.prefilling else [(self.length, self.length + self.fresh)]
-        at = 0
-        for first, last in ranges:
+        self.fresh_ranges, at = self._next_ranges(), 0
+        for first, last in self.fresh_ranges:
             stretch = slice(at, at + last - first)
             self.layout.write(first, key_states[:, :, stretch], value_states[:, :, stretch])
             at = stretch.stop
-        self.length = ranges[-1][1]
+        self.length = self.fresh_ranges[-1][1]
         self.is_initialized, self.attended = True, False
         cache.current = self
         if cache.prefilling:
             if self.segments is not None:
-                cache.exchange.share(self.segments)
+                cache.exchange.share(self.segments, self.fresh_ranges)
             cache.advance(self.layer_idx)
             cache.leave_if_done(self.layer_idx)
         return key_states, value_states
@@ -116,7 +119,7 @@ class SliceLayer(CacheLayerMixin):
     @property
     def is_complete(self) -> bool:
         """Whether all that the later ranks need of this layer is made, once it is updated."""
-        return True
+        return not self.chunks_left
 
     def leave(self) -> None:
         """Nothing to do when the next layer is begun: keys and values are sent at once."""
@@ -147,7 +150,7 @@ class SliceLayer(CacheLayerMixin):
             raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
         if isinstance(self.layout, RaggedLayout):
             return self.layout.attend(query, self.length, self.fresh, params)
-        self.cache.observe(self.layer_idx, query, params)
+        self.cache.observe(self.layer_idx, query, self.fresh_ranges, params)
         skipped = self.fresh - 1 if self.cache.reads_only_last(self.layer_idx) else 0
         query = query[:, :, skipped:]
         sees_all = self.shape.visibility.sees_all(self.length)
@@ -162,9 +165,7 @@ class SliceLayer(CacheLayerMixin):
         """Attend once everything is here: decoded tokens, the only token that is read, or a window or chunks."""
         if self.segments is not None:
             self.segments.collect()
-        ranges = self.cache.exchange.owned if self.cache.prefilling else [(self.length - self.fresh, self.length)]
-        if skipped or self.fresh == 1:
-            ranges = [(self.length - 1, self.length)]
+        ranges = [(self.length - 1, self.length)] if skipped or self.fresh == 1 else self.fresh_ranges
         return attend_ranges(query, ranges, self.rows, self.shape.visibility, params)
 
     @property
@@ -280,6 +281,25 @@ class SliceLayer(CacheLayerMixin):
         """Most tokens the buffer holds."""
         return self.cache.capacity
 
+    def _next_ranges(self) -> Sequence[Range]:
+        """Say which tokens come: the slice's, or its next chunk's; after the prompt, those that go on.
+
+        Raises
+        ------
+        ModelError
+            If these are others: the model's layers do not take them chunk by chunk.
+        """
+        if not self.cache.prefilling:
+            return [(self.length, self.length + self.fresh)]
+        if not self.chunks_left:
+            raise ModelError(f"layer {self.layer_idx}: it is updated once more with the same tokens")
+        ranges = self.cache.chunks[-self.chunks_left]
+        self.chunks_left -= 1
+        expected = sum(last - first for first, last in ranges)
+        if self.fresh != expected:
+            raise ModelError(f"layer {self.layer_idx}: keys of {self.fresh} tokens have come instead of {expected}")
+        return ranges
+
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         heads = self.shape.num_kv_heads
         expected = (1, heads, self.shape.key_dim), (1, heads, self.shape.value_dim)
@@ -308,7 +328,7 @@ def attend_ranges(
     rows : callable
         Gives keys and values of a range of tokens, each (1, kv_heads, tokens, head_dim).
     """
-    pieces = [piece for bounds in ranges for piece in _pieces(*bounds, seen.chunk)]
+    pieces = [piece for bounds in ranges for piece in cut_range(*bounds, seen.chunk)]
     part, at = None, 0
     for first, last in pieces:
         some = query if len(pieces) == 1 else query[:, :, at : at + last - first]
@@ -335,11 +355,3 @@ def _attend_range(
         return attend_window(query, *rows(low, last), params, seen.window)
     part = attend(query, *rows(first, last), params, causal=True)
     return part.merge(attend(query, *rows(low, first), params)) if low < first else part
-
-
-def _pieces(start: int, stop: int, chunk: int | None) -> Iterator[Range]:
-    """Cut a range where chunks begin."""
-    while start < stop:
-        end = stop if chunk is None else min(stop, (start // chunk + 1) * chunk)
-        yield start, end
-        start = end

@@ -6,6 +6,7 @@ Only the rank with the last slice keeps them: it ends with all keys, and the win
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,20 +33,27 @@ class Observation:
     window: Range
     layers: dict[int, WindowQueries] = field(default_factory=dict)
 
-    def keep(self, layer_idx: int, query: torch.Tensor, owned: list[Range], params: AttentionParams) -> None:
-        """Keep what a layer is asked by the window's tokens.
+    def keep(self, layer_idx: int, query: torch.Tensor, ranges: Sequence[Range], params: AttentionParams) -> None:
+        """Keep what a layer is asked by the window's tokens, after those that came before.
 
         Parameters
         ----------
         query : torch.Tensor
-            Of all tokens this rank computes (1, heads, tokens, head_dim); a single token's heads may come folded.
-        owned : list of (int, int)
-            Which those are; the window lies in the last stretch (`check_in`).
+            Of tokens that come together (1, heads, tokens, head_dim); a single token's heads may come folded.
+        ranges : sequence of (int, int)
+            Which those are: all that this rank computes, or a chunk of them. Of the window are those of the last range
+            (`check_in`).
         """
-        computed, (start, stop) = sum(last - first for first, last in owned), self.window
+        computed = sum(last - first for first, last in ranges)
+        first, last = max(ranges[-1][0], self.window[0]), min(ranges[-1][1], self.window[1])
+        if first >= last:
+            return
         whole = query.reshape(1, -1, computed, query.shape[-1])
-        first = computed - (owned[-1][1] - start)
-        self.layers[layer_idx] = WindowQueries(whole[:, :, first : first + stop - start].clone(), params)
+        at = computed - (ranges[-1][1] - first)
+        rows = whole[:, :, at : at + last - first].clone()
+        if first > self.window[0]:
+            rows = torch.cat([self.layers[layer_idx].query, rows], dim=2)
+        self.layers[layer_idx] = WindowQueries(rows, params)
 
     def check_in(self, owned: list[Range]) -> None:
         """Make sure that a rank computes the whole window.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvr_mpi.errors import ModelError
+from kvr_mpi.model.layer_chunks import layers_in_chunks
 from kvr_mpi.model.masks import MaskRequest, Visibility, request_mask
 from kvr_mpi.model.prepacked import use_prepacked
 from kvr_mpi.model.rope import embed_whole_lengths, whole_lengths
@@ -234,6 +235,7 @@ def run_model(
     *,
     positions: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
+    chunks: Sequence[int] = (),
 ) -> torch.Tensor:
     """Run tokens (1, tokens) through the model after what its cache holds.
 
@@ -243,6 +245,8 @@ def run_model(
         Of each token in its document (1, tokens); by default as the cache or the model counts.
     keep : torch.Tensor, optional
         Which tokens' logits are read (rows,); by default the last one's.
+    chunks : sequence of int, optional
+        Tokens of each of the chunks in which the model's layers are run (`layer_chunks`).
 
     Returns
     -------
@@ -257,15 +261,16 @@ def run_model(
     cuts = takes(model, "logits_to_keep")
     if cuts:
         options["logits_to_keep"] = 1 if keep is None else keep
-    with whole_lengths(cache.whole_lengths(ids.shape[1])), cache.tail, contextlib.ExitStack() as hook:
+    rows = whole_lengths(cache.whole_lengths(ids.shape[1]))
+    with rows, layers_in_chunks(chunks), cache.tail, contextlib.ExitStack() as hook:
         if cache.in_parts and model.config._attn_implementation == ATTENTION:
             options["kv_chain"] = cache
         elif cache.in_parts:  # a mask of one element: the model makes none of its own, and the hook ignores it
             options["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=ids.device)
             hook.enter_context(_SdpaHook(cache))
         logits = model(**options).logits[0]
-    rows: torch.Tensor = logits[-1:] if keep is None else logits if cuts else logits[keep]
-    return rows.float()
+    read: torch.Tensor = logits[-1:] if keep is None else logits if cuts else logits[keep]
+    return read.float()
 
 
 def takes(model: Any, argument: str) -> bool:

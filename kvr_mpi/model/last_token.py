@@ -31,12 +31,14 @@ class LastRow(TorchFunctionMode):
     Parameters
     ----------
     tokens : int
-        Of the slice.
+        Of the slice, or of its last chunk.
+    slice_tokens : int, optional
+        Then of the whole slice: so many are there again after the layer.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, slice_tokens: int | None = None) -> None:
         super().__init__()
-        self._tokens = tokens
+        self._counts = {tokens, slice_tokens or tokens} - {1}
 
     def __torch_function__(
         self,
@@ -46,28 +48,32 @@ class LastRow(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Cut what this function computes with, if it may be cut, and call it."""
-        if func in PRODUCTS and len(args) > 1 and args[1].ndim == 2 and self._has(args[0], self._tokens):
+        if func in PRODUCTS and len(args) > 1 and args[1].ndim == 2 and self._has_many(args[0]):
             args = (args[0][:, -1:], *args[1:])
-        elif func in NORMS and self._has(args[0], self._tokens):
+        elif func in NORMS and self._has_many(args[0]):
             args = (args[0][:, -1:], *args[1:])
         elif func in SUMS and any(self._has(one, 1) for one in args):
             # What is added to in place keeps its rows: the model may go on with the very tensor.
             fixed = func is torch.Tensor.add_
             args = tuple(
-                one[:, -1:] if self._has(one, self._tokens) and not (fixed and not at) else one
-                for at, one in enumerate(args)
+                one[:, -1:] if self._has_many(one) and not (fixed and not at) else one for at, one in enumerate(args)
             )
-        elif func in SHAPES and self._has(args[0], 1) and self._asks_for_all(args[0], args[1:]):
-            return args[0].expand(-1, self._tokens, -1).reshape(*args[1:])
+        elif func in SHAPES and self._has(args[0], 1) and (asked := self._asked_for(args[0], args[1:])):
+            return args[0].expand(-1, asked, -1).reshape(*args[1:])
         return func(*args, **(kwargs or {}))
 
-    def _asks_for_all(self, row: torch.Tensor, shape: tuple[Any, ...]) -> bool:
+    def _asked_for(self, row: torch.Tensor, shape: tuple[Any, ...]) -> int | None:
+        """Say how many tokens a shape has that is asked of the row; None if it is the row's own."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if not all(isinstance(size, int) for size in sizes):  # seen as another type
-            return False
-        if tuple(sizes[:2]) in ((1, self._tokens), (-1, self._tokens)):
-            return True
-        return math.prod(sizes) == self._tokens * row.numel()
+            return None
+        for count in self._counts:
+            if tuple(sizes[:2]) in ((1, count), (-1, count)) or math.prod(sizes) == count * row.numel():
+                return count
+        return None
+
+    def _has_many(self, tensor: Any) -> bool:
+        return any(self._has(tensor, count) for count in self._counts)
 
     @staticmethod
     def _has(tensor: Any, tokens: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_masked
@@ -18,10 +20,10 @@ class AllGather:
 
     ``dense`` as in the paper: every rank computes its slice against the whole prompt and masks what lies after.
     Otherwise causal: what lies after a slice is not computed. What nobody reads of the last layer is left out if
-    that is lent to it.
+    that is lent to it. It takes no chunks: a rank attends when it has been sent everything.
     """
 
-    in_order = False
+    in_order = takes_chunks = False
 
     def __init__(
         self,
@@ -30,12 +32,15 @@ class AllGather:
         prefix_tokens: int = 0,
         *,
         sends_all: bool = True,
+        chunk_tokens: int | None = None,
         dense: bool,
         saves_last_layer: bool = False,
     ) -> None:
         self.partition, self.rank, self.decode_rank = partition, rank, partition.size - 1
+        self.segments = partition.size
         self.prefix_tokens = prefix_tokens
         self.owned = [self._bounds(rank)]
+        self.chunks = [self.owned]
         self.capacity = partition.tokens
         self.forwards = False
         self.slots = 2 * (partition.size - 1)
@@ -50,7 +55,7 @@ class AllGather:
             if segment != self.rank:
                 layer.receive(self._bounds(segment), segment, segment)
 
-    def share(self, layer: LayerTransfers) -> None:
+    def share(self, layer: LayerTransfers, ranges: Sequence[Range]) -> None:
         """Send the own segment to every other rank, the next one first."""
         for dest in self._others():
             layer.send(self.owned[0], dest, self.rank)

@@ -48,7 +48,7 @@ def play_on(cache: SliceCache) -> None:
                 slots = cache.buffers.scratch(cache.exchange.longest_segment(), cache.exchange.slots)
             layer.segments.do_without(slots, layer.shape.elements)
         cache.exchange.post(layer.segments)
-        cache.exchange.share(layer.segments)
+        cache.exchange.share(layer.segments, cache.exchange.owned)
         if layer.shape.states:
             layer.play_on()
         layer.release(wait=True)

@@ -23,7 +23,7 @@ from kvr_mpi.kv.exchange import Exchange, MakeExchange
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.prefill.one_prompt import prefill_kvr, why_no_chunks
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.transport.pretended import PretendedChain
 
@@ -77,15 +77,19 @@ class Footprint:
     ----------
     shape : ModelShape
     activations : callable
-        Bytes of one layer's activations for a slice of so many tokens after a prefix as long.
+        Bytes of one layer's activations for a slice of so many tokens after a prefix as long, in chunks of so many, or
+        (None) at once.
     heap_share : float
         What is taken for them, over that.
+    takes_chunks : bool
+        Whether the model's layers can be run in chunks.
     """
 
     shape: ModelShape
-    activations: Callable[[int], int]
+    activations: Callable[[int, int | None], int]
     heap_share: float = HEAP_SHARE
-    _known: dict[int, int] = field(default_factory=dict)
+    takes_chunks: bool = False
+    _known: dict[tuple[int, int | None], int] = field(default_factory=dict)
 
     def prefill_bytes(self, partition: Partition, rank: int, *, reserve_tokens: int = 0, prefix_tokens: int = 0) -> int:
         """Most bytes a rank of a chain takes for a prompt, beyond what it holds already.
@@ -108,18 +112,27 @@ class Footprint:
         if is_spread or not is_decode_rank:
             layers = layers[: LAYERS_HELD + 1 + LAYERS_AHEAD]
         tokens = exchange.capacity + (0 if is_spread else reserved)
-        return (tokens * sum(layers) + kept) * self.shape.dtype_bytes + self.activation_bytes(computed)
+        longest = max(sum(last - first for first, last in chunk) for chunk in exchange.chunks)
+        return (tokens * sum(layers) + kept) * self.shape.dtype_bytes + self.activation_bytes(computed, longest)
 
-    def activation_bytes(self, tokens: int) -> int:
-        """Bytes taken for one layer's activations, between the two nearest powers of two that were counted."""
-        below = max(1, 1 << (tokens.bit_length() - 1))
-        low, high = self._counted(below), self._counted(2 * below)
-        return int(self.heap_share * (low + (high - low) * (tokens - below) / below))
+    def activation_bytes(self, tokens: int, chunk_tokens: int | None = None) -> int:
+        """Bytes taken for one layer's activations, between the two nearest numbers of tokens that were counted.
 
-    def _counted(self, tokens: int) -> int:
-        if tokens not in self._known:
-            self._known[tokens] = self.activations(tokens)
-        return self._known[tokens]
+        Without chunks these are powers of two. With them a line is laid through two counts: what is there for the whole
+        slice grows with it, and a chunk's is a chunk's.
+        """
+        if chunk_tokens is not None and chunk_tokens < tokens:
+            below, every, step = 2 * chunk_tokens, chunk_tokens, 2 * chunk_tokens
+        else:
+            every, below = None, max(1, 1 << (tokens.bit_length() - 1))
+            step = below
+        low, high = self._counted(below, every), self._counted(below + step, every)
+        return int(self.heap_share * (low + (high - low) * (tokens - below) / step))
+
+    def _counted(self, tokens: int, chunk_tokens: int | None) -> int:
+        if (tokens, chunk_tokens) not in self._known:
+            self._known[tokens, chunk_tokens] = self.activations(tokens, chunk_tokens)
+        return self._known[tokens, chunk_tokens]
 
 
 def footprint_of(config: Any, dtype: torch.dtype, *, on_gpu: bool = False, in_parts: bool = True) -> Footprint:
@@ -152,17 +165,17 @@ def footprint_of(config: Any, dtype: torch.dtype, *, on_gpu: bool = False, in_pa
     loaded = LoadedModel(model, None, shape, "", "", counted, meta, attends_in_parts=in_parts)
     layers = min(LAYERS, len(shape.layers))
 
-    def activations(tokens: int) -> int:
-        partition = Partition((0, tokens, 2 * tokens))
+    def activations(tokens: int, chunk_tokens: int | None) -> int:
+        partition, ids = Partition((0, tokens, 2 * tokens)), [0] * 2 * tokens
         with on_meta(), _Ledger([*model.parameters(), *model.buffers()]) as ledger:
-            prefill_kvr(loaded, [0] * partition.tokens, partition, PretendedChain(), stop_after=layers)
+            prefill_kvr(loaded, ids, partition, PretendedChain(), stop_after=layers, chunk_tokens=chunk_tokens)
         return int(ledger.peak_bytes) * shape.dtype_bytes // counted.itemsize
 
     try:
-        activations(1)
+        activations(1, None)
     except (RuntimeError, NotImplementedError):  # an operation that meta does not know: only buffers are counted
-        return Footprint(shape, lambda tokens: 0)
-    return Footprint(shape, activations, 1.0 if on_gpu else HEAP_SHARE)
+        return Footprint(shape, lambda tokens, chunk_tokens: 0)
+    return Footprint(shape, activations, 1.0 if on_gpu else HEAP_SHARE, why_no_chunks(loaded) is None)
 
 
 def check_fits(

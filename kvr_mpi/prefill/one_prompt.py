@@ -24,6 +24,7 @@ from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.transfers import PromptTransfers, Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model, run_plain, takes
+from kvr_mpi.model.layer_chunks import cut_layers
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.all_gather import AllGather
@@ -91,6 +92,8 @@ class Options(TypedDict, total=False):
         Every rank ends with the keys and values of its own tokens, and none with all (`Prefill.share`).
     window
         Tokens whose queries the rank with the last slice keeps, for compression; they have to be in that slice.
+    chunk_tokens
+        Every rank computes its slice in chunks that end at multiples of this, wherever slices end. None: at once.
     """
 
     reserve_tokens: int
@@ -102,6 +105,7 @@ class Options(TypedDict, total=False):
     keeps_all: bool
     is_spread: bool
     window: Range | None
+    chunk_tokens: int | None
 
 
 # Of these, what a rank's cache is told.
@@ -219,7 +223,7 @@ def prefill_by(
     **options
         See `Options`.
     """
-    make, known = _prepare(make, loaded, ids, partition, options)
+    make, known = _prepare(make, loaded, ids, partition, strategy, options)
     rotation = _rotation(make, partition, chain.size, known, options.get("last"))
     exchange = make(partition, rotation.place_of(chain.rank), known)
     _check_order(loaded, exchange)
@@ -229,7 +233,7 @@ def prefill_by(
         own = forwarder = Forwarder(chain, forwards=exchange.forwards, device=loaded.device)
     transfers = None
     if forwarder is not None and chain.size > 1:
-        transfers = PromptTransfers(forwarder, partition.size, len(loaded.shape.layers), rotation)
+        transfers = PromptTransfers(forwarder, exchange.segments, len(loaded.shape.layers), rotation)
     given: dict[str, Any] = {name: value for name, value in options.items() if name in CACHE_OPTIONS}
     cache = SliceCache(loaded, exchange, transfers, **given)
     spares_chain = options.get("spares_chain", False)
@@ -265,11 +269,19 @@ def prefill_by(
 
 
 def _prepare(
-    make: MakeExchange, loaded: LoadedModel, ids: Sequence[int], partition: Partition, options: Options
+    make: MakeExchange, loaded: LoadedModel, ids: Sequence[int], partition: Partition, strategy: str, options: Options
 ) -> tuple[MakeExchange, int]:
     """Refuse what does not go together; return how exchanges are made, and how many tokens are known already."""
     partition.check_tokens(len(ids))
     loaded.shape.check_ids(ids)
+    if (chunk_tokens := options.get("chunk_tokens")) is not None:
+        if chunk_tokens < 1:
+            raise ModelError(f"chunks of {chunk_tokens} tokens: expected at least 1")
+        if why := why_no_chunks(loaded):
+            raise ModelError(why)
+        if not make(partition, 0).takes_chunks:
+            raise ModelError(f"{strategy} takes no chunks: ranks would compute in turn; use strategy = 'kvr' for them")
+        make = partial(make, chunk_tokens=chunk_tokens)
     make = partial(make, sends_all=options.get("keeps_all", False) or not loaded.attends_in_parts)
     prefix = options.get("prefix")
     if prefix is None:
@@ -277,6 +289,21 @@ def _prepare(
     prefix.check(ids)
     partition.check_prefix(prefix.tokens)
     return make, prefix.tokens
+
+
+def why_no_chunks(loaded: LoadedModel) -> str | None:
+    """Say why a model's slices cannot be run in chunks; None if they can, and the model is ready for it."""
+    if loaded.shape.has_states:
+        why = "its recurrent layers hand on one state for a slice"
+    elif not loaded.attends_in_parts:
+        why = "its attention cannot be taken over in parts, and makes a mask for the whole slice"
+    else:
+        try:
+            cut_layers(loaded.model)
+        except ModelError as error:
+            return str(error)
+        return None
+    return f"{loaded.shape.architecture}: {why}, so its slices cannot be run in chunks"
 
 
 def _rotation(make: MakeExchange, partition: Partition, size: int, known: int, last: int | None) -> Rotation:
@@ -293,7 +320,8 @@ def _run_slice(
     try:
         cache.begin()
         with contextlib.suppress(SliceDoneError):
-            logits = run_model(loaded.model, torch.tensor([mine], device=loaded.device), cache)[0]
+            row, chunks = torch.tensor([mine], device=loaded.device), cache.chunk_lengths
+            logits = run_model(loaded.model, row, cache, chunks=chunks)[0]
         cache.settle()
     except BaseException as error:
         if not spares_chain or not is_spared(error):

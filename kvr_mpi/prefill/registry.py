@@ -8,9 +8,9 @@ verify``, ``kvr plan`` and ``kvr simulate`` take their strategies from here: a n
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from kvr_mpi.costs.costmodel import chain_seconds, ring_seconds, single_seconds, tsp_seconds
 from kvr_mpi.errors import ModelError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # what runs strategies is imported when they run: forecasts n
     from kvr_mpi.costs.layer_costs import Costs
     from kvr_mpi.kv.exchange import Exchange, MakeExchange
     from kvr_mpi.model import LoadedModel
+    from kvr_mpi.prefill.memory_budget import Footprint
     from kvr_mpi.prefill.one_prompt import Options, Prefill
     from kvr_mpi.transport import Transport
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:  # what runs strategies is imported when they run: forecasts n
 # two are not surer of each other than that, and a chain sends less at a time and holds less.
 AUTO = "auto"
 MARGIN = 0.03
+# Tokens of the chunks that are tried where slices do not fit at once, in this order.
+CHUNK_SIZES = (4096, 2048, 1024, 512, 256, 128)
 
 
 class Forecast(Protocol):
@@ -59,6 +62,7 @@ class Strategy:
     has_cuts : whether its slices are searched, measured or looked up; else they are even.
     in_jobs : whether jobs can ask for it.
     needs_parts : whether it attends to a prefix in parts, in another order than the prompt's.
+    takes_chunks : whether ranks can compute their slices in chunks.
     """
 
     name: str
@@ -69,6 +73,7 @@ class Strategy:
     has_cuts: bool = False
     in_jobs: bool = False
     needs_parts: bool = True
+    takes_chunks: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -83,11 +88,12 @@ class Strategy:
         """Cut a prompt into slices of one length, after the tokens that are known already."""
         return Partition.even(tokens - known, self.stretches * ranks).after(known)
 
-    def exchanges(self, partition: Partition, known: int = 0) -> list[Exchange]:
+    def exchanges(self, partition: Partition, known: int = 0, chunk_tokens: int | None = None) -> list[Exchange]:
         """Make the exchange of every rank, first slice first."""
         make = self.ours.make
         assert make is not None, self.name
-        return [make(partition, place, known) for place in range(partition.size // self.stretches)]
+        places = range(partition.size // self.stretches)
+        return [make(partition, place, known, chunk_tokens=chunk_tokens) for place in places]
 
     def seconds(self, costs: Costs, partition: Partition, known: int = 0) -> float:
         """Forecast the time to the first token, in jobs; nobody computes the first `known` tokens."""
@@ -147,7 +153,27 @@ class Strategy:
                 f"of the logits' spread (allowed {allowed:.0e}); use strategy = 'kvr' for this model"
             )
 
-    def _error(self, loaded: LoadedModel, tokens: int) -> tuple[float, float]:
+    def check_chunks(self, loaded: LoadedModel, tokens: int = 12) -> None:
+        """Prove on a few tokens that slices in chunks give this model's own logits.
+
+        Raises
+        ------
+        ModelError
+            If the model cannot run so, or the logits differ.
+        """
+        from kvr_mpi.prefill.self_check import FAILURES
+
+        try:
+            error, allowed = self._error(loaded, min(tokens, loaded.shape.max_tokens or tokens), chunk_tokens=2)
+        except FAILURES as failure:
+            raise ModelError(f"{loaded.shape.architecture} does not run in chunks: {failure}") from failure
+        if not error <= allowed:
+            raise ModelError(
+                f"{loaded.shape.architecture}: on {tokens} tokens slices in chunks differ from one rank by "
+                f"{error:.1e} of the logits' spread (allowed {allowed:.0e}); leave parallel.chunk_tokens out"
+            )
+
+    def _error(self, loaded: LoadedModel, tokens: int, chunk_tokens: int | None = None) -> tuple[float, float]:
         """Run it on three threads, and tell how far it is from one, and what rounding explains."""
         from kvr_mpi.prefill.one_prompt import prefill_kvr
         from kvr_mpi.prefill.self_check import allowed_error, error_share
@@ -156,7 +182,9 @@ class Strategy:
         ids = loaded.shape.sample_ids(tokens)
         truth = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport()).logits
         cut = self.cut_evenly(tokens, 3)
-        ranks = run_local(3, lambda rank: self.prefill(loaded, ids, cut, rank).logits, loaded.device)
+        ranks = run_local(
+            3, lambda rank: self.prefill(loaded, ids, cut, rank, chunk_tokens=chunk_tokens).logits, loaded.device
+        )
         (found,) = (logits for logits in ranks if logits is not None)
         assert truth is not None
         error = error_share(found, truth)
@@ -166,10 +194,10 @@ class Strategy:
 def _exchange(name: str, **options: Any) -> MakeExchange:
     """Make a strategy's exchanges, by their module and class in this room; they are imported when they run."""
 
-    def make(partition: Partition, rank: int, prefix_tokens: int = 0, *, sends_all: bool = False) -> Exchange:
+    def make(partition: Partition, rank: int, prefix_tokens: int = 0, **more: Any) -> Exchange:
         module, _, kind = name.partition(":")
         made: Exchange = getattr(importlib.import_module(f"kvr_mpi.prefill.{module}"), kind)(
-            partition, rank, prefix_tokens, sends_all=sends_all, **options
+            partition, rank, prefix_tokens, **options, **more
         )
         return made
 
@@ -220,6 +248,7 @@ STRATEGIES: Mapping[str, Strategy] = {
             has_cuts=True,
             in_jobs=True,
             needs_parts=False,
+            takes_chunks=True,
         ),
     )
 }
@@ -236,6 +265,48 @@ def candidates(name: str, loaded: LoadedModel | None = None) -> list[Strategy]:
         (one for one in STRATEGIES.values() if one.in_jobs and not one.is_plain), key=lambda one: one is not KVR
     )
     return [one for one in found if loaded is None or one.misfit(loaded) is None]
+
+
+def choose_chunks(
+    asked: int | Literal["auto"],
+    strategy: Strategy,
+    footprint: Footprint | None,
+    fits: Callable[[int | None], bool],
+) -> int | None:
+    """Say in which chunks a prompt's slices are computed; None: at once.
+
+    Parameters
+    ----------
+    asked : int or "auto"
+        By the job; auto: the longest of `CHUNK_SIZES` in which it fits, if it does not fit at once.
+    fits : callable
+        Whether it does in chunks of so many tokens, or (None) at once, beside nothing else: a prompt's chunks are not
+        to depend on what else there is to do.
+    """
+    if not strategy.takes_chunks or footprint is None:
+        return None
+    if asked != "auto":
+        return asked
+    if not footprint.takes_chunks or fits(None):
+        return None
+    return next((size for size in CHUNK_SIZES if fits(size)), None)
+
+
+def check_takes_chunks(strategy: Strategy, loaded: LoadedModel, chunk_tokens: int | Literal["auto"]) -> None:
+    """Prove on a few tokens that a model runs in chunks, if the job asks for them.
+
+    Raises
+    ------
+    ModelError
+        If the strategy takes none, the model cannot, or the logits differ.
+    """
+    if chunk_tokens == "auto" or strategy.is_plain:
+        return
+    if not strategy.takes_chunks:
+        raise ModelError(
+            f"parallel.chunk_tokens = {chunk_tokens}: {strategy.name} takes no chunks; use strategy = 'kvr'"
+        )
+    strategy.check_chunks(loaded)
 
 
 def fastest(seconds: Sequence[float]) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 
 from kvr_mpi.kv.attention import PartialAttention, attend
@@ -9,7 +12,7 @@ from kvr_mpi.kv.exchange import SegmentedLayer
 from kvr_mpi.kv.transfers import LayerTransfers, Range
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.masks import Visibility
-from kvr_mpi.partition import Partition
+from kvr_mpi.partition import Partition, cut_range
 
 
 class Relay:
@@ -25,44 +28,67 @@ class Relay:
         The first tokens, which every rank has already; the first slice begins after them.
     sends_all : bool
         Send all tokens of all layers: they are kept, or the model's own mask is to hide them.
+    chunk_tokens : int or None
+        Slices are computed in chunks that end at multiples of this, and a chunk is a segment: it leaves when it is
+        made. The first one that attends waits for all before the slice, the others find it there.
     """
 
-    in_order = True
+    in_order = takes_chunks = True
     saves_last_layer = True
     slots = 1
 
-    def __init__(self, partition: Partition, rank: int, prefix_tokens: int = 0, *, sends_all: bool = False) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        rank: int,
+        prefix_tokens: int = 0,
+        *,
+        sends_all: bool = False,
+        chunk_tokens: int | None = None,
+    ) -> None:
         self.partition, self.rank, self.decode_rank = partition, rank, partition.size - 1
         self.prefix_tokens, self.sends_all = prefix_tokens, sends_all
         self.owned = [self._bounds(rank)]
         self.capacity = partition.stop(rank)
         self.forwards = 0 < rank < self.decode_rank
+        parts = [list(cut_range(*self._bounds(place), chunk_tokens)) for place in range(partition.size)]
+        ends = list(itertools.accumulate(map(len, parts)))
+        self.segments = ends[-1]
+        self.chunks = [[part] for part in parts[rank]]
+        # Of each rank up to this one, its segments: number and tokens.
+        self._segments = [
+            list(enumerate(some, start=end - len(some)))
+            for some, end in zip(parts[: rank + 1], ends[: rank + 1], strict=True)
+        ]
 
     def post(self, layer: LayerTransfers) -> None:
-        """Receive every predecessor's segment from the rank before, nearest first."""
-        if own := self._seen_after(self.rank, self.rank, layer.visibility):
-            layer.announce(self.rank + 1, self.rank, own)
-        for segment in reversed(range(self.rank)):
-            onward = self._seen_after(segment, self.rank, layer.visibility)
-            if bounds := self._seen_after(segment, self.rank - 1, layer.visibility):
+        """Receive every predecessor's segments from the rank before, nearest rank first."""
+        for segment, whole in self._segments[self.rank]:
+            if own := self._seen_after(whole, self.rank, layer.visibility):
+                layer.announce(self.rank + 1, segment, own)
+        for segment, whole in itertools.chain.from_iterable(reversed(self._segments[: self.rank])):
+            onward = self._seen_after(whole, self.rank, layer.visibility)
+            if bounds := self._seen_after(whole, self.rank - 1, layer.visibility):
                 to, first = (self.rank + 1, onward[0]) if onward else (None, None)
                 layer.receive(bounds, self.rank - 1, segment, to, first)
 
-    def share(self, layer: LayerTransfers) -> None:
-        """Send the own segment to the next rank."""
-        if own := self._seen_after(self.rank, self.rank, layer.visibility):
-            layer.send(own, self.rank + 1, self.rank)
+    def share(self, layer: LayerTransfers, ranges: Sequence[Range]) -> None:
+        """Send the own segments in these ranges to the next rank."""
+        for segment, bounds in self._segments[self.rank]:
+            is_made = any(first <= bounds[0] and bounds[1] <= last for first, last in ranges)
+            if is_made and (own := self._seen_after(bounds, self.rank, layer.visibility)):
+                layer.send(own, self.rank + 1, segment)
 
     def first_held(self, visibility: Visibility) -> int:
         """Position of the first token from which on this rank has all keys and values of such a layer."""
         first = 0 if self.sends_all or not self.rank else visibility.first_key(self.owned[0][0])
         return 0 if first <= self.prefix_tokens else first
 
-    def _seen_after(self, segment: int, rank: int, visibility: Visibility) -> Range | None:
+    def _seen_after(self, bounds: Range, rank: int, visibility: Visibility) -> Range | None:
         """Which tokens of a segment `rank` hands to the next rank; None if that one, and those after it, see none."""
         if rank >= self.decode_rank:
             return None
-        first, last = self._bounds(segment)
+        first, last = bounds
         if not self.sends_all:
             first = max(first, visibility.first_key(self._bounds(rank + 1)[0]))
         return (first, last) if first < last else None
@@ -76,7 +102,11 @@ class Relay:
         params: AttentionParams,
     ) -> PartialAttention:
         """Own slice first, then what all prompts begin with, then what comes, segment by segment."""
-        part = attend(query, keys, values, params, causal=query.shape[2] > 1)
+        part, first = attend(query, keys, values, params, causal=query.shape[2] > 1), layer.fresh_ranges[0][0]
+        if first > self.owned[0][0]:
+            if layer.segments is not None:  # the first chunk has waited for them, unless nobody reads what it gives
+                layer.segments.collect()
+            return part.merge(attend(query, *layer.rows(0, first), params))
         if self.prefix_tokens:
             part = part.merge(attend(query, *layer.rows(0, self.prefix_tokens), params))
         for first, last in layer.segments.arrivals() if layer.segments is not None else ():
@@ -85,7 +115,7 @@ class Relay:
 
     def longest_segment(self) -> int:
         """Of its own and of those before."""
-        return max(last - first for first, last in map(self._bounds, range(self.rank + 1)))
+        return max(last - first for some in self._segments for _, (first, last) in some)
 
     def _bounds(self, rank: int) -> Range:
         return max(self.partition.start(rank), self.prefix_tokens), self.partition.stop(rank)

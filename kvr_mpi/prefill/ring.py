@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvr_mpi.kv.attention import PartialAttention, attend
@@ -19,9 +21,12 @@ class Ring:
     Every rank computes the same in every step, without tuning; every segment crosses every link but one.
     Segments are passed on as they arrive, and attended to in the order of their coming. What nobody reads of the last
     layer is left out if that is lent to it.
+
+    It takes no chunks: a rank's last tokens see those of all others, so the ranks would wait for each other's chunks in
+    turn, and one of them compute at a time.
     """
 
-    in_order = False
+    in_order = takes_chunks = False
     decode_rank = 0  # owns the last stretch
     slots = 4  # both stretches of two ranks: what comes in can wait for nothing but what came in before
 
@@ -32,12 +37,15 @@ class Ring:
         prefix_tokens: int = 0,
         *,
         sends_all: bool = True,
+        chunk_tokens: int | None = None,
         saves_last_layer: bool = False,
     ) -> None:
         self.saves_last_layer, self.prefix_tokens = saves_last_layer, prefix_tokens
         self.partition, self.size, self.rank = partition, partition.size // 2, rank
+        self.segments = partition.size
         self.halves = [(max(partition.start(i), prefix_tokens), partition.stop(i)) for i in range(partition.size)]
         self.owned = self._halves_of(rank)
+        self.chunks = [self.owned]
         self.capacity = partition.tokens
         self.forwards = self.size > 2
 
@@ -51,7 +59,7 @@ class Ring:
                 to = following(self.rank, self.size) if passes_on else None
                 layer.receive(bounds, preceding(self.rank, self.size), half, to)
 
-    def share(self, layer: LayerTransfers) -> None:
+    def share(self, layer: LayerTransfers, ranges: Sequence[Range]) -> None:
         """Send both own stretches to the next rank."""
         for half, bounds in zip((self.rank, 2 * self.size - 1 - self.rank), self.owned, strict=True):
             layer.send(bounds, following(self.rank, self.size), half)

@@ -6,7 +6,6 @@ Stands between the batch, which has the documents, and the strategies, which kno
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,13 +13,14 @@ from functools import partial
 from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.errors import DocumentError
+from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.transfers import Range
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.memory_budget import GIB, check_fits
+from kvr_mpi.prefill.memory_budget import check_fits
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
-from kvr_mpi.prefill.registry import KVR, STRATEGIES, Strategy
+from kvr_mpi.prefill.registry import KVR, STRATEGIES, Strategy, choose_chunks
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
@@ -110,7 +110,8 @@ class ChainRunner:
         partition = self._cut(strategy, prompt.tokens, known, decode_rank)
         if window is not None:
             partition = partition.with_last_from(window[0], known)
-        return PlannedPrompt(prompt, prefix, decode_rank, strategy, partition, new_tokens)
+        chunks = self._chunk_tokens(strategy, partition, known, new_tokens)
+        return PlannedPrompt(prompt, prefix, decode_rank, strategy, partition, new_tokens, chunk_tokens=chunks)
 
     def _plan_shared(self, request: PromptRequest, decode_rank: int) -> PlannedPrompt | None:
         """Plan a prompt whose beginning other prompts have, too; None if it has none, or there is no room for that."""
@@ -121,7 +122,9 @@ class ChainRunner:
         plan = PlannedPrompt(request.prompt, prefix, decode_rank, KVR, None, document.new_tokens, tokens)
         if not self._goes_alone(tokens - known):
             strategy = self._choose_strategy(tokens, known, 0)
-            plan = replace(plan, strategy=strategy, partition=self._cut(strategy, tokens, known, decode_rank))
+            partition = self._cut(strategy, tokens, known, decode_rank)
+            chunks = self._chunk_tokens(strategy, partition, known, 0)
+            plan = replace(plan, strategy=strategy, partition=partition, chunk_tokens=chunks)
         return plan if self.fits_beside(plan, [0] * self.chain.size) else None
 
     def pinned_rank(self, request: PromptRequest) -> int | None:
@@ -130,13 +133,26 @@ class ChainRunner:
         return shared.decode_rank if shared and shared.ids == request.prompt.ids[:tokens] else None
 
     def planned(
-        self, request: PromptRequest, decode_rank: int, strategy: str, bounds: Sequence[int] | None, shared_tokens: int
+        self,
+        request: PromptRequest,
+        decode_rank: int,
+        strategy: str,
+        bounds: Sequence[int] | None,
+        shared_tokens: int,
+        chunk_tokens: int | None,
     ) -> PlannedPrompt:
         """Make a prompt's plan of what the chain's first rank tells of it."""
         partition = None if bounds is None else Partition(tuple(bounds))
         prefix, new_tokens = self._prefix_of(request), request.document.new_tokens
         return PlannedPrompt(
-            request.prompt, prefix, decode_rank, STRATEGIES[strategy], partition, new_tokens, shared_tokens
+            request.prompt,
+            prefix,
+            decode_rank,
+            STRATEGIES[strategy],
+            partition,
+            new_tokens,
+            shared_tokens,
+            chunk_tokens,
         )
 
     def why_too_large(self, plan: PlannedPrompt) -> str | None:
@@ -148,11 +164,12 @@ class ChainRunner:
                 return None
             free = [min(self._free_bytes)]
             if self._is_stored(plan.prefix):
-                self._check_share(plan)
+                plan.check_share_fits(footprint, free[0])
             elif plan.partition is None:
                 check_fits(footprint, Partition((0, plan.prompt.tokens)), free, plan.new_tokens)
             else:
-                make, many = plan.strategy.ours.make or Relay, free * self.chain.size
+                make = partial(plan.strategy.ours.make or Relay, chunk_tokens=plan.chunk_tokens)
+                many = free * self.chain.size
                 check_fits(footprint, plan.partition, many, plan.new_tokens, make, is_spread=self.is_spread)
         except DocumentError as error:
             return str(error)
@@ -165,13 +182,14 @@ class ChainRunner:
             return False
         own = self._kv_bytes(plan.prompt.tokens + plan.new_tokens) + footprint.activation_bytes(PACK_TOKENS)
         if self._is_stored(plan.prefix):
-            needs = [self._share_bytes(plan)] * self.chain.size
+            needs = [plan.share_bytes(footprint)] * self.chain.size
         elif plan.partition is None or self.goes_on(plan):
             needs = [0] * self.chain.size
             needs[plan.decode_rank] = own + self._kv_bytes(plan.shared_tokens)
         else:
             new_tokens = 0 if plan.shared_tokens else plan.new_tokens
-            needs = self._needs(plan.strategy, plan.partition, plan.known_tokens, plan.decode_rank, new_tokens)
+            exchanges = plan.strategy.exchanges(plan.partition, plan.known_tokens, plan.chunk_tokens)
+            needs = self._needs(exchanges, plan.decode_rank, new_tokens)
             needs[plan.decode_rank] += own if plan.shared_tokens else 0
         return all(
             not need or need + held <= free
@@ -221,6 +239,7 @@ class ChainRunner:
             keeps_all=(keeps_all or bool(self._spec.output.kv)) and not self.is_spread,
             is_spread=self.is_spread,
             window=self._window_of(planned.prompt),
+            chunk_tokens=planned.chunk_tokens,
         )
 
     def prefill_shared(self, planned: PlannedPrompt, forwarder: Forwarder | None) -> Prefill | None:
@@ -306,36 +325,26 @@ class ChainRunner:
     def _kv_bytes(self, tokens: int) -> int:
         return tokens * self._loaded.shape.kv_bytes_per_token
 
-    def _share_bytes(self, plan: PlannedPrompt) -> int:
-        """Bytes a rank takes at most for its share of a stored prompt, and to run what follows it."""
-        assert plan.partition is not None and self._setup.footprint is not None
-        fresh = plan.prompt.tokens - plan.known_tokens
-        longest = max(stop - start for start, stop in itertools.pairwise(plan.partition.bounds))
-        held = self._kv_bytes(longest + fresh + plan.new_tokens)
-        return held + self._setup.footprint.activation_bytes(fresh)
-
-    def _check_share(self, plan: PlannedPrompt) -> None:
-        """Refuse a stored prompt of which no rank has room for its share."""
-        needs, free = self._share_bytes(plan), min(self._free_bytes)
-        if needs > free:
-            raise DocumentError(
-                f"a stored prompt of {plan.known_tokens} tokens over {self.chain.size} rank(s): each needs "
-                f"{needs / GIB:.2f} GiB beside the weights and has {free / GIB:.2f} GiB; use more ranks"
-            )
-
     def _cut(self, strategy: Strategy, tokens: int, known: int, decode_rank: int) -> Partition:
         """Cut a prompt for the chain with this rank of it last; nobody computes what is known."""
         if not strategy.has_cuts:
             return strategy.cut_evenly(tokens, self.chain.size, known)
         return self._partitioner.cut(tokens - known, decode_rank, known).after(known)
 
-    def _needs(
-        self, strategy: Strategy, partition: Partition, known: int, decode_rank: int, new_tokens: int
-    ) -> list[int]:
+    def _chunk_tokens(self, strategy: Strategy, partition: Partition, known: int, new_tokens: int) -> int | None:
+        """Say in which chunks slices are computed, whatever else there is to do; None: at once."""
+
+        def fits(chunk_tokens: int | None) -> bool:
+            exchanges = strategy.exchanges(partition, known, chunk_tokens)
+            return max(self._needs(exchanges, self.chain.size - 1, new_tokens)) <= min(self._free_bytes)
+
+        return choose_chunks(self._spec.parallel.chunk_tokens, strategy, self._setup.footprint, fits)
+
+    def _needs(self, exchanges: Sequence[Exchange], decode_rank: int, new_tokens: int) -> list[int]:
         """Bytes each rank of the chain takes for a prompt while it is prefilled."""
         assert self._setup.footprint is not None
         size, needs = self.chain.size, [0] * self.chain.size
-        for exchange in strategy.exchanges(partition, known):
+        for exchange in exchanges:
             rotation = Rotation.bringing(size, exchange.decode_rank, decode_rank)
             needs[rotation.rank_of(exchange.rank)] = self._setup.footprint.exchange_bytes(
                 exchange, reserve_tokens=new_tokens, is_spread=self.is_spread
@@ -343,7 +352,7 @@ class ChainRunner:
         return needs
 
     def _choose_strategy(self, tokens: int, known: int, new_tokens: int) -> Strategy:
-        """Say what runs a prompt: the fastest that fits on an empty chain."""
+        """Say what runs a prompt: the fastest that fits on an empty chain, or else what may fit in chunks."""
         if known not in self._choices:
             return self._strategy
         key = tokens, known, new_tokens
@@ -352,9 +361,9 @@ class ChainRunner:
             fitting = (
                 one
                 for one in order
-                if max(self._needs(one, self._cut(one, tokens, known, last), known, last, new_tokens)) <= free
+                if max(self._needs(one.exchanges(self._cut(one, tokens, known, last), known), last, new_tokens)) <= free
             )
-            self._chosen[key] = next(fitting, order[0])
+            self._chosen[key] = next(fitting, next((one for one in order if one.takes_chunks), order[0]))
         return self._chosen[key]
 
     def _choose(self, ranks: slice, say: Say) -> dict[int, Choice]:

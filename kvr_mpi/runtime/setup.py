@@ -37,7 +37,7 @@ from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.tensor_parallel import twin_bytes
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
-from kvr_mpi.prefill.registry import AUTO, Strategy, candidates
+from kvr_mpi.prefill.registry import AUTO, Strategy, candidates, check_takes_chunks
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.runtime.asking import frame_questions
 from kvr_mpi.runtime.decode_checks import why_not_combined
@@ -231,6 +231,8 @@ def prepare(
     strategies, left_out = together(world, partial(_check_strategies, spec, loaded))
     for line in left_out:
         say(line)
+    if spec.parallel.chunk_tokens != "auto":
+        say(_describe_chunks(spec.parallel.chunk_tokens, frame.max_tokens))
     why_alone = None if plain else together(world, partial(why_not_packed, loaded))
     if why_alone is not None:
         say(f"documents are decoded one by one: {why_alone}")
@@ -241,7 +243,7 @@ def prepare(
     if any(len(each.shared_head) >= LEAST_PREFIX_TOKENS for each in frames):
         say("computing the instructions that all prompts begin with")
     prefixes = together(world, partial(_compute_prefixes, loaded, frames))
-    footprint = None if plain else _footprint_of(loaded)
+    footprint = None if plain else together(world, partial(_footprint_of, loaded, strategies))
     free_bytes: list[int] = share_json(
         world, gather_json(world, _free_bytes(spec, loaded, ranks_on_device(world, loaded.device), sharing))
     )
@@ -334,6 +336,12 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     return loaded, frame, reduce_frame, generation
 
 
+def _describe_chunks(chunk_tokens: int, longest_tokens: int) -> str:
+    """Say in which chunks slices are computed, and if that is none."""
+    whole = f"; no prompt is longer than {longest_tokens}, so that no slice is cut"
+    return f"slices are computed in chunks of {chunk_tokens} tokens{whole if chunk_tokens >= longest_tokens else ''}"
+
+
 def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say) -> dict[str, Frame]:
     """Make what is around a document's text, by the name of the question, or of one of several prompts."""
     prompts = prompts_of(spec)
@@ -362,11 +370,14 @@ def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strateg
     for strategy in candidates(asked):
         try:
             strategy.check(loaded)
+            check_takes_chunks(strategy, loaded, spec.parallel.chunk_tokens)
             fitting.append(strategy)
         except ModelError as error:
             if asked != AUTO:
                 raise
             left_out.append(f"strategy = 'auto' leaves {strategy.name} out: {error}")
+    if not fitting:
+        raise ModelError("\n".join(left_out))
     return tuple(fitting), left_out
 
 
@@ -392,10 +403,18 @@ def _open_compression(spec: JobSpec, loaded: LoadedModel) -> Compression | None:
     return None if spec.compress is None else open_compression(spec.compress, loaded)
 
 
-def _footprint_of(loaded: LoadedModel) -> Footprint:
-    """Say what prompts take of a rank's memory."""
+def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footprint:
+    """Say what prompts take of a rank's memory, and whether chunks may save some."""
     on_gpu = loaded.device.type == "cuda"
-    return footprint_of(loaded.model.config, loaded.dtype, on_gpu=on_gpu, in_parts=loaded.attends_in_parts)
+    footprint = footprint_of(loaded.model.config, loaded.dtype, on_gpu=on_gpu, in_parts=loaded.attends_in_parts)
+    chunked = next((strategy for strategy in strategies if strategy.takes_chunks), None)
+    try:
+        if chunked is None or not footprint.takes_chunks:
+            return footprint
+        chunked.check_chunks(loaded)
+    except ModelError:
+        return replace(footprint, takes_chunks=False)
+    return footprint
 
 
 def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int, sharing: HeadSharing | str | None) -> int:

@@ -300,6 +300,7 @@ def _to_wire(decision: Decision) -> list[Any]:
             "strategy": plan.strategy.name,
             "bounds": bounds,
             "shared_tokens": plan.shared_tokens,
+            "chunk_tokens": plan.chunk_tokens,
         }
     else:
         fields = asdict(decision)

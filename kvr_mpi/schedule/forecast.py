@@ -6,10 +6,12 @@ the chain's last rank makes for all documents it keeps.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvr_mpi.costs.costmodel import chain_seconds, equal_time_lengths
 from kvr_mpi.costs.hardware import load_hardware, profiles
@@ -22,7 +24,8 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.model import ModelShape, Outline
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
-from kvr_mpi.prefill.registry import KVR, Strategy, candidates, fastest
+from kvr_mpi.prefill.packed import PACK_TOKENS
+from kvr_mpi.prefill.registry import KVR, Strategy, candidates, choose_chunks, fastest
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.schedule.times import Seconds
 from kvr_mpi.tuning.lookup import choose_slices
@@ -78,6 +81,8 @@ class Forecast:
     memory_bytes : what each rank has; None if unknown.
     cut : how (tokens, ranks) is cut where the job says so: by a lookup table.
     strategies : what may run a prompt; of several the fastest, as in `registry.fastest`.
+    chunk_tokens : of the chunks in which slices are computed; auto: `chunks` says.
+    chunks : in which chunks (tokens, ranks) are computed, if they do not fit at once; None if that is unknown.
     """
 
     source: str
@@ -95,6 +100,24 @@ class Forecast:
     memory_bytes: float | None = None
     cut: Callable[[int, int], Partition] | None = None
     strategies: tuple[Strategy, ...] = (KVR,)
+    chunk_tokens: int | Literal["auto"] = "auto"
+    chunks: Callable[[int, int], int | None] | None = None
+
+    def chunks_for(self, tokens: int, ranks: int) -> int | None:
+        """Say in which chunks a prompt's slices are computed on so many ranks; None: at once."""
+        strategy = self.strategy(tokens, ranks)
+        if not strategy.takes_chunks or (ranks == 1 and 2 * tokens <= PACK_TOKENS):  # packed with others
+            return None
+        if self.chunk_tokens != "auto":
+            return self.chunk_tokens if self.chunk_tokens < max(self.slices(tokens, ranks).lengths) else None
+        return None if self.chunks is None else self.chunks(min(tokens, self.frame.max_tokens), ranks)
+
+    def costs_for(self, tokens: int, ranks: int) -> Costs:
+        """Give the costs of a prompt, those of its chunks included."""
+        chunk_tokens = self.chunks_for(tokens, ranks)
+        if chunk_tokens is None:
+            return self.costs
+        return self.costs.in_chunks(math.ceil(max(self.slices(tokens, ranks).lengths) / chunk_tokens))
 
     def strategy(self, tokens: int, ranks: int) -> Strategy:
         """Say what runs a prompt on so many ranks; on one rank all that is not plain is a chain of one."""
@@ -122,11 +145,12 @@ class Forecast:
         """Time to the first token of one prompt; one shorter than the chain is done by its last rank."""
         if 1 < ranks <= tokens:
             strategy = self.strategy(tokens, ranks)
-            return strategy.seconds(self.costs, self.cut_for(strategy, tokens, ranks))
-        whole_s = chain_seconds(self.costs, [tokens])
+            return strategy.seconds(self.costs_for(tokens, ranks), self.cut_for(strategy, tokens, ranks))
+        costs = self.costs_for(tokens, 1)
+        whole_s = chain_seconds(costs, [tokens])
         # Our engine, on one rank too, computes of the last layer's attention only what the last token needs.
-        saved_s = 0.0 if self.costs.eager or self.plain else self.costs.pair_s * tokens**2 / 2
-        return max(whole_s - saved_s, self.costs.layers * self.costs.launch_floor_s)
+        saved_s = 0.0 if costs.eager or self.plain else costs.pair_s * tokens**2 / 2
+        return max(whole_s - saved_s, costs.layers * costs.launch_floor_s)
 
     def parts(self, tokens: int) -> list[int]:
         """Tokens of a document's prompts: one, or those of its parts and then the one about their answers."""
@@ -175,6 +199,7 @@ def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) ->
         even=spec.parallel.partition == "even",
         plain=spec.parallel.strategy == "single",
         strategies=tuple(candidates(spec.parallel.strategy)),
+        chunk_tokens=spec.parallel.chunk_tokens,
         frame=frame,
         new_tokens=spec.generation.max_new_tokens,
         step_s=costs.layers * costs.launch_floor_s + costs.head_s,
@@ -237,19 +262,28 @@ def with_memory(forecast: Forecast, footprint: Footprint, memory_bytes: float, h
         What a rank has, and what of it is taken before a prompt comes.
     """
 
-    def peak_bytes(tokens: int, ranks: int) -> float:
+    def needed(tokens: int, ranks: int, chunk_tokens: int | None) -> float:
         size = min(ranks, tokens)
         strategy = forecast.strategy(tokens, size)
         make = strategy.ours.make or Relay
         partition = forecast.cut_for(strategy, tokens, size)
         # The first slice is the longest, one of the end ranks keeps everything; between them the last but one has most.
         ends = {0, max(0, size - 2), size - 1}
-        reserve = forecast.new_tokens
-        return held_bytes + max(
-            footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve) for rank in ends
-        )
+        made = (make(partition, rank, chunk_tokens=chunk_tokens) for rank in ends)
+        return held_bytes + max(footprint.exchange_bytes(one, reserve_tokens=forecast.new_tokens) for one in made)
 
-    return replace(forecast, peak_bytes=peak_bytes, memory_bytes=memory_bytes)
+    @functools.cache
+    def chunks(tokens: int, ranks: int) -> int | None:
+        strategy = forecast.strategy(tokens, min(ranks, tokens))
+        asked = forecast.chunk_tokens
+        return choose_chunks(asked, strategy, footprint, lambda each: needed(tokens, ranks, each) <= memory_bytes)
+
+    return replace(
+        forecast,
+        peak_bytes=lambda tokens, ranks: needed(tokens, ranks, chunks(tokens, ranks)),
+        memory_bytes=memory_bytes,
+        chunks=chunks,
+    )
 
 
 def _tables(spec: JobSpec, outline: Outline) -> list[Table]:

@@ -104,15 +104,29 @@ def look_out(
 
 
 def simulate(
-    work: Workload, costs: Costs, contexts: Sequence[int], ranks: Sequence[int], *, relay: RelayKind, quantum: int = 64
+    work: Workload,
+    costs: Costs,
+    contexts: Sequence[int],
+    ranks: Sequence[int],
+    *,
+    relay: RelayKind,
+    quantum: int = 64,
+    chunk_tokens: int | None = None,
 ) -> list[ForecastRow]:
     """Forecast every length on every number of ranks.
+
+    Parameters
+    ----------
+    chunk_tokens : int or None
+        Chains compute slices in chunks of so many tokens; None: at once.
 
     Raises
     ------
     ConfigError
         If a context is beyond the model's, or there are more ranks than tokens.
     """
+    if chunk_tokens is not None and relay != "cut-through":
+        raise ConfigError(f"chunk_tokens = {chunk_tokens}: chunks are forecast for cut-through only, not {relay}")
     for tokens in contexts:
         if work.max_tokens is not None and tokens > work.max_tokens:
             longer = [name for name, shape in SHAPES.items() if (shape.max_tokens or tokens) >= tokens]
@@ -124,22 +138,27 @@ def simulate(
             raise ConfigError(
                 f"{max(ranks)} ranks for {tokens} tokens: every rank needs at least one; use at most {tokens} ranks"
             )
-    return [_row(costs, tokens, size, relay, quantum) for tokens in contexts for size in ranks]
+    return [_row(costs, tokens, size, relay, quantum, chunk_tokens) for tokens in contexts for size in ranks]
 
 
-def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, quantum: int) -> ForecastRow:
-    partition, searched_s = best_split(costs, tokens, ranks, relay, quantum)
+def _row(
+    costs: Costs, tokens: int, ranks: int, relay: RelayKind, quantum: int, chunk_tokens: int | None
+) -> ForecastRow:
+    chunks = 1 if chunk_tokens is None else -(-tokens // (ranks * chunk_tokens))  # of the mean slice
+    of_chain = costs.in_chunks(chunks)
+    partition, searched_s = best_split(of_chain, tokens, ranks, relay, quantum)
     ttft_s: dict[str, float] = {}
     for one in STRATEGIES.values():
         if one.is_plain or ranks > 1:
-            even_s = one.way(lends=False).seconds(costs, _evenly(tokens, one.stretches * ranks), relay)
+            of_its_own = of_chain if one.takes_chunks else costs
+            even_s = one.way(lends=False).seconds(of_its_own, _evenly(tokens, one.stretches * ranks), relay)
             ttft_s |= {one.name + EVEN: even_s, one.name + SEARCHED: searched_s} if one.has_cuts else {one.name: even_s}
     single_s = ttft_s["single"]
     return ForecastRow(
         context_tokens=tokens,
         ranks=ranks,
         ttft_s=ttft_s,
-        auto=_choose(costs, tokens, ranks, relay, searched_s),
+        auto=KVR.name if chunk_tokens else _choose(costs, tokens, ranks, relay, searched_s),  # others take no chunks
         slices=partition.bounds,
         efficiency=single_s / ranks / searched_s,
         bound_s=lower_bound_seconds(costs, tokens, ranks),

@@ -134,9 +134,12 @@ def test_verify_notices_a_lost_token(broken: bool, monkeypatch: pytest.MonkeyPat
             monkeypatch.setattr(strategy, "attend", forgetful)
     loaded = tiny("llama-gqa")
     findings = run_local(2, lambda rank: list(verify(loaded, rank, [40])))
-    assert findings[0] == findings[1] and len(findings[0]) == 7
-    held = {found.strategy.split()[0]: found.holds for found in findings[0] if "one token" not in found.strategy}
+    assert findings[0] == findings[1] and len(findings[0]) == 8
+    chunked = [found.holds for found in findings[0] if "in chunks" in found.strategy]
+    others = [found for found in findings[0] if "one token" not in found.strategy and "in chunks" not in found.strategy]
+    held = {found.strategy.split()[0]: found.holds for found in others}
     assert held == {"kvr": not broken, "tsp-dense": True, "tsp-causal": not broken, "ring": not broken}
+    assert chunked == [not broken]
 
 
 def test_grid_search_finds_the_valley() -> None:

@@ -1,0 +1,266 @@
+"""Slices computed in chunks: the same as at once, whatever the chunks, the slices and the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from chains import greedy, single
+from made_jobs import TEXT, answers, with_settings
+from made_tables import COSTS
+from models import CONFIGS, STATES, VOCAB, WHOLE, prompt, tiny
+
+from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.model import LoadedModel, probe_shape
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.memory_budget import GIB, _Ledger, footprint_of
+from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr, prefill_ring, prefill_tsp
+from kvr_mpi.prefill.registry import KVR, STRATEGIES, choose_chunks
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.transport.local import LocalTransport, run_local
+
+NEW_TOKENS = 8
+
+
+def chunked(loaded: LoadedModel, ids: Sequence[int], bounds: Sequence[int], chunk_tokens: int | None) -> Prefill:
+    """Run a chain of threads."""
+    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
+    partition = Partition(tuple(bounds))
+    return run_local(
+        partition.size,
+        lambda rank: prefill_kvr(
+            loaded, ids, partition, rank, reserve_tokens=NEW_TOKENS, chunk_tokens=chunk_tokens, keeps_all=True
+        ),
+    )[-1]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.filterwarnings("ignore")  # a configuration made up for tests makes transformers warn
+def test_chunks_give_what_one_process_gives(name: str) -> None:
+    loaded, ids = tiny(name), prompt(90)
+    truth = single(loaded, ids)
+    assert truth.logits is not None
+    kept = [layer_kv(truth.cache, idx) for idx in range(len(loaded.shape.layers))]
+    kept = [None if pair is None else (pair[0].clone(), pair[1].clone()) for pair in kept]
+    expected = greedy(loaded.model, truth, NEW_TOKENS)
+    for bounds, chunk_tokens in (((0, 90), 16), ((0, 53, 90), 7), ((0, 53, 90), 1000), ((0, 1, 60, 89, 90), 16)):
+        found = chunked(loaded, ids, bounds, chunk_tokens)
+        assert found.logits is not None
+        assert torch.allclose(found.logits, truth.logits, atol=1e-4), (bounds, chunk_tokens)
+        for idx, pair in enumerate(kept):
+            mine = layer_kv(found.cache, idx)
+            if pair is None or mine is None:
+                continue
+            for one, other in zip(mine, pair, strict=True):
+                assert torch.allclose(one[-len(other) :], other, atol=1e-4), (bounds, chunk_tokens, idx)
+        assert greedy(loaded.model, found, NEW_TOKENS) == expected
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 30])
+def test_chunks_of_one_token_and_longer_ones_give_the_same(chunk_tokens: int) -> None:
+    loaded, ids = tiny("llama-gqa"), prompt(33)
+    truth = single(loaded, ids)
+    for bounds in ((0, 33), (0, 20, 33)):
+        found = chunked(loaded, ids, bounds, chunk_tokens)
+        assert found.logits is not None and truth.logits is not None
+        assert torch.allclose(found.logits, truth.logits, atol=1e-4)
+
+
+def test_chunks_end_at_the_same_tokens_however_the_prompt_is_cut() -> None:
+    """Sums are made in another order where slices end, but not by what runs beside: the bits are the prompt's own."""
+    loaded, ids = tiny("llama-gqa"), prompt(70)
+    prepare_model(loaded.model, chain=True)
+    prefix = compute_prefix(loaded, ids[:21])
+    caches = []
+    for options in ({"prefix": prefix}, {}):
+        run = prefill_kvr(loaded, ids, Partition((0, 70)), LocalTransport(), chunk_tokens=16, **options)
+        caches.append(run)
+    assert caches[0].cache.chunks == [[(21, 32)], [(32, 48)], [(48, 64)], [(64, 70)]]
+    assert caches[1].cache.chunks[1:] == [[(16, 32)], [(32, 48)], [(48, 64)], [(64, 70)]]
+    assert torch.allclose(caches[0].logits, caches[1].logits, atol=1e-4)
+
+
+def test_a_window_that_is_observed_may_lie_in_several_chunks() -> None:
+    """What compression asks for is kept of all of it, in all layers, and logits are as ever."""
+    loaded, ids, window = tiny("llama-gqa"), prompt(80), (59, 78)
+    prepare_model(loaded.model, chain=True)
+    found = []
+    for chunk_tokens in (None, 8):
+        ranks = run_local(
+            2,
+            lambda rank: prefill_kvr(
+                loaded,
+                ids,
+                Partition((0, 50, 80)),
+                rank,
+                window=window,
+                chunk_tokens=chunk_tokens,  # noqa: B023
+            ),
+        )
+        found.append(ranks[1])
+    at_once, in_chunks = (one.cache.observation for one in found)
+    assert torch.allclose(found[0].logits, found[1].logits, atol=1e-4)
+    assert sorted(in_chunks.layers) == [0, 1, 2]
+    for idx, kept in at_once.layers.items():
+        assert kept.query.shape[2] == window[1] - window[0]
+        assert torch.allclose(in_chunks.layers[idx].query, kept.query, atol=1e-4)
+
+
+def test_shares_of_a_chain_are_the_same_in_chunks() -> None:
+    loaded, ids = tiny("llama-gqa"), prompt(80)
+    prepare_model(loaded.model, chain=True)
+    shares = [
+        run_local(
+            2,
+            lambda rank: (
+                prefill_kvr(
+                    loaded,
+                    ids,
+                    Partition((0, 50, 80)),
+                    rank,
+                    is_spread=True,
+                    chunk_tokens=chunk_tokens,  # noqa: B023
+                ).share
+            ),
+        )
+        for chunk_tokens in (None, 8)
+    ]
+    for mine, theirs in zip(*shares, strict=True):
+        assert mine is not None and theirs is not None and mine.start == theirs.start
+        for one, other in zip(mine.layers, theirs.layers, strict=True):
+            assert torch.allclose(one.layout.buffer, other.layout.buffer, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bloom-own-attention", "lfm2-convolutions"])
+@pytest.mark.filterwarnings("ignore")
+def test_models_that_take_no_chunks_are_refused_by_name(name: str) -> None:
+    loaded = tiny(name)
+    assert name in {**WHOLE, **STATES}
+    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
+    with pytest.raises(ModelError, match=rf"{loaded.shape.architecture}: .* so its slices cannot be run in chunks"):
+        prefill_kvr(loaded, prompt(20), Partition((0, 20)), LocalTransport(), chunk_tokens=8)
+
+
+def test_rivals_take_no_chunks() -> None:
+    loaded = tiny("llama-gqa")
+    prepare_model(loaded.model, chain=True)
+    for run in (
+        lambda rank: prefill_ring(loaded, prompt(20), rank, chunk_tokens=8),
+        lambda rank: prefill_tsp(loaded, prompt(20), rank, dense=False, chunk_tokens=8),
+    ):
+        with pytest.raises(ModelError, match="takes no chunks"):
+            run_local(2, run)
+
+
+def test_activations_of_chunks_are_under_half_of_those_of_a_slice() -> None:
+    """At 4096 tokens of a model of SmolLM2's shape in chunks of 512; what was counted on meta is what is alive."""
+    config = tf.LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3
+    )
+    footprint = footprint_of(config, torch.float32)
+    assert footprint.takes_chunks
+    at_once, in_chunks = footprint.activation_bytes(4096), footprint.activation_bytes(4096, 512)
+    assert 2 * 4096 * 576 * 4 < in_chunks / footprint.heap_share < in_chunks < at_once / 2
+    assert footprint.activation_bytes(4096, 128) < in_chunks
+    assert footprint.activation_bytes(500, 512) == footprint.activation_bytes(500)
+    longer = [footprint.activation_bytes(tokens, 512) for tokens in (2048, 3072, 4096)]
+    assert longer[2] - longer[1] == pytest.approx(longer[1] - longer[0], abs=2)
+
+
+def test_what_is_alive_at_once_is_less_in_chunks() -> None:
+    """On real tensors, the keys and values of all tokens included."""
+    config = tf.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=144, intermediate_size=384, num_hidden_layers=2, num_attention_heads=9,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    loaded = replace(tiny("llama-gqa"), model=model, shape=probe_shape(config, torch.float32))
+    prepare_model(model, chain=True)
+    peaks = []
+    for chunk_tokens in (None, 128):
+        with _Ledger([*model.parameters(), *model.buffers()]) as ledger:
+            prefill_kvr(loaded, prompt(2048), Partition((0, 2048)), LocalTransport(), chunk_tokens=chunk_tokens)
+        peaks.append(ledger.peak_bytes)
+    kv_bytes = 2048 * loaded.shape.kv_bytes_per_token
+    assert kv_bytes < peaks[1] and peaks[1] - kv_bytes < (peaks[0] - kv_bytes) / 2
+
+
+def test_memory_decides_on_chunks_only_where_it_is_short() -> None:
+    footprint = footprint_of(tiny("llama-gqa").model.config, torch.float32)
+    partition = Partition((0, 3000, 5000))
+
+    def chosen(asked: Any, free_bytes: int, strategy: str = "kvr") -> int | None:
+        def fits(chunk_tokens: int | None) -> bool:
+            exchanges = KVR.exchanges(partition, 0, chunk_tokens)
+            return max(footprint.exchange_bytes(one) for one in exchanges) <= free_bytes
+
+        return choose_chunks(asked, STRATEGIES[strategy], footprint, fits)
+
+    needs = {size: max(map(footprint.exchange_bytes, KVR.exchanges(partition, 0, size))) for size in (None, 2048, 512)}
+    assert needs[None] > needs[2048] > needs[512]
+    assert chosen("auto", needs[None]) is None
+    assert chosen("auto", needs[None] - 1) == 2048
+    assert chosen("auto", needs[512]) == 512
+    assert chosen("auto", 1000) is None, "in no chunks: it is refused as ever"
+    assert chosen(700, needs[None]) == 700
+    assert chosen("auto", needs[512], "ring") is None
+    assert choose_chunks("auto", KVR, replace(footprint, takes_chunks=False), lambda size: bool(size)) is None
+
+
+def test_a_chain_in_chunks_is_forecast_to_run_a_layer_behind() -> None:
+    lengths = (2600, 1500)
+    layer_s = KVR.ours.seconds(COSTS, lengths) / COSTS.layers
+    behind_s = KVR.ours.seconds(COSTS.in_chunks(6), lengths) - KVR.ours.seconds(COSTS, lengths)
+    assert 0 < behind_s < 1.5 * layer_s
+    assert COSTS.in_chunks(1) == COSTS
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_jobs_run_in_chunks_and_answer_the_same(
+    ranks: int, tmp_path: Path, tiny_model_dir: Path, run_here: Any
+) -> None:
+    rows = (json.dumps({"id": f"d{n}", "text": f"Document {n}. {TEXT * count}"}) for n, count in enumerate((21, 2, 18)))
+    (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
+    settings = {
+        "model.path": str(tiny_model_dir),
+        "model.dtype": "float32",
+        "documents.path": str(tmp_path / "corpus.jsonl"),
+        "generation.max_new_tokens": 6,
+        "parallel.partition": "even",
+    }
+    job = tmp_path / "job.toml"
+    job.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+    found = {}
+    for chunk_tokens in ('"auto"', 48):
+        folder = tmp_path / str(chunk_tokens).strip('"')
+        run = run_here(ranks, [job, *with_settings(f"output.path={folder}", f"parallel.chunk_tokens={chunk_tokens}")])
+        assert run.returncode == 0, run.stderr
+        found[chunk_tokens] = answers(folder)
+        told = f"slices are computed in chunks of {chunk_tokens} tokens" in run.stderr
+        assert told == (chunk_tokens == 48)
+    assert found[48] == found['"auto"'] and len(found[48]) == 3
+
+    # Where memory is short chunks are chosen, and the documents are answered instead of refused.
+    footprint = footprint_of(tf.AutoConfig.from_pretrained(tiny_model_dir), torch.float32)
+    cuts = [Partition(record.slices) for record in read_run(tmp_path / "auto") if len(record.slices) == 3]
+    needs = {
+        size: max(
+            footprint.exchange_bytes(one, reserve_tokens=6) for cut in cuts for one in KVR.exchanges(cut, 0, size)
+        )
+        for size in (None, 128)
+    }
+    assert len(cuts) == 2 and needs[128] < needs[None]
+    short = with_settings(f"output.path={tmp_path / 'short'}", f"parallel.memory_gib={needs[128] / GIB + 1e-9:.12f}")
+    run = run_here(ranks, [job, *short])
+    assert run.returncode == 0, run.stderr
+    assert answers(tmp_path / "short") == found[48]
+    run = run_here(ranks, [job, *with_settings("parallel.strategy=ring", "parallel.chunk_tokens=48")])
+    assert run.returncode == 78 and "takes no chunks" in run.stderr

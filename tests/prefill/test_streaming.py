@@ -1,0 +1,109 @@
+"""Prompts through a rolling cache: exact where windows fit, else refused or approximated by name, in flat memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from chains import greedy, single
+from constants import TESTS
+from models import prompt, tiny
+
+from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.kv.rolling import STREAMING_LLM, Rolling
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.prefill.streaming import prefill_streaming
+
+NEW_TOKENS = 12
+
+
+def streamed(loaded: LoadedModel, ids: list[int], rolling: Rolling) -> tuple[torch.Tensor, list[int]]:
+    """Logits and the greedy tokens after them."""
+    prepare_model(loaded.model, chain=True)
+    logits, cache = prefill_streaming(loaded, ids, rolling)
+    first, tokens = logits, []
+    with torch.inference_mode():
+        for _ in range(NEW_TOKENS):
+            tokens.append(int(logits.argmax()))
+            logits = run_model(loaded.model, torch.tensor([[tokens[-1]]]), cache)[0]
+    return first, tokens
+
+
+@pytest.mark.parametrize(("cache_tokens", "step_tokens"), [(15, 1), (15, 7), (16, 64), (40, 16)])
+def test_windows_that_fit_give_what_one_process_gives(cache_tokens: int, step_tokens: int) -> None:
+    loaded = tiny("mistral-window")
+    assert {layer.visibility.window for layer in loaded.shape.layers} == {16}
+    for tokens in (3, 16, 130):
+        ids = prompt(tokens)
+        truth = single(loaded, ids)
+        expected = greedy(loaded.model, truth, NEW_TOKENS)
+        assert truth.logits is not None
+        logits, answer = streamed(loaded, ids, Rolling(cache_tokens, step_tokens, sinks=1))
+        assert torch.allclose(logits, truth.logits, atol=1e-4), tokens
+        assert answer == expected
+
+
+def test_what_would_be_another_answer_is_refused() -> None:
+    prepare_model(tiny("llama-gqa").model, chain=True)
+    with pytest.raises(ModelError, match=r"layer 0 sees all tokens, .* 'streaming-llm'"):
+        prefill_streaming(tiny("llama-gqa"), prompt(20))
+    prepare_model(tiny("mistral-window").model, chain=True)
+    with pytest.raises(ModelError, match=r"sees a window of 16 tokens, and a rolling cache holds the last 14"):
+        prefill_streaming(tiny("mistral-window"), prompt(20), Rolling(14, 4))
+    with pytest.raises(ModelError, match="every layer attends by our hook"):
+        prefill_streaming(tiny("lfm2-convolutions"), prompt(20))
+    with pytest.raises(ConfigError, match="approximation = 'fast'"):
+        Rolling(approximation="fast")
+    with pytest.raises(ConfigError, match="fewer sinks than tokens"):
+        Rolling(4, 4, sinks=4)
+
+
+@pytest.mark.parametrize("step_tokens", [1, 5, 64])
+def test_the_approximation_is_that_of_sinks_and_last_tokens(step_tokens: int) -> None:
+    """Every token sees the sinks and the last of those after them: as one pass under that mask, whatever the steps."""
+    loaded, ids, rolling = tiny("llama-gqa"), prompt(70), Rolling(20, step_tokens, STREAMING_LLM, sinks=3)
+    prepare_model(loaded.model, chain=False)
+    position = torch.arange(len(ids))
+    behind = position[:, None] - position
+    seen = (behind >= 0) & ((position < 3) | (behind < 20 - 3))
+    with torch.inference_mode():
+        truth = loaded.model(torch.tensor([ids]), attention_mask=torch.where(seen, 0.0, float("-inf"))[None, None])
+    logits, _ = streamed(loaded, ids, rolling)
+    assert torch.allclose(logits, truth.logits[0, -1], atol=1e-4)
+    assert "streaming-llm" in rolling.name and "exact" in Rolling().name
+    full = single(loaded, ids).logits
+    assert full is not None and not torch.allclose(logits, full, atol=1e-2)
+
+
+def test_memory_of_keys_and_values_does_not_grow() -> None:
+    loaded = tiny("mistral-window")
+    prepare_model(loaded.model, chain=True)
+    held = {prefill_streaming(loaded, prompt(tokens), Rolling(16, 8))[1].held_bytes for tokens in (8, 100, 300)}
+    assert held == {24 * loaded.shape.kv_bytes_per_token}
+
+
+@pytest.mark.long
+def test_memory_is_flat_from_10k_to_100k_tokens() -> None:
+    """The most memory of a process, measured by the system."""
+    program = """
+import json, resource, sys
+from models import prompt, tiny
+from kvr_mpi.kv.rolling import Rolling
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.prefill.streaming import prefill_streaming
+prepare_model(tiny("mistral-window").model, chain=True)
+prefill_streaming(tiny("mistral-window"), prompt(int(sys.argv[1])), Rolling())
+print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+"""
+    most: list[Any] = []
+    for tokens in (10_000, 100_000):
+        run = subprocess.run(
+            [sys.executable, "-c", program, str(tokens)], capture_output=True, text=True, cwd=TESTS, check=True
+        )
+        most.append(json.loads(run.stdout.splitlines()[-1]))
+    assert most[1] < 1.02 * most[0]
