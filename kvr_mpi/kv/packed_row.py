@@ -17,7 +17,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_documents, takes_varlen
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_documents, takes_flash
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.ragged import RaggedLayout, attend_row, write_row
@@ -92,7 +92,7 @@ class PackedLayer(CacheLayerMixin):
             return self._attend_tokens(query, params)
         seen = self.shape.visibility
         is_plain = all(layer.cache.prefix is None for layer in self.documents) and seen.chunk is None
-        if is_plain and takes_varlen(query, values, params):
+        if is_plain and takes_flash(query, values, params):
             for layer in self.documents:
                 layer.attended = True
             part = attend_documents(query, keys, values, params, cache.edges, cache.longest, seen.window)
