@@ -27,6 +27,20 @@ MAX_SCORES = 1 << 26
 WINDOW_BLOCK = 256
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PageTable:
+    """Where the keys of some documents lie in pages; all int32 on the device.
+
+    pages : of each document (documents, pages of the longest).
+    counts : keys that each has (documents,).
+    edges : where each one's query begins, and the last one's ends (documents + 1,).
+    """
+
+    pages: torch.Tensor
+    counts: torch.Tensor
+    edges: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class PartialAttention:
     """Attention over some of the keys: normalised output and log-sum-exp of its scores.
@@ -210,6 +224,54 @@ def attend_heads(
     )
     # The log-sum-exp is (group, kv_heads): heads of a sequence, then all queries.
     return PartialAttention(out.reshape(1, kv_heads * group, 1, -1).float(), lse.t().reshape(1, -1, 1).float())
+
+
+def attend_pages(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    params: AttentionParams,
+    table: PageTable,
+    longest: int,
+    window: int | None,
+) -> PartialAttention:
+    """Attend from one token of each of several documents whose keys lie in pages, at once, on a GPU.
+
+    Parameters
+    ----------
+    query : Tensor
+        (documents, heads, head_dim).
+    keys, values : Tensor
+        All pages (pages, tokens, kv_heads, head_dim).
+    table : PageTable
+    longest : int
+        Most keys that any document has.
+    window : int or None
+        See only the last `window` keys, one's own included.
+
+    Returns
+    -------
+    PartialAttention
+        Of (1, heads, documents, value_dim).
+    """
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    out, lse = varlen_attn(
+        query,
+        keys,
+        values,
+        table.edges,
+        table.edges,  # of the keys it is only asked to be there: pages and counts say where they are
+        1,
+        longest,
+        return_aux=AuxRequest(lse=True),
+        scale=params.scale,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        enable_gqa=True,
+        seqused_k=table.counts,
+        block_table=table.pages,
+    )
+    return PartialAttention(out.transpose(0, 1).unsqueeze(0).float(), lse.unsqueeze(0).float())
 
 
 def takes_flash(query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> bool:

@@ -19,6 +19,7 @@ from kvr_mpi.kv.buffers import LayerBuffers, make_flat
 from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.observation import Observation
+from kvr_mpi.kv.paged import PagedArena, PageRun
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.ragged import RaggedLayout, check_retained, elements_needed
 from kvr_mpi.kv.shares import Share
@@ -59,9 +60,13 @@ class SliceCache(Cache):
         Every rank keeps its own tokens, in `share`, and none keeps all.
     window : (int, int) or None
         Tokens whose queries the decode rank keeps; they have to be in its last stretch.
+    arena : PagedArena or None
+        Where the rank that keeps everything keeps it; None: in memory of its own.
 
     Attributes
     ----------
+    run : PageRun or None
+        Its pages, if it keeps keys and values in some.
     observation : Observation or None
         What was kept of the window, on the decode rank.
     in_parts : bool
@@ -83,6 +88,7 @@ class SliceCache(Cache):
         stop_after: int | None = None,
         is_spread: bool = False,
         window: Range | None = None,
+        arena: PagedArena | None = None,
     ) -> None:
         shape = loaded.shape
         self.exchange, self.transfers, self.prefix = exchange, transfers, prefix
@@ -109,7 +115,11 @@ class SliceCache(Cache):
         self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self._last].states
         super().__init__(layers=layers)
         filled = [layer.shape for layer in layers[: None if self._stop is None else self._stop + 1 + LAYERS_AHEAD]]
-        self.buffers = LayerBuffers(filled, self.capacity, keeps=self.keeps_all, dtype=self.dtype, device=self.device)
+        self.run = _take_pages(arena, self.capacity) if self.keeps_all and stop_after is None else None
+        given = None if self.run is None else self.run.buffers
+        self.buffers = LayerBuffers(
+            filled, self.capacity, keeps=self.keeps_all, dtype=self.dtype, device=self.device, given=given
+        )
 
     @property
     def length(self) -> int:
@@ -258,6 +268,7 @@ class SliceCache(Cache):
                 layer.keep_only(kept, slack, flat)
                 self.buffers.discard(before)
         self.buffers.clear()
+        self.run = None
         self.capacity = length + slack
 
     def adopt(self, layouts: Sequence[RaggedLayout], length: int, slack: int) -> None:
@@ -289,6 +300,10 @@ class SliceCache(Cache):
         for layer in self.layers[self._posted : count]:
             layer.post()
         self._posted = max(self._posted, min(count, len(self.layers)))
+
+
+def _take_pages(arena: PagedArena | None, tokens: int) -> PageRun | None:
+    return None if arena is None else arena.take(tokens)
 
 
 def _make_share(loaded: LoadedModel, exchange: Exchange, prefix: SharedPrefix | None, reserve_tokens: int) -> Share:

@@ -19,6 +19,7 @@ from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache, SliceDoneError
 from kvr_mpi.kv.exchange import Exchange, MakeExchange
+from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.transfers import PromptTransfers, Range
@@ -91,6 +92,8 @@ class Options(TypedDict, total=False):
         Every rank ends with the keys and values of its own tokens, and none with all (`Prefill.share`).
     window
         Tokens whose queries the rank with the last slice keeps, for compression; they have to be in that slice.
+    arena
+        Where the rank with the last slice keeps what it keeps; each rank has its own.
     """
 
     reserve_tokens: int
@@ -102,10 +105,11 @@ class Options(TypedDict, total=False):
     keeps_all: bool
     is_spread: bool
     window: Range | None
+    arena: PagedArena | None
 
 
 # Of these, what a rank's cache is told.
-CACHE_OPTIONS = ("reserve_tokens", "prefix", "stop_after", "is_spread", "window")
+CACHE_OPTIONS = ("reserve_tokens", "prefix", "stop_after", "is_spread", "window", "arena")
 
 
 @torch.inference_mode()
