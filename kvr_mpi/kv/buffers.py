@@ -27,8 +27,6 @@ class LayerBuffers:
         Tokens a buffer holds.
     keeps : bool
         Whether this rank keeps all layers.
-    given : sequence of Tensor or None
-        Of each layer that keeps any, its buffer; None: they are made here.
     """
 
     def __init__(
@@ -39,15 +37,18 @@ class LayerBuffers:
         keeps: bool,
         dtype: torch.dtype,
         device: torch.device,
-        given: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        self._given = given
         self._shapes, self._capacity, self._dtype, self._device = shapes, capacity, dtype, device
         self._free: list[torch.Tensor] = []
         self._keeps = keeps
+        self._given: Sequence[torch.Tensor] | None = None
         self._all: torch.Tensor | None = None
         self._pages: mmap.mmap | None = None  # of what was made last: all of it, on the rank that keeps it
         self._taken = 0  # elements of it, or buffers of those given
+
+    def use(self, given: Sequence[torch.Tensor]) -> None:
+        """Let layers have these, one after the other, instead of memory made here."""
+        self._given = given
 
     def take(self, shape: LayerShape) -> torch.Tensor:
         """Give a layer its buffer; what is in it is not defined."""

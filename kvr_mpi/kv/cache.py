@@ -60,8 +60,6 @@ class SliceCache(Cache):
         Every rank keeps its own tokens, in `share`, and none keeps all.
     window : (int, int) or None
         Tokens whose queries the decode rank keeps; they have to be in its last stretch.
-    arena : PagedArena or None
-        Where the rank that keeps everything keeps it; None: in memory of its own.
 
     Attributes
     ----------
@@ -88,7 +86,6 @@ class SliceCache(Cache):
         stop_after: int | None = None,
         is_spread: bool = False,
         window: Range | None = None,
-        arena: PagedArena | None = None,
     ) -> None:
         shape = loaded.shape
         self.exchange, self.transfers, self.prefix = exchange, transfers, prefix
@@ -115,16 +112,27 @@ class SliceCache(Cache):
         self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self._last].states
         super().__init__(layers=layers)
         filled = [layer.shape for layer in layers[: None if self._stop is None else self._stop + 1 + LAYERS_AHEAD]]
-        self.run = _take_pages(arena, self.capacity) if self.keeps_all and stop_after is None else None
-        given = None if self.run is None else self.run.buffers
-        self.buffers = LayerBuffers(
-            filled, self.capacity, keeps=self.keeps_all, dtype=self.dtype, device=self.device, given=given
-        )
+        self.buffers = LayerBuffers(filled, self.capacity, keeps=self.keeps_all, dtype=self.dtype, device=self.device)
+        self.run: PageRun | None = None
 
     @property
     def length(self) -> int:
         """Tokens held, and before those of the slice until they are in; 0 if nothing is held by token."""
         return next((layer.length for layer in self.layers if layer.shape.elements), 0)
+
+    def keep_in(self, arena: PagedArena | None) -> None:
+        """Keep everything in pages, on the rank that keeps it, before anything is begun; None: in memory of its own.
+
+        Raises
+        ------
+        MemoryError, torch.OutOfMemoryError
+            If there is no memory for it.
+        """
+        if arena is not None and self.keeps_all and self._stop is None:
+            self.run = arena.take(self.capacity)
+            self.buffers.use(self.run.buffers)
+        elif arena is not None:
+            arena.collect()  # the others need memory, too
 
     def begin(self) -> None:
         """Post the first layers' receives, before anything is computed."""
@@ -300,10 +308,6 @@ class SliceCache(Cache):
         for layer in self.layers[self._posted : count]:
             layer.post()
         self._posted = max(self._posted, min(count, len(self.layers)))
-
-
-def _take_pages(arena: PagedArena | None, tokens: int) -> PageRun | None:
-    return None if arena is None else arena.take(tokens)
 
 
 def _make_share(loaded: LoadedModel, exchange: Exchange, prefix: SharedPrefix | None, reserve_tokens: int) -> Share:

@@ -109,7 +109,7 @@ class Options(TypedDict, total=False):
 
 
 # Of these, what a rank's cache is told.
-CACHE_OPTIONS = ("reserve_tokens", "prefix", "stop_after", "is_spread", "window", "arena")
+CACHE_OPTIONS = ("reserve_tokens", "prefix", "stop_after", "is_spread", "window")
 
 
 @torch.inference_mode()
@@ -237,7 +237,7 @@ def prefill_by(
     given: dict[str, Any] = {name: value for name, value in options.items() if name in CACHE_OPTIONS}
     cache = SliceCache(loaded, exchange, transfers, **given)
     spares_chain = options.get("spares_chain", False)
-    logits, failure = _run_slice(loaded, ids, cache, forwarder, spares_chain)
+    logits, failure = _run_slice(loaded, ids, cache, forwarder, options)
     if failure is not None:  # and the error, with all that it held, is forgotten
         play_on(cache)
     failed = agree(cache, failure is not None) if spares_chain else []
@@ -289,18 +289,19 @@ def _rotation(make: MakeExchange, partition: Partition, size: int, known: int, l
 
 
 def _run_slice(
-    loaded: LoadedModel, ids: Sequence[int], cache: SliceCache, forwarder: Forwarder | None, spares_chain: bool
+    loaded: LoadedModel, ids: Sequence[int], cache: SliceCache, forwarder: Forwarder | None, options: Options
 ) -> tuple[torch.Tensor | None, str | None]:
     """Run this rank's tokens; return logits (vocab_size,), if there are any, or what went wrong."""
     mine = [token for first, last in cache.exchange.owned for token in ids[first:last]]
     logits = None
     try:
+        cache.keep_in(options.get("arena"))
         cache.begin()
         with contextlib.suppress(SliceDoneError):
             logits = run_model(loaded.model, torch.tensor([mine], device=loaded.device), cache)[0]
         cache.settle()
     except BaseException as error:
-        if not spares_chain or not is_spared(error):
+        if not options.get("spares_chain", False) or not is_spared(error):
             if forwarder is not None:
                 forwarder.abandon()
             raise

@@ -96,7 +96,8 @@ def _prefill_row(
     for ids, partition, reserve in zip(prompts, partitions, reserves, strict=True):
         if prefix is not None:
             prefix.check(ids)
-        cache = SliceCache(loaded, Relay(partition, 0, start), None, reserve_tokens=reserve, prefix=prefix, arena=arena)
+        cache = SliceCache(loaded, Relay(partition, 0, start), None, reserve_tokens=reserve, prefix=prefix)
+        cache.keep_in(arena)
         caches.append(cache)
     device = loaded.device
     packed = PackedCache(caches, [len(ids) - start for ids in prompts])

@@ -14,6 +14,7 @@ from functools import partial
 from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.errors import DocumentError
+from kvr_mpi.kv.paged import pages_for
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.transfers import Range
 from kvr_mpi.partition import Partition
@@ -172,8 +173,10 @@ class ChainRunner:
             new_tokens = 0 if plan.shared_tokens else plan.new_tokens
             needs = self._needs(plan.strategy, plan.partition, plan.known_tokens, plan.decode_rank, new_tokens)
             needs[plan.decode_rank] += own if plan.shared_tokens else 0
+        arena = self._setup.arena
+        spare = 0 if arena is None else arena.spare_bytes
         return all(
-            not need or need + held <= free
+            not need or need + held + (spare if held else 0) <= free
             for need, held, free in zip(needs, held_bytes, self._free_bytes, strict=True)
         )
 
@@ -220,6 +223,7 @@ class ChainRunner:
             keeps_all=(keeps_all or bool(self._spec.output.kv)) and not self.is_spread,
             is_spread=self.is_spread,
             window=self._window_of(planned.prompt),
+            arena=self._setup.arena,
         )
 
     def prefill_shared(self, planned: PlannedPrompt, forwarder: Forwarder | None) -> Prefill | None:
@@ -262,12 +266,16 @@ class ChainRunner:
     def _prefill_row(self, row: Sequence[PlannedPrompt], window: Range | None = None) -> list[Prefill]:
         ids, reserves = [planned.prompt.ids for planned in row], [planned.new_tokens for planned in row]
         if not row[0].shared_tokens:
-            return prefill_packed(self._loaded, ids, reserve_tokens=reserves, prefix=row[0].prefix, window=window)
+            prefix = row[0].prefix
+            return prefill_packed(
+                self._loaded, ids, reserve_tokens=reserves, prefix=prefix, window=window, arena=self._setup.arena
+            )
         shared = self._shared
         assert shared is not None and shared.ids == row[0].shared_ids, "it goes on from what was prefilled last"
         if shared.error is not None:
             return shared.failed(ids)
-        prefills = prefill_packed(self._loaded, ids, reserve_tokens=reserves, prefix=shared.prefix)
+        arena = self._setup.arena
+        prefills = prefill_packed(self._loaded, ids, reserve_tokens=reserves, prefix=shared.prefix, arena=arena)
         shared.charge(prefills)
         return prefills
 
@@ -303,7 +311,8 @@ class ChainRunner:
         return None if compression is None else compression.observed_of(prompt.tokens, prompt.text)
 
     def _kv_bytes(self, tokens: int) -> int:
-        return tokens * self._loaded.shape.kv_bytes_per_token
+        arena = self._setup.arena
+        return tokens * self._loaded.shape.kv_bytes_per_token if arena is None else pages_for(tokens) * arena.page_bytes
 
     def _share_bytes(self, plan: PlannedPrompt) -> int:
         """Bytes a rank takes at most for its share of a stored prompt, and to run what follows it."""

@@ -26,6 +26,7 @@ from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
+from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel, hash_weights, tokenizer_fingerprint
 from kvr_mpi.model.attention_hook import prepare_model
@@ -35,6 +36,7 @@ from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
 from kvr_mpi.prefill.registry import AUTO, Strategy, candidates
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
+from kvr_mpi.runtime.arena import open_arena
 from kvr_mpi.runtime.asking import frame_questions
 from kvr_mpi.runtime.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.runtime.inputs import passed_columns, prompts_of
@@ -84,6 +86,7 @@ class JobSetup:
     table : if the job names one.
     beginnings : of stored prompts, if the job is to go on from them.
     compression : which keys and values are kept for decoding; None: all.
+    arena : where this rank keeps what it decodes; None: each document in memory of its own.
     """
 
     spec: JobSpec
@@ -103,6 +106,7 @@ class JobSetup:
     table: Table | None
     beginnings: StoredBeginnings | None = None
     compression: Compression | None = None
+    arena: PagedArena | None = None
 
     @property
     def prompt_config(self) -> PromptConfig:
@@ -217,6 +221,8 @@ def prepare(
     free_bytes: list[int] = share_json(
         world, gather_json(world, _free_bytes(spec, loaded, ranks_on_device(world, loaded.device)))
     )
+    is_packed = why_alone is None and not plain
+    arena = together(world, partial(open_arena, spec, loaded, free_bytes[world.rank], say, is_packed=is_packed))
     costs = None
     are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
     if world.size > 1 and (spec.parallel.planned or are_chosen):
@@ -243,6 +249,7 @@ def prepare(
         table=table_of(spec, loaded, world, chain, say),
         beginnings=None if spec.documents.reuse is None else find_beginnings(spec, loaded, weights, world, say),
         compression=compression,
+        arena=arena,
     )
 
 

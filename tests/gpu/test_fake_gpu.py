@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from kvr_mpi.kv import attention
 from kvr_mpi.kv.attention import AttentionParams, attend, attend_window
 from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
@@ -64,6 +65,15 @@ def make_row_of_heads(loaded: LoadedModel) -> Row:
     return loaded, PackedCache(caches, [1, 1])
 
 
+def make_row_of_pages(loaded: LoadedModel) -> Row:
+    """Documents lie in pages; the first step copies their lengths to the GPU, and later ones count on from those."""
+    arena = PagedArena(loaded.shape.layers, loaded.dtype, GPU, extent_pages=4)
+    prefills = prefill_packed(loaded, [prompt(40), prompt(30)], reserve_tokens=4, arena=arena)
+    row = loaded, PackedCache([prefill.cache for prefill in prefills], [1, 1])
+    step(row)
+    return row
+
+
 def step(row: Row) -> torch.Tensor:
     return decode_packed(*row, [3, 4])
 
@@ -83,6 +93,16 @@ def test_nothing_waits_for_the_gpu_in_a_layer_of_a_chain(gpu: FakeGpu) -> None:
 def test_nothing_waits_for_the_gpu_in_a_layer_of_heads_of_their_own(gpu: FakeGpu) -> None:
     assert gpu.waits_per_layer(step, "llama-gqa", make_row_of_heads) == 0
     assert gpu.kernel.calls["varlen"] == 2 * (2 + 4) + (2 + 4), "of each document, and when both were prefilled"
+
+
+@pytest.mark.parametrize("name", [*FLASH, *PORTABLE])
+def test_a_step_over_pages_copies_its_tokens_and_no_more(gpu: FakeGpu, name: str) -> None:
+    assert gpu.waits_per_layer(step, name, make_row_of_pages) == 0
+    assert gpu.kernel.calls["paged"] == (2 * (2 + 4) if name in FLASH else 0), "a call a layer in each of two steps"
+    row = make_row_of_pages(gpu.model(name, 2))
+    with Traffic() as traffic:
+        step(row)
+    assert traffic.waits.total() == 2, "tokens, and their positions"
 
 
 def test_a_wait_in_a_layer_is_seen(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
