@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from kvr_mpi.kv.buffers import make_flat
 from kvr_mpi.model import LayerShape
@@ -60,7 +60,7 @@ class Extent:
 
     def collect(self) -> None:
         """Take back the pages that nothing refers to any more, be it a cache, a transfer or a writer."""
-        self._taken = [run for run in self._taken if not all(one.expired() for one in run[2])]
+        self._taken = [run for run in self._taken if not all(one.expired() for one in run[2])]  # type: ignore[no-untyped-call]
 
     def take(self, pages: int) -> int | None:
         """Find the first run of so many free pages, for `buffers` to hand out; None if there is none."""
@@ -75,21 +75,22 @@ class Extent:
         """Hand out a run of pages: of each layer (tokens, elements), in use until the last view of them is gone."""
         start = first * PAGE_TOKENS
         given = [share_memory(layer[start : start + tokens]) for layer in self.layers]
-        self._taken.append((first, pages_for(tokens), [StorageWeakRef(one.untyped_storage()) for one in given]))
+        readers = [StorageWeakRef(one.untyped_storage()) for one in given]  # type: ignore[no-untyped-call]
+        self._taken.append((first, pages_for(tokens), readers))
         self._taken.sort(key=lambda run: run[0])
         return given
 
-    def rows(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the layer kept at a place, of all pages, as views (tokens, kv_heads, head_dim)."""
+    def pages_of(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the layer kept at a place, as views (pages, tokens of a page, kv_heads, head_dim)."""
         shape, layer = self._shapes[at], self.layers[at]
         keys, values = layer[:, : shape.key_elements], layer[:, shape.key_elements :]
-        heads = shape.num_kv_heads
-        return keys.view(-1, heads, shape.key_dim), values.view(-1, heads, shape.value_dim)
+        each = self.pages, PAGE_TOKENS, shape.num_kv_heads
+        return keys.view(*each, shape.key_dim), values.view(*each, shape.value_dim)
 
 
 def share_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Make another tensor of the same memory, with a storage of its own: it tells when its last view is gone."""
-    return from_dlpack(to_dlpack(tensor))  # type: ignore[no-any-return, no-untyped-call]
+    return from_dlpack(to_dlpack(tensor))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

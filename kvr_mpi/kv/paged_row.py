@@ -77,9 +77,10 @@ class PagedRow:
     def write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put in one token of each (1, kv_heads, documents, head_dim)."""
         for group in self._groups:
-            places = group.extent.rows(self._kept[layer_idx])
-            for place, tokens in zip(places, (keys, values), strict=True):
-                place.index_copy_(0, group.slots, self._of(group, tokens[0].transpose(0, 1)))
+            pages = group.extent.pages_of(self._kept[layer_idx])
+            for place, tokens in zip(pages, (keys, values), strict=True):
+                rows = place.view(-1, *place.shape[2:])
+                rows.index_copy_(0, group.slots, self._of(group, tokens[0].transpose(0, 1)))
 
     def attend(
         self, layer_idx: int, query: torch.Tensor, params: AttentionParams, window: int | None
@@ -90,7 +91,7 @@ class PagedRow:
         """
         parts, tokens = [], query[0].transpose(0, 1)
         for group in self._groups:
-            keys, values = (rows.unflatten(0, (-1, PAGE_TOKENS)) for rows in group.extent.rows(self._kept[layer_idx]))
+            keys, values = group.extent.pages_of(self._kept[layer_idx])
             longest = 1 + max(self._lengths[at] for at in group.places)
             parts.append(attend_pages(self._of(group, tokens), keys, values, params, group.table, longest, window))
         if len(parts) == 1:
