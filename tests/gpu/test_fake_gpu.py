@@ -79,10 +79,15 @@ def step(row: Row) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", [*FLASH, *PORTABLE])
-@pytest.mark.parametrize(("prepare", "run"), [(as_it_is, run_alone), (as_it_is, run_packed), (make_row, step)])
+@pytest.mark.parametrize(("prepare", "run"), [(as_it_is, run_packed), (make_row, step)])
 def test_nothing_waits_for_the_gpu_in_a_layer(gpu: FakeGpu, name: str, prepare: Any, run: Any) -> None:
     assert gpu.waits_per_layer(run, name, prepare) == 0
     assert bool(gpu.kernel.calls) == (name in FLASH)
+
+
+def test_nothing_waits_for_the_gpu_in_a_layer_with_a_window(gpu: FakeGpu) -> None:
+    assert gpu.waits_per_layer(run_alone, "mistral-window", as_it_is) == 0
+    assert gpu.kernel.calls["dense"] == 2 + 4
 
 
 def test_nothing_waits_for_the_gpu_in_a_layer_of_a_chain(gpu: FakeGpu) -> None:
