@@ -40,7 +40,7 @@ help:
 	@echo "make bench-network  KV-Runahead against its rivals on slow links between network namespaces; needs root, iproute2"
 	@echo "               and patience (ARGS=--help: less of it)"
 	@echo "make bench-handoff  bandwidth of handing keys and values on, against a plain ping"
-	@echo "make bench-decode  eight documents decoded together on one core, against one by one"
+	@echo "make bench-decode  eight documents decoded together on one core, against one by one (or: ARGS=\"--against pages\")"
 	@echo "make bench-fairkv  compressed documents decoded by $(RANKS) ranks that share heads: placements, and the whole cache"
 	@echo "make bench-store  writing shards against np.tofile and fsync, and what a document's durability costs"
 	@echo "make bench-ask  asking stored documents against prefilling them again; writing and reading keys and values"

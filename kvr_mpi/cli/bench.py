@@ -57,7 +57,7 @@ class BenchOptions:
     """What ``kvr bench`` was told; its help says more."""
 
     model: str
-    dtype: str
+    dtype: str | None
     device: str
     strategies: str
     contexts: str
@@ -87,7 +87,9 @@ class BenchOptions:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, or id on the hub.")
 @click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="float32", show_default=True
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    help="auto: the model's own.  [default: float32 on CPUs, auto on GPUs]",
 )
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option(
@@ -185,7 +187,7 @@ def bench(**given: Any) -> int:
         from kvr_mpi.bench.prompts import Contest
         from kvr_mpi.bench.prompts import bench as run_bench
         from kvr_mpi.cli.bench_tables import print_strategies
-        from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
+        from kvr_mpi.cli.launch import default_dtype, load_everywhere, open_links, parse_lengths
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import together
 
@@ -193,7 +195,8 @@ def bench(**given: Any) -> int:
         names = _names(options.strategies)
         lengths = together(world, lambda: parse_lengths(options.contexts))
         given = together(world, lambda: _parse_slices(options.slices))
-        loaded = load_everywhere(world, options.model, options.dtype, options.device)
+        dtype = options.dtype or default_dtype(options.device)
+        loaded = load_everywhere(world, options.model, dtype, options.device)
         links = open_links(world, loaded, options.transport, log)
         contest = Contest(names, lengths, options.patience, given, options.lend)
         with ExitStack() as stack:

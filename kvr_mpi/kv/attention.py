@@ -27,6 +27,20 @@ MAX_SCORES = 1 << 26
 WINDOW_BLOCK = 256
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PageTable:
+    """Where the keys of some documents lie in pages; all int32 on the device.
+
+    pages : of each document (documents, pages of the longest).
+    counts : keys that each has (documents,).
+    edges : where each one's query begins, and the last one's ends (documents + 1,).
+    """
+
+    pages: torch.Tensor
+    counts: torch.Tensor
+    edges: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class PartialAttention:
     """Attention over some of the keys: normalised output and log-sum-exp of its scores.
@@ -90,10 +104,8 @@ def attend(
                 query, keys, values, 0.0, causal, attn_mask=None, scale=params.scale
             )
             return PartialAttention(out.float().reshape(1, heads, queries, -1), lse.float().reshape(1, heads, queries))
-        if takes_varlen(query, values, params):
-            longest = query.shape[2], keys.shape[2]
-            of_queries, of_keys = (torch.tensor([0, each], dtype=torch.int32, device=query.device) for each in longest)
-            return _attend_varlen(query, keys, values, params, (of_queries, of_keys), longest, -1, causal)
+        if takes_flash(query, values, params):
+            return _attend_flash(query, keys, values, params, window=None, causal=causal)
     return _attend_blocks(query, keys, values, params, offset=0 if causal else None, window=None)
 
 
@@ -101,6 +113,8 @@ def attend_window(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, window: int
 ) -> PartialAttention:
     """Attend to the last `window` keys up to each query; the last query stands at the last key."""
+    if takes_flash(query, values, params):
+        return _attend_flash(query, keys, values, params, window=window, causal=True)
     return _attend_blocks(query, keys, values, params, offset=keys.shape[2] - query.shape[2], window=window)
 
 
@@ -143,8 +157,23 @@ def attend_documents(
     window : int or None
         See only the last `window` keys, one's own included.
     """
-    left = -1 if window is None else window - 1
-    return _attend_varlen(query, keys, values, params, (edges, edges), (longest, longest), left, True)
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    out, lse = varlen_attn(
+        query[0].transpose(0, 1),
+        keys[0].transpose(0, 1),
+        values[0].transpose(0, 1),
+        edges,
+        edges,
+        longest,
+        longest,
+        return_aux=AuxRequest(lse=True),
+        scale=params.scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=True,
+    )
+    # The log-sum-exp comes as (heads, queries), whatever varlen_attn's own documentation says.
+    return PartialAttention(out.transpose(0, 1).unsqueeze(0).float(), lse.view(1, *query.shape[1:3]).float())
 
 
 def attend_heads(
@@ -197,7 +226,55 @@ def attend_heads(
     return PartialAttention(out.reshape(1, kv_heads * group, 1, -1).float(), lse.t().reshape(1, -1, 1).float())
 
 
-def takes_varlen(query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> bool:
+def attend_pages(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    params: AttentionParams,
+    table: PageTable,
+    longest: int,
+    window: int | None,
+) -> PartialAttention:
+    """Attend from one token of each of several documents whose keys lie in pages, at once, on a GPU.
+
+    Parameters
+    ----------
+    query : Tensor
+        (documents, heads, head_dim).
+    keys, values : Tensor
+        All pages (pages, tokens, kv_heads, head_dim).
+    table : PageTable
+    longest : int
+        Most keys that any document has.
+    window : int or None
+        See only the last `window` keys, one's own included.
+
+    Returns
+    -------
+    PartialAttention
+        Of (1, heads, documents, value_dim).
+    """
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    out, lse = varlen_attn(
+        query,
+        keys,
+        values,
+        table.edges,
+        table.edges,  # of the keys it is only asked to be there: pages and counts say where they are
+        1,
+        longest,
+        return_aux=AuxRequest(lse=True),
+        scale=params.scale,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        enable_gqa=True,
+        seqused_k=table.counts,
+        block_table=table.pages,
+    )
+    return PartialAttention(out.transpose(0, 1).unsqueeze(0).float(), lse.unsqueeze(0).float())
+
+
+def takes_flash(query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> bool:
     """Whether the flash attention of GPUs can do this."""
     head_dim = query.shape[-1]
     is_plain = params.is_plain and head_dim == values.shape[-1]
@@ -212,34 +289,38 @@ def _has_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _attend_varlen(
+def _attend_flash(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     params: AttentionParams,
-    edges: tuple[torch.Tensor, torch.Tensor],
-    longest: tuple[int, int],
-    left: int,
+    *,
+    window: int | None,
     causal: bool,
 ) -> PartialAttention:
-    """Flash attention on a GPU, which takes token-major tensors and so reads our buffers as they lie."""
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+    """Flash attention on a GPU, which takes token-major tensors and so reads our buffers as they lie.
 
-    out, lse = varlen_attn(
-        query[0].transpose(0, 1),
-        keys[0].transpose(0, 1),
-        values[0].transpose(0, 1),
-        edges[0],
-        edges[1],
-        longest[0],
-        longest[1],
-        return_aux=AuxRequest(lse=True),
+    The operation that ``scaled_dot_product_attention`` ends in. Unlike ``varlen_attn`` it takes lengths from shapes:
+    no table of them is copied to the GPU, which would wait for all that is queued there. The last query stands at
+    the last key.
+    """
+    left, right = (None if window is None else window - 1), (0 if causal and window is not None else None)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
+        query.transpose(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        None,
+        None,
+        query.shape[2],
+        keys.shape[2],
+        0.0,
+        causal and window is None,
+        False,
         scale=params.scale,
-        window_size=(left, 0 if causal else -1),
-        enable_gqa=True,
+        window_size_left=left,
+        window_size_right=right,
     )
-    # The log-sum-exp comes as (heads, queries), whatever varlen_attn's own documentation says.
-    return PartialAttention(out.transpose(0, 1).unsqueeze(0).float(), lse.view(1, *query.shape[1:3]).float())
+    return PartialAttention(out.transpose(1, 2).float(), lse.float())
 
 
 def _attend_blocks(

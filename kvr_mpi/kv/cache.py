@@ -20,6 +20,7 @@ from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.layout import UniformLayout
 from kvr_mpi.kv.observation import Observation
+from kvr_mpi.kv.paged import PagedArena, PageRun
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.ragged import RaggedLayout, check_retained, elements_needed
 from kvr_mpi.kv.shares import Share
@@ -64,6 +65,8 @@ class SliceCache(Cache):
 
     Attributes
     ----------
+    run : PageRun or None
+        Its pages, if it keeps keys and values in some.
     observation : Observation or None
         What was kept of the window, on the decode rank.
     in_parts : bool
@@ -115,11 +118,26 @@ class SliceCache(Cache):
         super().__init__(layers=layers)
         filled = [layer.shape for layer in layers[: None if self._stop is None else self._stop + 1 + LAYERS_AHEAD]]
         self.buffers = LayerBuffers(filled, self.capacity, keeps=self.keeps_all, dtype=self.dtype, device=self.device)
+        self.run: PageRun | None = None
 
     @property
     def length(self) -> int:
         """Tokens held, and before those of the slice until they are in; 0 if nothing is held by token."""
         return next((layer.length for layer in self.layers if layer.shape.elements), 0)
+
+    def keep_in(self, arena: PagedArena | None) -> None:
+        """Keep everything in pages, on the rank that keeps it, before anything is begun; None: in memory of its own.
+
+        Raises
+        ------
+        MemoryError, torch.OutOfMemoryError
+            If there is no memory for it.
+        """
+        if arena is not None and self.keeps_all and self._stop is None:
+            self.run = arena.take(self.capacity)
+            self.buffers.use(self.run.buffers)
+        elif arena is not None:
+            arena.collect()  # the others need memory, too
 
     def begin(self) -> None:
         """Post the first layers' receives, before anything is computed."""
@@ -275,6 +293,7 @@ class SliceCache(Cache):
                 layer.keep_only(kept, slack, flat)
                 self.buffers.discard(before)
         self.buffers.clear()
+        self.run = None
         self.capacity = length + slack
 
     def adopt(self, layouts: Sequence[RaggedLayout | UniformLayout], length: int, slack: int) -> None:

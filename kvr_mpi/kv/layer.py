@@ -19,6 +19,7 @@ from kvr_mpi.kv.attention import PartialAttention, attend, attend_window
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layout import UniformLayout
+from kvr_mpi.kv.paged import PageRun
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.ragged import RaggedLayout
 from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers, Range
@@ -44,6 +45,7 @@ class LayersOwner(Protocol):
     keeps_all: bool
     in_parts: bool
     current: SliceLayer | None
+    run: PageRun | None
 
     def reads_only_last(self, layer_idx: int) -> bool:
         """Whether only the last token's output of this layer is ever read."""
@@ -222,7 +224,7 @@ class SliceLayer(CacheLayerMixin):
         """Let a CPU decode faster, once the prompt is through: segments travel by token."""
         if self.segments is not None:
             self.segments.wait_through()
-        if isinstance(self.layout, UniformLayout):
+        if isinstance(self.layout, UniformLayout) and self.cache.run is None:  # pages are read by token
             self.layout.lay_by_heads(self.length)
 
     def keep_only(self, retained: Sequence[torch.Tensor] | None, slack: int, flat: torch.Tensor) -> None:

@@ -17,9 +17,10 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_documents, takes_varlen
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_documents, takes_flash
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.layer import SliceLayer
+from kvr_mpi.kv.paged_row import PagedRow
 from kvr_mpi.kv.ragged import RaggedLayout, attend_row, write_row
 from kvr_mpi.model.attention_hook import AttentionParams
 
@@ -54,8 +55,12 @@ class PackedLayer(CacheLayerMixin):
             for layer, (first, last) in zip(self.documents, cache.bounds, strict=True):
                 layer.update(key_states[:, :, first:last], value_states[:, :, first:last])
             return key_states, value_states
-        if self._ragged is not None:
-            write_row(self._ragged, key_states, value_states, cache.lengths)
+        if self._ragged is not None or cache.paged is not None:
+            if self._ragged is not None:
+                write_row(self._ragged, key_states, value_states, cache.lengths)
+            else:
+                assert cache.paged is not None
+                cache.paged.write(self.layer_idx, key_states, value_states)
             for layer, length in zip(self.documents, cache.lengths, strict=True):
                 layer.length = length + 1
             return key_states, value_states
@@ -92,7 +97,7 @@ class PackedLayer(CacheLayerMixin):
             return self._attend_tokens(query, params)
         seen = self.shape.visibility
         is_plain = all(layer.cache.prefix is None for layer in self.documents) and seen.chunk is None
-        if is_plain and takes_varlen(query, values, params):
+        if is_plain and takes_flash(query, values, params):
             for layer in self.documents:
                 layer.attended = True
             part = attend_documents(query, keys, values, params, cache.edges, cache.longest, seen.window)
@@ -111,6 +116,9 @@ class PackedLayer(CacheLayerMixin):
             return self.cache.merge(part).finish(params).to(query.dtype)
         if self._ragged is not None and query.shape[2] == len(self.documents):
             return attend_row(self._ragged, query, [length + 1 for length in self.cache.lengths], params)
+        seen, paged = self.shape.visibility, self.cache.paged
+        if paged is not None and seen.chunk is None and takes_flash(query, query, params):
+            return paged.attend(self.layer_idx, query, params, seen.window).finish(params).to(query.dtype)
         tokens = query.chunk(len(self.documents), dim=2)  # of one document it may be folded, and stays whole
         outs = []
         for layer, token, pair, before in zip(self.documents, tokens, self._whole, self.cache.lengths, strict=True):
@@ -120,7 +128,7 @@ class PackedLayer(CacheLayerMixin):
                 continue
             assert pair is not None
             keys, values = pair
-            low = self.shape.visibility.first_key(before)
+            low = seen.first_key(before)
             part = attend(token, keys.narrow(2, low, length - low), values.narrow(2, low, length - low), params)
             outs.append(part.finish(params))
         return torch.cat(outs, dim=2).to(query.dtype)
@@ -168,6 +176,7 @@ class PackedCache(Cache):
         self.lengths = [0] * len(documents)  # of the documents, before this row
         self.tail = contextlib.ExitStack()  # nothing is cut
         self.current: PackedLayer | None = None
+        self.paged = _in_pages(documents) if self.decodes and len(documents) > 1 else None
         count = len(documents[0].layers)
         layers = [PackedLayer(self, idx, [document.layers[idx] for document in documents]) for idx in range(count)]
         super().__init__(layers=layers)
@@ -203,6 +212,8 @@ class PackedCache(Cache):
         """Note how long the documents are before the next row, and tell."""
         self.current = None
         self.lengths = [document.length for document in self.documents]
+        if self.paged is not None:
+            self.paged.take_up(self.lengths)
         return self.lengths
 
     def take_back(self) -> None:
@@ -216,3 +227,12 @@ class PackedCache(Cache):
         if self.current is not None and not self.current.attended:
             raise ModelError(f"layer {layer.layer_idx}: the layer before it never attended to its keys")
         self.current, layer.attended, layer.is_initialized = layer, False, True
+
+
+def _in_pages(documents: Sequence[SliceCache]) -> PagedRow | None:
+    """Find where documents lie that are all in pages; None if one is not."""
+    runs = [document.run for document in documents if document.run is not None]
+    if len(runs) < len(documents):
+        return None
+    kept = [layer.layer_idx for layer in documents[0].layers if layer.shape.elements]
+    return PagedRow(runs, kept, documents[0].device)

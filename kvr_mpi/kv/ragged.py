@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_heads, takes_varlen
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_heads, takes_flash
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 
@@ -43,6 +43,7 @@ class _Run:
     """
 
     heads: tuple[int, ...]  # their places among those the model gives
+    places: slice | torch.Tensor  # the same, to index by: a list would be copied to a GPU every time
     kept: int
     keys: torch.Tensor
     values: torch.Tensor
@@ -185,7 +186,7 @@ class RaggedLayout:
             return row.view(*query.shape[:3], shape.value_dim)
         grouped = query.view(1, shape.num_kv_heads, -1, fresh, shape.key_dim)
         out = query.new_zeros(*grouped.shape[:-1], shape.value_dim)
-        if self.heads and fresh == 1 and takes_varlen(query, self._values, params):
+        if self.heads and fresh == 1 and takes_flash(query, self._values, params):
             out[0, self._places, :, 0] = self._attend_at_once(grouped[0, self._places, :, 0], appended, params)
         else:
             for run in self._runs:
@@ -212,10 +213,10 @@ class RaggedLayout:
         out = torch.zeros(*grouped.shape[:-1], shape.value_dim, device=query.device)
         lse = torch.full(grouped.shape[:-1], float("-inf"), device=query.device)
         for run in self._runs:
-            places, held = list(run.heads), run.kept + (appended if self.appends else 0)
+            places, held = run.places, run.kept + (appended if self.appends else 0)
             part = attend(grouped[:, places].flatten(1, 2), run.keys[:, :, :held], run.values[:, :, :held], params)
-            out[:, places] = part.out.view(1, len(places), *out.shape[2:])
-            lse[:, places] = part.lse.view(1, len(places), *lse.shape[2:])
+            out[:, places] = part.out.view(1, len(run.heads), *out.shape[2:])
+            lse[:, places] = part.lse.view(1, len(run.heads), *lse.shape[2:])
         return PartialAttention(out.flatten(1, 2), lse.flatten(1, 2))
 
     def _attend_at_once(self, query: torch.Tensor, appended: int, params: AttentionParams) -> torch.Tensor:
@@ -233,7 +234,10 @@ class RaggedLayout:
             keys, values = (
                 held[rows].view(1, count, kept + self.slack, held.shape[1]) for held in (self._keys, self._values)
             )
-            yield _Run(self.heads[at : at + count], kept, keys, values)
+            heads = self.heads[at : at + count]
+            is_row = heads[-1] - heads[0] == count - 1
+            places = slice(heads[0], heads[-1] + 1) if is_row else self._places[at : at + count]
+            yield _Run(heads, places, kept, keys, values)
             at += count
 
 
@@ -241,9 +245,7 @@ def _attend_run(
     run: _Run, query: torch.Tensor, out: torch.Tensor, appended: int, fresh: int, params: AttentionParams
 ) -> None:
     """Attend from (1, kv_heads, group, fresh, head_dim) with the heads of a run, into the same place of `out`."""
-    first, last = run.heads[0], run.heads[-1] + 1
-    length = run.kept + appended
-    places: slice | list[int] = slice(first, last) if last - first == len(run.heads) else list(run.heads)
+    length, places = run.kept + appended, run.places
     mine = query[:, places].flatten(1, 2)
     keys, values = run.keys[:, :, :length], run.values[:, :, :length]
     if fresh == 1:
@@ -315,7 +317,7 @@ def _is_short_way(query: torch.Tensor, params: AttentionParams) -> bool:
     return params.is_plain and params.sinks is None and query.dtype == torch.float32 and query.device.type == "cpu"
 
 
-def _sinks_of(params: AttentionParams, places: torch.Tensor | slice | list[int], kv_heads: int) -> torch.Tensor | None:
+def _sinks_of(params: AttentionParams, places: torch.Tensor | slice, kv_heads: int) -> torch.Tensor | None:
     """Sinks of the query heads of some KV heads."""
     return None if params.sinks is None else params.sinks.view(kv_heads, -1)[places].flatten()
 

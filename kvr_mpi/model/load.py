@@ -223,6 +223,7 @@ def load_model(
                 use_safetensors=True,
                 output_loading_info=True,
                 **options,
+                **_placement(target),
             )
             tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
         check_loaded(model, info)
@@ -237,6 +238,13 @@ def load_model(
         dtype=model.dtype,
         device=target,
     )
+
+
+def _placement(device: torch.device) -> dict[str, Any]:
+    """Say how weights come to a GPU without a copy of all of them in host memory, if `accelerate` is there for it."""
+    if device.type != "cuda" or importlib.util.find_spec("accelerate") is None:
+        return {}
+    return {"device_map": {"": device}}
 
 
 def load_outline(

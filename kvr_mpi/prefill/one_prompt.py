@@ -19,6 +19,7 @@ from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache, SliceDoneError
 from kvr_mpi.kv.exchange import Exchange, MakeExchange
+from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.transfers import PromptTransfers, Range
@@ -94,6 +95,8 @@ class Options(TypedDict, total=False):
         Tokens whose queries the rank with the last slice keeps, for compression; they have to be in that slice.
     chunk_tokens
         Every rank computes its slice in chunks that end at multiples of this, wherever slices end. None: at once.
+    arena
+        Where the rank with the last slice keeps what it keeps; each rank has its own.
     """
 
     reserve_tokens: int
@@ -106,6 +109,7 @@ class Options(TypedDict, total=False):
     is_spread: bool
     window: Range | None
     chunk_tokens: int | None
+    arena: PagedArena | None
 
 
 # Of these, what a rank's cache is told.
@@ -237,7 +241,7 @@ def prefill_by(
     given: dict[str, Any] = {name: value for name, value in options.items() if name in CACHE_OPTIONS}
     cache = SliceCache(loaded, exchange, transfers, **given)
     spares_chain = options.get("spares_chain", False)
-    logits, failure = _run_slice(loaded, ids, cache, forwarder, spares_chain)
+    logits, failure = _run_slice(loaded, ids, cache, forwarder, options)
     if failure is not None:  # and the error, with all that it held, is forgotten
         play_on(cache)
     failed = agree(cache, failure is not None) if spares_chain else []
@@ -312,19 +316,20 @@ def _rotation(make: MakeExchange, partition: Partition, size: int, known: int, l
 
 
 def _run_slice(
-    loaded: LoadedModel, ids: Sequence[int], cache: SliceCache, forwarder: Forwarder | None, spares_chain: bool
+    loaded: LoadedModel, ids: Sequence[int], cache: SliceCache, forwarder: Forwarder | None, options: Options
 ) -> tuple[torch.Tensor | None, str | None]:
     """Run this rank's tokens; return logits (vocab_size,), if there are any, or what went wrong."""
     mine = [token for first, last in cache.exchange.owned for token in ids[first:last]]
     logits = None
     try:
+        cache.keep_in(options.get("arena"))
         cache.begin()
         with contextlib.suppress(SliceDoneError):
             row, chunks = torch.tensor([mine], device=loaded.device), cache.chunk_lengths
             logits = run_model(loaded.model, row, cache, chunks=chunks)[0]
         cache.settle()
     except BaseException as error:
-        if not spares_chain or not is_spared(error):
+        if not options.get("spares_chain", False) or not is_spared(error):
             if forwarder is not None:
                 forwarder.abandon()
             raise

@@ -13,6 +13,7 @@ import torch
 
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.transfers import Range
 from kvr_mpi.model import LoadedModel
@@ -35,6 +36,7 @@ def prefill_packed(
     reserve_tokens: int | Sequence[int] = 0,
     prefix: SharedPrefix | None = None,
     window: Range | None = None,
+    arena: PagedArena | None = None,
 ) -> list[Prefill]:
     """Prefill several short prompts in one forward pass, each exactly as if alone (`prefill_kvr` on one rank).
 
@@ -50,6 +52,8 @@ def prefill_packed(
         What all of them begin with, if it has been computed; the prompts still contain it.
     window : (int, int) or None
         Of a single prompt: tokens whose queries are kept (`one_prompt.Options`).
+    arena : PagedArena or None
+        Where keys and values are kept; None: each prompt's in memory of its own.
 
     Returns
     -------
@@ -62,13 +66,13 @@ def prefill_packed(
         pairs = zip(prompts, reserves, strict=True)
         return [prefill_after_compressed(loaded, ids, prefix, reserve) for ids, reserve in pairs]
     if len(prompts) == 1 or why_never_packed(loaded):
-        options: dict[str, Any] = {"prefix": prefix, "spares_chain": True, "window": window}
+        options: dict[str, Any] = {"prefix": prefix, "spares_chain": True, "window": window, "arena": arena}
         return [
             prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=reserve, **options)
             for ids, reserve in zip(prompts, reserves, strict=True)
         ]
     try:
-        return _prefill_row(loaded, prompts, reserves, prefix)
+        return _prefill_row(loaded, prompts, reserves, prefix, arena)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -79,13 +83,17 @@ def prefill_packed(
     return [
         prefill
         for some in (slice(None, half), slice(half, None))
-        for prefill in prefill_packed(loaded, prompts[some], reserve_tokens=reserves[some], prefix=prefix)
+        for prefill in prefill_packed(loaded, prompts[some], reserve_tokens=reserves[some], prefix=prefix, arena=arena)
     ]
 
 
 @torch.inference_mode()
 def _prefill_row(
-    loaded: LoadedModel, prompts: Sequence[Sequence[int]], reserves: Sequence[int], prefix: SharedPrefix | None
+    loaded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    reserves: Sequence[int],
+    prefix: SharedPrefix | None,
+    arena: PagedArena | None,
 ) -> list[Prefill]:
     began, start = time.perf_counter(), 0 if prefix is None else prefix.tokens
     partitions, caches = [Partition((0, len(ids))) for ids in prompts], []
@@ -93,6 +101,7 @@ def _prefill_row(
         if prefix is not None:
             prefix.check(ids)
         cache = SliceCache(loaded, Relay(partition, 0, start), None, reserve_tokens=reserve, prefix=prefix)
+        cache.keep_in(arena)
         caches.append(cache)
     device = loaded.device
     packed = PackedCache(caches, [len(ids) - start for ids in prompts])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -13,6 +13,10 @@ from kvr_mpi.kv.transfers import LayerTransfers, Range
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import Partition, cut_range
+
+# Where what comes is attended to in two groups: there a call and a merge for each segment take longer than the overlap
+# with what is still on its way is worth.
+GROUPING = ("cuda",)
 
 
 class Relay:
@@ -109,7 +113,10 @@ class Relay:
             return part.merge(attend(query, *layer.rows(0, first), params))
         if self.prefix_tokens:
             part = part.merge(attend(query, *layer.rows(0, self.prefix_tokens), params))
-        for first, last in layer.segments.arrivals() if layer.segments is not None else ():
+        arrivals: Iterable[Range] = layer.segments.arrivals() if layer.segments is not None else ()
+        if query.device.type in GROUPING:
+            arrivals = in_two_groups(arrivals, self.owned[0][0] - self.prefix_tokens)
+        for first, last in arrivals:
             part = part.merge(attend(query, *layer.rows(first, last), params))
         return part
 
@@ -119,3 +126,27 @@ class Relay:
 
     def _bounds(self, rank: int) -> Range:
         return max(self.partition.start(rank), self.prefix_tokens), self.partition.stop(rank)
+
+
+def in_two_groups(arrivals: Iterable[Range], tokens: int) -> Iterator[Range]:
+    """Join ranges that come one before the other into two, each yielded when all of it is here.
+
+    Parameters
+    ----------
+    arrivals : iterable of (int, int)
+        The nearest first.
+    tokens : int
+        Of all of them; the first group has at least half.
+    """
+    group, seen = None, 0
+    for first, last in arrivals:
+        if group is not None and last != group[0]:  # no neighbours
+            yield group
+            group = None
+        group = (first, last if group is None else group[1])
+        before, seen = seen, seen + last - first
+        if 2 * before < tokens <= 2 * seen:
+            yield group
+            group = None
+    if group is not None:
+        yield group

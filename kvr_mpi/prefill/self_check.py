@@ -16,6 +16,7 @@ import torch
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_plain
 from kvr_mpi.model.prepacked import forget_packed
@@ -256,10 +257,15 @@ def held_pairs(found: Any, truth: Any, layer_idx: int) -> Iterator[tuple[str, to
                 yield f"the {kind} states", state, other
 
 
-def why_not_packed(loaded: LoadedModel) -> str | None:
+def why_not_packed(loaded: LoadedModel, arena: PagedArena | None = None) -> str | None:
     """Try two small documents together and alone: say why this model cannot run packed, None if it can.
 
     The model has to be prepared for chains (`prepare_model`).
+
+    Parameters
+    ----------
+    arena : PagedArena or None
+        Where those that run together are kept.
     """
     if reason := why_never_packed(loaded):
         return reason
@@ -269,7 +275,7 @@ def why_not_packed(loaded: LoadedModel) -> str | None:
         alone = [
             prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=1) for ids in prompts
         ]
-        together = prefill_packed(loaded, prompts, reserve_tokens=1)
+        together = prefill_packed(loaded, prompts, reserve_tokens=1, arena=arena)
         truths, founds = [each.logits for each in alone], [each.logits for each in together]
         with torch.inference_mode():
             truths += [run_next(loaded.model, each, torch.tensor([[5]], device=device)) for each in alone]

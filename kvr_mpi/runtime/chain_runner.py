@@ -14,6 +14,7 @@ from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.exchange import Exchange
+from kvr_mpi.kv.paged import pages_for
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.transfers import Range
 from kvr_mpi.partition import Partition
@@ -191,8 +192,10 @@ class ChainRunner:
             exchanges = plan.strategy.exchanges(plan.partition, plan.known_tokens, plan.chunk_tokens)
             needs = self._needs(exchanges, plan.decode_rank, new_tokens)
             needs[plan.decode_rank] += own if plan.shared_tokens else 0
+        arena = self._setup.arena
+        spare = 0 if arena is None else arena.spare_bytes
         return all(
-            not need or need + held <= free
+            not need or need + held + (spare if held else 0) <= free
             for need, held, free in zip(needs, held_bytes, self._free_bytes, strict=True)
         )
 
@@ -240,6 +243,7 @@ class ChainRunner:
             is_spread=self.is_spread,
             window=self._window_of(planned.prompt),
             chunk_tokens=planned.chunk_tokens,
+            arena=self._setup.arena,
         )
 
     def prefill_shared(self, planned: PlannedPrompt, forwarder: Forwarder | None) -> Prefill | None:
@@ -282,12 +286,16 @@ class ChainRunner:
     def _prefill_row(self, row: Sequence[PlannedPrompt], window: Range | None = None) -> list[Prefill]:
         ids, reserves = [planned.prompt.ids for planned in row], [planned.new_tokens for planned in row]
         if not row[0].shared_tokens:
-            return prefill_packed(self._loaded, ids, reserve_tokens=reserves, prefix=row[0].prefix, window=window)
+            prefix = row[0].prefix
+            return prefill_packed(
+                self._loaded, ids, reserve_tokens=reserves, prefix=prefix, window=window, arena=self._setup.arena
+            )
         shared = self._shared
         assert shared is not None and shared.ids == row[0].shared_ids, "it goes on from what was prefilled last"
         if shared.error is not None:
             return shared.failed(ids)
-        prefills = prefill_packed(self._loaded, ids, reserve_tokens=reserves, prefix=shared.prefix)
+        arena = self._setup.arena
+        prefills = prefill_packed(self._loaded, ids, reserve_tokens=reserves, prefix=shared.prefix, arena=arena)
         shared.charge(prefills)
         return prefills
 
@@ -323,7 +331,8 @@ class ChainRunner:
         return None if compression is None else compression.observed_of(prompt.tokens, prompt.text)
 
     def _kv_bytes(self, tokens: int) -> int:
-        return tokens * self._loaded.shape.kv_bytes_per_token
+        arena = self._setup.arena
+        return tokens * self._loaded.shape.kv_bytes_per_token if arena is None else pages_for(tokens) * arena.page_bytes
 
     def _cut(self, strategy: Strategy, tokens: int, known: int, decode_rank: int) -> Partition:
         """Cut a prompt for the chain with this rank of it last; nobody computes what is known."""

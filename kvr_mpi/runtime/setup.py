@@ -28,6 +28,7 @@ from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
+from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel, hash_weights, tokenizer_fingerprint
 from kvr_mpi.model.adapter import with_adapter
@@ -39,6 +40,7 @@ from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
 from kvr_mpi.prefill.registry import AUTO, Strategy, candidates, check_takes_chunks
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
+from kvr_mpi.runtime.arena import open_arena
 from kvr_mpi.runtime.asking import frame_questions
 from kvr_mpi.runtime.decode_checks import why_not_combined
 from kvr_mpi.runtime.host_memory import free_bytes, ranks_on_device
@@ -90,6 +92,7 @@ class JobSetup:
     beginnings : of stored prompts, if the job is to go on from them.
     compression : which keys and values are kept for decoding; None: all.
     sharing : how chains may share heads out to decode, or why not; None if the job does not ask.
+    arena : where this rank keeps what it decodes; None: each document in memory of its own.
     """
 
     spec: JobSpec
@@ -110,6 +113,7 @@ class JobSetup:
     beginnings: StoredBeginnings | None = None
     compression: Compression | None = None
     sharing: HeadSharing | str | None = None
+    arena: PagedArena | None = None
 
     @property
     def decodes_together(self) -> bool:
@@ -247,6 +251,8 @@ def prepare(
     free_bytes: list[int] = share_json(
         world, gather_json(world, _free_bytes(spec, loaded, ranks_on_device(world, loaded.device), sharing))
     )
+    is_packed = why_alone is None and not plain
+    arena = together(world, partial(open_arena, spec, loaded, free_bytes[world.rank], say, is_packed=is_packed))
     costs = None
     are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
     is_decoding_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
@@ -275,6 +281,7 @@ def prepare(
         beginnings=None if spec.documents.reuse is None else find_beginnings(spec, loaded, weights, world, say),
         compression=compression,
         sharing=sharing,
+        arena=arena,
     )
 
 

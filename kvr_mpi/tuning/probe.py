@@ -19,7 +19,9 @@ from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.transport.pretended import PretendedChain
 
 LAYERS = 3
-SLICE_TOKENS, PREFIX_TOKENS = 768, 3072
+# Tokens of the slice, and of the prefix: enough to keep the device busy. A GPU has done 768 tokens before it has been
+# told of them all, and what it takes for a pair of tokens would seem to be a multiple of the truth.
+PROBES = {"cpu": (768, 3072), "cuda": (8192, 16384)}
 REPEATS = 5
 # Ranks that differ by less than this are the same machine, and the difference is noise.
 SAME_WITHIN = 1.25
@@ -34,9 +36,8 @@ def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
         One for each rank, the same list on every rank.
     """
     layers = _layers_timed(loaded.shape.layers)
-    longest = min(SLICE_TOKENS + PREFIX_TOKENS, loaded.shape.max_tokens or SLICE_TOKENS + PREFIX_TOKENS)
-    tokens = max(1, min(SLICE_TOKENS, longest // 2))
-    prefix = max(1, longest - tokens)
+    tokens, prefix = _probe_lengths(loaded.device.type, loaded.shape.max_tokens)
+    longest = tokens + prefix
     alone_s = _layer_seconds(loaded, transport, Partition((0, tokens)), LocalTransport(), layers)
     after_prefix_s = _layer_seconds(loaded, transport, Partition((0, prefix, longest)), PretendedChain(), layers)
     pair_s = max(0.0, (after_prefix_s - alone_s) / (tokens * prefix))
@@ -48,6 +49,14 @@ def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
     if max(times) < SAME_WITHIN * min(times):
         return [everyone[times.index(min(times))]] * len(everyone)
     return everyone
+
+
+def _probe_lengths(device: str, max_tokens: int | None) -> tuple[int, int]:
+    """Say how long a slice and its prefix are, within the model's context."""
+    tokens, prefix = PROBES.get(device, PROBES["cpu"])
+    longest = max(2, min(tokens + prefix, max_tokens or tokens + prefix))
+    tokens = min(tokens, longest // 2)
+    return tokens, longest - tokens
 
 
 def _layers_timed(layers: Sequence[LayerShape]) -> int:

@@ -187,8 +187,8 @@ def test_flash_attention_is_asked_for_what_it_can_do(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with FakeTensorMode():
         query = torch.empty(1, 4, 3, head_dim, device="cuda:3", dtype=dtype)
-        assert attention.takes_varlen(query, query, AttentionParams(0.1)) is takes
-        assert not attention.takes_varlen(query, query, AttentionParams(0.1, softcap=30.0))
+        assert attention.takes_flash(query, query, AttentionParams(0.1)) is takes
+        assert not attention.takes_flash(query, query, AttentionParams(0.1, softcap=30.0))
     attention._has_flash.cache_clear()
 
 
@@ -229,7 +229,7 @@ def test_ragged_heads_are_sequences_to_flash_attention(
     layout.write(100, keys, keys)
     params = AttentionParams(0.3, sinks=torch.randn(12, generator=draw) if has_sinks else None)
     truth = layout.attend(query, 101, 1, params)
-    monkeypatch.setattr(ragged, "takes_varlen", lambda *args: True)
+    monkeypatch.setattr(ragged, "takes_flash", lambda *args: True)
     monkeypatch.setattr(ragged, "_is_short_way", lambda *args: False)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _varlen_reference)
     torch.testing.assert_close(layout.attend(query, 101, 1, params), truth)

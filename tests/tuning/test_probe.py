@@ -46,3 +46,12 @@ def test_whole_periods_of_layers_are_timed() -> None:
     assert probe._layers_timed(([recurrent] * 5 + [attention]) * 4) == 6
     assert probe._layers_timed([recurrent, attention, recurrent]) == 2
     assert probe._layers_timed([attention]) == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("most", [None, 1 << 20, 4096, 512, 3, 2, 1])
+def test_the_probe_stays_within_the_context(device: str, most: int | None) -> None:
+    tokens, prefix = probe._probe_lengths(device, most)
+    assert tokens > 0 and prefix > 0 and tokens + prefix <= max(2, most or 1 << 20)
+    if most is None:
+        assert (tokens, prefix) == ((768, 3072) if device == "cpu" else (8192, 16384))

@@ -1,0 +1,210 @@
+"""What a GPU would be asked for, seen on fake tensors: no GPU has run any of this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import GPU, FakeGpu, FlashReference, KernelError, Traffic, check_flash, on_fake_gpu
+from models import prompt
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from kvr_mpi.kv import attention
+from kvr_mpi.kv.attention import AttentionParams, attend, attend_window
+from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv.paged import PagedArena
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
+from kvr_mpi.prefill.packed import decode_packed, prefill_packed
+from kvr_mpi.transport.local import LocalTransport
+from kvr_mpi.transport.pretended import PretendedChain
+
+FLASH, PORTABLE = ("llama-gqa", "mistral-window"), ("gemma2-softcap",)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    with on_fake_gpu(monkeypatch) as fake:
+        yield fake
+
+
+def as_it_is(loaded: LoadedModel) -> LoadedModel:
+    return loaded
+
+
+def run_alone(loaded: LoadedModel) -> Prefill:
+    return prefill_kvr(loaded, prompt(40), Partition((0, 40)), LocalTransport(), reserve_tokens=4)
+
+
+def run_last(loaded: LoadedModel) -> Prefill:
+    """The last of two ranks: it attends to its slice, and to the other's."""
+    return prefill_kvr(loaded, prompt(60), Partition((0, 45, 60)), PretendedChain())
+
+
+def run_packed(loaded: LoadedModel) -> list[Prefill]:
+    return prefill_packed(loaded, [prompt(40), prompt(30)], reserve_tokens=4)
+
+
+Row = tuple[LoadedModel, PackedCache]
+
+
+def make_row(loaded: LoadedModel) -> Row:
+    return loaded, PackedCache([prefill.cache for prefill in run_packed(loaded)], [1, 1])
+
+
+def make_row_of_heads(loaded: LoadedModel) -> Row:
+    """Heads keep tokens of their own."""
+    caches = [prefill.cache for prefill in run_packed(loaded)]
+    for cache in caches:
+        kept = [torch.arange(3 + head, device=GPU) for head in range(loaded.shape.layers[0].num_kv_heads)]
+        for layer in cache.layers:
+            layer.keep_only(kept, 4, torch.empty(1000, dtype=loaded.dtype, device=GPU)[: 2 * 8 * (7 + 8)])
+    return loaded, PackedCache(caches, [1, 1])
+
+
+def make_row_of_pages(loaded: LoadedModel) -> Row:
+    """Documents lie in pages; the first step copies their lengths to the GPU, and later ones count on from those."""
+    arena = PagedArena(loaded.shape.layers, loaded.dtype, GPU, extent_pages=4)
+    prefills = prefill_packed(loaded, [prompt(40), prompt(30)], reserve_tokens=4, arena=arena)
+    row = loaded, PackedCache([prefill.cache for prefill in prefills], [1, 1])
+    step(row)
+    return row
+
+
+def step(row: Row) -> torch.Tensor:
+    return decode_packed(*row, [3, 4])
+
+
+@pytest.mark.parametrize("name", [*FLASH, *PORTABLE])
+@pytest.mark.parametrize(("prepare", "run"), [(as_it_is, run_packed), (make_row, step)])
+def test_nothing_waits_for_the_gpu_in_a_layer(gpu: FakeGpu, name: str, prepare: Any, run: Any) -> None:
+    assert gpu.waits_per_layer(run, name, prepare) == 0
+    assert bool(gpu.kernel.calls) == (name in FLASH)
+
+
+def test_nothing_waits_for_the_gpu_in_a_layer_with_a_window(gpu: FakeGpu) -> None:
+    assert gpu.waits_per_layer(run_alone, "mistral-window", as_it_is) == 0
+    assert gpu.kernel.calls["dense"] == 2 + 4
+
+
+def test_nothing_waits_for_the_gpu_in_a_layer_of_a_chain(gpu: FakeGpu) -> None:
+    assert gpu.waits_per_layer(run_last, "llama-gqa", as_it_is) == 0
+    assert gpu.kernel.calls["dense"] == (3 + 7), "both slices at once where only the last token is read"
+
+
+def test_nothing_waits_for_the_gpu_in_a_layer_of_heads_of_their_own(gpu: FakeGpu) -> None:
+    assert gpu.waits_per_layer(step, "llama-gqa", make_row_of_heads) == 0
+    assert gpu.kernel.calls["varlen"] == 2 * (2 + 4) + (2 + 4), "of each document, and when both were prefilled"
+
+
+@pytest.mark.parametrize("name", [*FLASH, *PORTABLE])
+def test_a_step_over_pages_copies_its_tokens_and_no_more(gpu: FakeGpu, name: str) -> None:
+    assert gpu.waits_per_layer(step, name, make_row_of_pages) == 0
+    assert gpu.kernel.calls["paged"] == (2 * (2 + 4) if name in FLASH else 0), "a call a layer in each of two steps"
+    row = make_row_of_pages(gpu.model(name, 2))
+    with Traffic() as traffic:
+        step(row)
+    assert traffic.waits.total() == 2, "tokens, and their positions"
+
+
+def test_a_wait_in_a_layer_is_seen(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of lengths made for every call, as attention once did; a list for an index; a value read back."""
+    whole = attention.attend
+
+    def with_table(query: torch.Tensor, *args: Any, **options: Any) -> attention.PartialAttention:
+        torch.tensor([0, query.shape[2]], dtype=torch.int32, device=query.device)
+        return whole(query, *args, **options)
+
+    monkeypatch.setattr("kvr_mpi.prefill.relay.attend", with_table)
+    assert gpu.waits_per_layer(run_alone, "llama-gqa", as_it_is) == 1
+    row = torch.empty(4, device=GPU)
+    with Traffic() as traffic:
+        row[[0, 2]]
+    assert traffic.waits.total() == 1
+    with Traffic() as traffic, pytest.raises(DataDependentOutputException):
+        row.sum().item()
+    assert traffic.waits.total() == 1
+
+
+def test_logits_stay_on_their_gpu(gpu: FakeGpu) -> None:
+    loaded = gpu.model("llama-gqa", 2)
+    prefill = run_alone(loaded)
+    assert prefill.logits is not None and prefill.logits.device == GPU == step(make_row(loaded)).device
+    cache = prefill.cache
+    assert all(layer.buffer.device == GPU for layer in cache.layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": torch.float32}, "fp16 or bf16"),
+        ({"head_dim": 12}, "head dimension of 12"),
+        ({"head_dim": 264}, "head dimension of 264"),
+        ({"device": "cpu"}, "the same GPU"),
+        ({"device": "cuda:0"}, "the same GPU"),
+        ({"kv_heads": 3}, "4 heads over 3"),
+        ({"edges": torch.int64}, "int32"),
+        ({"edges_on": "cpu"}, "on the GPU"),
+        ({"sequences": 3}, "edges"),
+        ({"page": 128}, "256 tokens"),
+        ({"used": False}, "how many keys are used"),
+    ],
+    ids=str,
+)
+def test_the_kernel_refuses_what_the_real_one_would(gpu: FakeGpu, changes: dict[str, Any], message: str) -> None:
+    """As it is all is well; with one thing changed it is not."""
+
+    def call(
+        dtype: torch.dtype = torch.bfloat16,
+        head_dim: int = 64,
+        device: str = "cuda:3",
+        kv_heads: int = 2,
+        edges: torch.dtype = torch.int32,
+        edges_on: str = "cuda:3",
+        sequences: int = 2,
+        page: int = 256,
+        used: bool = True,
+    ) -> None:
+        query = torch.empty(2, 4, head_dim, dtype=dtype, device=GPU)
+        keys = torch.empty(7, page, kv_heads, head_dim, dtype=dtype, device=device)
+        of_queries = torch.empty(3, dtype=edges, device=edges_on)
+        of_keys = torch.empty(sequences + 1, dtype=torch.int32, device=GPU)
+        counts = torch.empty(2, dtype=torch.int32, device=GPU) if used else None
+        table = torch.empty(2, 3, dtype=torch.int32, device=GPU)
+        check_flash(query, keys, keys, (of_queries, of_keys), counts, table)
+
+    call()
+    with pytest.raises(KernelError, match=message):
+        call(**changes)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(12, torch.bfloat16), (8, torch.float32)])
+def test_what_the_kernel_refuses_goes_the_portable_way(gpu: FakeGpu, head_dim: int, dtype: torch.dtype) -> None:
+    query = torch.empty(1, 4, 3, head_dim, dtype=dtype, device=GPU)
+    for part in (
+        attend(query, query, query, AttentionParams(0.1), causal=True),
+        attend_window(query, query, query, AttentionParams(0.1), 2),
+    ):
+        assert part.out.device == GPU and part.out.shape == query.shape and part.lse.shape == (1, 4, 3)
+    assert not gpu.kernel.calls
+
+
+@pytest.mark.parametrize("queries", [1, 5, 20])
+@pytest.mark.parametrize("window", [None, 1, 6, 100])
+def test_flash_attention_is_told_what_is_meant(queries: int, window: int | None) -> None:
+    """Its arguments, shapes and log-sum-exp, against a stand-in that does what its sources say."""
+    draw, params = torch.Generator().manual_seed(0), AttentionParams(0.3)
+    query, keys = (torch.randn(1, heads, 20, 16, generator=draw) for heads in (4, 2))
+    query = query[:, :, 20 - queries :]
+    with torch.inference_mode(), FlashReference():
+        found = attention._attend_flash(query, keys, keys, params, window=window, causal=window is not None)
+        if queries == 20:
+            causal = attention._attend_flash(query, keys, keys, params, window=None, causal=True)
+    truth = attend(query, keys, keys, params) if window is None else attend_window(query, keys, keys, params, window)
+    torch.testing.assert_close(found.out, truth.out)
+    torch.testing.assert_close(found.lse, truth.lse)
+    if queries == 20:
+        torch.testing.assert_close(causal.out, attend(query, keys, keys, params, causal=True).out)

@@ -1,0 +1,117 @@
+"""Which documents are kept in pages, and how much memory that is taken to need."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+import torch
+from made_jobs import answers, spec_of
+from models import tiny
+
+from kvr_mpi.kv.paged import PAGE_TOKENS, PagedArena
+from kvr_mpi.kv.paged_row import PagedRow
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.prefill.self_check import why_not_packed
+from kvr_mpi.report.log import Log
+from kvr_mpi.runtime import arena as arenas
+from kvr_mpi.runtime import setup
+from kvr_mpi.runtime.arena import TRIAL_PAGES, open_arena
+from kvr_mpi.runtime.batch import RunOptions, run_job
+from kvr_mpi.runtime.setup import Machine
+from kvr_mpi.store.lock import this_process
+from kvr_mpi.transport.local import run_local
+
+SPEC: Any = type("Spec", (), {"is_spread": False, "compress": None})
+PAGE_BYTES = PAGE_TOKENS * 3 * 2 * 2 * 8 * 4  # three layers, keys and values of two heads, float32
+
+
+def opened(loaded: Any, said: list[str], spec: Any = SPEC, **options: Any) -> Any:
+    return open_arena(spec, loaded, options.pop("free_bytes", 80 * PAGE_BYTES), said.append, is_packed=True, **options)
+
+
+def on_gpu() -> Any:
+    return replace(tiny("llama-gqa"), device=torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window"])
+def test_pages_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    loaded, said = tiny(name), list[str]()
+    prepare_model(loaded.model, chain=True)
+    trial = PagedArena(loaded.shape.layers, loaded.dtype, loaded.device, extent_pages=TRIAL_PAGES)
+    assert why_not_packed(loaded, trial) is None and trial.extents, "it is in these that they were tried"
+    write = PagedRow.write
+    monkeypatch.setattr(PagedRow, "write", lambda row, at, keys, values: write(row, at, values, keys))
+    assert "differ from each alone" in str(why_not_packed(loaded, trial))
+    assert why_not_packed(loaded) is None
+    monkeypatch.setattr(arenas, "why_not_packed", lambda loaded, arena: f"tried in {arena.extent_pages} pages")
+    assert opened(on_gpu(), said) is None and "tried in 2 pages" in said[0]
+
+
+def test_an_extent_is_a_share_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "why_not_packed", lambda loaded, arena: None)
+    arena = opened(on_gpu(), [])
+    assert arena.page_bytes == PAGE_BYTES and arena.extent_pages == 10
+    assert arena.spare_bytes == 10 * PAGE_BYTES
+    assert opened(on_gpu(), [], free_bytes=0).extent_pages == 1
+
+
+def test_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    loaded = tiny("llama-gqa")
+    assert opened(loaded, said) is None
+    monkeypatch.setattr(arenas, "why_not_packed", lambda loaded, arena: None)
+    assert opened(on_gpu(), said) is not None
+    assert open_arena(SPEC, on_gpu(), 1 << 30, said.append, is_packed=False) is None
+    for name, value in (("is_spread", True), ("compress", object())):
+        spec = type("Spec", (SPEC,), {name: value})
+        assert opened(on_gpu(), said, spec) is None
+    assert not said
+
+
+def test_a_job_from_pages_gives_the_same_answers_and_stores_the_same(
+    job: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks, with so little memory that waves follow each other."""
+    monkeypatch.setattr(setup, "free_bytes", lambda device, sharers: 1_200_000)
+    made: list[PagedArena] = []
+
+    def open_pages(spec: Any, loaded: LoadedModel, free_bytes: int, say: Any, **options: Any) -> PagedArena:
+        made.append(PagedArena(loaded.shape.layers, loaded.dtype, loaded.device, extent_pages=2))
+        return made[-1]
+
+    options = RunOptions(Machine(cache_dir, cores=2, offline=True), this_process())
+
+    def run(name: str) -> tuple[Any, dict[str, bytes]]:
+        spec = spec_of(job, "output.kv=true", f"output.path={tmp_path / name}")
+        codes = run_local(2, lambda rank: run_job(spec, options, rank, Log(rank.rank, rank.size, io.StringIO())))
+        assert codes == [0, 0]
+        return answers(tmp_path / name), stored_arrays(tmp_path / name / "results.h5")
+
+    own = run("own")
+    monkeypatch.setattr(setup, "open_arena", open_pages)
+    found = run("pages")
+    assert found == own and len(own[0]) == 5
+    assert len(own[1]) == 5 * 3 * 2, "keys and values of three layers"
+    assert len(made) == 2
+    for arena in made:
+        arena.collect()
+        assert not arena.extents, "what has been answered and stored holds no pages"
+
+
+def stored_arrays(path: Path) -> dict[str, bytes]:
+    """Keys and values of every document, by their names in the file."""
+    found: dict[str, bytes] = {}
+
+    def note(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset) and name.rpartition("/")[2] in ("keys", "values"):
+            found[name] = item[()].tobytes()
+
+    with h5py.File(path) as file:
+        file.visititems(note)
+    return found
