@@ -28,9 +28,8 @@ from kvr_mpi.kv.whole import WholeLayer
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.last_token import LastRow
+from kvr_mpi.transport.base import LAYERS_AHEAD
 
-# Layers whose receives are posted before they compute.
-LAYERS_AHEAD = 2
 # Layers a rank holds until they are sent, before it waits for the link.
 LAYERS_HELD = 8
 
@@ -102,6 +101,7 @@ class SliceCache(Cache):
         self.current: SliceLayer | None = None
         self._held: list[Any] = []
         self._begun, self._posted = -1, 0
+        self._layers_ahead = LAYERS_AHEAD if transfers is None else transfers.forwarder.transport.layers_ahead
         layers = [_make_layer(self, idx, layer) for idx, layer in enumerate(shape.layers)]
         kept = [idx for idx, layer in enumerate(shape.layers) if layer.elements or layer.states]
         self._last = kept[-1]  # the last layer that keeps anything: what follows looks at each token alone
@@ -120,7 +120,7 @@ class SliceCache(Cache):
         """Post the first layers' receives, before anything is computed."""
         if self.transfers is not None:
             self.transfers.begin()
-        self._post_up_to(LAYERS_AHEAD)
+        self._post_up_to(self._layers_ahead)
 
     @property
     def attending(self) -> SliceLayer:
@@ -157,7 +157,7 @@ class SliceCache(Cache):
         return self.prefilling and self.exchange.saves_last_layer and layer_idx == self._last
 
     def advance(self, layer_idx: int) -> None:
-        """Begin a layer: those before are through, `LAYERS_AHEAD` are posted; again: nothing."""
+        """Begin a layer: those before are through, as many as the transport wants are posted; again: nothing."""
         if layer_idx <= self._begun:
             return
         waits_s = 0.0 if self.transfers is None else self.transfers.wait_s + self.transfers.send_wait_s
@@ -165,7 +165,7 @@ class SliceCache(Cache):
         through = self.layers[max(self._begun, 0) : layer_idx]
         self._begun = layer_idx
         self._leave(through)
-        self._post_up_to(layer_idx + 1 + LAYERS_AHEAD)
+        self._post_up_to(layer_idx + 1 + self._layers_ahead)
         if not self.keeps_all:
             self._held += through
             while self._held and self._held[0].release(wait=len(self._held) > LAYERS_HELD):

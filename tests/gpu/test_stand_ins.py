@@ -9,103 +9,52 @@ from typing import Any
 
 import pytest
 import torch
-from chains import greedy, single
-from fake_nccl import Connections, FakeNccl
-from models import prompt, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from kvr_mpi.kv import attention, ragged
 from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
 from kvr_mpi.model import LayerShape
-from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
-from kvr_mpi.partition import Partition
+from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.prefill import one_prompt
-from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_ring
-from kvr_mpi.runtime.host_memory import ranks_on_device
-from kvr_mpi.transport.choose import warm_up
+from kvr_mpi.runtime.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.staging import StagedSend, Staging
-from kvr_mpi.tuning.measure import _measure_links
 
 CPU = torch.device("cpu")
 
 
-class NamesDevice(TorchFunctionMode):
-    """Refuses tensors that are made without a word of where: they would lie in host memory."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.zeros, torch.empty) and "device" not in (kwargs or {}):
-            raise AssertionError(f"{func.__name__} makes a tensor in host memory, which NCCL refuses")
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_links_are_measured_over_connections_that_are_there(size: int) -> None:
-    loaded, connections = tiny("llama-gqa"), Connections()
-
-    def work(local: LocalTransport) -> tuple[float, float]:
-        rank: Any = FakeNccl(local, connections)
-        warm_up(rank, CPU)
-        with NamesDevice():
-            return _measure_links(loaded, rank)
-
-    for latency_s, bytes_per_s in run_local(size, work):
-        assert latency_s >= 0 and bytes_per_s > 0
-
-
-def test_the_stand_in_hangs_where_nothing_was_warmed_up() -> None:
-    loaded, connections = tiny("llama-gqa"), Connections(timeout_s=0.5)
-
-    def work(local: LocalTransport) -> None:
-        rank: Any = FakeNccl(local, connections)
-        _measure_links(loaded, rank)
-
-    with pytest.raises(TimeoutError, match="nobody makes"):
-        run_local(2, work)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_chains_and_rings_find_every_connection(size: int) -> None:
-    """Prompts end at each rank in turn, in chains of all ranks and then of half of them, as planned jobs do."""
-    loaded, ids, connections = tiny("llama-gqa"), prompt(96), Connections()
-    truth = greedy(loaded.model, single(loaded, ids), 2)
-    prepare_model(loaded.model, chain=True)
-
-    def work(local: LocalTransport) -> list[list[int]]:
-        whole: Any = FakeNccl(local, connections)
-        found = []
-        for chain in (whole, whole.split(local.rank // (size // 2))):
-            warm_up(chain, CPU)
-            forwarder = Forwarder(chain, device=CPU) if chain.size > 1 else None
-            for last in range(chain.size):
-                options: Any = {"reserve_tokens": 2, "last": last, "forwarder": forwarder}
-                prefills = [prefill_kvr(loaded, ids, Partition.even(96, chain.size), chain, **options)]
-                prefills.append(prefill_ring(loaded, ids, chain, **options))
-                found += [greedy(loaded.model, each, 2) for each in prefills if each.logits is not None]
-            if forwarder is not None:
-                forwarder.close()
-        return found
-
-    found = [tokens for rank in run_local(size, work) for tokens in rank]
-    assert len(found) == 4 * size and all(tokens == truth for tokens in found)
-
-
 @pytest.mark.parametrize(
-    ("uuids", "sharers"),
-    [("abcd", [1, 1, 1, 1]), ("aabb", [2, 2, 2, 2]), ("aaab", [3, 3, 3, 1])],
+    ("uuids", "numbers", "sharers"),
+    [
+        ("abcd", "0123", [1, 1, 1, 1]),  # every rank sees all GPUs of its host
+        ("abcd", "0000", [1, 1, 1, 1]),  # --gpus-per-task=1: each sees one, the first
+        ("abcd", "0101", [1, 1, 1, 1]),  # two hosts of two GPUs
+        ("aabb", "0011", [2, 2, 2, 2]),  # two ranks a GPU
+        ("aaab", "0001", [3, 3, 3, 1]),  # fewer GPUs than ranks on one host, one rank on the other
+    ],
 )
 def test_memory_is_shared_by_the_ranks_of_one_gpu(
-    monkeypatch: pytest.MonkeyPatch, uuids: str, sharers: list[int]
+    monkeypatch: pytest.MonkeyPatch, uuids: str, numbers: str, sharers: list[int]
 ) -> None:
-    """Whatever number a rank's GPU has for it: with --gpus-per-task=1 it is always 0."""
+    """Whatever number a rank's GPU has for it, and however many ranks its host has."""
+    gib = 1 << 30
+    free = {"a": 60 * gib, "b": 12 * gib, "c": 60 * gib, "d": 7 * gib}  # others use b and d, too
 
-    def properties(device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(uuid=uuids[int(threading.current_thread().name.removeprefix("rank "))])
+    def mine() -> int:
+        return int(threading.current_thread().name.removeprefix("rank "))
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    assert run_local(4, lambda rank: ranks_on_device(rank, torch.device("cuda", 0))) == sharers
+    def room(rank: LocalTransport) -> tuple[int, int]:
+        gpu = torch.device("cuda", int(numbers[mine()]))
+        count = ranks_on_device(rank, gpu)
+        return count, free_bytes(gpu, count)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[mine()]))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[uuids[mine()]], 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 * gib)
+    expected = [(count, (free[gpu] + 2 * gib) // count) for gpu, count in zip(uuids, sharers, strict=True)]
+    assert run_local(4, room) == expected
     assert run_local(4, lambda rank: ranks_on_device(rank, CPU)) == [4] * 4
 
 
