@@ -1,4 +1,4 @@
-"""The one place that reads and sets environment variables (besides ``KVR_SECTION__KEY``, which ``job`` lays over a job)."""
+"""The one place that reads environment variables, and sets one (``KVR_SECTION__KEY`` is read in ``job``)."""
 
 from __future__ import annotations
 
