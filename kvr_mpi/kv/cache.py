@@ -7,7 +7,6 @@ cache classes. No model code is changed, and the model does not know of ranks.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv.buffers import LayerBuffers, make_flat
+from kvr_mpi.kv.clock import Clock, times_without_waits
 from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.observation import Observation
@@ -96,7 +96,8 @@ class SliceCache(Cache):
         self.capacity = exchange.capacity + (reserve_tokens if self.keeps_all else 0)
         self.in_parts, self.first_position = loaded.attends_in_parts, shape.first_position
         self.tail = contextlib.ExitStack()  # what is entered after the last attention, until the model returns
-        self.layer_times_s: list[float] = []  # when each layer's keys were made, excluding wait time
+        self._clock = Clock(self.device)
+        self._made: list[tuple[Any, int]] = []  # when each layer's keys were made, and after how many waits
         self.prefilling = True
         self.current: SliceLayer | None = None
         self._held: list[Any] = []
@@ -115,6 +116,11 @@ class SliceCache(Cache):
     def length(self) -> int:
         """Tokens held, and before those of the slice until they are in; 0 if nothing is held by token."""
         return next((layer.length for layer in self.layers if layer.shape.elements), 0)
+
+    @property
+    def layer_times_s(self) -> list[float]:
+        """When each layer's keys were made, from the first one's on, excluding wait time; on a GPU once all is done."""
+        return times_without_waits(self._made, self._clock, None if self.transfers is None else self.transfers.waits)
 
     def begin(self) -> None:
         """Post the first layers' receives, before anything is computed."""
@@ -160,8 +166,8 @@ class SliceCache(Cache):
         """Begin a layer: those before are through, as many as the transport wants are posted; again: nothing."""
         if layer_idx <= self._begun:
             return
-        waits_s = 0.0 if self.transfers is None else self.transfers.wait_s + self.transfers.send_wait_s
-        self.layer_times_s += [time.perf_counter() - waits_s] * (layer_idx - self._begun)
+        waits = 0 if self.transfers is None else len(self.transfers.waits)
+        self._made += [(self._clock.now(), waits)] * (layer_idx - self._begun)
         through = self.layers[max(self._begun, 0) : layer_idx]
         self._begun = layer_idx
         self._leave(through)

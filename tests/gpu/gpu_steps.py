@@ -6,6 +6,7 @@ A step is a function that raises `Absent` if the machine lacks what it needs, an
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -43,12 +44,13 @@ class Given:
 class Step:
     """A step of the examination.
 
+    work : or where it is, as ``module:name``: imported by the step's own process.
     needs_gpu : without a GPU it, and all that follow, are not begun.
     """
 
     name: str
     about: str
-    work: Callable[[Given], Figures]
+    work: Callable[[Given], Figures] | str
     timeout_s: float = 120.0
     needs_gpu: bool = True
 
@@ -68,7 +70,11 @@ def run_inside(step: Step, given: Given) -> None:
     """Run a step in this process, and print what came of it as one line."""
     faulthandler.dump_traceback_later(max(1.0, step.timeout_s - DUMP_S), exit=True)
     try:
-        found: dict[str, Any] = {"status": "ok", "figures": step.work(given)}
+        work = step.work
+        if isinstance(work, str):
+            module, _, name = work.partition(":")
+            work = getattr(importlib.import_module(module), name)
+        found: dict[str, Any] = {"status": "ok", "figures": work(given)}
     except Absent as why:
         found = {"status": "absent", "said": str(why)}
     except BaseException:

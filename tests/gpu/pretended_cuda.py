@@ -127,12 +127,15 @@ class Event:
         self.gpus, self.id, self.has_time = gpus, next(gpus.ids), enable_timing
         self.device: torch.device | None = None
         self.at_s = 0.0
+        self.number = 0  # of the events of its device with time, in the order they were recorded
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.gpus.current_stream()
         if self.device not in (None, stream.device):
             raise RuntimeError(f"an event of {self.device} is recorded on a stream of {stream.device}")
         self.device, self.at_s = stream.device, time.perf_counter()
+        if self.has_time:
+            self.number = next(self.gpus.timed[stream.device])
         self.gpus.handle(stream.device, "event_record", self.id, stream.id)
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -176,6 +179,7 @@ class PretendedCuda:
         self.faults: list[str] = []
         self.told_device: dict[str, int] = {}  # by thread, who set its GPU
         self.handlers: dict[torch.device, Any] = defaultdict(_sanitizer.EventHandler)
+        self.timed: dict[torch.device, Iterator[int]] = defaultdict(itertools.count)
         self.syncs_of_devices: list[torch.device] = []
         self._lock, self._local = threading.RLock(), threading.local()
         self._defaults: dict[int, Stream] = {}

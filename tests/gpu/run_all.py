@@ -15,27 +15,36 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from gpu_correctness import attention_is_exact, memory_runs_out, nothing_synchronises, self_checks_hold
-from gpu_machine import has_gpu, look_around
-from gpu_ranks import cuda_aware_mpi_is_exact, doctor_is_content, nccl_is_exact, staged_ranks_are_exact
-from gpu_speed import decode_together, first_token, first_token_of_vllm, first_token_over_ranks, write_profile
+from gpu_machine import has_gpu
 from gpu_steps import Given, Step, run_all, run_inside, write_report
 
 STEPS = (
-    Step("machine", "versions, GPUs, and how they are connected", look_around, 60, needs_gpu=False),
-    Step("attention", "every kind of attention against float64", attention_is_exact, 180),
-    Step("self-check", "an 8B model's shape, random weights: a chain's logits", self_checks_hold, 240),
-    Step("synchronisation", "what waits for the GPU within a prefill", nothing_synchronises, 120),
-    Step("out of memory", "one rank of three runs out of memory; the next prompt is right", memory_runs_out, 120),
-    Step("staged", "three ranks on one GPU, through pinned host memory", staged_ranks_are_exact, 180),
-    Step("doctor", "kvr doctor, GPU buffers tried", doctor_is_content, 180),
-    Step("nccl", "2, 4 and 8 ranks over NCCL, as many as there are GPUs", nccl_is_exact, 300),
-    Step("cuda-aware mpi", "ranks over an MPI that takes GPU memory", cuda_aware_mpi_is_exact, 180),
-    Step("decode", "1, 8 and 32 sequences together", decode_together, 240),
-    Step("first token", "32k and 128k on one GPU, against transformers", first_token, 300),
-    Step("first token, ranks", "the same over all GPUs, every strategy (--model)", first_token_over_ranks, 300),
-    Step("vllm", "the same by vLLM, if it is installed (--model)", first_token_of_vllm, 300),
-    Step("profile", "what this machine takes, for tables/ (--model)", write_profile, 240),
+    Step("machine", "versions, GPUs, and how they are connected", "gpu_machine:look_around", 60, needs_gpu=False),
+    Step("attention", "every kind of attention against float64", "gpu_correctness:attention_is_exact", 180),
+    Step(
+        "self-check", "an 8B model's shape, random weights: a chain's logits", "gpu_correctness:self_checks_hold", 240
+    ),
+    Step("synchronisation", "what waits for the GPU within a prefill", "gpu_correctness:nothing_synchronises", 120),
+    Step(
+        "out of memory",
+        "one rank of three runs out of memory; the next prompt is right",
+        "gpu_correctness:memory_runs_out",
+        120,
+    ),
+    Step("staged", "three ranks on one GPU, through pinned host memory", "gpu_ranks:staged_ranks_are_exact", 180),
+    Step("doctor", "kvr doctor, GPU buffers tried", "gpu_ranks:doctor_is_content", 180),
+    Step("nccl", "2, 4 and 8 ranks over NCCL, as many as there are GPUs", "gpu_ranks:nccl_is_exact", 300),
+    Step("cuda-aware mpi", "ranks over an MPI that takes GPU memory", "gpu_ranks:cuda_aware_mpi_is_exact", 180),
+    Step("decode", "1, 8 and 32 sequences together", "gpu_speed:decode_together", 240),
+    Step("first token", "32k and 128k on one GPU, against transformers", "gpu_speed:first_token", 300),
+    Step(
+        "first token, ranks",
+        "the same over all GPUs, every strategy (--model)",
+        "gpu_speed:first_token_over_ranks",
+        300,
+    ),
+    Step("vllm", "the same by vLLM, if it is installed (--model)", "gpu_speed:first_token_of_vllm", 300),
+    Step("profile", "what this machine takes, for tables/ (--model)", "gpu_speed:write_profile", 240),
 )
 NO_GPU = 77
 

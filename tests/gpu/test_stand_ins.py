@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kvr_mpi.cli.environment import load_kernels_first
+from kvr_mpi.errors import ModelError
 from kvr_mpi.kv import attention, ragged
 from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
-from kvr_mpi.model import LayerShape
+from kvr_mpi.model import LayerShape, choose_device
 from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.checks import check_dtype
 from kvr_mpi.prefill import one_prompt
 from kvr_mpi.runtime.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.transport.forwarder import Forwarder
@@ -56,6 +59,48 @@ def test_memory_is_shared_by_the_ranks_of_one_gpu(
     expected = [(count, (free[gpu] + 2 * gib) // count) for gpu, count in zip(uuids, sharers, strict=True)]
     assert run_local(4, room) == expected
     assert run_local(4, lambda rank: ranks_on_device(rank, CPU)) == [4] * 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "is_refused"),
+    [
+        (torch.bfloat16, (7, 5), True),
+        (torch.bfloat16, (8, 0), False),
+        (torch.float16, (7, 0), False),
+        (torch.float32, (6, 1), False),
+    ],
+)
+def test_bfloat16_is_refused_where_it_is_emulated(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: tuple[int, int], is_refused: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    check_dtype(dtype, CPU)
+    if not is_refused:
+        check_dtype(dtype, torch.device("cuda", 0))
+        return
+    with pytest.raises(ModelError, match=r"Tesla T4 has compute capability 7.5.*use 'float16' or 'float32'"):
+        check_dtype(dtype, torch.device("cuda", 0))
+
+
+def test_fewer_gpus_than_ranks_are_shared_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    assert [choose_device("auto", rank).index for rank in range(4)] == [0, 1, 0, 1]
+    assert [device.index for device in taken] == [0, 1, 0, 1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto", 3) == CPU
+    with pytest.raises(ModelError, match="this rank sees no GPU; use 'auto' or 'cpu', or ask for GPUs"):
+        choose_device("cuda", 0)
+
+
+def test_kernels_are_loaded_when_cuda_starts_unless_the_user_says_otherwise() -> None:
+    for given, expected in (({}, "EAGER"), ({"CUDA_MODULE_LOADING": "LAZY"}, "LAZY")):
+        environ = dict(given)
+        load_kernels_first(environ)
+        assert environ == {"CUDA_MODULE_LOADING": expected}
 
 
 def test_threads_that_touch_a_gpu_say_which(monkeypatch: pytest.MonkeyPatch) -> None:

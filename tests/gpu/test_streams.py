@@ -10,9 +10,10 @@ import torch
 from fake_nccl import Network, run_on_gpus
 from models import prompt, tiny
 from mpi4py import MPI
-from pretended_cuda import OnDevices, PretendedCuda
+from pretended_cuda import Event, OnDevices, PretendedCuda
 from test_nccl import on_gpus
 
+from kvr_mpi.kv.clock import Clock
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.transport.base import Request
@@ -163,6 +164,25 @@ def test_gpu_memory_is_handed_to_mpi_on_its_own_gpu(gpus: PretendedCuda, is_told
         ranks.isend(sent, 0, tag).wait()
         assert final.request is not None
         final.request.wait()  # the receive that is left
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_times_are_the_gpus_own(
+    is_told: bool, gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host is done with telling a GPU, that has not done it yet: here every event is 1000 s after the last."""
+    monkeypatch.setattr(Event, "elapsed_time", lambda self, later: 1e6 * (later.number - self.number))
+    if not is_told:
+        monkeypatch.setattr("kvr_mpi.kv.cache.Clock", lambda device: Clock(None))
+    models = on_gpus(gpus, tiny("llama-gqa"), 2)
+
+    def work(ranks: TorchDistTransport) -> list[float]:
+        warm_up(ranks, models[ranks.rank].device)
+        return prefill_kvr(models[ranks.rank], prompt(24), Partition((0, 14, 24)), ranks).layer_times_s
+
+    first, _ = run_on_gpus(2, network, work)
+    assert len(first) == 3 and first[0] == 0.0
+    assert (max(first) >= 2000) is is_told
 
 
 def test_a_thread_has_the_first_gpu_until_it_says_another(gpus: PretendedCuda) -> None:
