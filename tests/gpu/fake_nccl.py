@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from pretended_cuda import GpuTensor, OnDevices, PretendedCuda, Stream, grains
+from pretended_cuda import GpuTensor, PretendedCuda, Stream, grains
 from stacks import stacks_of
 
 from kvr_mpi.transport.local import LocalTransport, run_local
@@ -190,13 +190,13 @@ def run_on_gpus(
     TimeoutError
         If they stand still: with all threads' stacks.
     """
-    gpus, found, failed = network.gpus, [], []
+    found: list[T] = []
+    failed: list[BaseException] = []
 
     def rank(local: LocalTransport) -> T:
         device = torch.device("cuda", local.rank)
         torch.cuda.set_device(device)
-        with OnDevices(gpus):
-            return work(TorchDistTransport(local, "nccl", device))
+        return work(TorchDistTransport(local, "nccl", device))
 
     def all_ranks() -> None:
         try:

@@ -167,6 +167,7 @@ class _NoStack(list[Any]):
 class _ThreadState:
     device: int = 0
     streams: dict[int, Stream] | None = None
+    makes_tensors: bool = False
 
 
 class PretendedCuda:
@@ -177,7 +178,6 @@ class PretendedCuda:
         self.kept: list[torch.Tensor] = []
         self.untold: set[int] = set()  # grains of weights: they do not change
         self.faults: list[str] = []
-        self.told_device: dict[str, int] = {}  # by thread, who set its GPU
         self.handlers: dict[torch.device, Any] = defaultdict(_sanitizer.EventHandler)
         self.timed: dict[torch.device, Iterator[int]] = defaultdict(itertools.count)
         self.syncs_of_devices: list[torch.device] = []
@@ -197,7 +197,9 @@ class PretendedCuda:
 
     def set_device(self, device: Any) -> None:
         self._state.device = self._index(device)
-        self.told_device[threading.current_thread().name] = self._state.device
+        if threading.current_thread() is not threading.main_thread() and not self._state.makes_tensors:
+            self._state.makes_tensors = True
+            OnDevices(self).__enter__()  # for the rest of the thread
 
     def current_stream(self, device: Any = None) -> Stream:
         index = self.current_device() if device is None else self._index(device)
@@ -314,7 +316,7 @@ class PretendedCuda:
 
 
 class OnDevices(TorchFunctionMode):
-    """Makes tensors on pretended GPUs where the program says ``device=``; entered by each thread that makes some."""
+    """Makes tensors on pretended GPUs where the program says ``device=``, in threads that have said which is their own."""
 
     def __init__(self, gpus: PretendedCuda) -> None:
         super().__init__()
@@ -357,6 +359,12 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(gpus, torch.device(device)))
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: Event(gpus, **options))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 33, 1 << 34))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a pretended GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{gpus._index(device)}")
