@@ -89,7 +89,7 @@ class Network:
 
     def progress(self) -> None:
         """Begin what can begin, and end what both sides have begun, as long as anything moves."""
-        moved = True
+        moved = self.failure is None
         while moved:
             moved = False
             for queue in self.queues.values():
@@ -101,17 +101,17 @@ class Network:
             for link in [key[:3] for key in self.queues if key[3] == "send"]:
                 sends, receives = self.queues[(*link, "send")], self.queues[(*link, "receive")]
                 if sends and receives and sends[0].has_begun and receives[0].has_begun:
-                    self._move(sends.popleft(), receives.popleft())
-                    moved = True
+                    moved = self._move(sends.popleft(), receives.popleft())
 
-    def _move(self, sent: Transfer, received: Transfer) -> None:
+    def _move(self, sent: Transfer, received: Transfer) -> bool:
         if sent.tensor.nbytes != received.tensor.nbytes:
             self.failure = f"{sent.tensor.nbytes} bytes are sent and {received.tensor.nbytes} received"
-            return
+            return False
         received.tensor.on_cpu.copy_(sent.tensor.on_cpu)
         for one in (sent, received):
             self.held[one.rank] -= one.blocks
             one.has_ended = True
+        return True
 
 
 class Group:

@@ -316,7 +316,7 @@ class PretendedCuda:
 
 
 class OnDevices(TorchFunctionMode):
-    """Makes tensors on pretended GPUs where the program says ``device=``, in threads that have said which is their own."""
+    """Makes tensors on pretended GPUs where the program says ``device=``, in threads that said which is theirs."""
 
     def __init__(self, gpus: PretendedCuda) -> None:
         super().__init__()
