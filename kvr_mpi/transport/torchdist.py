@@ -56,10 +56,22 @@ class _GpuWork:
 
     def test(self) -> bool:
         if self._work is not None and self._work.is_completed():
-            self._work.wait()  # raises what went wrong; otherwise there is nothing left to wait for
+            self._check()
+            self._work.wait()  # there is nothing left to wait for: it lets go of what it held
             self._under_way.discard(self._work)
             self._work = None
         return self._work is None
+
+    def _check(self) -> None:
+        """Raise what went wrong: a transfer that failed counts as completed, and waiting for it does not say so."""
+        try:
+            failure = self._work.exception()
+        except Exception as error:
+            failure = error
+        if failure is not None:
+            raise TransportError(
+                f"NCCL: {failure}; the rank at the other end, or its link, has failed: look at what it said last"
+            )
 
     def wait(self) -> None:
         while not self.test():

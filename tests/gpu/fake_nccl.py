@@ -46,11 +46,14 @@ class Transfer:
 
     def is_completed(self) -> bool:
         if self.network.failure is not None:
-            raise RuntimeError(f"NCCL: {self.network.failure}")
+            return True  # as torch's: it says so by its exception only
         if self.has_ended and self.end is None:
             self.end = self.stream.record_event()
             self.end.synchronize()  # the host has seen it
         return self.has_ended
+
+    def exception(self) -> Exception | None:
+        return None if self.network.failure is None else RuntimeError(self.network.failure)
 
     def wait(self) -> None:
         """The current stream waits: without a host in between only for what has ended."""

@@ -140,8 +140,8 @@ def test_the_stand_in_hangs_where_nothing_was_warmed_up(gpus: PretendedCuda, mon
         run_on_gpus(2, network, lambda ranks: _measure_links(replace(loaded, device=gpu_of(ranks)), ranks))
 
 
-def test_the_stand_in_takes_messages_by_their_order(gpus: PretendedCuda, network: Network) -> None:
-    """Tags do not help: a receive gets what was sent first, and says so if that has another length."""
+def test_a_failed_transfer_is_not_taken_for_one_that_has_ended(gpus: PretendedCuda, network: Network) -> None:
+    """Here of another length: a receive gets what was sent first, whatever its tag. An exception is all that says so."""
 
     def work(ranks: TorchDistTransport) -> None:
         warm_up(ranks, gpu_of(ranks))
@@ -153,7 +153,7 @@ def test_the_stand_in_takes_messages_by_their_order(gpus: PretendedCuda, network
         for request in requests:
             request.wait()
 
-    with pytest.raises(RuntimeError, match="3 bytes are sent and 5 received"):
+    with pytest.raises(TransportError, match="NCCL: 3 bytes are sent and 5 received; the rank at the other end"):
         run_on_gpus(2, network, work)
 
 
