@@ -141,7 +141,7 @@ def test_the_stand_in_hangs_where_nothing_was_warmed_up(gpus: PretendedCuda, mon
 
 
 def test_a_failed_transfer_is_not_taken_for_one_that_has_ended(gpus: PretendedCuda, network: Network) -> None:
-    """Here of another length: a receive gets what was sent first, whatever its tag. An exception is all that says so."""
+    """Here of another length: a receive gets what was sent first, whatever its tag. Only an exception says so."""
 
     def work(ranks: TorchDistTransport) -> None:
         warm_up(ranks, gpu_of(ranks))
