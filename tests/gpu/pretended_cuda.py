@@ -171,13 +171,17 @@ class _ThreadState:
 
 
 class PretendedCuda:
-    """All GPUs of the process, and what is wrong with how they are used (`faults`)."""
+    """All GPUs of the process, and what is wrong with how they are used (`faults`).
+
+    ``watches``: tell the sanitizer every access, which takes longer than all else.
+    """
 
     def __init__(self) -> None:
         self.ids = itertools.count(1)
         self.kept: list[torch.Tensor] = []
         self.untold: set[int] = set()  # grains of weights: they do not change
         self.faults: list[str] = []
+        self.watches = True
         self.handlers: dict[torch.device, Any] = defaultdict(_sanitizer.EventHandler)
         self.timed: dict[torch.device, Iterator[int]] = defaultdict(itertools.count)
         self.syncs_of_devices: list[torch.device] = []
@@ -254,7 +258,8 @@ class PretendedCuda:
         given = tree_map_only(torch.device, lambda each: CPU, given)
         given[1].pop("pin_memory", None)
         found = func(*given[0], **given[1])
-        self._tell(func, device, args, kwargs, found)
+        if self.watches:
+            self._tell(func, device, args, kwargs, found)
         is_copy = target.type == "cpu" and not func._schema.name.endswith("copy_")
         if is_copy or not isinstance(found, (torch.Tensor, tuple, list)):
             self.handle(device, "stream_synchronization", self.current_stream(device).id)  # the host has it
@@ -266,6 +271,8 @@ class PretendedCuda:
 
     def access(self, stream: Stream, reads: set[int], writes: set[int], what: str) -> None:
         """Tell the sanitizer that a kernel on a stream reads and writes these grains."""
+        if not self.watches:
+            return
         with self._lock:
             errors = self.handlers[stream.device]._handle_kernel_launch(
                 stream.id, reads - writes - self.untold, writes - self.untold, set(), what, defaultdict(list)

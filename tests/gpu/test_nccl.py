@@ -100,7 +100,7 @@ def test_chains_of_a_planned_job_share_the_links(gpus: PretendedCuda, network: N
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_links_are_measured(size: int, gpus: PretendedCuda, network: Network) -> None:
-    loaded = tiny("llama-gqa")
+    loaded, gpus.watches = tiny("llama-gqa"), False
 
     def work(ranks: TorchDistTransport) -> tuple[float, float]:
         mine = replace(loaded, device=gpu_of(ranks))
@@ -162,7 +162,7 @@ def test_an_all_gather_leaves_the_computation_its_room(
     heeds_limit: bool, gpus: PretendedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the limit that torchdist sets, eight ranks' transfers take all but four of a GPU's multiprocessors."""
-    network = installed(monkeypatch, Network(gpus, heeds_limit=heeds_limit))
+    network, gpus.watches = installed(monkeypatch, Network(gpus, heeds_limit=heeds_limit)), False
     models = on_gpus(gpus, tiny("llama-gqa"), 8)
 
     def work(chain: TorchDistTransport) -> None:

@@ -58,6 +58,7 @@ def test_a_planned_job_over_nccl(
     network: Network,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    gpus.watches = size > 2
     options = RunOptions(Machine(cache_dir, cores=2, offline=True), this_process())
 
     def run(spec: Any, world: Any) -> int:
@@ -79,7 +80,7 @@ def test_a_planned_job_over_nccl(
     monkeypatch.setattr("kvr_mpi.runtime.batch.open_transport", open_there)
     monkeypatch.setattr("kvr_mpi.runtime.batch.choose_device", lambda name, rank: _own())
     spec = spec_of(job, "parallel.min_efficiency=0")
-    assert run_on_gpus(size, network, lambda ranks: run(spec, ranks._control), timeout_s=200) == [0] * size
+    assert run_on_gpus(size, network, lambda ranks: run(spec, ranks._control), timeout_s=400) == [0] * size
     assert answers(tmp_path / "out") == answers(tmp_path / "alone") and len(answers(tmp_path / "out")) == 3
     assert gpus.faults == []
 
