@@ -32,6 +32,7 @@ help:
 	@echo "make test      lint, types and tests (installs first; about ten minutes)"
 	@echo "make test-all  the slow tests too (about half an hour)"
 	@echo "make test-long  and those that take hours"
+	@echo "make test-gpu  what only a GPU can show, on one or more of them; writes a report to send in (half an hour; ARGS=--help)"
 	@echo "make verify-architectures  every architecture transformers knows, tiny, against plain transformers; writes docs/architectures.md"
 	@echo "make test-slurm  the job scripts on a SLURM cluster of four nodes, started here; needs root, apt if SLURM is missing"
 	@echo "make test-faults  jobs killed, stopped, starved, moved and damaged at random, resumed, and compared (SEEDS=$(SEEDS))"
@@ -81,6 +82,9 @@ test-all: check
 
 test-long: check
 	$(in_venv) python -m pytest
+
+test-gpu: $(stamp)
+	$(in_venv) python tests/gpu/run_all.py $(ARGS)
 
 verify-architectures: $(stamp)
 	$(in_venv) kvr verify --architectures --table docs/architectures.md $(ARGS)

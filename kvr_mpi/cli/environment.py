@@ -1,9 +1,9 @@
-"""The one place that reads environment variables (besides ``KVR_SECTION__KEY``, which ``job`` lays over a job)."""
+"""The one place that reads environment variables, and sets one (``KVR_SECTION__KEY`` is read in ``job``)."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,6 +65,15 @@ def _stage_in(environ: Mapping[str, str]) -> Path | None:
 def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the hub is not to be asked."""
     return "SLURM_JOB_ID" in environ or environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "TRUE")
+
+
+def load_kernels_first(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have CUDA load all kernels when it starts, unless the user wants something else; before torch touches a GPU.
+
+    Loading one when it is first used, as torch would have it, waits for all that runs on the GPU: for a transfer of
+    NCCL's, too, whose other side may be waiting for this rank.
+    """
+    environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
 def restart_count(environ: Mapping[str, str] = os.environ) -> int:

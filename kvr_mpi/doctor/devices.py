@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from kvr_mpi.doctor.facts import RankFacts, group_ranks
 from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, some, warn
 
+GIB = 2**30
+AMPERE = (8, 0)
+# Less than this is free: somebody else is there. A driver and its context take a few hundredths.
+FREE_SHARE = 0.9
+
 
 def check_devices(facts: Sequence[RankFacts], share_gpu: bool = False) -> list[Finding]:
     """Check that every rank has a GPU of its own, or none has one."""
@@ -49,6 +54,58 @@ def check_allocator(facts: Sequence[RankFacts]) -> list[Finding]:
             "allocator", text, "leave it out: such memory is silently not shared between the GPUs of a host (CUDA IPC)"
         )
     ]
+
+
+def check_abilities(facts: Sequence[RankFacts]) -> list[Finding]:
+    """Say what a rank's GPU cannot do, or not alone: each is known to take the fast way, or the job, away."""
+    on_gpu = [one for one in facts if one.device.index is not None]
+    if not on_gpu:
+        return []
+    kinds = group_ranks(on_gpu, lambda one: f"{one.device.name} ({one.device.total_bytes / GIB:.0f} GiB)")
+    findings = []
+    if len(kinds) > 1:
+        text = some([f"{kind}: rank(s) {_numbers(ranks)}" for kind, ranks in kinds.items()])
+        remedy = (
+            "slices follow each rank's own speed, but a prompt has to fit into the smallest memory; "
+            "`--constraint` or `--gres=gpu:TYPE` asks for one kind"
+        )
+        findings.append(warn("devices", f"GPUs of several kinds: {text}", remedy))
+    if old := [one for one in on_gpu if (0, 0) < one.device.capability < AMPERE]:
+        findings.append(
+            warn(
+                "devices",
+                f"rank(s) {_numbers(old)}: {old[0].device.name} is older than Ampere: it has no flash attention and no "
+                f"bfloat16",
+                'use newer GPUs, or model.dtype = "float16" or "float32"',
+            )
+        )
+    if used := [one for one in on_gpu if one.device.free_bytes < FREE_SHARE * one.device.total_bytes]:
+        first = used[0].device
+        text = f"rank(s) {_numbers(used)}: others use the GPU, {first.free_bytes / GIB:.1f} of "
+        text += f"{first.total_bytes / GIB:.1f} GiB are free"
+        findings.append(
+            warn("devices", text, "look at `nvidia-smi`; what is free when a job begins is what it plans with")
+        )
+    if parts := [one for one in on_gpu if " MIG " in f" {one.device.name} "]:
+        remedy = 'use whole GPUs for chains, or parallel.transport = "staged"'
+        text = f"rank(s) {_numbers(parts)} have a part of a GPU (MIG), which others cannot reach over NCCL or CUDA IPC"
+        findings.append(warn("devices", text, remedy))
+    return findings + _check_nccl(on_gpu)
+
+
+def _check_nccl(on_gpu: Sequence[RankFacts]) -> list[Finding]:
+    findings = []
+    if without := [one for one in on_gpu if not one.device.has_nccl]:
+        text = f"rank(s) {_numbers(without)}: this torch is built without NCCL"
+        findings.append(warn("devices", text, "install the torch build for your GPUs, or be content with 'staged'"))
+    if lazy := [one for one in on_gpu if one.device.module_loading.upper() == "LAZY"]:
+        text = f"rank(s) {_numbers(lazy)}: CUDA_MODULE_LOADING=LAZY: loading a kernel waits for NCCL's transfers"
+        findings.append(warn("devices", text, "unset it: kvr-mpi has CUDA load all kernels when it starts (EAGER)"))
+    return findings
+
+
+def _numbers(facts: Sequence[RankFacts]) -> str:
+    return number_ranges([one.rank for one in facts])
 
 
 def _no_gpu(one: RankFacts) -> Finding:

@@ -34,6 +34,11 @@ class DeviceFacts:
     name: str = ""
     uuid: str = ""
     error: str = ""
+    capability: tuple[int, int] = (0, 0)
+    total_bytes: int = 0
+    free_bytes: int = 0  # before this program takes any
+    has_nccl: bool = True
+    module_loading: str = ""  # CUDA_MODULE_LOADING
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,7 @@ def look_at_device(local_rank: int, environ: Mapping[str, str]) -> DeviceFacts:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         index = device_index(local_rank, count) if count else None
         properties = None if index is None else torch.cuda.get_device_properties(index)
+        free, total = (0, 0) if index is None else torch.cuda.mem_get_info(index)
         return DeviceFacts(
             built=torch.version.cuda or "",
             driver=Path("/proc/driver/nvidia/version").exists(),
@@ -88,6 +94,11 @@ def look_at_device(local_rank: int, environ: Mapping[str, str]) -> DeviceFacts:
             index=index,
             name=properties.name if properties else "",
             uuid=str(getattr(properties, "uuid", "")),
+            capability=(properties.major, properties.minor) if properties else (0, 0),
+            total_bytes=total,
+            free_bytes=free,
+            has_nccl=torch.distributed.is_nccl_available(),
+            module_loading=environ.get("CUDA_MODULE_LOADING", ""),
         )
 
     try:

@@ -64,7 +64,8 @@ def _places(scene: Scene) -> list[Finding]:
 
 
 def _devices(scene: Scene) -> list[Finding]:
-    return devices.check_devices(scene.facts, scene.request.share_gpu) + devices.check_allocator(scene.facts)
+    findings = devices.check_devices(scene.facts, scene.request.share_gpu)
+    return [*findings, *devices.check_abilities(scene.facts), *devices.check_allocator(scene.facts)]
 
 
 def _cuda_awareness(scene: Scene) -> list[Finding]:

@@ -7,7 +7,6 @@ cache classes. No model code is changed, and the model does not know of ranks.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.buffers import LayerBuffers, make_flat
+from kvr_mpi.kv.clock import Clock, times_without_waits
 from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.layout import UniformLayout
@@ -31,9 +31,8 @@ from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.last_token import LastRow
 from kvr_mpi.model.layer_chunks import ChunkDoneError
+from kvr_mpi.transport.base import LAYERS_AHEAD
 
-# Layers whose receives are posted before they compute.
-LAYERS_AHEAD = 2
 # Layers a rank holds until they are sent, before it waits for the link.
 LAYERS_HELD = 8
 
@@ -105,11 +104,13 @@ class SliceCache(Cache):
         self.capacity = exchange.capacity + (reserve_tokens if self.keeps_all else 0)
         self.in_parts, self.first_position = loaded.attends_in_parts, shape.first_position
         self.tail = contextlib.ExitStack()  # what is entered after the last attention, until the model returns
-        self.layer_times_s: list[float] = []  # when each layer's keys were made, excluding wait time
+        self._clock = Clock(self.device)
+        self._made: list[tuple[Any, int]] = []  # when each layer's keys were made, and after how many waits
         self.prefilling = True
         self.current: SliceLayer | None = None
         self._held: list[Any] = []
         self._begun, self._posted = -1, 0
+        self._layers_ahead = LAYERS_AHEAD if transfers is None else transfers.forwarder.transport.layers_ahead
         layers = [_make_layer(self, idx, layer) for idx, layer in enumerate(shape.layers)]
         kept = [idx for idx, layer in enumerate(shape.layers) if layer.elements or layer.states]
         self._last = kept[-1]  # the last layer that keeps anything: what follows looks at each token alone
@@ -139,11 +140,16 @@ class SliceCache(Cache):
         elif arena is not None:
             arena.collect()  # the others need memory, too
 
+    @property
+    def layer_times_s(self) -> list[float]:
+        """When each layer's keys were made, from the first one's on, excluding wait time; on a GPU once all is done."""
+        return times_without_waits(self._made, self._clock, None if self.transfers is None else self.transfers.waits)
+
     def begin(self) -> None:
         """Post the first layers' receives, before anything is computed."""
         if self.transfers is not None:
             self.transfers.begin()
-        self._post_up_to(LAYERS_AHEAD)
+        self._post_up_to(self._layers_ahead)
 
     @property
     def attending(self) -> SliceLayer:
@@ -187,15 +193,15 @@ class SliceCache(Cache):
         return self.prefilling and self.exchange.saves_last_layer and layer_idx == self._last
 
     def advance(self, layer_idx: int) -> None:
-        """Begin a layer: those before are through, `LAYERS_AHEAD` are posted; again: nothing."""
+        """Begin a layer: those before are through, as many as the transport wants are posted; again: nothing."""
         if layer_idx <= self._begun:
             return
-        waits_s = 0.0 if self.transfers is None else self.transfers.wait_s + self.transfers.send_wait_s
-        self.layer_times_s += [time.perf_counter() - waits_s] * (layer_idx - self._begun)
+        waits = 0 if self.transfers is None else len(self.transfers.waits)
+        self._made += [(self._clock.now(), waits)] * (layer_idx - self._begun)
         through = self.layers[max(self._begun, 0) : layer_idx]
         self._begun = layer_idx
         self._leave(through)
-        self._post_up_to(layer_idx + 1 + LAYERS_AHEAD)
+        self._post_up_to(layer_idx + 1 + self._layers_ahead)
         if not self.keeps_all:
             self._held += through
             while self._held and self._held[0].release(wait=len(self._held) > LAYERS_HELD):

@@ -5,11 +5,11 @@ Stands between the strategies (``exchange``), which say what goes where, and the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from kvr_mpi.kv.clock import Clock, Waits
 from kvr_mpi.model.masks import FULL, Visibility
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport.forwarder import Forwarder, Transfer
@@ -33,16 +33,14 @@ class PromptTransfers:
 
     def __init__(self, forwarder: Forwarder, segments: int, layers: int, rotation: Rotation) -> None:
         self.forwarder, self.segments, self.layers, self.rotation = forwarder, segments, layers, rotation
-        self.wait_s = 0.0  # for other ranks' keys and values
-        self.send_wait_s = 0.0  # for the link to take what is sent
+        self.waits = Waits(Clock(forwarder.device))  # for what is received, and for the link to take what is sent
         self.sent_bytes = 0  # what is passed on included
         self._turn = 0
 
     def begin(self) -> None:
         """Begin, when no more than one earlier prompt is under way on this rank."""
-        began = time.perf_counter()
-        self._turn = self.forwarder.begin()
-        self.send_wait_s += time.perf_counter() - began
+        with self.waits.waiting("send"):
+            self._turn = self.forwarder.begin()
 
     def rank_of(self, place: int) -> int:
         """Tell which rank of the chain has the slice at this place."""
@@ -145,16 +143,14 @@ class LayerTransfers:
     def wait_for_states(self) -> None:
         """Return when the states of the rank before are here; the time is counted."""
         if self._states is not None:
-            began = time.perf_counter()
-            self.prompt.forwarder.wait(self._states)
-            self.prompt.wait_s += time.perf_counter() - began
+            with self.prompt.waits.waiting("receive"):
+                self.prompt.forwarder.wait(self._states)
             self._states = None
 
     def wait_for(self, segment: int) -> None:
         """Return when a segment is here; the time is counted."""
-        began = time.perf_counter()
-        self.prompt.forwarder.wait(self._arriving.pop(segment)[0])
-        self.prompt.wait_s += time.perf_counter() - began
+        with self.prompt.waits.waiting("receive"):
+            self.prompt.forwarder.wait(self._arriving.pop(segment)[0])
 
     def collect(self) -> None:
         """Return when all segments are here."""
@@ -179,10 +175,9 @@ class LayerTransfers:
 
     def wait_through(self) -> None:
         """Return when all of them are here and gone on; the time is counted."""
-        began = time.perf_counter()
-        for transfer in (*self._transfers, *self._state_transfers):
-            self.prompt.forwarder.wait_through(transfer)
-        self.prompt.send_wait_s += time.perf_counter() - began
+        with self.prompt.waits.waiting("send"):
+            for transfer in (*self._transfers, *self._state_transfers):
+                self.prompt.forwarder.wait_through(transfer)
 
     def do_without(self, slots: Sequence[torch.Tensor], elements: int) -> None:
         """Have memory for a few segments only: transfers take them in turn, and none has a meaning.

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
 
 # A number among a parameter's name is that of its layer, or of its expert.
 _NUMBER = re.compile(r"\.\d+\.")
@@ -106,3 +109,23 @@ def check_loaded(model: Any, info: Mapping[str, Iterable[Any]]) -> None:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse bfloat16 on a GPU that has none: it would be emulated, at a fraction of the speed.
+
+    Raises
+    ------
+    ModelError
+        Saying what to set.
+    """
+    import torch
+
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise ModelError(
+            f"model.dtype = 'bfloat16' (the model's own, if it says 'auto'): {torch.cuda.get_device_name(device)} has "
+            f"compute capability {major}.{minor}, and bfloat16 needs 8.0; use 'float16' or 'float32'"
+        )

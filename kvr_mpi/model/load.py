@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.model.checks import check_config, check_loaded
+from kvr_mpi.model.checks import check_config, check_dtype, check_loaded
 from kvr_mpi.model.shape import BUILDING, ModelShape, probe_shape
 from kvr_mpi.topology import device_index
 
@@ -227,6 +227,7 @@ def load_model(
             )
             tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
         check_loaded(model, info)
+        check_dtype(model.dtype, target)
         model = model.to(target).eval()
         shape = shape or probe_shape(model.config, model.dtype)
     return LoadedModel(

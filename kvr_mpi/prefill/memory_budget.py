@@ -18,13 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvr_mpi.errors import DocumentError, ModelError
-from kvr_mpi.kv.cache import LAYERS_AHEAD, LAYERS_HELD
+from kvr_mpi.kv.cache import LAYERS_HELD
 from kvr_mpi.kv.exchange import Exchange, MakeExchange
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, why_no_chunks
 from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.transport.base import LAYERS_AHEAD
 from kvr_mpi.transport.pretended import PretendedChain
 
 # Activations of one layer are those of any other; the second layer runs while the first's are gone.

@@ -247,6 +247,8 @@ def prefill_by(
     failed = agree(cache, failure is not None) if spares_chain else []
     wait_for_compute(loaded.device)
     seconds = time.perf_counter() - began
+    layer_times_s, waits = cache.layer_times_s, transfers.waits if transfers else None
+    wait_s, send_wait_s = (waits.seconds("receive"), waits.seconds("send")) if waits else (0.0, 0.0)
     cache.finish()
     if own is not None:
         own.close()
@@ -260,12 +262,12 @@ def prefill_by(
         None if failed or cache.share is not None else cache,
         logits if has_logits else None,
         seconds,
-        wait_s=transfers.wait_s if transfers else 0.0,
+        wait_s=wait_s,
         sent_bytes=transfers.sent_bytes if transfers else 0,
         last=rotation.rank_of(exchange.decode_rank),
         error=told,
-        layer_times_s=cache.layer_times_s,
-        send_wait_s=transfers.send_wait_s if transfers else 0.0,
+        layer_times_s=layer_times_s,
+        send_wait_s=send_wait_s,
         strategy=strategy,
         known_tokens=known,
         share=None if failed else cache.share,

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Layers whose receives are posted before they compute, where a receive that waits takes nothing from the computation.
+LAYERS_AHEAD = 2
+
 
 class Request(Protocol):
     """A transfer under way."""
@@ -39,6 +42,10 @@ class Transport(Protocol):
     @property
     def has_tags(self) -> bool:
         """Whether messages find their receive by their tag, or by their order only."""
+
+    @property
+    def layers_ahead(self) -> int:
+        """Layers whose receives are posted before they compute, at most `LAYERS_AHEAD`."""
 
     @property
     def rank(self) -> int:

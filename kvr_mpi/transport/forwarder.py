@@ -84,7 +84,7 @@ class Forwarder:
     def __init__(
         self, transport: Transport, *, forwards: bool | None = None, device: torch.device | None = None
     ) -> None:
-        self.transport = transport
+        self.transport, self.device = transport, device
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._prompt = 0  # the number of the one that has begun last
         self._pending: list[Transfer] = []

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.transport.base import Request
+from kvr_mpi.transport.base import LAYERS_AHEAD, Request
 from kvr_mpi.transport.reduce import all_reduce
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class LocalTransport:
     """One thread's end of a `_Hub`; ``LocalTransport()`` alone is a job of one rank."""
 
     has_tags = True
+    layers_ahead = LAYERS_AHEAD
 
     def __init__(self, hub: _Hub | None = None, rank: int = 0) -> None:
         self._hub = hub or _Hub(1)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.transport.base import Request, Transport, as_bytes
+from kvr_mpi.transport.base import LAYERS_AHEAD, Request, Transport, as_bytes
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.transport.mpi_query import library_version
 from kvr_mpi.transport.reduce import all_reduce
@@ -193,6 +193,7 @@ class MpiTransport:
     """
 
     has_tags = True
+    layers_ahead = LAYERS_AHEAD
 
     def __init__(self, comm: Any, handing: Handing = "host") -> None:
         from mpi4py import MPI

@@ -7,6 +7,11 @@ global is touched.
 NCCL has no tags: a message goes to the receive posted first. It moves both directions of a pair over one stream, so a
 receive posted early would hold up a send to the same rank; hence a group for messages to higher ranks and one for
 messages to lower ones.
+
+A transfer of NCCL's is a kernel that holds part of the GPU until the other side has come, too. So each gets a few
+blocks only, and receives are posted when their layer begins, not before. Groups are shut down when nobody holds their
+transport any more, at the latest at the end of the program; with transfers under way, which is after a failure, they
+are aborted, since their peer may never come.
 """
 
 from __future__ import annotations
@@ -16,12 +21,13 @@ import queue
 import socket
 import threading
 import time
+import weakref
 from collections import defaultdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.transport.base import Request, Transport, as_bytes, share_json, together
+from kvr_mpi.transport.base import LAYERS_AHEAD, Request, Transport, as_bytes, share_json, together
 from kvr_mpi.transport.reduce import all_reduce
 
 if TYPE_CHECKING:
@@ -33,19 +39,39 @@ Backend = Literal["nccl", "gloo"]
 TIMEOUT = timedelta(days=7)
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 PAUSE_S = 5e-5
+# Thread blocks of one transfer, and so multiprocessors that it takes from the computation; NCCL rounds to a power of
+# two. With 7 peers both ways that is 56 of an H100's 132. NCCL_MAX_CTAS overrides it.
+MAX_BLOCKS = 4
 
 
 class _GpuWork:
-    """A transfer on NCCL's stream, which moves by itself."""
+    """A transfer on NCCL's stream, which moves by itself.
 
-    def __init__(self, work: Any, held: torch.Tensor) -> None:
-        self._work, self._held = work, held
+    ``under_way`` holds the groups' unended transfers; this one leaves it when it is seen to have ended.
+    """
+
+    def __init__(self, work: Any, held: torch.Tensor, under_way: set[Any]) -> None:
+        self._work, self._held, self._under_way = work, held, under_way
+        under_way.add(work)
 
     def test(self) -> bool:
         if self._work is not None and self._work.is_completed():
-            self._work.wait()  # raises what went wrong; otherwise there is nothing left to wait for
+            self._check()
+            self._work.wait()  # there is nothing left to wait for: it lets go of what it held
+            self._under_way.discard(self._work)
             self._work = None
         return self._work is None
+
+    def _check(self) -> None:
+        """Raise what went wrong: a transfer that failed counts as completed, and waiting for it does not say so."""
+        try:
+            failure = self._work.exception()
+        except Exception as error:
+            failure = error
+        if failure is not None:
+            raise TransportError(
+                f"NCCL: {failure}; the rank at the other end, or its link, has failed: look at what it said last"
+            )
 
     def wait(self) -> None:
         while not self.test():
@@ -89,7 +115,7 @@ class _Waiter:
     """A thread that waits for one link's transfers of one direction, which end in the order they began."""
 
     def __init__(self) -> None:
-        self._works: queue.SimpleQueue[_HostWork] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[_HostWork | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="gloo link").start()
 
     def watch(self, work: _HostWork) -> _HostWork:
@@ -97,9 +123,13 @@ class _Waiter:
         self._works.put(work)
         return work
 
+    def end(self) -> None:
+        """Let the thread end when what it waits for has ended."""
+        self._works.put(None)
+
     def _run(self) -> None:
-        while True:
-            self._works.get().run()
+        while (work := self._works.get()) is not None:
+            work.run()
 
 
 class _Groups:
@@ -114,6 +144,8 @@ class _Groups:
         self.waiters: dict[tuple[str, int], _Waiter] = defaultdict(_Waiter)
         # What is passed on waits for no computation: NCCL lets a send wait for the stream it is called under.
         self.side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.under_way: set[Any] = set()
+        self.end = weakref.finalize(self, _end, [self.up, self.down], self.under_way, self.waiters)
 
     def send(self, data: torch.Tensor, dest: int, tag: int, *, passed_on: bool) -> Request:
         import torch
@@ -124,7 +156,7 @@ class _Groups:
             works = [group.send([part], dest, tag) for part in (length, data)]
             return self.waiters["to", dest].watch(_HostWork(works, length, data, f"rank {dest}"))
         with torch.cuda.stream(self.side) if passed_on else contextlib.nullcontext():
-            return _GpuWork(group.send([data], dest, 0), data)
+            return _GpuWork(group.send([data], dest, 0), data, self.under_way)
 
     def receive(self, data: torch.Tensor, source: int, tag: int) -> Request:
         import torch
@@ -134,7 +166,18 @@ class _Groups:
             length = torch.zeros(1, dtype=torch.int64)
             works = [group.recv([part], source, tag) for part in (length, data)]
             return self.waiters["from", source].watch(_HostWork(works, length, data, f"rank {source} (tag {tag})"))
-        return _GpuWork(group.recv([data], source, 0), data)
+        return _GpuWork(group.recv([data], source, 0), data, self.under_way)
+
+
+def _end(groups: list[Any], under_way: set[Any], waiters: dict[tuple[str, int], _Waiter]) -> None:
+    """Give back what NCCL or gloo holds."""
+    for group in groups:
+        if under_way:
+            group.abort()
+        else:
+            group.shutdown()
+    for waiter in waiters.values():
+        waiter.end()
 
 
 class TorchDistTransport:
@@ -163,6 +206,15 @@ class TorchDistTransport:
         self._control, self._groups, self._members = control, groups, members
         self.rank, self.size = control.rank, control.size
         self.local_rank, self.local_size = control.local_rank, control.local_size
+
+    @property
+    def layers_ahead(self) -> int:
+        """None where a posted receive holds a part of the GPU until it is served."""
+        return 0 if self._groups.backend == "nccl" else LAYERS_AHEAD
+
+    def close(self) -> None:
+        """End the process groups, of all transports that were split off, too: nobody uses them any more."""
+        self._groups.end()
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
         """Begin to send a contiguous tensor's bytes."""
@@ -236,8 +288,9 @@ def _make(backend: Backend, store: Any, name: str, rank: int, size: int) -> Any:
             lambda: dist.ProcessGroupGloo(prefixed, rank, size, TIMEOUT),
             "opening gloo's sockets (GLOO_SOCKET_IFNAME names the network interface)",
         )
-    options = dist.ProcessGroupNCCL.Options()
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # its few blocks wait for no kernel's many
     options._timeout = TIMEOUT
+    options.config.max_ctas = MAX_BLOCKS
     return _explained(lambda: dist.ProcessGroupNCCL(prefixed, rank, size, options), "starting NCCL")
 
 

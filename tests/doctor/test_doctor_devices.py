@@ -42,6 +42,37 @@ def test_no_gpu(device: DeviceFacts, status: str, words: str) -> None:
     assert found.status == status and words in found.found
 
 
+ABLE = replace(GPU, capability=(9, 0), total_bytes=80 << 30, free_bytes=79 << 30)
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (
+            replace(ABLE, name="A100", total_bytes=40 << 30, free_bytes=40 << 30),
+            "H200 (80 GiB): rank(s) 0, A100 (40 GiB)",
+        ),
+        (replace(ABLE, capability=(7, 0)), "rank(s) 1: H200 is older than Ampere"),
+        (replace(ABLE, free_bytes=20 << 30), "rank(s) 1: others use the GPU, 20.0 of 80.0 GiB are free"),
+        (replace(ABLE, has_nccl=False), "rank(s) 1: this torch is built without NCCL"),
+        (replace(ABLE, module_loading="lazy"), "rank(s) 1: CUDA_MODULE_LOADING=LAZY"),
+    ],
+)
+def test_what_a_gpu_cannot_do(second: DeviceFacts, words: str) -> None:
+    found = only(devices.check_abilities([place(0, device=ABLE), place(1, device=second)]))
+    assert found.status == "warn" and words in found.found and found.remedy
+
+
+def test_parts_of_gpus() -> None:
+    part = replace(ABLE, name="NVIDIA A100-SXM4-80GB MIG 3g.40gb")
+    assert "(MIG)" in only(devices.check_abilities([place(0, device=part), place(1, device=part)])).found
+
+
+def test_gpus_that_can_all_it_takes() -> None:
+    assert devices.check_abilities([place(0, device=ABLE), place(1, device=ABLE)]) == []
+    assert devices.check_abilities([place(0), place(1)]) == [], "no GPU is another check's"
+
+
 def test_allocator() -> None:
     assert devices.check_allocator([place(0)]) == []
     setting = replace(GPU, allocator="max_split_size_mb:64, expandable_segments: True")

@@ -1,72 +1,231 @@
-"""What NCCL is like to a transport that uses it, among threads: enough of it to hang where NCCL would.
+"""What NCCL is like to those that use it through torch's process groups, among threads on pretended GPUs.
 
-Messages of a pair go by order. The first call over a pair, in each direction, makes a connection, and blocks until the
-other side makes the matching call.
+Messages of a pair go by order, on a stream of the pair's own. The first call over a pair makes a connection, and blocks
+until the other side calls, too. Host memory is refused. A transfer is a kernel: it begins when it is the first of its
+stream and its GPU has room for its blocks, holds them until the other side has begun, too, and only then ends.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from typing import Any
+from collections import defaultdict, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
+import pytest
 import torch
+from pretended_cuda import GpuTensor, PretendedCuda, Stream, grains
+from stacks import stacks_of
 
-from kvr_mpi.transport.base import Request
-from kvr_mpi.transport.local import LocalTransport
+from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.transport.torchdist import TorchDistTransport
 
+T = TypeVar("T")
+
+# Multiprocessors of an H100, and the blocks that NCCL takes for a transfer over NVLink if nobody limits it.
+MULTIPROCESSORS, BLOCKS = 132, 16
 TIMEOUT_S = 20.0
+NOT_SET = -(1 << 31)  # of an option of NCCL's
 
 
-class Connections:
-    """The connections of all ranks, by (source, destination)."""
+class Options(SimpleNamespace):
+    """Of a group."""
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
-        self._timeout_s, self._lock = timeout_s, threading.Lock()
-        self._barriers: dict[tuple[int, int], threading.Barrier] = {}
-        self._made: set[tuple[int, int, int]] = set()
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace(max_ctas=NOT_SET))
 
-    def make(self, source: int, dest: int, rank: int) -> None:
-        """Connect a pair in one direction, once; each side waits for the other."""
-        with self._lock:
-            if (source, dest, rank) in self._made:
-                return
-            self._made.add((source, dest, rank))
-            barrier = self._barriers.setdefault((source, dest), threading.Barrier(2))
+
+class Transfer:
+    """One side of a transfer: torch's Work."""
+
+    def __init__(self, network: Network, rank: int, tensor: GpuTensor, stream: Stream, blocks: int) -> None:
+        self.network, self.rank, self.tensor, self.stream, self.blocks = network, rank, tensor, stream, blocks
+        self.has_begun = self.has_ended = False
+        self.end: Any = None
+
+    def is_completed(self) -> bool:
+        if self.network.failure is not None:
+            return True  # as torch's: it says so by its exception only
+        if self.has_ended and self.end is None:
+            self.end = self.stream.record_event()
+            self.end.synchronize()  # the host has seen it
+        return self.has_ended
+
+    def exception(self) -> Exception | None:
+        return None if self.network.failure is None else RuntimeError(self.network.failure)
+
+    def wait(self) -> None:
+        """The current stream waits: without a host in between only for what has ended."""
+        if not self.has_ended:
+            self.network.gpus.faults.append(f"rank {self.rank} lets its stream wait for NCCL's")
+        if self.end is not None:
+            self.end.wait(self.network.gpus.current_stream(self.tensor.device))
+
+
+class Network:
+    """All links of a job, and how many multiprocessors its transfers hold.
+
+    Parameters
+    ----------
+    heeds_limit : bool
+        Take a group's option ``max_ctas``; NCCL's own choice otherwise.
+    """
+
+    def __init__(self, gpus: PretendedCuda, *, heeds_limit: bool = True, timeout_s: float = TIMEOUT_S) -> None:
+        self.gpus, self.heeds_limit, self.timeout_s = gpus, heeds_limit, timeout_s
+        self.lock = threading.Lock()
+        self.connections: dict[tuple[int, int, int], threading.Barrier] = {}
+        self.queues: dict[tuple[int, int, int, str], deque[Transfer]] = defaultdict(deque)
+        self.held: dict[int, int] = defaultdict(int)
+        self.most_held: dict[int, int] = defaultdict(int)
+        self.longest_queue: dict[int, int] = defaultdict(int)  # receives of a rank that wait for one peer
+        self.groups: list[Group] = []
+        self.failure: str | None = None
+
+    def group(self, store: Any, rank: int, size: int, options: Options) -> Group:
+        """Stand in for ``ProcessGroupNCCL(...)``."""
+        with self.lock:
+            number = sum(group.rank == rank for group in self.groups)
+            self.groups.append(Group(self, number, rank, size, options))
+            return self.groups[-1]
+
+    def progress(self) -> None:
+        """Begin what can begin, and end what both sides have begun, as long as anything moves."""
+        moved = self.failure is None
+        while moved:
+            moved = False
+            for queue in self.queues.values():
+                first = queue[0] if queue else None
+                if first and not first.has_begun and self.held[first.rank] + first.blocks <= MULTIPROCESSORS:
+                    first.has_begun = moved = True
+                    self.held[first.rank] += first.blocks
+                    self.most_held[first.rank] = max(self.most_held[first.rank], self.held[first.rank])
+            for link in [key[:3] for key in self.queues if key[3] == "send"]:
+                sends, receives = self.queues[(*link, "send")], self.queues[(*link, "receive")]
+                if sends and receives and sends[0].has_begun and receives[0].has_begun:
+                    moved = self._move(sends.popleft(), receives.popleft())
+
+    def _move(self, sent: Transfer, received: Transfer) -> bool:
+        if sent.tensor.nbytes != received.tensor.nbytes:
+            self.failure = f"{sent.tensor.nbytes} bytes are sent and {received.tensor.nbytes} received"
+            return False
+        received.tensor.on_cpu.copy_(sent.tensor.on_cpu)
+        for one in (sent, received):
+            self.held[one.rank] -= one.blocks
+            one.has_ended = True
+        return True
+
+
+class Group:
+    """A rank's end of a process group."""
+
+    def __init__(self, network: Network, number: int, rank: int, size: int, options: Options) -> None:
+        self.network, self.number, self.rank, self.size, self.options = network, number, rank, size, options
+        self.ended = ""
+        self.forwards: list[bool] = []  # of each send, whether it was begun beside the computation
+        self._streams: dict[int, Stream] = {}
+        self._connected: set[int] = set()
+
+    def send(self, tensors: list[torch.Tensor], dest: int, tag: int) -> Transfer:
+        transfer = self._begin(tensors, dest, "send", self.rank, dest)
+        gpu = self.network.gpus
+        current = gpu.current_stream(transfer.tensor.device)
+        self.forwards.append(current is not gpu._defaults.get(transfer.tensor.device.index))
+        return transfer
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Transfer:
+        return self._begin(tensors, source, "receive", source, self.rank)
+
+    def shutdown(self) -> None:
+        self.ended = "shut down"
+
+    def abort(self) -> None:
+        self.ended = "aborted"
+
+    def _begin(self, tensors: list[torch.Tensor], peer: int, what: str, source: int, dest: int) -> Transfer:
+        network, gpus = self.network, self.network.gpus
+        (tensor,) = tensors
+        if not isinstance(tensor, GpuTensor):
+            raise RuntimeError("No backend type associated with device type cpu")
+        if not tensor.is_contiguous():
+            raise ValueError("Tensors must be contiguous")
+        self._connect(peer)
+        stream = self._streams.get(peer)
+        if stream is None:
+            stream = self._streams[peer] = Stream(gpus, tensor.device)
+            stream.is_nccl = True
+        event = gpus.current_stream(tensor.device).record_event()
+        event.wait(stream)
+        there = grains(tensor.on_cpu)
+        gpus.access(stream, there if what == "send" else set(), there if what == "receive" else set(), f"nccl {what}")
+        limit = self.options.config.max_ctas
+        blocks = min(BLOCKS, limit) if network.heeds_limit and limit != NOT_SET else BLOCKS
+        transfer = Transfer(network, self.rank, tensor, stream, blocks)
+        with network.lock:
+            queue = network.queues[self.number, source, dest, what]
+            queue.append(transfer)
+            if what == "receive":
+                network.longest_queue[self.rank] = max(network.longest_queue[self.rank], len(queue))
+            network.progress()
+        return transfer
+
+    def _connect(self, peer: int) -> None:
+        if peer in self._connected:
+            return
+        low, high = sorted((self.rank, peer))
+        with self.network.lock:
+            barrier = self.network.connections.setdefault((self.number, low, high), threading.Barrier(2))
         try:
-            barrier.wait(self._timeout_s)
+            barrier.wait(self.network.timeout_s)
         except threading.BrokenBarrierError:
-            raise TimeoutError(f"rank {rank} waits for a connection {source} -> {dest} that nobody makes") from None
+            raise TimeoutError(f"rank {self.rank} waits for a connection with rank {peer} that nobody makes") from None
+        self._connected.add(peer)
 
 
-class FakeNccl:
-    """A rank's transport."""
+def run_on_gpus(
+    size: int, network: Network, work: Callable[[TorchDistTransport], T], *, timeout_s: float = 4 * TIMEOUT_S
+) -> list[T]:
+    """Run `work` on so many threads, each a rank with a GPU, over torchdist's own code.
 
-    has_tags = False
+    Raises
+    ------
+    TimeoutError
+        If they stand still: with all threads' stacks.
+    """
+    found: list[T] = []
+    failed: list[BaseException] = []
 
-    def __init__(self, local: LocalTransport, connections: Connections, members: tuple[int, ...] | None = None) -> None:
-        self._local, self._connections = local, connections
-        self._members = tuple(range(local.size)) if members is None else members
-        self.rank, self.size = local.rank, local.size
-        self._sent, self._received = Counter[int](), Counter[int]()  # by peer: messages go by their number
+    def rank(local: LocalTransport) -> T:
+        device = torch.device("cuda", local.rank)
+        torch.cuda.set_device(device)
+        return work(TorchDistTransport(local, "nccl", device))
 
-    def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
-        """Connect, then send."""
-        self._connections.make(self._members[self.rank], self._members[dest], self._members[self.rank])
-        self._sent[dest] += 1
-        return self._local.isend(tensor, dest, self._sent[dest])
+    def all_ranks() -> None:
+        try:
+            found.extend(run_local(size, rank))
+        except BaseException as error:
+            failed.append(error)
 
-    def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
-        """Connect, then receive."""
-        self._connections.make(self._members[source], self._members[self.rank], self._members[self.rank])
-        self._received[source] += 1
-        return self._local.irecv(tensor, source, self._received[source])
+    thread = threading.Thread(target=all_ranks, daemon=True, name="all ranks")
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise TimeoutError(f"{size} ranks stand still after {timeout_s} s\n{stacks_of('rank ', 'forwarder')}")
+    if failed:
+        raise failed[0]
+    return found
 
-    def split(self, color: int) -> FakeNccl:
-        """Keep the connections."""
-        part = self._local.split(color)
-        everyone = part._exchange(str(self._members[self.rank]).encode())
-        return FakeNccl(part, self._connections, tuple(int(one) for one in everyone))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._local, name)
+def installed(monkeypatch: pytest.MonkeyPatch, network: Network) -> Network:
+    """Let torch.distributed make this network's groups where it is asked for NCCL's."""
+
+    def make(store: Any, rank: int, size: int, options: Options) -> Group:
+        return network.group(store, rank, size, options)
+
+    for module in ("torchdist", "forwarder"):  # many ranks that look often take the processor from each other
+        monkeypatch.setattr(f"kvr_mpi.transport.{module}.PAUSE_S", 1e-3)
+    monkeypatch.setattr("kvr_mpi.transport.forwarder.SPINS", 2)
+    make.Options = Options  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", make, raising=False)
+    return network

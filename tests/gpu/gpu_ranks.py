@@ -1,0 +1,72 @@
+"""Steps of several processes: our own commands under mpirun, as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from gpu_machine import gpu_count, model_of
+from gpu_steps import Absent, Figures, Given, run_command
+
+from kvr_mpi.transport.mpi_query import describe_mpi
+
+LENGTHS = ["--lengths", "64,512", "--longest", "2000"]
+
+
+def launch(ranks: int, *words: str, timeout_s: float) -> str:
+    """Run one of our commands on so many ranks.
+
+    Raises
+    ------
+    Absent
+        If there is no launcher.
+    """
+    beside = Path(sys.executable).parent
+    launcher = shutil.which("mpirun", path=str(beside)) or shutil.which("mpirun") or shutil.which("srun")
+    if launcher is None:
+        raise Absent("there is no mpirun and no srun")
+    return run_command([launcher, "-n", str(ranks), str(beside / words[0]), *words[1:]], timeout_s)
+
+
+def _verify(ranks: int, transport: str, given: Given, timeout_s: float) -> str:
+    """Exactness on a user's model; returns what the last line says."""
+    told = launch(
+        ranks,
+        *["kvr", "verify", "--model", model_of(given), "--device", "cuda", "--transport", transport, *LENGTHS],
+        timeout_s=timeout_s,
+    )
+    held = re.findall(r"(\d+ of \d+ hold on \d+ rank\(s\))", told)
+    assert held, told[-2000:]
+    return str(held[-1])
+
+
+def staged_ranks_are_exact(given: Given) -> Figures:
+    """More ranks than GPUs."""
+    return {"3 ranks": _verify(3, "staged", given, 170)}
+
+
+def doctor_is_content(given: Given) -> Figures:
+    """Its lines, as they are; GPU memory is handed to MPI in a step of its own."""
+    told = launch(min(2, gpu_count()), "kvr", "doctor", timeout_s=170)
+    return {f"line {number}": line for number, line in enumerate(told.splitlines(), 1)}
+
+
+def nccl_is_exact(given: Given) -> Figures:
+    """One rank a GPU."""
+    sizes = [size for size in (2, 4, 8) if size <= gpu_count()]
+    if not sizes:
+        raise Absent(f"{gpu_count()} GPU, and NCCL wants one for each rank")
+    return {f"{size} ranks": _verify(size, "nccl", given, 290 / len(sizes)) for size in sizes}
+
+
+def cuda_aware_mpi_is_exact(given: Given) -> Figures:
+    """If MPI says that it takes GPU memory."""
+    if gpu_count() < 2:
+        raise Absent(f"{gpu_count()} GPU, and this is tried between two")
+    mpi = describe_mpi(os.environ)
+    if mpi is None or not mpi.cuda:
+        raise Absent(f"this MPI does not say that it takes GPU memory ({mpi.cuda_why if mpi else 'there is none'})")
+    return {"2 ranks": _verify(2, "mpi", given, 170)}

@@ -1,0 +1,146 @@
+"""Steps that measure: time to first token, decoding, and what a machine takes in general."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_machine import gpu_count, is_installed, random_model
+from gpu_ranks import launch
+from gpu_steps import Absent, Figures, Given, run_command
+from transformers import GenerationConfig
+
+from kvr_mpi.decode.batch import DecodeBatch
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
+from kvr_mpi.transport.local import LocalTransport
+
+GPU = torch.device("cuda", 0)
+CONTEXTS = (32_768, 131_072)
+PROMPT, STEPS, REPEATS = 2048, 16, 3
+VLLM = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+model = LLM(sys.argv[1], max_model_len=int(sys.argv[2]) + 8, enable_prefix_caching=False)
+found = []
+for turn in range(3):
+    ids = [(turn + 7 * at) % 1000 + 5 for at in range(int(sys.argv[2]))]
+    began = time.perf_counter()
+    model.generate([{"prompt_token_ids": ids}], SamplingParams(max_tokens=1))
+    found.append(time.perf_counter() - began)
+print("seconds: " + json.dumps(found))
+"""
+
+
+def _seconds(work: Any) -> float:
+    """The middle of three, after one that is not counted."""
+    times = []
+    for _ in range(REPEATS + 1):
+        torch.cuda.synchronize(GPU)
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize(GPU)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def decode_together(given: Given) -> Figures:
+    """Milliseconds a step, of sequences of 2048 tokens that are decoded together."""
+    loaded = random_model(GPU)
+    prepare_model(loaded.model, chain=True)
+    ids = loaded.shape.sample_ids(PROMPT, 7, 3)
+    found: Figures = {"layers": len(loaded.shape.layers), "tokens of each": PROMPT}
+    for sequences in (1, 8, 32):
+        config = GenerationConfig(do_sample=False, eos_token_id=None)
+        batch: Any = DecodeBatch(loaded, config, stop=(), max_new_tokens=4 * STEPS, why_alone=None)
+        for sequence in range(sequences):
+            prefill = prefill_kvr(loaded, ids, Partition((0, PROMPT)), LocalTransport(), reserve_tokens=4 * STEPS)
+            batch.add(str(sequence), prefill, ids, sequence)
+        for _ in range(3):
+            batch.step()
+        torch.cuda.synchronize(GPU)
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            batch.step()
+        torch.cuda.synchronize(GPU)
+        step_s = (time.perf_counter() - began) / STEPS
+        found |= {f"ms a step, {sequences}": 1e3 * step_s, f"tokens/s, {sequences}": sequences / step_s}
+    return found
+
+
+def first_token(given: Given) -> Figures:
+    """A chain of one rank, and plain transformers with flash or math attention as it chooses."""
+    loaded = random_model(GPU)
+    found: Figures = {"layers": len(loaded.shape.layers)}
+    for tokens in CONTEXTS:
+        ids = loaded.shape.sample_ids(tokens, 7919, 13)
+        try:
+            prepare_model(loaded.model, chain=True)
+            found[f"seconds, {tokens}, kvr"] = _seconds(
+                lambda ids=ids, tokens=tokens: prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport())
+            )
+            prepare_model(loaded.model, chain=False)
+            found[f"seconds, {tokens}, transformers"] = _seconds(lambda ids=ids: prefill_single(loaded.model, ids, GPU))
+        except torch.OutOfMemoryError as error:
+            found[f"seconds, {tokens}, no room"] = str(error).splitlines()[0]
+            torch.cuda.empty_cache()
+    return found
+
+
+def _named(given: Given) -> str:
+    if not given.model:
+        raise Absent("needs a model that processes can load: --model FOLDER")
+    return given.model
+
+
+def first_token_over_ranks(given: Given) -> Figures:
+    """``kvr bench`` over all GPUs."""
+    model, ranks = _named(given), gpu_count()
+    if ranks < 2:
+        raise Absent("one GPU")
+    file = Path(given.output) / "bench.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    words = ["--model", model, "--device", "cuda", "--dtype", "bfloat16", "--contexts", "32k,128k", "--lend"]
+    launch(
+        ranks,
+        "kvr",
+        "bench",
+        *words,
+        "--strategies",
+        "single,tsp-causal,ring,kvr-e",
+        "--json",
+        str(file),
+        timeout_s=290,
+    )
+    rows = json.loads(file.read_text())
+    rows = rows["rows"] if isinstance(rows, dict) else rows
+    return {f"seconds, {row['context_tokens']}, {row['strategy']}": row["ttft_s"] for row in rows}
+
+
+def first_token_of_vllm(given: Given) -> Figures:
+    """Of one GPU."""
+    model = _named(given)
+    if not is_installed("vllm"):
+        raise Absent("vllm is not installed")
+    found: Figures = {}
+    for tokens in CONTEXTS:
+        told = run_command([sys.executable, "-c", VLLM, model, str(tokens)], 145)
+        line = next(line for line in told.splitlines() if line.startswith("seconds: "))
+        found[f"seconds, {tokens}"] = statistics.median(json.loads(line.removeprefix("seconds: ")))
+    return found
+
+
+def write_profile(given: Given) -> Figures:
+    """A lookup table of this machine, measured over all GPUs, and what its links and rates are."""
+    model, ranks = _named(given), gpu_count()
+    if ranks < 2:
+        raise Absent("one GPU: there are no slices to measure")
+    words = ["--model", model, "--device", "cuda", "--dtype", "bfloat16", "--contexts", "8k,32k", "--output", "tables"]
+    told = launch(ranks, "kvr", "search", *words, timeout_s=230)
+    return {"said": told.strip().splitlines()[-1], "folder": "tables/"}

@@ -1,0 +1,171 @@
+"""The runner of `run_all`: steps one after the other, each a process of its own that is ended when its time is up.
+
+A step is a function that raises `Absent` if the machine lacks what it needs, and returns its figures otherwise.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["ok", "failed", "timeout", "absent"]
+Figures = dict[str, Any]
+# Marks the line of a step's output that has its figures.
+MARK = "kvr-gpu-step: "
+TAIL_LINES = 60
+# Before a step's time is up its process shows where it stands; so long that takes at most.
+DUMP_S = 5.0
+
+
+class Absent(Exception):  # noqa: N818 - it is no error
+    """This machine lacks what a step needs; says what."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user said: a model's folder, or none; where files may be written."""
+
+    model: str = ""
+    output: str = "."
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the examination.
+
+    work : or where it is, as ``module:name``: imported by the step's own process.
+    needs_gpu : without a GPU it, and all that follow, are not begun.
+    """
+
+    name: str
+    about: str
+    work: Callable[[Given], Figures] | str
+    timeout_s: float = 120.0
+    needs_gpu: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step."""
+
+    name: str
+    status: Status
+    seconds: float = 0.0
+    figures: Figures = field(default_factory=dict)
+    said: str = ""  # why it is absent, or how it failed: the end of its output, with a stack dump after a timeout
+
+
+def run_inside(step: Step, given: Given) -> None:
+    """Run a step in this process, and print what came of it as one line."""
+    faulthandler.dump_traceback_later(max(1.0, step.timeout_s - DUMP_S), exit=True)
+    try:
+        work = step.work
+        if isinstance(work, str):
+            module, _, name = work.partition(":")
+            work = getattr(importlib.import_module(module), name)
+        found: dict[str, Any] = {"status": "ok", "figures": work(given)}
+    except Absent as why:
+        found = {"status": "absent", "said": str(why)}
+    except BaseException:
+        found = {"status": "failed", "said": traceback.format_exc()[-6000:]}
+    faulthandler.cancel_dump_traceback_later()
+    print(f"\n{MARK}{json.dumps(found)}", flush=True)
+
+
+def run_step(step: Step, command: Sequence[str]) -> Outcome:
+    """Run a step's process, with all it starts, until it ends or its time is up."""
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        told, _ = process.communicate(timeout=step.timeout_s + DUMP_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        told, _ = process.communicate()
+    seconds = time.monotonic() - began
+    lines = told.splitlines()
+    marked = [line for line in lines if line.startswith(MARK)]
+    if marked:
+        return Outcome(step.name, seconds=seconds, **json.loads(marked[-1].removeprefix(MARK)))
+    is_late = "Timeout (" in told or seconds >= step.timeout_s
+    return Outcome(step.name, "timeout" if is_late else "failed", seconds, said="\n".join(lines[-TAIL_LINES:]))
+
+
+def run_command(command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None) -> str:
+    """Run one of our commands within a step, and return what it printed.
+
+    Raises
+    ------
+    RuntimeError
+        If it fails, or does not end: with the end of what it printed.
+    """
+    try:
+        done = subprocess.run(
+            list(command),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+            env={**os.environ, **(environ or {})},
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        told = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        raise RuntimeError(f"{' '.join(command)}: not done after {timeout_s:.0f} s\n{told[-3000:]}") from error
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-3000:]}")
+    return done.stdout
+
+
+def run_all(
+    steps: Sequence[Step], given: Given, script: Path, has_gpu: Callable[[], bool], budget_s: float
+) -> list[Outcome]:
+    """Run the steps in turn; those for which no time is left, or no GPU is there, are said to be absent."""
+    outcomes: list[Outcome] = []
+    began, blind = time.monotonic(), False
+    for step in steps:
+        left_s = budget_s - (time.monotonic() - began)
+        if step.needs_gpu and (blind or not has_gpu()):
+            blind = True
+            outcomes.append(Outcome(step.name, "absent", said="this machine has no GPU that torch can use"))
+        elif left_s < step.timeout_s / 4:
+            outcomes.append(Outcome(step.name, "absent", said=f"no time is left of the {budget_s:.0f} s (--budget)"))
+        else:
+            print(f"{step.name}: {step.about} (at most {step.timeout_s:.0f} s)", flush=True)
+            words = [sys.executable, str(script), "--step", step.name]
+            outcomes.append(run_step(step, [*words, "--model", given.model, "--output", given.output]))
+            print(f"  {outcomes[-1].status} after {outcomes[-1].seconds:.0f} s", flush=True)
+    return outcomes
+
+
+def write_report(outcomes: Sequence[Outcome], about: Mapping[str, Any], folder: Path) -> str:
+    """Write the report as JSON and as a page of text, and return that."""
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {**about, "steps": [asdict(outcome) for outcome in outcomes]}
+    (folder / "gpu-report.json").write_text(json.dumps(whole, indent=1) + "\n")
+    page = "\n".join([*(f"{name}: {value}" for name, value in about.items()), "", *map(_lines_of, outcomes)]) + "\n"
+    (folder / "gpu-report.txt").write_text(page)
+    return page
+
+
+def _lines_of(outcome: Outcome) -> str:
+    said = outcome.said if outcome.status == "absent" else ""
+    lines = [f"{outcome.status:8}{outcome.name:22}{outcome.seconds:6.0f} s  {said}".rstrip()]
+    for name, value in outcome.figures.items():
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        lines += [f"          {name}: {text.splitlines()[0] if text else ''}"[:160]]
+    if outcome.status in ("failed", "timeout"):
+        lines += [f"          {line}"[:160] for line in outcome.said.splitlines()[-8:]]
+    return "\n".join(lines)

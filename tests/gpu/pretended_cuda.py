@@ -1,0 +1,379 @@
+"""GPUs that are not there: tensors that say they are on one, streams, events, and a current GPU for each thread.
+
+What is computed is computed at once, on the CPU. What torch's CUDA sanitizer would have been told on a GPU it is told
+here: every access to a tensor's memory, on which stream, and what waits for what. A tensor's memory is told in pieces
+of `GRAIN` bytes, so that rows of one buffer can be in use by several streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.cuda import _sanitizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from kvr_mpi.model import LoadedModel
+
+GRAIN = 64
+# Of more only the first and last piece is told: what is timed or tried, not what a tiny model computes with.
+MANY_BYTES = 1 << 16
+CPU = torch.device("cpu")
+# A GPU may be given the place of a value, or of indices, in host memory.
+TAKES_HOST = ("aten::copy_", "aten::index", "aten::_to_copy")
+
+
+def grains(real: torch.Tensor) -> set[int]:
+    """The pieces of memory between a tensor's first and last element."""
+    if not real.numel():
+        return set()
+    last = sum((size - 1) * stride for size, stride in zip(real.shape, real.stride(), strict=True))
+    start = real.data_ptr()
+    stop = (start + (last + 1) * real.itemsize - 1) // GRAIN + 1
+    return {start // GRAIN, stop - 1} if real.nbytes > MANY_BYTES else set(range(start // GRAIN, stop))
+
+
+class GpuTensor(torch.Tensor):
+    """A tensor on a pretended GPU: `on_cpu` has its elements, `place` says which GPU."""
+
+    on_cpu: torch.Tensor
+    place: torch.device
+    gpus: PretendedCuda
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, real: torch.Tensor, device: torch.device, gpus: PretendedCuda) -> GpuTensor:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            real.size(),
+            strides=real.stride(),
+            storage_offset=real.storage_offset(),
+            dtype=real.dtype,
+            device=CPU,  # to torch's own code, which asks a GPU's driver otherwise
+        )
+        made.on_cpu, made.place, made.gpus = real, device, gpus
+        gpus.kept.append(real)  # memory that is never given back is never taken for another tensor's
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GpuTensor))
+        return first.gpus.launch(func, first.device, args, kwargs or {})
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.place
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TypeError(f"can't convert {self.place} device type tensor to numpy")
+
+    def tolist(self) -> Any:
+        self.gpus.handle(self.device, "stream_synchronization", self.gpus.current_stream(self.device).id)
+        return self.on_cpu.tolist()
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        return self.on_cpu.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if self.gpus.current_device() != self.device.index:
+            raise BufferError("Can't export tensors on a different CUDA device index.")
+        return self.on_cpu.__dlpack__(**options)
+
+
+class Stream:
+    """A stream of one GPU."""
+
+    def __init__(self, gpus: PretendedCuda, device: torch.device) -> None:
+        self.gpus, self.device, self.id = gpus, device, next(gpus.ids)
+        self.cuda_stream = self.id
+        self.is_nccl = False
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def wait_stream(self, other: Stream) -> None:
+        assert not other.is_nccl, "waits for NCCL's own stream, which waits for other ranks"
+        self.wait_event(other.record_event())
+
+    def record_event(self) -> Event:
+        event = Event(self.gpus)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        assert not self.is_nccl, "waits for NCCL's own stream, which waits for other ranks"
+        self.gpus.handle(self.device, "stream_synchronization", self.id)
+
+
+class Event:
+    """A mark in a stream; passed at once, since what is computed is computed at once."""
+
+    def __init__(self, gpus: PretendedCuda, enable_timing: bool = False) -> None:
+        self.gpus, self.id, self.has_time = gpus, next(gpus.ids), enable_timing
+        self.device: torch.device | None = None
+        self.at_s = 0.0
+        self.number = 0  # of the events of its device with time, in the order they were recorded
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.gpus.current_stream()
+        if self.device not in (None, stream.device):
+            raise RuntimeError(f"an event of {self.device} is recorded on a stream of {stream.device}")
+        self.device, self.at_s = stream.device, time.perf_counter()
+        if self.has_time:
+            self.number = next(self.gpus.timed[stream.device])
+        self.gpus.handle(stream.device, "event_record", self.id, stream.id)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        stream = stream or self.gpus.current_stream()
+        assert self.device is not None, "waits for an event that nobody has recorded"
+        self.gpus.handle(self.device, "event_wait", self.id, stream.id)
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        if self.device is not None:
+            self.gpus.handle(self.device, "event_synchronization", self.id)
+
+    def elapsed_time(self, later: Event) -> float:
+        assert self.has_time and later.has_time, "an event without time is asked for it"
+        return 1e3 * (later.at_s - self.at_s)
+
+
+class _NoStack(list[Any]):
+    """In the place of where an access came from, which takes the sanitizer longer than all else."""
+
+    def format(self) -> list[str]:
+        return []
+
+
+@dataclass
+class _ThreadState:
+    device: int = 0
+    streams: dict[int, Stream] | None = None
+    makes_tensors: bool = False
+
+
+class PretendedCuda:
+    """All GPUs of the process, and what is wrong with how they are used (`faults`).
+
+    ``watches``: tell the sanitizer every access, which takes longer than all else.
+    """
+
+    def __init__(self) -> None:
+        self.ids = itertools.count(1)
+        self.kept: list[torch.Tensor] = []
+        self.untold: set[int] = set()  # grains of weights: they do not change
+        self.faults: list[str] = []
+        self.watches = True
+        self.handlers: dict[torch.device, Any] = defaultdict(_sanitizer.EventHandler)
+        self.timed: dict[torch.device, Iterator[int]] = defaultdict(itertools.count)
+        self.syncs_of_devices: list[torch.device] = []
+        self._lock, self._local = threading.RLock(), threading.local()
+        self._defaults: dict[int, Stream] = {}
+
+    # -- what torch.cuda offers, by thread
+
+    @property
+    def _state(self) -> _ThreadState:
+        if not hasattr(self._local, "state"):
+            self._local.state = _ThreadState(streams={})
+        return self._local.state  # type: ignore[no-any-return]
+
+    def current_device(self) -> int:
+        return self._state.device
+
+    def set_device(self, device: Any) -> None:
+        self._state.device = self._index(device)
+        if threading.current_thread() is not threading.main_thread() and not self._state.makes_tensors:
+            self._state.makes_tensors = True
+            OnDevices(self).__enter__()  # for the rest of the thread
+
+    def current_stream(self, device: Any = None) -> Stream:
+        index = self.current_device() if device is None else self._index(device)
+        assert self._state.streams is not None
+        with self._lock:
+            if index not in self._defaults:
+                self._defaults[index] = Stream(self, torch.device("cuda", index))
+        return self._state.streams.get(index, self._defaults[index])
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        """As torch's: the end restores the stream, and the GPU, that this thread had before."""
+        if stream is None:
+            yield
+            return
+        state, index = self._state, stream.device.index
+        assert state.streams is not None
+        device, before = state.device, self.current_stream(stream.device)
+        state.device, state.streams[index] = index, stream
+        yield
+        state.device, state.streams[index] = device, before
+
+    def synchronize(self, device: Any = None) -> None:
+        index = self.current_device() if device is None else self._index(device)
+        self.syncs_of_devices.append(torch.device("cuda", index))
+
+    # -- tensors
+
+    def put(self, real: torch.Tensor, device: torch.device) -> GpuTensor:
+        return GpuTensor(real, device, self)
+
+    @torch.inference_mode()
+    def move(self, loaded: LoadedModel, device: torch.device) -> LoadedModel:
+        """Give a model a copy of its weights on a GPU."""
+        model = copy.deepcopy(loaded.model)
+        for module in model.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    self.untold |= grains(weight.data)
+                    module._parameters[name] = torch.nn.Parameter(self.put(weight.data, device), requires_grad=False)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = self.put(buffer, device)
+        return replace(loaded, model=model, device=device)
+
+    def launch(self, func: Any, device: torch.device, args: Any, kwargs: Any) -> Any:
+        """Run an operation on the GPU of its tensors, on the stream that is current there."""
+        target = self._target(device, args, kwargs)
+        self._check_devices(func, device, args, kwargs)
+        known = {id(leaf.on_cpu): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GpuTensor)}
+        given = tree_map_only(GpuTensor, lambda each: each.on_cpu, (args, kwargs))
+        given = tree_map_only(torch.device, lambda each: CPU, given)
+        given[1].pop("pin_memory", None)
+        found = func(*given[0], **given[1])
+        if self.watches:
+            self._tell(func, device, args, kwargs, found)
+        is_copy = target.type == "cpu" and not func._schema.name.endswith("copy_")
+        if is_copy or not isinstance(found, (torch.Tensor, tuple, list)):
+            self.handle(device, "stream_synchronization", self.current_stream(device).id)  # the host has it
+        if is_copy:
+            return found
+        return tree_map_only(
+            torch.Tensor, lambda each: known[id(each)] if id(each) in known else self.put(each, target), found
+        )
+
+    def access(self, stream: Stream, reads: set[int], writes: set[int], what: str) -> None:
+        """Tell the sanitizer that a kernel on a stream reads and writes these grains."""
+        if not self.watches:
+            return
+        with self._lock:
+            errors = self.handlers[stream.device]._handle_kernel_launch(
+                stream.id, reads - writes - self.untold, writes - self.untold, set(), what, defaultdict(list)
+            )
+        self.faults += [f"{what} on stream {stream.id}: {error}" for error in errors[:1]]
+
+    def handle(self, device: torch.device, what: str, *ids: int) -> None:
+        """Tell the sanitizer of an event or a stream."""
+        with self._lock:
+            getattr(self.handlers[device], f"_handle_{what}")(*ids)
+
+    def _tell(self, func: Any, device: torch.device, args: Any, kwargs: Any, found: Any) -> None:
+        reads: set[int] = set()
+        writes: set[int] = set()
+        for argument, value in _sanitizer.zip_arguments(func._schema, args, kwargs):
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
+            is_view = argument.alias_info is not None and not is_write
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, GpuTensor) and not is_view:
+                    (writes if is_write else reads).update(grains(leaf.on_cpu))
+        if all(each.alias_info is None for each in func._schema.returns):
+            for leaf in tree_leaves(found):
+                if isinstance(leaf, torch.Tensor):
+                    writes |= grains(leaf)
+        if reads or writes:
+            self.access(self.current_stream(device), reads, writes, func._schema.name)
+
+    def _target(self, device: torch.device, args: Any, kwargs: Any) -> torch.device:
+        named = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.device)]
+        return named[0] if named else device
+
+    def _check_devices(self, func: Any, device: torch.device, args: Any, kwargs: Any) -> None:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.device != device and leaf.dim():
+                if leaf.device.type == "cpu" and func._schema.name.startswith(TAKES_HOST):
+                    continue
+                if func._schema.name == "aten::copy_":
+                    continue
+                raise RuntimeError(
+                    f"{func._schema.name}: expected all tensors on one device, found {device}, {leaf.device}"
+                )
+
+    def _index(self, device: Any) -> int:
+        if isinstance(device, int):
+            return device
+        index = torch.device(device).index
+        return self.current_device() if index is None else index
+
+
+class OnDevices(TorchFunctionMode):
+    """Makes tensors on pretended GPUs where the program says ``device=``, in threads that said which is theirs."""
+
+    def __init__(self, gpus: PretendedCuda) -> None:
+        super().__init__()
+        self.gpus = gpus
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)  # needs a driver
+        if func is torch.Tensor.to:
+            named = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, (torch.device, str))]
+            if named and torch.device(named[0]).type == "cuda":
+                kinds = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.dtype)]
+                return self._to(args[0], torch.device(named[0]), kinds)
+        elif kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            device = self._full(torch.device(kwargs.pop("device")))
+            made = func(*args, **kwargs, device="cpu")
+            if func is not torch.empty:
+                self.gpus.access(self.gpus.current_stream(device), set(), grains(made), func.__name__)
+            return self.gpus.put(made, device)
+        return func(*args, **kwargs)
+
+    def _to(self, tensor: torch.Tensor, device: torch.device, kinds: list[torch.dtype]) -> torch.Tensor:
+        typed = tensor.to(*kinds) if kinds else tensor
+        if isinstance(typed, GpuTensor) and typed.device == self._full(device):
+            return typed
+        real = typed.on_cpu if isinstance(typed, GpuTensor) else typed
+        return self.gpus.put(real.clone(), self._full(device))
+
+    def _full(self, device: torch.device) -> torch.device:
+        return torch.device("cuda", self.gpus._index(device))
+
+
+def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
+    """Eight pretended GPUs, in the place of torch.cuda."""
+    gpus = PretendedCuda()
+    quick = SimpleNamespace(extract=lambda *given, **options: _NoStack())
+    monkeypatch.setattr(_sanitizer, "traceback", SimpleNamespace(StackSummary=quick, walk_stack=lambda frame: None))
+    for name in ("current_device", "set_device", "current_stream", "stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(gpus, name))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(gpus, torch.device(device)))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: Event(gpus, **options))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 33, 1 << 34))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a pretended GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{gpus._index(device)}")
+    )
+    return gpus

@@ -1,0 +1,218 @@
+"""The way over NCCL, with torchdist's own code, on a group that hangs where NCCL would. No GPU has run any of this."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from chains import greedy, single
+from fake_nccl import MULTIPROCESSORS, Network, installed, run_on_gpus
+from models import prompt, tiny
+from pretended_cuda import CPU, PretendedCuda
+
+from kvr_mpi.errors import TransportError
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_ring, prefill_tsp, run_next
+from kvr_mpi.transport.choose import warm_up
+from kvr_mpi.transport.forwarder import Forwarder
+from kvr_mpi.transport.torchdist import MAX_BLOCKS, TorchDistTransport
+from kvr_mpi.tuning.measure import _measure_links, observe
+
+NEW_TOKENS = 2
+
+
+def on_gpus(gpus: PretendedCuda, loaded: LoadedModel, size: int) -> list[LoadedModel]:
+    """The model of each rank, on its GPU."""
+    prepare_model(loaded.model, chain=True)
+    return [gpus.move(loaded, torch.device("cuda", rank)) for rank in range(size)]
+
+
+def gpu_of(ranks: TorchDistTransport) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@torch.inference_mode()
+def greedy_there(loaded: LoadedModel, prefill: Prefill) -> list[int]:
+    tokens: list[int] = []
+    logits = prefill.logits
+    for _ in range(NEW_TOKENS):
+        assert logits is not None
+        tokens.append(int(logits.argmax()))
+        logits = run_next(loaded.model, prefill, torch.tensor([[tokens[-1]]], device=loaded.device))
+    return tokens
+
+
+def prompts_on(chain: TorchDistTransport, loaded: LoadedModel, ids: list[int]) -> list[list[int]]:
+    """Prompts that end at each rank in turn, one after the other without a barrier, and then every rival."""
+    warm_up(chain, loaded.device, every_pair=True)
+    forwarder = Forwarder(chain, device=loaded.device)
+    found = []
+    cut = Partition.even(len(ids), chain.size)
+    for last in range(chain.size):
+        options: Any = {"reserve_tokens": NEW_TOKENS, "last": last, "forwarder": forwarder}
+        found.append(prefill_kvr(loaded, ids, cut, chain, **options))
+    options = {"reserve_tokens": NEW_TOKENS, "forwarder": forwarder}
+    found.append(prefill_ring(loaded, ids, chain, **options))
+    found += [prefill_tsp(loaded, ids, chain, dense=dense, **options) for dense in (True, False)]
+    forwarder.close()
+    return [greedy_there(loaded, each) for each in found if each.logits is not None]
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(8, marks=pytest.mark.long)])
+def test_every_strategy_over_nccl(size: int, gpus: PretendedCuda, network: Network) -> None:
+    loaded, ids = tiny("llama-gqa"), prompt(48)
+    truth = greedy(loaded.model, single(loaded, ids), NEW_TOKENS)
+    models = on_gpus(gpus, loaded, size)
+    ranks = run_on_gpus(size, network, lambda chain: prompts_on(chain, models[chain.rank], ids))
+    found = [tokens for rank in ranks for tokens in rank]
+    assert found == [truth] * (size + 3)
+    assert gpus.faults == [] and gpus.syncs_of_devices == []
+    assert max(network.most_held.values()) <= MULTIPROCESSORS // 2
+    gc.collect()
+    assert [group.ended for group in network.groups] == ["shut down"] * (2 * size)
+
+
+def test_chains_of_a_planned_job_share_the_links(gpus: PretendedCuda, network: Network) -> None:
+    """Chains of all ranks, and then of half of them, over the connections that are there."""
+    loaded, ids = tiny("llama-gqa"), prompt(40)
+    truth = greedy(loaded.model, single(loaded, ids), NEW_TOKENS)
+    models = on_gpus(gpus, loaded, 4)
+
+    def work(ranks: TorchDistTransport) -> list[list[int]]:
+        mine, found = models[ranks.rank], []
+        warm_up(ranks, mine.device)
+        for chain in (ranks, ranks.split(ranks.rank // 2), ranks.split(ranks.rank)):
+            warm_up(chain, mine.device)
+            last = chain.size - 1
+            prefill = prefill_kvr(mine, ids, Partition.even(40, chain.size), chain, last=last, reserve_tokens=2)
+            found += [greedy_there(mine, prefill)] if prefill.logits is not None else []
+        return found
+
+    found = [tokens for rank in run_on_gpus(4, network, work) for tokens in rank]
+    assert found == [truth] * 7 and gpus.faults == []
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_links_are_measured(size: int, gpus: PretendedCuda, network: Network) -> None:
+    loaded, gpus.watches = tiny("llama-gqa"), False
+
+    def work(ranks: TorchDistTransport) -> tuple[float, float]:
+        mine = replace(loaded, device=gpu_of(ranks))
+        warm_up(ranks, mine.device)
+        return _measure_links(mine, ranks)
+
+    for latency_s, bytes_per_s in run_on_gpus(size, network, work):
+        assert latency_s >= 0 and bytes_per_s > 0
+
+
+def test_a_prompt_is_observed(gpus: PretendedCuda, network: Network) -> None:
+    models = on_gpus(gpus, tiny("llama-gqa"), 3)
+
+    def work(ranks: TorchDistTransport) -> tuple[float, ...]:
+        warm_up(ranks, models[ranks.rank].device)
+        return observe(models[ranks.rank], ranks, Partition((0, 30, 50, 60))).busy_s
+
+    assert all(busy > 0 for busy in run_on_gpus(3, network, work)[0])
+
+
+def test_the_stand_in_refuses_host_memory(gpus: PretendedCuda, network: Network) -> None:
+    """As it was when links were measured with words in host memory."""
+    loaded = replace(tiny("llama-gqa"), device=CPU)
+
+    def work(ranks: TorchDistTransport) -> None:
+        warm_up(ranks, gpu_of(ranks))
+        _measure_links(loaded, ranks)
+
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        run_on_gpus(2, network, work)
+
+
+def test_the_stand_in_hangs_where_nothing_was_warmed_up(gpus: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = installed(monkeypatch, Network(gpus, timeout_s=0.5))
+    loaded = tiny("llama-gqa")
+    with pytest.raises(TimeoutError, match="nobody makes"):
+        run_on_gpus(2, network, lambda ranks: _measure_links(replace(loaded, device=gpu_of(ranks)), ranks))
+
+
+def test_a_failed_transfer_is_not_taken_for_one_that_has_ended(gpus: PretendedCuda, network: Network) -> None:
+    """Here of another length: a receive gets what was sent first, whatever its tag. Only an exception says so."""
+
+    def work(ranks: TorchDistTransport) -> None:
+        warm_up(ranks, gpu_of(ranks))
+        data = [torch.zeros(size, dtype=torch.uint8, device=gpu_of(ranks)) for size in (3, 5)]
+        if ranks.rank == 0:
+            requests = [ranks.isend(each, 1, tag) for tag, each in enumerate(data)]
+        else:
+            requests = [ranks.irecv(data[tag], 0, tag) for tag in (1, 0)]
+        for request in requests:
+            request.wait()
+
+    with pytest.raises(TransportError, match="NCCL: 3 bytes are sent and 5 received; the rank at the other end"):
+        run_on_gpus(2, network, work)
+
+
+@pytest.mark.parametrize("heeds_limit", [True, False])
+def test_an_all_gather_leaves_the_computation_its_room(
+    heeds_limit: bool, gpus: PretendedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the limit that torchdist sets, eight ranks' transfers take all but four of a GPU's multiprocessors."""
+    network, gpus.watches = installed(monkeypatch, Network(gpus, heeds_limit=heeds_limit)), False
+    models = on_gpus(gpus, tiny("llama-gqa"), 8)
+
+    def work(chain: TorchDistTransport) -> None:
+        warm_up(chain, models[chain.rank].device, every_pair=True)
+        network.most_held.clear()
+        chain.barrier()
+        prefill_tsp(models[chain.rank], prompt(32), chain, dense=False)
+
+    run_on_gpus(8, network, work)
+    most = max(network.most_held.values())
+    assert (most <= 14 * MAX_BLOCKS < MULTIPROCESSORS // 2) if heeds_limit else most > 7 * 16 - 1
+    for group in network.groups:
+        assert group.options.is_high_priority_stream and group.options._timeout.days == 7
+
+
+@pytest.mark.parametrize("ahead", [None, 2])
+def test_receives_are_posted_when_their_layer_begins(
+    ahead: int | None, gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one layer at a time; two layers ahead two wait before anything is computed, and a kernel with them."""
+    if ahead is not None:
+        monkeypatch.setattr(TorchDistTransport, "layers_ahead", ahead)
+    models, begun = on_gpus(gpus, tiny("llama-gqa"), 2), threading.Event()
+    models[1].model.model.layers[0].register_forward_pre_hook(lambda *given: begun.set())
+
+    def work(chain: TorchDistTransport) -> None:
+        warm_up(chain, models[chain.rank].device)
+        assert chain.rank or begun.wait(20), "rank 1 begins without rank 0"
+        prefill_kvr(models[chain.rank], prompt(20), Partition((0, 12, 20)), chain)
+
+    run_on_gpus(2, network, work)
+    assert (network.longest_queue[1] == 1) if ahead is None else (network.longest_queue[1] >= 2)
+
+
+def test_groups_are_aborted_with_transfers_under_way(gpus: PretendedCuda, network: Network) -> None:
+    """A peer that failed never comes: to wait for it in the end is to hang."""
+
+    def work(ranks: TorchDistTransport) -> None:
+        warm_up(ranks, gpu_of(ranks))
+        data = torch.zeros(4, dtype=torch.uint8, device=gpu_of(ranks))
+        if ranks.rank == 1:
+            raise TransportError("this rank fails")
+        try:
+            ranks.irecv(data, 1, 0)
+            ranks.barrier()
+        finally:
+            ranks.close()
+
+    with pytest.raises(TransportError, match="this rank fails"):
+        run_on_gpus(2, network, work)
+    gc.collect()
+    assert [group.ended for group in network.groups if group.rank == 0] == ["aborted"] * 2
+    assert [group.ended for group in network.groups if group.rank == 1] == ["shut down"] * 2

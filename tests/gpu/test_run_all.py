@@ -1,0 +1,74 @@
+"""What `make test-gpu` does where there is no GPU, and what becomes of steps that hang or fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_steps import MARK, Given, Outcome, Step, run_all, run_step, write_report
+
+SCRIPT = Path(__file__).parent / "run_all.py"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_stops_before_the_first_step_that_needs_one(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, SCRIPT, "--output", tmp_path], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 77, run.stdout + run.stderr
+    assert "No GPU here: stopped before the first step that needs one (attention); exit code 77." in run.stdout
+    report = json.loads((tmp_path / "gpu-report.json").read_text())
+    first, *others = report["steps"]
+    assert (first["name"], first["status"]) == ("machine", "ok") and first["figures"]["gpus"] == 0
+    assert first["figures"]["torch"] == torch.__version__.partition("+")[0] or first["figures"]["torch"]
+    assert len(others) >= 12 and {each["status"] for each in others} == {"absent"}
+    assert (tmp_path / "gpu-report.txt").read_text() in run.stdout
+
+
+def _outcome(tmp_path: Path, code: str, timeout_s: float = 60.0) -> Outcome:
+    program = tmp_path / "step.py"
+    program.write_text(f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\nfrom gpu_steps import *\n{code}\n")
+    return run_step(Step("it", "", lambda given: {}, timeout_s), [sys.executable, str(program)])
+
+
+def test_a_step_that_hangs_is_ended_and_shows_where_it_stood(tmp_path: Path) -> None:
+    code = (
+        "import time\ndef stands_still(given): time.sleep(600)\nrun_inside(Step('it', '', stands_still, 6.0), Given())"
+    )
+    outcome = _outcome(tmp_path, code, 6.0)
+    assert outcome.status == "timeout" and "in stands_still" in outcome.said
+
+
+def test_a_step_that_hangs_beyond_python_is_killed(tmp_path: Path) -> None:
+    outcome = _outcome(tmp_path, "import signal, time\nprint('begun', flush=True)\ntime.sleep(600)", 1.0)
+    assert (outcome.status, outcome.said) == ("timeout", "begun")
+
+
+@pytest.mark.parametrize(
+    ("work", "status", "said"),
+    [
+        ("return {'ms': 1.5}", "ok", ""),
+        ("raise Absent('one GPU')", "absent", "one GPU"),
+        ("assert 1 == 2, 'worse than allowed'", "failed", "worse than allowed"),
+        ("import os; os._exit(3)", "failed", ""),
+    ],
+)
+def test_what_a_step_tells(tmp_path: Path, work: str, status: str, said: str) -> None:
+    outcome = _outcome(tmp_path, f"def work(given):\n    {work}\nrun_inside(Step('it', '', work), Given())")
+    assert outcome.status == status and said in outcome.said
+    assert outcome.figures == ({"ms": 1.5} if status == "ok" else {})
+
+
+def test_no_step_begins_when_the_time_is_up(tmp_path: Path) -> None:
+    (outcome,) = run_all([Step("late", "", lambda given: {}, 100.0)], Given(), SCRIPT, lambda: True, 0.0)
+    assert outcome.status == "absent" and "no time is left" in outcome.said
+
+
+def test_the_page_says_what_failed(tmp_path: Path) -> None:
+    page = write_report([Outcome("nccl", "failed", 2.0, said="one\nranks 0 and 1 differ")], {"date": "today"}, tmp_path)
+    assert "date: today" in page and "failed  nccl" in page and "ranks 0 and 1 differ" in page
+    assert MARK not in page
