@@ -21,7 +21,7 @@ extras  := gguf,parquet,plots,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 stamp   := $(VENV)/.installed-$(MPI)
 in_venv := . $(VENV)/bin/activate &&
 
-.PHONY: help install demo test test-all test-long verify-architectures test-slurm test-faults test-fuzz bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts check clean
+.PHONY: help install demo test test-all test-long verify-architectures test-slurm test-faults test-fuzz bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts bench-trace check clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
@@ -42,6 +42,7 @@ help:
 	@echo "make bench-compress  what compressed keys and values cost in quality, beside the full cache"
 	@echo "make bench-gather  the shares of an array put into one file, verified, against copying their bytes"
 	@echo "make bench-prompts  three prompts about a document against one"
+	@echo "make bench-trace  what recording a trace costs, in pairs"
 	@echo "make bench-planner  search slices, sweep around them, forecast lengths between: an hour on a quiet machine"
 	@echo "make clean     remove the environment and all results"
 
@@ -92,6 +93,9 @@ bench-network: $(stamp)
 
 bench-handoff: $(stamp)
 	$(in_venv) mpirun -n 2 python tests/programs/bench_handoff.py $(ARGS)
+
+bench-trace: $(stamp)
+	$(in_venv) mpirun -n $(RANKS) python tests/programs/bench_trace.py $(ARGS)
 
 bench-decode: $(stamp)
 	$(in_venv) taskset -c 0 python tests/programs/bench_decode.py $(ARGS)

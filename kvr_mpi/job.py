@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.prefill.registry import JOB_STRATEGIES
+from kvr_mpi.report.settings import ReportSettings
 from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.transport.choose import Name
 
@@ -229,6 +230,7 @@ class JobSpec(Section):
     compress: CompressSettings | None = None
     parallel: ParallelSection = ParallelSection()
     output: OutputSettings
+    report: ReportSettings = ReportSettings()
 
     @property
     def is_spread(self) -> bool:

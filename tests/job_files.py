@@ -27,6 +27,7 @@ SECTIONS = (
     "compress",
     "parallel",
     "output",
+    "report",
 )
 
 

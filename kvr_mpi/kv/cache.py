@@ -98,6 +98,7 @@ class SliceCache(Cache):
         self.in_parts, self.first_position = loaded.attends_in_parts, shape.first_position
         self.tail = contextlib.ExitStack()  # what is entered after the last attention, until the model returns
         self.layer_times_s: list[float] = []  # when each layer's keys were made, excluding wait time
+        self.layer_begins_s: list[float] = []  # and including it
         self.prefilling = True
         self.current: SliceLayer | None = None
         self._held: list[Any] = []
@@ -161,7 +162,9 @@ class SliceCache(Cache):
         if layer_idx <= self._begun:
             return
         waits_s = 0.0 if self.transfers is None else self.transfers.wait_s + self.transfers.send_wait_s
-        self.layer_times_s += [time.perf_counter() - waits_s] * (layer_idx - self._begun)
+        now_s = time.perf_counter()
+        self.layer_times_s += [now_s - waits_s] * (layer_idx - self._begun)
+        self.layer_begins_s += [now_s] * (layer_idx - self._begun)
         through = self.layers[max(self._begun, 0) : layer_idx]
         self._begun = layer_idx
         self._leave(through)

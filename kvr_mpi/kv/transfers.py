@@ -37,12 +37,23 @@ class PromptTransfers:
         self.send_wait_s = 0.0  # for the link to take what is sent
         self.sent_bytes = 0  # what is passed on included
         self._turn = 0
+        self._recorder = forwarder.recorder
 
     def begin(self) -> None:
         """Begin, when no more than one earlier prompt is under way on this rank."""
         began = time.perf_counter()
         self._turn = self.forwarder.begin()
-        self.send_wait_s += time.perf_counter() - began
+        self.count_send_wait(began, -1)
+
+    def count_wait(self, began_s: float, layer_idx: int, source: int) -> None:
+        """Count what this rank has waited since `began_s` for what came from a rank of the chain."""
+        self.wait_s += time.perf_counter() - began_s
+        self._recorder.note("wait", began_s, layer=layer_idx, peer=source)
+
+    def count_send_wait(self, began_s: float, layer_idx: int) -> None:
+        """Count what this rank has waited since `began_s` for the link to take what it sends."""
+        self.send_wait_s += time.perf_counter() - began_s
+        self._recorder.note("send wait", began_s, layer=layer_idx)
 
     def rank_of(self, place: int) -> int:
         """Tell which rank of the chain has the slice at this place."""
@@ -88,7 +99,9 @@ class LayerTransfers:
         if not self._is_new("send", dest, segment):
             return
         prompt, rows = self.prompt, self._rows(bounds)
-        transfer = prompt.forwarder.send(rows, prompt.rank_of(dest), prompt.tag(self.layer_idx, segment))
+        transfer = prompt.forwarder.send(
+            rows, prompt.rank_of(dest), prompt.tag(self.layer_idx, segment), layer=self.layer_idx
+        )
         self._asked.add(("send", dest, segment))
         prompt.sent_bytes += rows.nbytes
         self._transfers.append(transfer)
@@ -110,7 +123,7 @@ class LayerTransfers:
         skipped = 0 if forward_from is None else forward_from - bounds[0]
         if self._slots:
             skipped *= self._elements
-        transfer = prompt.forwarder.receive(rows, prompt.rank_of(source), tag, onward, skipped)
+        transfer = prompt.forwarder.receive(rows, prompt.rank_of(source), tag, onward, skipped, layer=self.layer_idx)
         self._asked.add(("receive", source, segment))
         prompt.sent_bytes += 0 if onward is None else rows[skipped:].nbytes
         self._arriving[segment] = transfer, bounds
@@ -130,7 +143,7 @@ class LayerTransfers:
         self._asked.add(("send", dest, -1))
         prompt.sent_bytes += states.nbytes
         tag = prompt.state_tag(self.layer_idx, place)
-        self._state_transfers.append(prompt.forwarder.send(states, prompt.rank_of(dest), tag))
+        self._state_transfers.append(prompt.forwarder.send(states, prompt.rank_of(dest), tag, layer=self.layer_idx))
 
     def receive_states(self, states: torch.Tensor, source: int) -> None:
         """Post the receive of the states (bytes,) of the rank before."""
@@ -139,22 +152,23 @@ class LayerTransfers:
         prompt = self.prompt
         tag = prompt.state_tag(self.layer_idx, source)
         self._asked.add(("receive", source, -1))
-        self._states = prompt.forwarder.receive(states, prompt.rank_of(source), tag)
+        self._states = prompt.forwarder.receive(states, prompt.rank_of(source), tag, layer=self.layer_idx)
         self._state_transfers.append(self._states)
 
     def wait_for_states(self) -> None:
         """Return when the states of the rank before are here; the time is counted."""
-        if self._states is not None:
+        if (states := self._states) is not None:
             began = time.perf_counter()
-            self.prompt.forwarder.wait(self._states)
-            self.prompt.wait_s += time.perf_counter() - began
+            self.prompt.forwarder.wait(states)
+            self.prompt.count_wait(began, self.layer_idx, states.peer)
             self._states = None
 
     def wait_for(self, segment: int) -> None:
         """Return when a segment is here; the time is counted."""
         began = time.perf_counter()
-        self.prompt.forwarder.wait(self._arriving.pop(segment)[0])
-        self.prompt.wait_s += time.perf_counter() - began
+        transfer, _ = self._arriving.pop(segment)
+        self.prompt.forwarder.wait(transfer)
+        self.prompt.count_wait(began, self.layer_idx, transfer.peer)
 
     def collect(self) -> None:
         """Return when all segments are here."""
@@ -182,7 +196,7 @@ class LayerTransfers:
         began = time.perf_counter()
         for transfer in (*self._transfers, *self._state_transfers):
             self.prompt.forwarder.wait_through(transfer)
-        self.prompt.send_wait_s += time.perf_counter() - began
+        self.prompt.count_send_wait(began, self.layer_idx)
 
     def do_without(self, slots: Sequence[torch.Tensor], elements: int) -> None:
         """Have memory for a few segments only: transfers take them in turn, and none has a meaning.

@@ -20,6 +20,7 @@ from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.stopping import SharedStop
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.runtime.waves import Held
+from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport, share_json
 
 
@@ -33,15 +34,16 @@ class Decoder:
     stop : SharedStop
     tally : Tally
         Of this rank.
-    decodes : bool
-        Whether there is anything to decode after the first logits.
+    new_tokens : int
+        Most tokens of an answer, unless a row says otherwise: room in a compressed cache; 0: nothing is decoded after
+        the first logits.
     chain : Transport or None
         The ranks that decode together, because keys and values stay spread over them: all make the same calls, and
         the one with a prompt's last share delivers its answer. None: a rank decodes alone.
     compression : Compression or None
         Which keys and values are kept when a prompt is through.
-    slack : int
-        Room for tokens to be decoded, in a compressed cache.
+    recorder : Recorder, optional
+        Told when answers are decoded, and how many.
     """
 
     def __init__(
@@ -51,13 +53,15 @@ class Decoder:
         stop: SharedStop,
         tally: Tally,
         *,
-        decodes: bool,
+        new_tokens: int,
         chain: Transport | None = None,
         compression: Compression | None = None,
-        slack: int = 0,
+        recorder: Recorder | None = None,
     ) -> None:
-        self._compression, self._slack = compression, slack
-        self._batch, self._sink, self._stop, self._tally, self._decodes = batch, sink, stop, tally, decodes
+        self._recorder = Recorder() if recorder is None else recorder
+        self._compression, self._slack = compression, new_tokens
+        self._batch, self._sink, self._stop, self._tally = batch, sink, stop, tally
+        self._decodes = new_tokens > 0
         self._chain = chain
         self._outcomes: list[tuple[str, PromptOutcome]] = []
 
@@ -93,11 +97,13 @@ class Decoder:
 
     def decode(self, leave: int = 0) -> None:
         """Decode until no more than so many answers are under way, or the time is over."""
-        began = time.monotonic()
+        began, began_s, answers = time.monotonic(), time.perf_counter(), self._batch.running
         while self._batch.running > leave and not self._is_over():
             self._step()
             self._stop.announce()
         self._tally.decode_s += time.monotonic() - began
+        if answers > self._batch.running:
+            self._recorder.note("decode", began_s, prompt=-1, amount=answers)
 
     def take_outcomes(self) -> list[tuple[str, PromptOutcome]]:
         """Return what became of parts of documents since this was asked last, by their requests' keys."""
