@@ -194,11 +194,17 @@ def _print_rows(rows: list[ForecastRow], work: Workload, profile: Hardware, cost
     click.echo(f"links of {costs.link_bytes_per_s / 1e9:g} GB/s, {profile.attention} attention, chain by {relay}")
     click.echo("seconds to the first token; efficiency: of kvr-s, 1 if p ranks are p times as fast as one;")
     click.echo('auto: what a job with parallel.strategy = "auto" takes\n')
-    click.echo("   tokens  ranks " + "".join(f"{name:>11}" for name in NAMES) + "  efficiency  auto  winner")
+    widths = {name: max(8, len(name)) for name in NAMES}
+    auto = max(len("auto"), *(len(row.auto) for row in rows))
+    names = "  ".join(f"{name:>{width}}" for name, width in widths.items())
+    click.echo(f"   tokens  ranks  {names}  efficiency  {'auto':<{auto}}  winner")
     for row in rows:
-        times = "".join(f"{row.ttft_s[name]:11.4g}" if name in row.ttft_s else f"{'-':>11}" for name in NAMES)
+        times = "  ".join(
+            f"{f'{row.ttft_s[name]:.4g}' if name in row.ttft_s else '-':>{width}}" for name, width in widths.items()
+        )
         click.echo(
-            f"{row.context_tokens:>9}  {row.ranks:>5} {times}  {row.efficiency:>10.2f}  {row.auto:<4}  {row.winner}"
+            f"{row.context_tokens:>9}  {row.ranks:>5}  {times}  {row.efficiency:>10.2f}  {row.auto:<{auto}}  "
+            f"{row.winner}"
         )
 
 
