@@ -87,7 +87,7 @@ def draw_timeline(timeline: Timeline) -> Chart:
     drawing.line([(first_token, TOP), (first_token, TOP + LANE * len(lanes))], "text", dashed=True, width=1.2)
     waited = max(lanes, key=lambda lane: lane.waited_s)
     title = (
-        f"{prompt.document}: {prompt.tokens:,} tokens over {len(lanes)} rank(s) took {seconds_text(timeline.seconds)} "
+        f"{prompt.document}: {prompt.tokens:,} tokens over {_ranks(len(lanes))} took {seconds_text(timeline.seconds)} "
         f"to the first token; rank {waited.rank} waited {percent_text(waited.waited_s / timeline.seconds)} of it"
     )
     note = (
@@ -244,12 +244,12 @@ def draw_first_token(records: Sequence[Record]) -> Chart:
     colours = dict(zip(sizes, ("ours", "sent", "other", "held", *["rival"] * len(sizes)), strict=False))
     for one in timed[:: -(-len(timed) // MOST_DOTS)]:
         ranks = max(1, len(one.slices) - 1)
-        told = f"{one.id}: {one.prompt_tokens:,} tokens on {ranks} rank(s), {seconds_text(one.ttft_s)}"
+        told = f"{one.id}: {one.prompt_tokens:,} tokens on {_ranks(ranks)}, {seconds_text(one.ttft_s)}"
         drawing.dot(x(one.prompt_tokens), y(one.ttft_s), colours[ranks], told)
     rate = statistics.median(one.prompt_tokens / one.ttft_s for one in timed)
     middle = statistics.median(one.ttft_s for one in timed)
     title = f"The first token came after {seconds_text(middle)} (the median), at {plain_number(rate)} prompt tokens/s"
-    legend = tuple((colours[size], f"{size} rank(s)") for size in sizes[:5])
+    legend = tuple((colours[size], _ranks(size)) for size in sizes[:5])
     return Chart(name, title, drawing, f"A dot a document, {len(timed)} in all.", legend if len(sizes) > 1 else ())
 
 
@@ -263,7 +263,7 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
     best = max(groups.values(), key=lambda by_ranks: (len(by_ranks), sum(map(len, by_ranks.values()))), default={})
     if len(best) < 2:
         sizes = sorted({ranks for by_ranks in groups.values() for ranks in by_ranks})
-        told = f"all prompts ran on {sizes[0]} rank(s)" if len(sizes) == 1 else "prompts of like length ran on as many"
+        told = f"all prompts ran on {_ranks(sizes[0])}" if len(sizes) == 1 else "prompts of like length ran on as many"
         return _missing(
             name,
             f"Speed-up over ranks: {told}; kvr bench compares, as does a run with parallel.ranks_per_chain = 'auto'.",
@@ -288,7 +288,7 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
     middles = {size: statistics.median(times[size]) for size in ranks}
     drawing.line([(places[size], y(middles[size])) for size in ranks], "ours", width=2.5)
     for size in ranks:
-        drawing.dot(places[size], y(middles[size]), "ours", f"{size} rank(s): {seconds_text(middles[size])}")
+        drawing.dot(places[size], y(middles[size]), "ours", f"{_ranks(size)}: {seconds_text(middles[size])}")
     legend = [("ours", "measured: median, and lowest to highest")]
     if alone_s:
         drawing.line([(places[size], y(alone_s / size)) for size in ranks], "bound", dashed=True)
@@ -355,6 +355,10 @@ def draw_memory(run: TracedRun | None) -> Chart:
         "Resident memory of the process, weights included.",
         (("ours", f"rank {highest}"), *others),
     )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
 
 
 def _unix(record: Record) -> float:

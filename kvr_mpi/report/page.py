@@ -114,14 +114,21 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None,
 
 
 def pack_answers(records: Sequence[Record], room_bytes: int) -> tuple[str, str]:
-    """Pack the documents' table into so many bytes of base64, and say what had to be cut for that."""
+    """Pack the documents' table into so many bytes of base64, and say what had to be cut for that.
+
+    If answers of no length leave room enough for all documents, there are only the first of them.
+    """
     shown = records
-    while True:
-        for chars in ANSWER_CHARS:
-            packed = _pack(shown, chars)
-            if len(packed) <= room_bytes or (not shown and not chars):
-                return packed, _say_cut(records, shown, chars)
+    while shown and len(_pack(shown, 0)) > room_bytes:
         shown = shown[: len(shown) // 2]
+    first, last = 0, len(ANSWER_CHARS) - 1  # the last of them fits
+    while first < last:
+        middle = (first + last) // 2
+        if len(_pack(shown, ANSWER_CHARS[middle])) <= room_bytes:
+            last = middle
+        else:
+            first = middle + 1
+    return _pack(shown, ANSWER_CHARS[first]), _say_cut(records, shown, ANSWER_CHARS[first])
 
 
 def _pack(records: Sequence[Record], chars: int) -> str:
@@ -134,7 +141,7 @@ def _pack(records: Sequence[Record], chars: int) -> str:
         "answer": [_cut(one.error if one.status == "error" else one.answer, chars) for one in records],
     }
     data = json.dumps(columns, separators=(",", ":"), allow_nan=False).encode()
-    return base64.b64encode(gzip.compress(data, compresslevel=9 if len(data) < 1 << 22 else 6, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode()
 
 
 def _cut(text: str, chars: int) -> str:
@@ -184,8 +191,8 @@ def _tiles(facts: RunFacts, records: Sequence[Record]) -> str:
     if facts.left:
         tiles.append((f"{facts.left:,}", "not done yet"))
     if done:
-        tiles.append((f"{sum(one.prompt_tokens for one in done):,}", "prompt tokens"))
-        tiles.append((f"{sum(one.new_tokens for one in done):,}", "new tokens"))
+        tiles.append((_count(sum(one.prompt_tokens for one in done)), "prompt tokens"))
+        tiles.append((_count(sum(one.new_tokens for one in done)), "new tokens"))
         ranks = sorted({max(1, len(one.slices) - 1) for one in done})
         few = " and ".join(map(str, ranks)) if len(ranks) < 3 else f"{ranks[0]} to {ranks[-1]}"
         tiles.append((few, "ranks a prompt"))
@@ -199,6 +206,10 @@ def _tiles(facts: RunFacts, records: Sequence[Record]) -> str:
         + "".join(f"<div class=tile><b>{a}</b><span>{b}</span></div>" for a, b in tiles)
         + "</div>"
     )
+
+
+def _count(count: int) -> str:
+    return f"{count / 1e6:,.1f} million" if count >= 10_000_000 else f"{count:,}"
 
 
 def _failures(records: Sequence[Record]) -> str:

@@ -141,7 +141,7 @@ def test_the_trace_is_drawn_as_it_was(tmp_path: Path) -> None:
     assert "Timeline of a prompt: no trace" in page_of(tmp_path).decode()
     record_run(tmp_path, ["a", "b"])
     page = page_of(tmp_path).decode()
-    assert "a: 900 tokens over 2 rank(s) took 2.5 s to the first token; rank 1 waited 20 % of it" in page
+    assert "a: 900 tokens over 2 ranks took 2.5 s to the first token; rank 1 waited 20 % of it" in page
     assert "Rank 1 waited longest: 1 s, 20 % of its prefill time, most of all in layer 0" in page
     assert "Prompts took 25 % longer than predicted" in page
     assert "layer 0: waited 500 ms for rank 0" in page and "layer 0: send to rank 1, 64 B in 300 ms" in page
@@ -177,10 +177,10 @@ def test_ten_thousand_documents_are_a_small_page() -> None:
     assert len(page) < PAGE_BYTES
     found = packed(page)
     assert found["answer"] == [one.answer for one in records] and "cut to" not in page.decode()
-    data, note = pack_answers(records, 1_000_000)
-    assert len(data) <= 1_000_000 and "answers are cut to" in note and "kvr inspect" in note
-    data, note = pack_answers(records, 20_000)
-    assert len(data) <= 20_000 and "of 10,000 documents" in note
+    data, note = pack_answers(records[:1000], 100_000)
+    assert 50_000 < len(data) <= 100_000 and "answers are cut to" in note and "kvr inspect" in note
+    data, note = pack_answers(records[:1000], 2_000)
+    assert len(data) <= 2_000 and "of 1,000 documents" in note
 
 
 def test_a_small_run_is_there_as_a_whole() -> None:
