@@ -76,6 +76,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     columns = ["title"]
     max_failed = "5%"
     [report]
+    metrics = true
     trace = true
     trace_mib = 8
     [[prompts]]

@@ -118,6 +118,9 @@ def pack_answers(records: Sequence[Record], room_bytes: int) -> tuple[str, str]:
 
     If answers of no length leave room enough for all documents, there are only the first of them.
     """
+    packed = _pack(records, ANSWER_CHARS[0])
+    if len(packed) <= room_bytes:
+        return packed, _say_cut(records, records, ANSWER_CHARS[0])
     shown = records
     while shown and len(_pack(shown, 0)) > room_bytes:
         shown = shown[: len(shown) // 2]

@@ -10,6 +10,10 @@ class ReportSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    metrics: bool = Field(
+        False,
+        description="keep progress.json and metrics.prom (Prometheus' text format) up to date, and write metrics.json",
+    )
     trace: bool = Field(
         False, description="record what every rank does when; written as trace.json, which Perfetto and Chrome open"
     )

@@ -21,6 +21,7 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.model import choose_device
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.report.log import Log
+from kvr_mpi.report.metrics import ProgressFiles, write_metrics
 from kvr_mpi.report.perfetto import describe_trace
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
@@ -105,6 +106,7 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
         about = share_json(world, on_root(world, lambda: check_stored_size(prepared, corpus, todo, folder)))
         log.root(about)
     shares = share_out(prepared, corpus, todo, ranks, log)
+    files = ProgressFiles(folder, log.line) if spec.report.metrics and world.rank == 0 else None
     name, eight_bit = f"{world.rank:04d}", spec.output.kv_dtype == "int8"
     counters = open_counters(world, FIRST_LIST + shares.slots)
     with (
@@ -112,7 +114,7 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
         closing(ShardWriter(folder, name, prepared.header(), eight_bit=eight_bit, recorder=trace.recorder)) as writer,
         _open_parts(prepared, folder, world.rank) as parts,
         Progress(
-            log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0
+            log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0, files=files
         ) as progress,
     ):
         check = None if run is None else run.check
@@ -124,6 +126,9 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     left = len(todo) - counters.read()[Slot.DONE]
     counters.close()
     tallies = [Tally(**one) for one in share_json(world, gather_json(world, asdict(context.tally)))]
+    if spec.report.metrics and world.rank == 0:
+        progress.end(left)
+        write_metrics(folder, [asdict(one) for one in tallies], len(todo) - left, progress.elapsed_s, log.line)
     for line in describe_throughput(tallies, len(todo) - left, progress.elapsed_s, shares.predicted_s):
         log.root(line)
     return int(share_json(world, on_root(world, lambda: _conclude(run, spec, left, stop, log))))

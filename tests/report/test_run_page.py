@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from made_runs import STAMP, take, write
 
+from kvr_mpi.errors import DataError
 from kvr_mpi.report.page import PAGE_BYTES, RunFacts, make_page, pack_answers
 from kvr_mpi.report.run_page import page_of
 from kvr_mpi.report.timeline import read_timelines
@@ -147,6 +148,14 @@ def test_the_trace_is_drawn_as_it_was(tmp_path: Path) -> None:
     assert "layer 0: waited 500 ms for rank 0" in page and "layer 0: send to rank 1, 64 B in 300 ms" in page
     assert "2 ranks are 1.1 times as fast as 1" in page
     assert "not drawn" not in page and "arrived before" not in page
+
+
+def test_of_a_job_that_was_killed_early_there_is_its_trace(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no result file"):
+        page_of(tmp_path)
+    record_run(tmp_path, ["a"])
+    page = page_of(tmp_path).decode()
+    assert "nothing is stored yet" in page and "a: 900 tokens over 2 ranks took 2.5 s" in page
 
 
 def test_clocks_that_were_not_aligned_are_noticed(tmp_path: Path) -> None:
