@@ -49,8 +49,12 @@ class SimulateOptions:
 )
 @click.option("--hardware", metavar="NAME_OR_FILE", help="A profile or a JSON file.  [default: h100-80gb]")
 @click.option("--ranks", default="1,2,4,8", show_default=True, help="Numbers of ranks.")
-@click.option("--contexts", default="8k,32k,128k", show_default=True, help="Prompt lengths in tokens (k, m).")
-@click.option("--link-gigabytes-per-s", type=float, help="Of each link, one direction; default: the profile's.")
+@click.option(
+    "--contexts", default="8k,32k,128k", show_default=True, help="Prompt lengths in tokens; k is 1024, m its square."
+)
+@click.option(
+    "--link-gigabytes-per-s", type=float, help="Bandwidth of each link in one direction; default: the profile's."
+)
 @click.option(
     "--relay",
     type=click.Choice(["cut-through", "store-and-forward"]),
@@ -76,9 +80,19 @@ class SimulateOptions:
     "`paper`: profiles made up for FairKV's Table 2.",
 )
 @click.option(
-    "--copies", type=click.IntRange(min=0), default=4, show_default=True, help="Of heads, a layer (--fairkv)."
+    "--copies",
+    type=click.IntRange(min=0),
+    default=4,
+    show_default=True,
+    help="With --fairkv: copies of heads in each layer.",
 )
-@click.option("--budget", type=click.IntRange(min=1), default=512, show_default=True, help="Of a head (--fairkv).")
+@click.option(
+    "--budget",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="With --fairkv: budget of a head, in tokens.",
+)
 def simulate(**given: Any) -> None:
     """Forecast the time to the first token for any model, hardware, ranks, prompt length and link.
 

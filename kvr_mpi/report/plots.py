@@ -61,7 +61,7 @@ def plot_forecast(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Non
     names = _in_order(name for row in rows for name in row["ttft_s"])
     for name in names:
         mine = [(row["ranks"], row["ttft_s"][name]) for row in rows if name in row["ttft_s"]]
-        _draw_line(axes, *map(list, zip(*mine, strict=True)), name, names)
+        _draw_line(axes, [size for size, _ in mine], [seconds for _, seconds in mine], name, names)
     ranks = [row["ranks"] for row in rows]
     for key, line, name in (("bound_s", "--", "TTFT(p), no communication"), ("star_s", ":", "TTFT*(p), eq. 3")):
         axes.plot(ranks, [row[key] for row in rows], line, color=COLOURS["bound"][0], linewidth=1.2, label=name)
