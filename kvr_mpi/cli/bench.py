@@ -64,8 +64,8 @@ class BenchOptions:
 @click.option(
     "--lend",
     is_flag=True,
-    help="Give tsp and ring what is ours, too: weights laid out for the processor and, except for tsp-dense, a last layer "
-    "that computes only what is read. As published they have neither.",
+    help="Give tsp and ring what is ours, too: weights laid out for the processor and, except for tsp-dense, a last "
+    "layer that computes only what is read. As published they have neither.",
 )
 @click.option(
     "--batch",

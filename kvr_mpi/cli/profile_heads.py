@@ -28,8 +28,8 @@ def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     kvr profile-heads jobs/summarize.toml --set compress.method=ada-snapkv --set compress.budget=512
     kvr simulate --fairkv heads.json --ranks 4,8
 
-    Placement goes by the mean over documents (kvr simulate --fairkv), and so does compress.method = "headkv". It is also
-    printed how alike the documents are: their plain cosines are always near 1, the mean-centred ones tell.
+    Placement goes by the mean over documents (kvr simulate --fairkv), and so does compress.method = "headkv". How alike
+    the documents are is printed, too: their plain cosines are always near 1, the mean-centred ones tell.
     """  # noqa: D301
     from kvr_mpi.cli.environment import is_offline, read_environment
     from kvr_mpi.disk import replacing
