@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.disk import replacing
+from kvr_mpi.store.traces import METRICS_FILE, PROGRESS_FILE, PROMETHEUS_FILE
 
-PROGRESS_FILE, PROMETHEUS_FILE, METRICS_FILE = "progress.json", "metrics.prom", "metrics.json"
 # Least time between two writes.
 EVERY_S = 5.0
 PREFIX = "kvr_"

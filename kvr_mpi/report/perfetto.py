@@ -12,10 +12,9 @@ from typing import Any
 
 from kvr_mpi.disk import replacing
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.traces import RankTrace, read_traces
+from kvr_mpi.store.traces import TRACE_FILE, RankTrace, read_traces
 from kvr_mpi.trace import Kind, Span
 
-TRACE_FILE = "trace.json"
 # On which row of its rank a span is drawn; what may overlap with others of its row gets rows of its own.
 ROWS: dict[Kind, int] = {
     "prefill": 1,

@@ -175,7 +175,7 @@ class Progress:
         half_done = work + max(work, prefilled)
         if not half_done or (work < EVIDENCE_SHARE * self._work and (done < EVIDENCE_DOCUMENTS or not work)):
             return None
-        return self.elapsed_s * (2 * self._work - half_done) / half_done
+        return round(self.elapsed_s * (2 * self._work - half_done) / half_done, 3)
 
     def _times(self, left: str = "") -> str:
         text = f"elapsed {clock_time(self.elapsed_s)}{left}"

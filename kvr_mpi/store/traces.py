@@ -33,6 +33,9 @@ from kvr_mpi.store.ledger import write_all
 from kvr_mpi.trace import Kind, Recorder, Span
 
 TRACES = "trace"
+# What a job tells of itself beside its results: all traces as one, and where it is.
+TRACE_FILE = "trace.json"
+PROGRESS_FILE, PROMETHEUS_FILE, METRICS_FILE = "progress.json", "metrics.prom", "metrics.json"
 FORMAT = "kvr-trace", 1
 FILE_NAME = re.compile(r"(\d{4,})-(\d{4,})\.jsonl")
 # How often what was recorded is written.
@@ -221,7 +224,9 @@ def trace_files(folder: Path) -> list[Path]:
 
 
 def remove_traces(folder: Path) -> None:
-    """Delete a run's traces, and nothing else."""
+    """Delete a run's traces and what its job told of itself, and nothing else."""
+    for name in (TRACE_FILE, PROGRESS_FILE, PROMETHEUS_FILE, METRICS_FILE):
+        (folder / name).unlink(missing_ok=True)
     files = trace_files(folder)
     for path in files:
         path.unlink(missing_ok=True)
