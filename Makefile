@@ -51,6 +51,7 @@ help:
 	@echo "make rivals    other engines for kvr bench --rivals, each in an environment of its own (openvino)"
 	@echo "make bench-chunks  a slice computed in chunks against at once, in pairs"
 	@echo "make bench-extend  a document that grew, from its stored keys and values, against prefilling it again"
+	@echo "make bench-trace  what recording a trace costs, in pairs"
 	@echo "make bench-planner  search slices, sweep around them, forecast lengths between: an hour on a quiet machine"
 	@echo "make clean     remove the environment and all results"
 
@@ -107,6 +108,9 @@ bench-network: $(stamp)
 
 bench-handoff: $(stamp)
 	$(in_venv) mpirun -n 2 python tests/programs/bench_handoff.py $(ARGS)
+
+bench-trace: $(stamp)
+	$(in_venv) mpirun -n $(RANKS) python tests/programs/bench_trace.py $(ARGS)
 
 bench-decode: $(stamp)
 	$(in_venv) taskset -c 0 python tests/programs/bench_decode.py $(ARGS)

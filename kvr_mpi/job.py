@@ -19,6 +19,7 @@ from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.prefill.registry import JOB_STRATEGIES
+from kvr_mpi.report.settings import ReportSettings
 from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.transport.choose import Name
 
@@ -215,6 +216,7 @@ class JobSpec(Section):
     decode: DecodeSettings = DecodeSettings()
     parallel: ParallelSection = ParallelSection()
     output: OutputSettings
+    report: ReportSettings = ReportSettings()
 
     @property
     def is_spread(self) -> bool:

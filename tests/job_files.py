@@ -28,6 +28,7 @@ SECTIONS = (
     "decode",
     "parallel",
     "output",
+    "report",
 )
 
 

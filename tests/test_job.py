@@ -80,6 +80,10 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     kv_dtype = "int8"
     columns = ["title"]
     max_failed = "5%"
+    [report]
+    metrics = true
+    trace = true
+    trace_mib = 8
     [[prompts]]
     name = "p"
     template = "{text} p?"

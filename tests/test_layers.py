@@ -19,6 +19,7 @@ ROOMS = [
     "disk",
     "partition",
     "topology",
+    "trace",
     "model",
     "documents",
     "transport",

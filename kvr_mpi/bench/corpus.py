@@ -31,7 +31,7 @@ from kvr_mpi.runtime.preflight import choose_chain_size
 from kvr_mpi.runtime.rounds import share_out
 from kvr_mpi.runtime.setup import JobSetup, Machine, prepare
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
-from kvr_mpi.runtime.stopping import Stop
+from kvr_mpi.runtime.stopping import SharedStop, Stop
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.topology import Topology
@@ -212,7 +212,8 @@ def _ours(
         counters = open_counters(control, FIRST_LIST + shares.slots)
         quiet = Progress(Log(control.rank), len(numbers), shares.work, silent=True)
         with closing(ShardWriter(folder, f"{control.rank:04d}", prepared.header())) as writer:
-            context = open_context(prepared, open_source(prepared, corpus), counters, writer, quiet, Stop())
+            source, stop = open_source(prepared, corpus), SharedStop(Stop(), counters)
+            context = open_context(prepared, source, counters, writer, quiet, stop)
             work_through(prepared, ranks, shares, context, counters, Log(1).line)
         control.barrier()
         seconds = time.perf_counter() - began

@@ -31,6 +31,7 @@ COMMANDS = {
     "bench": ("kvr_mpi.cli.bench", "bench", "Time the strategies side by side."),
     "verify": ("kvr_mpi.cli.verify", "verify", "Prove that every strategy gives what one process gives."),
     "status": ("kvr_mpi.cli.status", "status", "How far is a run? Done, failed, running, left; also while it runs."),
+    "report": ("kvr_mpi.cli.report", "report", "Write one HTML page of a run: where the time went, and the answers."),
     "merge": ("kvr_mpi.cli.merge", "merge", "Put the shards of a run into one HDF5 file, every checksum verified."),
     "inspect": ("kvr_mpi.cli.inspect", "inspect", "Show what is in a result file, or one document of it."),
     "export": ("kvr_mpi.cli.export", "export", "Write the answers as JSON lines, CSV or Parquet; keys and values too."),

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 @click.argument("runs", type=click.Path(path_type=Path), metavar="RUN...", nargs=-1, required=True)
 @click.option("-q", "--question", "questions", multiple=True, help="What to ask of each document; may be repeated.")
 @click.option("--questions", "file", help="A file of questions: one a line, or .jsonl with id and question.")
-@click.option("--doc", "documents", multiple=True, metavar="ID", help="Ask this document; may be repeated.  [all]")
+@click.option(
+    "--doc", "documents", multiple=True, metavar="ID", help="Ask about this document; may be repeated.  [default: all]"
+)
 @click.option("-o", "--output", help="Folder for the answers.  [default: RUN-answers]")
 @click.option("--model", help="The model that made the keys and values, if it is elsewhere now.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Most tokens of an answer.  [default: 128]")

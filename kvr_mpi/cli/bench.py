@@ -136,8 +136,8 @@ class BenchOptions:
 @click.option(
     "--lend",
     is_flag=True,
-    help="Let tsp and ring have what is ours: weights laid out for the processor, and (but tsp-dense) nobody computes "
-    "what is not read of the last layer. As published they have neither.",
+    help="Give tsp and ring what is ours, too: weights laid out for the processor and, except for tsp-dense, a last "
+    "layer that computes only what is read. As published they have neither.",
 )
 @click.option(
     "--batch",

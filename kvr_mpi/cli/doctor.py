@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     default=Path(),
     help="The folder that results are to go to.  [default: the current folder]",
 )
-@click.option("--share-gpu", is_flag=True, help="Several ranks on one GPU are meant.")
+@click.option("--share-gpu", is_flag=True, help="Several ranks are to share a GPU: this is no fault.")
 @click.option(
     "--try-transfers",
     type=click.Choice(["auto", "host", "cuda", "no"]),
     default="auto",
     show_default=True,
-    help="Hand MPI such buffers in a disposable step; auto: GPU buffers if MPI claims to take them.",
+    help="Hand MPI buffers of this kind in a process that may crash; auto: GPU buffers if MPI claims to take them.",
 )
 def doctor(as_json: bool, output_dir: Path, share_gpu: bool, try_transfers: str) -> int:
     """Examine launcher, cores, GPUs, MPI, links, HDF5, clocks and SLURM, and say what to do.

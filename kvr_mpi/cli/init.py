@@ -58,11 +58,17 @@ path = {output}
 @click.option("--corpus", metavar="PATH", help="Folder, glob or file with the documents.")
 @click.option("--model", metavar="PATH", help="Folder, .gguf file, or id on the Hugging Face hub.")
 @click.option(
-    "--ask", metavar="TEXT", help="What is asked of each document; {text} stands for it, default: at the end."
+    "--ask",
+    metavar="TEXT",
+    help="What to ask about each document; {text} marks where the document goes, by default at the end.",
 )
-@click.option("--text-field", default="text", show_default=True, help="Of rows: the field that holds the text.")
-@click.option("--id-field", default="id", show_default=True, help="Of rows: the field that names one.")
-@click.option("--output", metavar="FOLDER", help="For the results.  [default: runs/ and the job's name]")
+@click.option(
+    "--text-field", default="text", show_default=True, help="For files of rows: the field that holds the text."
+)
+@click.option(
+    "--id-field", default="id", show_default=True, help="For files of rows: the field that names the document."
+)
+@click.option("--output", metavar="FOLDER", help="Folder for the results.  [default: runs/ and the job's name]")
 def init(
     job: Path,
     corpus: str | None,

@@ -19,7 +19,10 @@ import click
 @click.option("--keep-shards", is_flag=True, help="Leave the shards beside DIR/results.h5.")
 @click.option("--overwrite", is_flag=True, help="Replace the file named by -o if it exists.")
 @click.option(
-    "--shares", type=click.IntRange(1), metavar="N", help="How many DIRs there have to be: fewer end with 65."
+    "--shares",
+    type=click.IntRange(1),
+    metavar="N",
+    help="How many DIRs there have to be; with fewer the exit code is 65.",
 )
 def merge(
     folders: tuple[Path, ...], output: Path | None, keep_shards: bool, overwrite: bool, shares: int | None

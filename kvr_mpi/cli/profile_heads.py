@@ -12,7 +12,7 @@ import click
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job.")
-@click.option("--documents", default=8, show_default=True, type=click.IntRange(1), help="Most of the corpus to sample.")
+@click.option("--documents", default=8, show_default=True, type=click.IntRange(1), help="Most documents to sample.")
 @click.option(
     "--output",
     default="heads.json",
@@ -29,7 +29,7 @@ def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     kvr simulate --fairkv heads.json --ranks 4,8
 
     Placement goes by the mean over documents (kvr simulate --fairkv), and so does compress.method = "headkv". How alike
-    documents are is said, too: cosines near 1 mean little, mean-centred ones tell.
+    the documents are is printed, too: their plain cosines are always near 1, the mean-centred ones tell.
     """  # noqa: D301
     from kvr_mpi.cli.environment import is_offline, read_environment
     from kvr_mpi.disk import replacing

@@ -30,9 +30,14 @@ def parse_size(text: str) -> int:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("folder", type=click.Path(path_type=Path), metavar="RUN")
-@click.option("--doc", "documents", multiple=True, metavar="ID", help="This document's; may be repeated.")
-@click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Of documents finished before that.")
-@click.option("--keep", metavar="SIZE", help="The oldest, until no more than this is left: 500G, 1.5T, or bytes.")
+@click.option("--doc", "documents", multiple=True, metavar="ID", help="Only those of this document; may be repeated.")
+@click.option(
+    "--older-than",
+    type=click.FloatRange(min=0),
+    metavar="DAYS",
+    help="Only those of documents finished longer ago than this.",
+)
+@click.option("--keep", metavar="SIZE", help="Remove the oldest until no more than this is left: 500G, 1.5T, or bytes.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed.")
 def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, keep: str | None, dry_run: bool) -> None:
     """Remove keys and values from RUN, the output folder of a run; records and answers stay.

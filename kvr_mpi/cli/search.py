@@ -60,13 +60,17 @@ class SearchOptions:
 )
 @click.option("--max-runs", type=click.IntRange(2), help="Runs allowed for one length.")
 @click.option("--hardware", help="Name of this machine in the table; default: made of the device's.")
-@click.option("--profile", help="For --method model: a hardware profile or file instead of what is measured here.")
-@click.option("--ranks", type=click.IntRange(2), help="For --profile: of the chain; default: those that are here.")
+@click.option("--profile", help="With --method model: a hardware profile or file, instead of measuring here.")
+@click.option(
+    "--ranks", type=click.IntRange(2), help="With --profile: ranks of the chain; default: those that are here."
+)
 @click.option(
     "--output", default="tables", show_default=True, type=click.Path(path_type=Path), help="Folder, or .json file."
 )
 @click.option("--replace", is_flag=True, help="Write the table anew instead of merging into the one that is there.")
-@click.option("--check", "trials", type=click.IntRange(1), help="Sweep around every result, in so many trials.")
+@click.option(
+    "--check", "trials", type=click.IntRange(1), help="Compare every result with slices around it, in this many trials."
+)
 def search(**given: Any) -> int:
     """Find the slices that are fastest here, for some prompt lengths, and write tables/MODEL_HARDWARE_pN.json.
 

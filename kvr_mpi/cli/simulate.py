@@ -50,8 +50,12 @@ class SimulateOptions:
 )
 @click.option("--hardware", metavar="NAME_OR_FILE", help="A profile or a JSON file.  [default: h100-80gb]")
 @click.option("--ranks", default="1,2,4,8", show_default=True, help="Numbers of ranks.")
-@click.option("--contexts", default="8k,32k,128k", show_default=True, help="Prompt lengths in tokens (k, m).")
-@click.option("--link-gigabytes-per-s", type=float, help="Of each link, one direction; default: the profile's.")
+@click.option(
+    "--contexts", default="8k,32k,128k", show_default=True, help="Prompt lengths in tokens; k is 1024, m its square."
+)
+@click.option(
+    "--link-gigabytes-per-s", type=float, help="Bandwidth of each link in one direction; default: the profile's."
+)
 @click.option(
     "--relay",
     type=click.Choice(["cut-through", "store-and-forward"]),
@@ -78,9 +82,19 @@ class SimulateOptions:
     "`paper`: profiles made up for FairKV's Table 2.",
 )
 @click.option(
-    "--copies", type=click.IntRange(min=0), default=4, show_default=True, help="Of heads, a layer (--fairkv)."
+    "--copies",
+    type=click.IntRange(min=0),
+    default=4,
+    show_default=True,
+    help="With --fairkv: copies of heads in each layer.",
 )
-@click.option("--budget", type=click.IntRange(min=1), default=512, show_default=True, help="Of a head (--fairkv).")
+@click.option(
+    "--budget",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="With --fairkv: budget of a head, in tokens.",
+)
 def simulate(**given: Any) -> None:
     """Forecast the time to the first token for any model, hardware, ranks, prompt length and link.
 
@@ -195,11 +209,17 @@ def _print_rows(rows: list[ForecastRow], work: Workload, profile: Hardware, cost
     click.echo(f"links of {costs.link_bytes_per_s / 1e9:g} GB/s, {profile.attention} attention, chain by {relay}")
     click.echo("seconds to the first token; efficiency: of kvr-s, 1 if p ranks are p times as fast as one;")
     click.echo('auto: what a job with parallel.strategy = "auto" takes\n')
-    click.echo("   tokens  ranks " + "".join(f"{name:>11}" for name in NAMES) + "  efficiency  auto  winner")
+    widths = {name: max(8, len(name)) for name in NAMES}
+    auto = max(len("auto"), *(len(row.auto) for row in rows))
+    names = "  ".join(f"{name:>{width}}" for name, width in widths.items())
+    click.echo(f"   tokens  ranks  {names}  efficiency  {'auto':<{auto}}  winner")
     for row in rows:
-        times = "".join(f"{row.ttft_s[name]:11.4g}" if name in row.ttft_s else f"{'-':>11}" for name in NAMES)
+        times = "  ".join(
+            f"{f'{row.ttft_s[name]:.4g}' if name in row.ttft_s else '-':>{width}}" for name, width in widths.items()
+        )
         click.echo(
-            f"{row.context_tokens:>9}  {row.ranks:>5} {times}  {row.efficiency:>10.2f}  {row.auto:<4}  {row.winner}"
+            f"{row.context_tokens:>9}  {row.ranks:>5}  {times}  {row.efficiency:>10.2f}  {row.auto:<{auto}}  "
+            f"{row.winner}"
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +19,31 @@ SHOWN = 8  # running documents that are named
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("folders", type=click.Path(path_type=Path), metavar="DIR...", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all that is running.")
-def status(folders: tuple[Path, ...], as_json: bool) -> None:
+@click.option(
+    "--watch",
+    "every_s",
+    is_flag=False,
+    flag_value=5.0,
+    type=click.FloatRange(min=1),
+    metavar="[SECONDS]",
+    help="Look again every so many seconds (default 5), until no job is at work on it; with --json a line each time.",
+)
+def status(folders: tuple[Path, ...], as_json: bool, every_s: float | None) -> None:
     """Show what is done, failed, running and left in DIR, the output folder of a run, also while it runs.
 
     Of several DIRs, or a folder of such folders (the shares of an array), a line each, the whole, and which shares are
     missing. Reads the ledgers only; changes nothing.
     """
+    is_alive = _show_status(folders, as_json)
+    while every_s is not None and is_alive:
+        time.sleep(every_s)
+        if not as_json:  # on a terminal in place of what was there; in a file below it
+            click.clear() if sys.stdout.isatty() else click.echo()
+        is_alive = _show_status(folders, as_json)
+
+
+def _show_status(folders: tuple[Path, ...], as_json: bool) -> bool:
+    """Print how far runs are; say whether a job is at work on any."""
     from kvr_mpi.store.shares import find_runs
     from kvr_mpi.store.status import add_up, read_all
 
@@ -30,12 +51,12 @@ def status(folders: tuple[Path, ...], as_json: bool) -> None:
     found = read_all(runs.paths)
     if runs.paths == folders[:1]:
         click.echo(json.dumps(found[0].as_json())) if as_json else _show(_lines(found[0]))
-        return
+        return found[0].alive
     whole = add_up(found)
     if as_json:
         each = [one.as_json() for one in found]
         click.echo(json.dumps({**whole.as_json(), "missing": runs.missing, "folders": each}))
-        return
+        return whole.alive
     for one in found:
         click.echo(f"{one.folder}: {'at work' if one.alive else 'not at work'}, {_documents(one)}")
     _show(
@@ -45,6 +66,7 @@ def status(folders: tuple[Path, ...], as_json: bool) -> None:
             *(("missing", line) for line in runs.missing),
         ]
     )
+    return whole.alive
 
 
 def _show(rows: list[tuple[str, str]]) -> None:

@@ -46,7 +46,7 @@ class VerifyOptions:
 @click.option("--seed", default=0, show_default=True, help="For the prompts, the random partitions, and --sample.")
 @click.option("--architectures", is_flag=True, help="Instead of a model: all that transformers knows, tiny and random.")
 @click.option("--only", default="", metavar="NAME,...", help="With --architectures: these model types and variants.")
-@click.option("--sample", type=click.IntRange(1), help="With --architectures: so many, at random.")
+@click.option("--sample", type=click.IntRange(1), help="With --architectures: only this many, chosen at random.")
 @click.option(
     "--table", type=click.Path(dir_okay=False, path_type=Path), help="With --architectures: write a table (Markdown)."
 )

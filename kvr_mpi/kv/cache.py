@@ -7,6 +7,7 @@ cache classes. No model code is changed, and the model does not know of ranks.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,6 +107,7 @@ class SliceCache(Cache):
         self.tail = contextlib.ExitStack()  # what is entered after the last attention, until the model returns
         self._clock = Clock(self.device)
         self._made: list[tuple[Any, int]] = []  # when each layer's keys were made, and after how many waits
+        self.layer_begins_s: list[float] = []  # the same by the host's clock, for traces
         self.prefilling = True
         self.current: SliceLayer | None = None
         self._held: list[Any] = []
@@ -198,6 +200,7 @@ class SliceCache(Cache):
             return
         waits = 0 if self.transfers is None else len(self.transfers.waits)
         self._made += [(self._clock.now(), waits)] * (layer_idx - self._begun)
+        self.layer_begins_s += [time.perf_counter()] * (layer_idx - self._begun)
         through = self.layers[max(self._begun, 0) : layer_idx]
         self._begun = layer_idx
         self._leave(through)

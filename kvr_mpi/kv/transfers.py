@@ -5,11 +5,13 @@ Stands between the strategies (``exchange``), which say what goes where, and the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from kvr_mpi.kv.clock import Clock, Waits
+from kvr_mpi.kv.clock import Clock, Kind, Waits
 from kvr_mpi.model.masks import FULL, Visibility
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport.forwarder import Forwarder, Transfer
@@ -36,11 +38,20 @@ class PromptTransfers:
         self.waits = Waits(Clock(forwarder.device))  # for what is received, and for the link to take what is sent
         self.sent_bytes = 0  # what is passed on included
         self._turn = 0
+        self._recorder = forwarder.recorder
 
     def begin(self) -> None:
         """Begin, when no more than one earlier prompt is under way on this rank."""
-        with self.waits.waiting("send"):
+        with self.waiting("send"):
             self._turn = self.forwarder.begin()
+
+    @contextmanager
+    def waiting(self, kind: Kind, layer_idx: int = -1, peer: int = -1) -> Iterator[None]:
+        """Count the block as waiting: for what a rank of the chain sends, or for the link to take what is sent."""
+        began_s = time.perf_counter()
+        with self.waits.waiting(kind):
+            yield
+        self._recorder.note("wait" if kind == "receive" else "send wait", began_s, layer=layer_idx, peer=peer)
 
     def rank_of(self, place: int) -> int:
         """Tell which rank of the chain has the slice at this place."""
@@ -86,7 +97,9 @@ class LayerTransfers:
         if not self._is_new("send", dest, segment):
             return
         prompt, rows = self.prompt, self._rows(bounds)
-        transfer = prompt.forwarder.send(rows, prompt.rank_of(dest), prompt.tag(self.layer_idx, segment))
+        transfer = prompt.forwarder.send(
+            rows, prompt.rank_of(dest), prompt.tag(self.layer_idx, segment), layer=self.layer_idx
+        )
         self._asked.add(("send", dest, segment))
         prompt.sent_bytes += rows.nbytes
         self._transfers.append(transfer)
@@ -108,7 +121,7 @@ class LayerTransfers:
         skipped = 0 if forward_from is None else forward_from - bounds[0]
         if self._slots:
             skipped *= self._elements
-        transfer = prompt.forwarder.receive(rows, prompt.rank_of(source), tag, onward, skipped)
+        transfer = prompt.forwarder.receive(rows, prompt.rank_of(source), tag, onward, skipped, layer=self.layer_idx)
         self._asked.add(("receive", source, segment))
         prompt.sent_bytes += 0 if onward is None else rows[skipped:].nbytes
         self._arriving[segment] = transfer, bounds
@@ -128,7 +141,7 @@ class LayerTransfers:
         self._asked.add(("send", dest, -1))
         prompt.sent_bytes += states.nbytes
         tag = prompt.state_tag(self.layer_idx, place)
-        self._state_transfers.append(prompt.forwarder.send(states, prompt.rank_of(dest), tag))
+        self._state_transfers.append(prompt.forwarder.send(states, prompt.rank_of(dest), tag, layer=self.layer_idx))
 
     def receive_states(self, states: torch.Tensor, source: int) -> None:
         """Post the receive of the states (bytes,) of the rank before."""
@@ -137,20 +150,21 @@ class LayerTransfers:
         prompt = self.prompt
         tag = prompt.state_tag(self.layer_idx, source)
         self._asked.add(("receive", source, -1))
-        self._states = prompt.forwarder.receive(states, prompt.rank_of(source), tag)
+        self._states = prompt.forwarder.receive(states, prompt.rank_of(source), tag, layer=self.layer_idx)
         self._state_transfers.append(self._states)
 
     def wait_for_states(self) -> None:
         """Return when the states of the rank before are here; the time is counted."""
-        if self._states is not None:
-            with self.prompt.waits.waiting("receive"):
-                self.prompt.forwarder.wait(self._states)
+        if (states := self._states) is not None:
+            with self.prompt.waiting("receive", self.layer_idx, states.peer):
+                self.prompt.forwarder.wait(states)
             self._states = None
 
     def wait_for(self, segment: int) -> None:
         """Return when a segment is here; the time is counted."""
-        with self.prompt.waits.waiting("receive"):
-            self.prompt.forwarder.wait(self._arriving.pop(segment)[0])
+        transfer, _ = self._arriving.pop(segment)
+        with self.prompt.waiting("receive", self.layer_idx, transfer.peer):
+            self.prompt.forwarder.wait(transfer)
 
     def collect(self) -> None:
         """Return when all segments are here."""
@@ -175,7 +189,7 @@ class LayerTransfers:
 
     def wait_through(self) -> None:
         """Return when all of them are here and gone on; the time is counted."""
-        with self.prompt.waits.waiting("send"):
+        with self.prompt.waiting("send", self.layer_idx):
             for transfer in (*self._transfers, *self._state_transfers):
                 self.prompt.forwarder.wait_through(transfer)
 

@@ -61,6 +61,8 @@ class Prefill:
     known_tokens: int = 0  # the first ones, whose keys and values were there already
     share: Share | None = None  # this rank's, of a prompt that stays spread over its chain: there is no cache
     retained: RetainedSize | None = None  # what compression has left of the cache; None: it is whole
+    began_s: float = 0.0  # on the clock of `layer_begins_s`, time.perf_counter
+    layer_begins_s: Sequence[float] = ()  # when each layer's keys were made; empty on a GPU, which computes on its own
 
     @property
     def is_plain(self) -> bool:
@@ -123,7 +125,8 @@ def prefill_single(model: Any, ids: Sequence[int], device: torch.device) -> Pref
     cache = plain_cache(model)
     logits = run_plain(model, torch.tensor([ids], device=device), cache)
     wait_for_compute(device)
-    return Prefill(Partition((0, len(ids))), cache, logits, time.perf_counter() - began, strategy=PLAIN)
+    seconds = time.perf_counter() - began
+    return Prefill(Partition((0, len(ids))), cache, logits, seconds, strategy=PLAIN, began_s=began)
 
 
 def run_next(model: Any, prefill: Prefill, ids: torch.Tensor) -> torch.Tensor:
@@ -271,6 +274,8 @@ def prefill_by(
         strategy=strategy,
         known_tokens=known,
         share=None if failed else cache.share,
+        began_s=began,
+        layer_begins_s=cache.layer_begins_s if loaded.device.type == "cpu" else (),
     )
 
 

@@ -115,7 +115,7 @@ def _prefill_row(
     for cache in caches:
         cache.finish()
     return [
-        Prefill(partition, cache, each.clone(), seconds, known_tokens=start)
+        Prefill(partition, cache, each.clone(), seconds, known_tokens=start, began_s=began)
         for partition, cache, each in zip(partitions, caches, logits, strict=True)
     ]
 

@@ -16,6 +16,7 @@ from rich.progress import (
 )
 
 from kvr_mpi.report.log import Log, printable
+from kvr_mpi.report.metrics import ProgressFiles
 from kvr_mpi.store.outputs import Record
 
 # Least time between two lines of one rank that tell of prompts; documents that are done are always told of.
@@ -40,6 +41,8 @@ class Progress:
         Unix time at which the batch system ends the job.
     silent : bool
         Tell nothing.
+    files : ProgressFiles or None
+        Kept up to date, too.
     bar : bool
         Draw a bar that moves with what is prefilled, with the documents' lines above it; else only those lines.
     """
@@ -53,12 +56,14 @@ class Progress:
         deadline_s: float | None = None,
         bar: bool = False,
         silent: bool = False,
+        files: ProgressFiles | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._log, self._documents, self._work = log, documents, work
         self._deadline_s, self._clock = deadline_s, clock
         self._began = clock()
         self._told, self._silent, self._worked = 0.0, silent, 0
+        self._files, self._done = files, 0
         self._bar: rich.progress.Progress | None = None
         if bar:
             self._bar = rich.progress.Progress(
@@ -102,6 +107,7 @@ class Progress:
             Work of the whole job that is prefilled, done or not.
         """
         left = self._left(done, work, prefilled)
+        self._write_files(done, work, prefilled)
         if record.status == "error":
             what = f"error: {printable(record.error)}"
         else:
@@ -114,7 +120,7 @@ class Progress:
             half_done = work + max(work, prefilled)
             self._bar.update(self._task, completed=half_done, documents=f"{done}/{self._documents}", left=left)
             self._bar.update(self._task, description=printable(record.id)[:40])
-        self._worked = work
+        self._worked, self._done = work, done
 
     def prefilled(self, name: str, tokens: int, seconds: float, prefilled: int = 0) -> None:
         """Tell of a prompt that waits for its answer: many are answered together, so it may be long until then.
@@ -124,6 +130,7 @@ class Progress:
         prefilled : int
             Work of the whole job that is prefilled with it.
         """
+        self._write_files(self._done, self._worked, prefilled)
         if self._bar is not None:
             self._bar.update(self._task, completed=self._worked + max(self._worked, prefilled))
             return
@@ -138,15 +145,37 @@ class Progress:
         elif not self._silent:
             self._log.line(f"{what} | {times}")
 
+    def end(self, left: int) -> None:
+        """Bring the files up to date when the job ends with so many documents left: others may have done the last."""
+        self._write_files(self._documents - left, self._worked if left else self._work, 0, at_once=True)
+
+    def _write_files(self, done: int, work: int, prefilled: int, *, at_once: bool = False) -> None:
+        if self._files is not None:
+            values = {
+                "documents": self._documents,
+                "documents_done": done,
+                "work_done_share": round(work / max(1, self._work), 4),
+                "work_prefilled_share": round(max(work, prefilled) / max(1, self._work), 4),
+                "elapsed_s": round(self.elapsed_s, 3),
+                "left_s": self._left_s(done, work, prefilled),
+                "wall_time_left_s": None if self._deadline_s is None else round(self._deadline_s - self._clock(), 3),
+            }
+            self._files.write(values, at_once=at_once or done >= self._documents)
+
     def _left(self, done: int, work: int, prefilled: int) -> str:
         if done >= self._documents:
             return "done"
-        if work < EVIDENCE_SHARE * self._work and (done < EVIDENCE_DOCUMENTS or not work):
-            return UNKNOWN
+        left_s = self._left_s(done, work, prefilled)
+        return UNKNOWN if left_s is None else f"left {clock_time(left_s)}"
+
+    def _left_s(self, done: int, work: int, prefilled: int) -> float | None:
+        """Forecast the seconds that are left; None if that would be a guess."""
+        if done >= self._documents:
+            return 0.0
         half_done = work + max(work, prefilled)
-        if not half_done:
-            return UNKNOWN
-        return f"left {clock_time(self.elapsed_s * (2 * self._work - half_done) / half_done)}"
+        if not half_done or (work < EVIDENCE_SHARE * self._work and (done < EVIDENCE_DOCUMENTS or not work)):
+            return None
+        return round(self.elapsed_s * (2 * self._work - half_done) / half_done, 3)
 
     def _times(self, left: str = "") -> str:
         text = f"elapsed {clock_time(self.elapsed_s)}{left}"

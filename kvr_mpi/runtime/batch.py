@@ -7,7 +7,7 @@ the front of its own list, and, when that is empty, from the list with most left
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -20,6 +20,8 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.model import choose_device
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.report.log import Log
+from kvr_mpi.report.metrics import ProgressFiles, write_metrics
+from kvr_mpi.report.perfetto import describe_trace
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.runtime.chain_runner import ChainRunner
@@ -38,6 +40,7 @@ from kvr_mpi.runtime.stopping import STOP_SIGNALS, SharedStop, Stop, listening
 from kvr_mpi.runtime.stored import StoredSource, scan_stored
 from kvr_mpi.runtime.stored_size import check_stored_size
 from kvr_mpi.runtime.tally import Tally, describe_throughput
+from kvr_mpi.runtime.tracing import Trace, open_trace
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker, WorkerContext
 from kvr_mpi.store.folder import Index, check_writable, index_run, read_records, run_files
@@ -47,6 +50,7 @@ from kvr_mpi.store.parts import PARTS
 from kvr_mpi.store.run import Run, known_corpus, open_run
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.topology import Topology
+from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport, warm_up
 from kvr_mpi.transport.counters import Counters, open_counters
@@ -102,23 +106,29 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
         about = share_json(world, on_root(world, lambda: check_stored_size(prepared, corpus, todo, folder)))
         log.root(about)
     shares = share_out(prepared, corpus, todo, ranks, log)
+    files = ProgressFiles(folder, log.line) if spec.report.metrics and world.rank == 0 else None
     name, eight_bit = f"{world.rank:04d}", spec.output.kv_dtype == "int8"
     counters = open_counters(world, FIRST_LIST + shares.slots)
     with (
-        closing(ShardWriter(folder, name, prepared.header(), eight_bit=eight_bit)) as writer,
+        open_trace(prepared, folder, world, log) as trace,
+        closing(ShardWriter(folder, name, prepared.header(), eight_bit=eight_bit, recorder=trace.recorder)) as writer,
         _open_parts(prepared, folder, world.rank) as parts,
         Progress(
-            log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0
+            log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0, files=files
         ) as progress,
     ):
         check = None if run is None else run.check
         source = open_source(prepared, corpus, plan)
-        context = open_context(prepared, source, counters, writer, progress, stop, check, parts)
+        shared_stop = SharedStop(stop, counters, check)
+        context = open_context(prepared, source, counters, writer, progress, shared_stop, parts, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
     world.barrier()
     left = len(todo) - counters.read()[Slot.DONE]
     counters.close()
     tallies = [Tally(**one) for one in share_json(world, gather_json(world, asdict(context.tally)))]
+    if spec.report.metrics and world.rank == 0:
+        progress.end(left)
+        write_metrics(folder, [asdict(one) for one in tallies], len(todo) - left, progress.elapsed_s, log.line)
     for line in describe_throughput(tallies, len(todo) - left, progress.elapsed_s, shares.predicted_s):
         log.root(line)
     return int(share_json(world, on_root(world, lambda: _conclude(run, spec, left, stop, log))))
@@ -130,23 +140,24 @@ def open_context(
     counters: Counters,
     writer: ShardWriter,
     progress: Progress,
-    stop: Stop,
-    check: Callable[[], None] | None = None,
+    stop: SharedStop,
     parts: ShardWriter | None = None,
+    trace: Trace | None = None,
 ) -> WorkerContext:
     """Put together what this rank works with: documents, results, answers under way."""
     sink = ResultSink(writer, counters, progress, keeps_kv=bool(setup.spec.output.kv), parts=parts)
-    shared, tally = SharedStop(stop, counters, check), Tally()
+    tally, trace = Tally(), trace or Trace(Recorder())
     new_tokens = setup.spec.generation.max_new_tokens
     decoder = Decoder(
         setup.open_decode_batch(),
         sink,
-        shared,
+        stop,
         tally,
         decodes=new_tokens > 0,
         compression=setup.compression,
+        recorder=trace.recorder,
     )
-    return WorkerContext(source, sink, decoder, shared, tally)
+    return WorkerContext(source, sink, decoder, stop, tally, trace)
 
 
 @contextmanager
@@ -253,10 +264,14 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
     assert run is not None, "on rank 0"
     folder = Path(spec.output.path)
     if left:
+        if spec.report.trace and not stop.is_over:
+            log.line(describe_trace(folder))
         run.close()
         log.line(exit_line(EXIT_STOPPED, f"{left} document(s) left: {stop.reason}"))
         return EXIT_STOPPED
     run.check(anew=True)  # merging replaces files: never in another folder
+    if spec.report.trace:
+        log.line(describe_trace(folder))
     result = merge_run(folder, lambda: stop.heard or stop.is_over)
     run.close()
     index = index_run(folder) if run_files(folder) else Index({})  # a share may be empty

@@ -32,6 +32,7 @@ from kvr_mpi.runtime.shared_document import SharedDocument, why_not_shared
 from kvr_mpi.schedule.partitioner import Partitioner
 from kvr_mpi.schedule.strategy_choice import Choice, choose_strategies
 from kvr_mpi.topology import Rotation
+from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 
@@ -56,7 +57,7 @@ class ChainRunner:
     """
 
     def __init__(self, setup: JobSetup, chain: Transport, ranks: slice, say: Say) -> None:
-        self.chain = chain
+        self.chain, self.first_rank = chain, ranks.start
         self._setup, self._spec, self._loaded = setup, setup.spec, setup.loaded
         self._free_bytes = setup.free_bytes[ranks]
         rates = setup.rates[ranks]
@@ -87,9 +88,9 @@ class ChainRunner:
         text = f"{self._spec.generation.seed} {document.id}" if own is None else f"{own}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
-    def open_forwarder(self) -> Forwarder | None:
+    def open_forwarder(self, recorder: Recorder | None = None) -> Forwarder | None:
         """Make what carries keys and values from prompt to prompt; None on a rank alone."""
-        return Forwarder(self.chain, device=self._loaded.device) if self.chain.size > 1 else None
+        return Forwarder(self.chain, device=self._loaded.device, recorder=recorder) if self.chain.size > 1 else None
 
     def plan(self, request: PromptRequest, decode_rank: int) -> PlannedPrompt:
         """Decide how a prompt is run with this rank of the chain last; only the chain's first rank does.

@@ -21,6 +21,7 @@ from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.stopping import SharedStop
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.runtime.waves import Held
+from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport, share_json
 
 
@@ -42,6 +43,8 @@ class Decoder:
         each starts and delivers its own prompts, and all call `decode`. None: a rank decodes alone.
     compression : Compression or None
         Which keys and values are kept when a prompt is through.
+    recorder : Recorder, optional
+        Told when answers are decoded, and how many.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class Decoder:
         decodes: bool,
         chain: Transport | None = None,
         compression: Compression | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._compression = compression
+        self._recorder = Recorder() if recorder is None else recorder
         self._batch, self._sink, self._stop, self._tally, self._decodes = batch, sink, stop, tally, decodes
         self._chain = chain
         self._wave = batch if isinstance(batch, HeadParallelWave) else None
@@ -99,16 +104,19 @@ class Decoder:
 
     def decode(self, leave: int = 0) -> None:
         """Decode until no more than so many answers are under way, or the time is over."""
-        began = time.monotonic()
+        began, began_s = time.monotonic(), time.perf_counter()
         if self._wave is not None:
             if self._is_over():  # what waits is not the same on all ranks
                 return
             for finished in self._wave.begin():
                 self._deliver(finished)
+        answers = self._batch.running
         while self._batch.running > leave and not self._is_over():
             self._step()
             self._stop.announce()
         self._tally.decode_s += time.monotonic() - began
+        if answers > self._batch.running:
+            self._recorder.note("decode", began_s, prompt=-1, amount=answers)
 
     def take_outcomes(self) -> list[tuple[str, PromptOutcome]]:
         """Return what became of parts of documents since this was asked last, by their requests' keys."""

@@ -106,7 +106,15 @@ def _spreading(context: WorkerContext, setup: JobSetup, chain: Transport) -> Wor
     batch = SharesBatch[PromptRequest](
         setup.loaded, setup.generation, stop=generation.stop, max_new_tokens=new_tokens, chain=chain
     )
-    decoder = Decoder(batch, context.sink, context.stop, context.tally, decodes=new_tokens > 0, chain=chain)
+    decoder = Decoder(
+        batch,
+        context.sink,
+        context.stop,
+        context.tally,
+        decodes=new_tokens > 0,
+        chain=chain,
+        recorder=context.trace.recorder,
+    )
     return replace(context, decoder=decoder)
 
 
@@ -131,5 +139,6 @@ def _sharing_heads(context: WorkerContext, setup: JobSetup, chain: Transport) ->
         decodes=True,
         chain=chain,
         compression=setup.compression,
+        recorder=context.trace.recorder,
     )
     return replace(context, decoder=decoder)

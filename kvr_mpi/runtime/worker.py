@@ -29,6 +29,7 @@ from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.sources import Source
 from kvr_mpi.runtime.stopping import SharedStop
 from kvr_mpi.runtime.tally import Tally
+from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import EndWave, Held, PrefillPrompt, RefuseDocument, TakeDocument, WaveScheduler
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.transport import gather_json, share_json
@@ -41,6 +42,7 @@ class WorkerContext:
     source : where documents come from.
     sink : where results go.
     decoder : what it decodes.
+    trace : what it records of itself.
     """
 
     source: Source
@@ -48,6 +50,7 @@ class WorkerContext:
     decoder: Decoder
     stop: SharedStop
     tally: Tally
+    trace: Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class ChainWorker:
 
     def __init__(self, runner: ChainRunner, queue: WorkQueue, context: WorkerContext) -> None:
         self._runner, self._queue, self._context, self._chain = runner, queue, context, runner.chain
-        self._forwarder = runner.open_forwarder()
+        self._forwarder = runner.open_forwarder(context.trace.recorder)
         self._pace = Pace(time.monotonic())
         self._packed: list[tuple[PromptRequest, PlannedPrompt]] = []  # to be prefilled by this rank alone
         # The same on every rank of the chain:
@@ -189,9 +192,11 @@ class ChainWorker:
         """Prefill the next prompt; one that goes alone is put aside by the rank that decodes it."""
         request = self._scheduler.start_next(plan.decode_rank)
         if (plan.shared_tokens or self._runner.has_shared) and not self._runner.goes_on(plan):
-            self._prefill_shared(plan)
+            self._prefill_shared(request, plan)
         if plan.partition is not None and not plan.shared_tokens:
+            self._context.trace.begin_prompt(request, plan, self._chain, self._runner.first_rank)
             prefill = self._runner.prefill(plan, self._forwarder)
+            self._context.trace.end_prompt(prefill)
             request.document.prefix = None  # with the file it is loaded from
             self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
             if self._runner.is_spread or self._chain.rank == plan.decode_rank:
@@ -199,10 +204,13 @@ class ChainWorker:
         elif self._chain.rank == plan.decode_rank:
             self._packed.append((request, plan))
 
-    def _prefill_shared(self, plan: PlannedPrompt) -> None:
+    def _prefill_shared(self, request: PromptRequest, plan: PlannedPrompt) -> None:
         """Prefill what a prompt shares with others; nothing goes on any more from what was shared before."""
         self._prefill_packed()
+        if plan.shared_tokens:
+            self._context.trace.begin_prompt(request, plan, self._chain, self._runner.first_rank)
         prefill = self._runner.prefill_shared(plan, self._forwarder)
+        self._context.trace.end_prompt(prefill)
         if prefill is not None:
             self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
 
@@ -219,11 +227,13 @@ class ChainWorker:
         """Prefill what was put aside, some prompts at a time."""
         packed, self._packed = self._packed, []
         for row in _rows(packed):
+            self._context.trace.begin_row(row, self._runner.first_rank + self._chain.rank)
             try:
                 prefills = self._runner.prefill_packed([planned for _, planned in row])
             except DataError as error:
                 self._fail([request for request, _ in row], str(error))
                 continue
+            self._context.trace.end_row(prefills)
             for (request, _), prefill in zip(row, prefills, strict=True):
                 request.document.prefix = None
                 self._context.tally.busy_s += prefill.seconds / len(row)

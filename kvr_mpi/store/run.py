@@ -25,6 +25,7 @@ from kvr_mpi.store.lock import Lock, Owner, Say
 from kvr_mpi.store.outputs import Header, check_record, document_groups, has_seals, open_file, read_header
 from kvr_mpi.store.parts import PARTS, incomplete, remove_parts
 from kvr_mpi.store.survey import DAMAGED, RESULTS, Survey, foreign, is_ours, order, survey
+from kvr_mpi.store.traces import remove_traces
 
 RUN_FILE = "run.json"
 RUN_FILE_BYTES = 1 << 30
@@ -258,6 +259,7 @@ def _clear(folder: Path) -> None:
     """Delete what a run left, and nothing else."""
     (folder / RUN_FILE).unlink(missing_ok=True)
     remove_parts(folder)
+    remove_traces(folder)
     clear_results(folder)
 
 

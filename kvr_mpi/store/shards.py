@@ -30,6 +30,7 @@ from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.outputs import Header, Record, drop_record, start_file, write_record
 from kvr_mpi.store.summary import reason_of
+from kvr_mpi.trace import Recorder
 
 if TYPE_CHECKING:
     import torch
@@ -98,11 +99,21 @@ class ShardWriter:
         Of the job; by default the one that has the folder.
     eight_bit : bool
         Whether keys and values are rounded to 8 bits.
+    recorder : Recorder, optional
+        Told of every document that is written, and of every shard that is made durable.
     """
 
     def __init__(
-        self, folder: Path, name: str, header: Header, session: int | None = None, *, eight_bit: bool = False
+        self,
+        folder: Path,
+        name: str,
+        header: Header,
+        session: int | None = None,
+        *,
+        eight_bit: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = Recorder() if recorder is None else recorder
         self._folder, self._name, self._header, self._eight_bit = folder, name, header, eight_bit
         self._session = session_of(folder) if session is None else session
         self._ledger = LedgerWriter(folder, name)
@@ -222,10 +233,13 @@ class ShardWriter:
         while task is not _Mark.STOP:
             task = self._next()
             try:
+                began_s, shard = time.perf_counter(), self._shard
                 if isinstance(task, _Document):
                     self._add(task.record, task.tokens)
                 if not isinstance(task, _Document) or self._is_due():
                     self._finish()
+                if isinstance(task, _Document) or shard is not self._shard:
+                    self._recorder.note("write", began_s, prompt=-1)
             except Exception as error:
                 self._free = self._free or self._space()  # before the unfinished shard makes room again
                 self._error = self._error or error

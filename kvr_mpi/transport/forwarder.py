@@ -17,6 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvr_mpi.trace import Kind, Recorder
 from kvr_mpi.transport.base import Request, Transport
 
 if TYPE_CHECKING:
@@ -51,7 +52,10 @@ class Transfer:
     Of what is received the rows from `onward_from` on are passed on.
     """
 
-    __slots__ = ("arrived", "dest", "onward", "onward_from", "prompt", "received", "request", "tag", "tensor")
+    __slots__ = (
+        *("arrived", "dest", "onward", "onward_from", "prompt", "received", "request", "tag", "tensor"),
+        *("began_s", "kind", "layer", "peer", "traced_prompt"),
+    )
 
     def __init__(
         self, tensor: torch.Tensor, tag: int, prompt: int, dest: int | None = None, onward_from: int = 0
@@ -61,6 +65,9 @@ class Transfer:
         self.received: Request | None = None  # for one that passes on: the request that has filled its tensor
         self.arrived = False
         self.onward: Transfer | None = None
+        # For the trace: what it is, of which prompt and layer, from or to whom, and since when.
+        self.kind: Kind = "send"
+        self.traced_prompt, self.layer, self.peer, self.began_s = -1, -1, -1, 0.0
 
     @property
     def through(self) -> bool:
@@ -79,12 +86,20 @@ class Forwarder:
         Whether this rank passes segments on; None: of three and more ranks each will, in some prompt.
     device : torch.device, optional
         Where the tensors are; None: in host memory.
+    recorder : Recorder, optional
+        Told of every transfer that is over.
     """
 
     def __init__(
-        self, transport: Transport, *, forwards: bool | None = None, device: torch.device | None = None
+        self,
+        transport: Transport,
+        *,
+        forwards: bool | None = None,
+        device: torch.device | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.transport, self.device = transport, device
+        self.recorder = Recorder() if recorder is None else recorder
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._prompt = 0  # the number of the one that has begun last
         self._pending: list[Transfer] = []
@@ -113,13 +128,28 @@ class Forwarder:
             with self._lock:
                 self._turns[dest].append(tag)
 
-    def send(self, tensor: torch.Tensor, dest: int, tag: int) -> Transfer:
-        """Begin to send; the tensor must stay as it is until the transfer is done."""
+    def send(self, tensor: torch.Tensor, dest: int, tag: int, *, layer: int = -1) -> Transfer:
+        """Begin to send; the tensor must stay as it is until the transfer is done.
+
+        Parameters
+        ----------
+        layer : int
+            For the trace.
+        """
         with self._lock:
-            return self._send(Transfer(tensor, tag, self._prompt), dest)
+            transfer = Transfer(tensor, tag, self._prompt)
+            transfer.traced_prompt, transfer.layer = self.recorder.prompt, layer
+            return self._send(transfer, dest)
 
     def receive(
-        self, tensor: torch.Tensor, source: int, tag: int, forward_to: int | None = None, forward_from: int = 0
+        self,
+        tensor: torch.Tensor,
+        source: int,
+        tag: int,
+        forward_to: int | None = None,
+        forward_from: int = 0,
+        *,
+        layer: int = -1,
     ) -> Transfer:
         """Begin to receive in place; what has arrived is sent on to `forward_to` at once, and so announced.
 
@@ -127,9 +157,13 @@ class Forwarder:
         ----------
         forward_from : int
             The first row that is sent on.
+        layer : int
+            For the trace.
         """
         with self._lock:
             transfer = Transfer(tensor, tag, self._prompt, forward_to, forward_from)
+            transfer.traced_prompt, transfer.layer = self.recorder.prompt, layer
+            transfer.kind, transfer.peer, transfer.began_s = "receive", source, time.perf_counter()
             transfer.request = self.transport.irecv(tensor, source, tag)
             if forward_to is not None and not self.transport.has_tags:
                 self._turns[forward_to].append(tag)
@@ -197,6 +231,7 @@ class Forwarder:
         return transfer
 
     def _hand_over(self, transfer: Transfer, dest: int) -> None:
+        transfer.peer, transfer.began_s = dest, time.perf_counter()
         transfer.request = self.transport.isend(transfer.tensor, dest, transfer.tag, transfer.received)
         transfer.received = None
         self._pending.append(transfer)
@@ -212,12 +247,22 @@ class Forwarder:
                 if transfer.dest is not None:
                     transfer.onward = Transfer(transfer.tensor[transfer.onward_from :], transfer.tag, transfer.prompt)
                     transfer.onward.received = transfer.request
+                    transfer.onward.kind = "forward"
+                    transfer.onward.traced_prompt, transfer.onward.layer = transfer.traced_prompt, transfer.layer
                     if transfer.onward_from and transfer.request is not None:
                         total = transfer.tensor.nbytes
                         start = total - transfer.onward.tensor.nbytes
                         transfer.onward.received = _PartOfRequest(transfer.request, start, total)
                     self._send(transfer.onward, transfer.dest)
                 transfer.request, transfer.arrived = None, True
+                self.recorder.note(
+                    transfer.kind,
+                    transfer.began_s,
+                    prompt=transfer.traced_prompt,
+                    layer=transfer.layer,
+                    peer=transfer.peer,
+                    amount=transfer.tensor.nbytes,
+                )
 
     def _run(self) -> None:
         import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -45,6 +46,20 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path) -> None:
     ended = read_status(tmp_path)
     assert not ended.alive and ended.running == () and ended.eta_s is None and ended.done == 1
     assert "not at work" in CliRunner().invoke(group, ["status", str(tmp_path)]).output
+
+
+def test_watching_ends_with_the_job(tmp_path: Path) -> None:
+    run = take(tmp_path, mode="new")
+    write(tmp_path, "0000", [record("a")])
+    timer = threading.Timer(3.0, run.close)
+    timer.start()
+    told = CliRunner().invoke(group, ["status", str(tmp_path), "--json", "--watch", "1"]).output.splitlines()
+    timer.join()
+    found = [json.loads(line) for line in told]
+    assert len(found) >= 2 and [each["alive"] for each in found] == [True] * (len(found) - 1) + [False]
+    assert {each["done"] for each in found} == {1}
+    again = CliRunner().invoke(group, ["status", str(tmp_path), "--watch"]).output
+    assert again.count("documents ") == 1, "nobody is at work on it"
 
 
 def test_a_share_of_a_corpus_is_the_whole_of_its_job(tmp_path: Path) -> None:

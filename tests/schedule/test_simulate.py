@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from kvr_mpi.cli.simulate import simulate
 from kvr_mpi.costs.paper import COLUMNS, METHODS, paper_cells
 from kvr_mpi.errors import ConfigError, DataError, KvrError, ModelError, OutputError
+from kvr_mpi.schedule.simulate import NAMES
 
 STRATEGIES = {"single", "tsp-dense", "tsp-causal", "ring", "kvr-e", "kvr-s"}
 
@@ -38,6 +39,8 @@ def test_a_table_says_who_wins() -> None:
     assert "h100-80gb" in lines[0] and "not measured" in lines[0]
     assert [line.split()[:2] for line in lines[-2:]] == [["8192", "1"], ["8192", "2"]]
     assert lines[-1].split()[-1] == "kvr-s"
+    names = next(line.split() for line in lines if line.split()[:2] == ["tokens", "ranks"])
+    assert names[2:-3] == list(NAMES) and len(names) == len(lines[-1].split()), "a column each"
 
 
 def test_json_and_csv_hold_the_same_rows(tmp_path: Path) -> None:

@@ -1,0 +1,365 @@
+"""The drawings of a run's page, each with a title that says what it shows; or, where there is nothing, why not."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from kvr_mpi.report.style import (
+    bytes_text,
+    even_token_ticks,
+    nice_ticks,
+    percent_text,
+    plain_number,
+    seconds_text,
+    tokens_text,
+)
+from kvr_mpi.report.svg import BOTTOM, LEFT, RIGHT, TOP, Drawing, Scale
+from kvr_mpi.report.timeline import Timeline, TracedRun
+from kvr_mpi.store.outputs import Record
+
+WIDTH, HEIGHT = 860.0, 300.0
+LANE = 46.0
+# Points of a line, and dots, beyond which some are left out: a drawing that nobody can tell from the whole.
+MOST_POINTS = 400
+MOST_DOTS = 1200
+# Prompts in so many groups of like length, for their slices.
+MOST_GROUPS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A drawing, or the reason why there is none.
+
+    title : what it shows, as a sentence.
+    note : how to read it.
+    legend : classes of colour, and what they mean.
+    """
+
+    name: str
+    title: str
+    drawing: Drawing | None = None
+    note: str = ""
+    legend: tuple[tuple[str, str], ...] = ()
+
+
+def _missing(name: str, why: str) -> Chart:
+    return Chart(name, why)
+
+
+NO_TRACE = "no trace: report.trace = true in the job records one"
+
+
+def draw_timeline(timeline: Timeline) -> Chart:
+    """Draw a prompt's way over its chain, a lane a rank, in the order of the slices (KV-Runahead, Fig. 3)."""
+    prompt, lanes = timeline.prompt, timeline.lanes
+    end = max(span.ended_s for lane in lanes for span in lane.spans) - timeline.began_s
+    drawing = Drawing(WIDTH, TOP + LANE * len(lanes) + BOTTOM, f"timeline of {prompt.document}")
+    x = Scale(0.0, end, 150.0, WIDTH - RIGHT)
+    drawing.x_axis(x, nice_ticks(0, end, 8), plain_number, "seconds since the chain began")
+    for number, lane in enumerate(lanes):
+        top, own = TOP + LANE * number, lane.prompt
+        drawing.text(2, top + 17, f"rank {lane.rank}", quiet=False, bold=True)
+        if own.stop > own.start:
+            drawing.text(2, top + 32, f"tokens {own.start:,} to {own.stop:,}")
+        parts = [span for span in lane.spans if span.kind == "layer"]
+        shades = "ours", "soft"
+        for span in parts or [lane.prefill]:
+            began, ended = x(span.began_s - timeline.began_s), x(span.ended_s - timeline.began_s)
+            name = f"rank {lane.rank}, layer {span.layer}" if parts else f"rank {lane.rank}"
+            told = f"{name}: {seconds_text(span.ended_s - span.began_s)}"
+            drawing.rect(began, top + 4, ended - began, 24, shades[max(0, span.layer) % 2], told)
+        for span in sorted(lane.spans, key=lambda span: span.began_s):
+            began, ended = x(span.began_s - timeline.began_s), x(span.ended_s - timeline.began_s)
+            took = seconds_text(span.ended_s - span.began_s)
+            if span.kind in ("wait", "send wait") and ended - began > 0.3:
+                colour = "wait" if span.kind == "wait" else "held"
+                whom = f" for rank {prompt.first_rank + span.peer}" if span.peer >= 0 else " for the link"
+                drawing.rect(began, top + 4, ended - began, 24, colour, f"layer {span.layer}: waited {took}{whom}")
+            elif span.kind in ("send", "forward") and span.layer >= 0:
+                whom = f"to rank {prompt.first_rank + span.peer}"
+                told = f"layer {span.layer}: {span.kind} {whom}, {bytes_text(span.amount)} in {took}"
+                drawing.rect(began, top + 30, max(0.6, ended - began), 5, "sent", told)
+    first_token = x(timeline.seconds)
+    drawing.line([(first_token, TOP), (first_token, TOP + LANE * len(lanes))], "text", dashed=True, width=1.2)
+    waited = max(lanes, key=lambda lane: lane.waited_s)
+    title = (
+        f"{prompt.document}: {prompt.tokens:,} tokens over {_ranks(len(lanes))} took {seconds_text(timeline.seconds)} "
+        f"to the first token; rank {waited.rank} waited {percent_text(waited.waited_s / timeline.seconds)} of it"
+    )
+    note = (
+        "A lane a rank, in the order of the slices; a box a layer, from when its keys and values are made to when the "
+        "next layer's are. The dashed line is the first token."
+    )
+    legend = (
+        ("ours", "computes (every second layer lighter)"),
+        ("wait", "waits for keys and values"),
+        ("held", "waits for the link"),
+        ("sent", "sends or passes on"),
+    )
+    return Chart("timeline", title, drawing, note, legend)
+
+
+def draw_timelines(run: TracedRun | None) -> list[Chart]:
+    """Draw the longest prompt, and the one whose ranks waited most."""
+    if run is None:
+        return [_missing("timeline", f"Timeline of a prompt: {NO_TRACE}.")]
+    chains = [one for one in run.timelines if one.prompt.ranks > 1] or run.timelines
+    if not chains:
+        why = f"{run.incomplete} were recorded in part only" if run.incomplete else "all went in packed rows"
+        return [_missing("timeline", f"Timeline of a prompt: none was recorded on all ranks of its chain ({why}).")]
+    longest = max(chains, key=lambda one: one.prompt.tokens)
+    waiting = max(chains, key=lambda one: one.wait_share)
+    return [draw_timeline(one) for one in ([longest] if waiting is longest else [longest, waiting])]
+
+
+def draw_waits(run: TracedRun | None) -> Chart:
+    """Draw how long each rank waited in each layer, over all prompts."""
+    name = "waits"
+    if run is None:
+        return _missing(name, f"Waits by rank and layer: {NO_TRACE}.")
+    cells: dict[tuple[int, int], float] = defaultdict(float)
+    busy: dict[int, float] = defaultdict(float)
+    for timeline in run.timelines:
+        for lane in timeline.lanes:
+            busy[lane.rank] += lane.prefill.ended_s - lane.prefill.began_s
+            for span in lane.spans:
+                if span.kind in ("wait", "send wait") and span.layer >= 0:
+                    cells[lane.rank, span.layer] += span.ended_s - span.began_s
+    if not any(cells.values()):
+        return _missing(name, "Waits by rank and layer: no rank waited for another.")
+    ranks = sorted(busy)
+    layers = 1 + max(layer for _, layer in cells)
+    totals = {rank: sum(cells.get((rank, layer), 0.0) for layer in range(layers)) for rank in ranks}
+    height = min(26.0, max(3.0, 900 / len(ranks)))
+    drawing = Drawing(WIDTH, TOP + height * len(ranks) + BOTTOM, "seconds waited by rank and layer")
+    x = Scale(0, layers, LEFT, WIDTH - 130)
+    most = max(cells.values())
+    for row, rank in enumerate(ranks):
+        top = TOP + row * height
+        if height >= 12 or row % 10 == 0:
+            drawing.text(LEFT - 7, top + height / 2 + 4, f"rank {rank}", anchor="end")
+            share = percent_text(totals[rank] / busy[rank]) if busy[rank] else ""
+            drawing.text(WIDTH - 122, top + height / 2 + 4, f"{seconds_text(totals[rank])}, {share}")
+        for layer in range(layers):
+            waited = cells.get((rank, layer), 0.0)
+            told = f"rank {rank}, layer {layer}: waited {seconds_text(waited)}"
+            drawing.shade(x(layer), top, x(1) - x(0) - 1, height - 1.5, 0.04 + 0.96 * waited / most, told)
+    step = max(1, round(layers / 12))
+    for layer in range(0, layers, step):
+        drawing.text(x(layer + 0.5), drawing.height - BOTTOM + 16, str(layer), anchor="middle")
+    drawing.text((x.start + x.stop) / 2, drawing.height - 6, "layer", anchor="middle")
+    rank = max(ranks, key=lambda rank: totals[rank])
+    layer = max(range(layers), key=lambda layer: cells.get((rank, layer), 0.0))
+    title = (
+        f"Rank {rank} waited longest: {seconds_text(totals[rank])}, {percent_text(totals[rank] / busy[rank])} of its "
+        f"prefill time, most of all in layer {layer}"
+    )
+    note = (
+        f"Over {len(run.timelines)} prompt(s); the stronger the colour, the longer (at most {seconds_text(most)}). To "
+        f"the right each rank's sum, and its share of the rank's prefill time."
+    )
+    return Chart(name, title, drawing, note)
+
+
+def draw_forecast(run: TracedRun | None) -> Chart:
+    """Draw what the ranks' rates predict of each prompt against what it took."""
+    name = "forecast"
+    if run is None:
+        return _missing(name, f"Predicted against measured time: {NO_TRACE}.")
+    pairs = [(one.predicted_s, one.seconds, one) for one in run.timelines if one.predicted_s]
+    if not pairs:
+        return _missing(
+            name, "Predicted against measured time: slices were not cut by measured rates, so none predicts."
+        )
+    most = 1.05 * max(max(predicted, measured) for predicted, measured, _ in pairs)
+    drawing = Drawing(WIDTH, HEIGHT + 60, "predicted against measured time to first token")
+    x, y = Scale(0, most, LEFT, WIDTH - RIGHT), Scale(0, most, drawing.height - BOTTOM, TOP)
+    drawing.x_axis(x, nice_ticks(0, most), plain_number, "predicted (seconds)")
+    drawing.y_axis(y, nice_ticks(0, most), plain_number, "measured (seconds)")
+    drawing.area([(x(0), y(0)), (x(most), y(0.9 * most)), (x(most), y(most)), (x(most / 1.1), y(most))], "rival")
+    drawing.line([(x(0), y(0)), (x(most), y(most))], "bound", dashed=True, width=1.5)
+    for predicted, measured, one in pairs[:: -(-len(pairs) // MOST_DOTS)]:
+        told = f"{one.prompt.document}: predicted {seconds_text(predicted)}, took {seconds_text(measured)}"
+        drawing.dot(x(predicted), y(measured), "ours", told)
+    off = statistics.median(measured / predicted - 1 for predicted, measured, _ in pairs)
+    title = f"Prompts took {percent_text(abs(off))} {'longer' if off >= 0 else 'less'} than predicted (the median)"
+    note = (
+        "A dot a prompt; on the dashed line the prediction is right, in the band within 10 %. Predicted is what the "
+        "slowest rank computes, by the rates that its slices were cut by, without waiting for others."
+    )
+    return Chart(name, title, drawing, note)
+
+
+def draw_slices(records: Sequence[Record]) -> Chart:
+    """Draw which share of a prompt each rank took, over its length (KV-Runahead, Fig. 10)."""
+    name = "slices"
+    sliced = [one for one in records if len(one.slices) > 2 and one.slices[-1] > 0 and one.strategy == "kvr"]
+    if not sliced:
+        return _missing(name, "Slices over the prompt's length: no prompt was cut over several ranks.")
+    size = Counter(len(one.slices) for one in sliced).most_common(1)[0][0]
+    mine = sorted((one for one in sliced if len(one.slices) == size), key=lambda one: one.slices[-1])
+    per_group = -(-len(mine) // MOST_GROUPS)
+    groups = [mine[at : at + per_group] for at in range(0, len(mine), per_group)]
+    drawing = Drawing(WIDTH, HEIGHT, "share of the prompt by rank, over its length")
+    y = Scale(0, 1, HEIGHT - BOTTOM, TOP)
+    drawing.y_axis(y, [0, 0.25, 0.5, 0.75, 1], percent_text, "share of the prompt")
+    width = (WIDTH - RIGHT - LEFT) / len(groups)
+    for number, group in enumerate(groups):
+        left, edges = LEFT + number * width, []
+        for place in range(size):
+            edges.append(statistics.fmean(one.slices[place] / one.slices[-1] for one in group))
+        tokens = statistics.fmean(one.slices[-1] for one in group)
+        for place, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
+            told = f"slice {place}: {percent_text(high - low)} of {tokens_text(tokens)} tokens"
+            shade = f"r{min(7, round(7 * place / max(1, size - 2)))}"
+            drawing.rect(left + 1, y(high), width - 2, y(low) - y(high), shade, told)
+        if len(groups) <= 12 or number % 2 == 0:
+            drawing.text(left + width / 2, HEIGHT - BOTTOM + 16, tokens_text(tokens), anchor="middle")
+    drawing.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, "prompt tokens", anchor="middle")
+    ends = [statistics.fmean(one.slices[1] / one.slices[-1] for one in group) for group in (groups[0], groups[-1])]
+    lengths = [tokens_text(group[at].slices[-1]) for group, at in ((groups[0], 0), (groups[-1], -1))]
+    title = (
+        f"The first of {size - 1} slices has {percent_text(ends[0])} of a prompt of {lengths[0]} tokens, and "
+        f"{percent_text(ends[1])} of one of {lengths[1]}"
+    )
+    return Chart(name, title, drawing, f"{len(mine)} prompts; the first slice is at the bottom, in the strongest blue.")
+
+
+def draw_first_token(records: Sequence[Record]) -> Chart:
+    """Draw the time to the first token over the prompt's length."""
+    name = "ttft"
+    timed = [one for one in records if one.ttft_s > 0 and one.prompt_tokens > 0 and one.parts == 1]
+    if not timed:
+        return _missing(name, "Time to the first token: no document was prefilled in one prompt.")
+    drawing = Drawing(WIDTH, HEIGHT, "time to first token over prompt length")
+    tokens, seconds = max(one.prompt_tokens for one in timed) * 1.04, max(one.ttft_s for one in timed) * 1.06
+    x, y = Scale(0, tokens, LEFT, WIDTH - RIGHT), Scale(0, seconds, HEIGHT - BOTTOM, TOP)
+    drawing.x_axis(x, even_token_ticks(tokens), tokens_text, "prompt tokens")
+    drawing.y_axis(y, nice_ticks(0, seconds), plain_number, "seconds to the first token")
+    sizes = sorted({max(1, len(one.slices) - 1) for one in timed}, reverse=True)
+    colours = dict(zip(sizes, ("ours", "sent", "other", "held", *["rival"] * len(sizes)), strict=False))
+    for one in timed[:: -(-len(timed) // MOST_DOTS)]:
+        ranks = max(1, len(one.slices) - 1)
+        told = f"{one.id}: {one.prompt_tokens:,} tokens on {_ranks(ranks)}, {seconds_text(one.ttft_s)}"
+        drawing.dot(x(one.prompt_tokens), y(one.ttft_s), colours[ranks], told)
+    rate = statistics.median(one.prompt_tokens / one.ttft_s for one in timed)
+    middle = statistics.median(one.ttft_s for one in timed)
+    title = f"The first token came after {seconds_text(middle)} (the median), at {plain_number(rate)} prompt tokens/s"
+    legend = tuple((colours[size], _ranks(size)) for size in sizes[:5])
+    return Chart(name, title, drawing, f"A dot a document, {len(timed)} in all.", legend if len(sizes) > 1 else ())
+
+
+def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[float, float]) -> Chart:
+    """Draw time to the first token over ranks, for prompts of like length, with the lower bound (Fig. 8)."""
+    name = "speedup"
+    groups: dict[int, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for one in records:
+        if one.ttft_s > 0 and one.parts == 1 and one.prompt_tokens:
+            groups[one.prompt_tokens.bit_length()][max(1, len(one.slices) - 1)].append(one)
+    best = max(groups.values(), key=lambda by_ranks: (len(by_ranks), sum(map(len, by_ranks.values()))), default={})
+    if len(best) < 2:
+        sizes = sorted({ranks for by_ranks in groups.values() for ranks in by_ranks})
+        told = f"all prompts ran on {_ranks(sizes[0])}" if len(sizes) == 1 else "prompts of like length ran on as many"
+        return _missing(
+            name,
+            f"Speed-up over ranks: {told}; kvr bench compares, as does a run with parallel.ranks_per_chain = 'auto'.",
+        )
+    ranks = sorted(best)
+    tokens = statistics.median(one.prompt_tokens for some in best.values() for one in some)
+    # To a prompt of one length, by tokens: prompts of a group differ by a factor of two at most.
+    times = {size: [one.ttft_s * tokens / one.prompt_tokens for one in best[size]] for size in ranks}
+    token_s, pair_s = rates
+    alone_s = run.layers * tokens * (token_s + pair_s * tokens / 2) if run is not None and token_s + pair_s else 0.0
+    drawing = Drawing(WIDTH, HEIGHT, "time to first token over ranks")
+    most = 1.06 * max(max(some) for some in times.values())
+    x, y = Scale(0, len(ranks) - 1, LEFT + 50, WIDTH - RIGHT - 50), Scale(0, most, HEIGHT - BOTTOM, TOP)
+    drawing.y_axis(y, nice_ticks(0, most), plain_number, "seconds to the first token")
+    places = {size: x(number) for number, size in enumerate(ranks)}
+    for size, place in places.items():
+        drawing.text(place, HEIGHT - BOTTOM + 16, str(size), anchor="middle")
+    drawing.text((x.start + x.stop) / 2, HEIGHT - 6, "ranks that share a prompt", anchor="middle")
+    low = [(places[size], y(min(times[size]))) for size in ranks]
+    high = [(places[size], y(max(times[size]))) for size in ranks]
+    drawing.area([*low, *reversed(high)], "ours")
+    middles = {size: statistics.median(times[size]) for size in ranks}
+    drawing.line([(places[size], y(middles[size])) for size in ranks], "ours", width=2.5)
+    for size in ranks:
+        drawing.dot(places[size], y(middles[size]), "ours", f"{_ranks(size)}: {seconds_text(middles[size])}")
+    legend = [("ours", "measured: median, and lowest to highest")]
+    if alone_s:
+        drawing.line([(places[size], y(alone_s / size)) for size in ranks], "bound", dashed=True)
+        legend.append(("bound", "lower bound: the work of one rank, shared evenly, no communication"))
+    gain = middles[ranks[0]] / middles[ranks[-1]]
+    title = f"{ranks[-1]} ranks are {gain:.1f} times as fast as {ranks[0]} at about {tokens_text(tokens)} tokens"
+    return Chart(name, title, drawing, f"{sum(map(len, best.values()))} prompts of like length.", tuple(legend))
+
+
+def draw_progress(records: Sequence[Record]) -> Chart:
+    """Draw how many documents were done, over time."""
+    name = "documents"
+    ends = sorted(_unix(one) for one in records if one.finished_at)
+    if len(ends) < 2:
+        return _missing(name, "Documents over time: fewer than two have a time.")
+    failed = sorted(_unix(one) for one in records if one.finished_at and one.status == "error")
+    began = min(_unix(one) - one.ttft_s - one.decode_s for one in records if one.finished_at)
+    span = max(ends[-1] - began, 1e-3)
+    unit, word = (3600.0, "hours") if span > 3 * 3600 else (60.0, "minutes") if span > 180 else (1.0, "seconds")
+    drawing = Drawing(WIDTH, HEIGHT, "documents done over time")
+    x = Scale(0, span / unit, LEFT, WIDTH - RIGHT)
+    y = Scale(0, len(ends), HEIGHT - BOTTOM, TOP)
+    drawing.x_axis(x, nice_ticks(0, span / unit, 8), plain_number, f"{word} since the first prompt")
+    drawing.y_axis(y, [tick for tick in nice_ticks(0, len(ends)) if tick == int(tick)], plain_number, "documents")
+    for times, colour in ((ends, "ours"), (failed, "wait")):
+        step = max(1, len(times) // MOST_POINTS)
+        points = [(x(0), y(0))]
+        for number in [*range(step - 1, len(times), step), len(times) - 1] if times else []:
+            at = x((times[number] - began) / unit)
+            points += [(at, points[-1][1]), (at, y(number + 1))]
+        if len(points) > 1:
+            drawing.line(points, colour)
+    title = f"{len(ends):,} documents ended in {seconds_text(span)}, {plain_number(3600 * len(ends) / span)} an hour"
+    legend = (("ours", "done or failed"), ("wait", "failed")) if failed else ()
+    return Chart(name, title, drawing, "By the time that their answers were ready.", legend)
+
+
+def draw_memory(run: TracedRun | None) -> Chart:
+    """Draw the memory of each rank's process over time."""
+    name = "memory"
+    samples = {} if run is None else {rank: sorted(some) for rank, some in run.memory.items() if some}
+    if run is None or not samples:
+        return _missing(name, f"Memory of the ranks: {NO_TRACE}.")
+    began = min(some[0][0] for some in samples.values())
+    span = max(some[-1][0] for some in samples.values()) - began
+    most = max(size for some in samples.values() for _, size in some)
+    drawing = Drawing(WIDTH, HEIGHT, "memory of the ranks over time")
+    gib = 1 << 30
+    x, y = Scale(0, span, LEFT, WIDTH - RIGHT), Scale(0, 1.08 * most / gib, HEIGHT - BOTTOM, TOP)
+    drawing.x_axis(x, nice_ticks(0, span, 8), plain_number, "seconds since the job began")
+    drawing.y_axis(y, nice_ticks(0, 1.08 * most / gib), plain_number, "GiB of a rank's process")
+    highest = max(samples, key=lambda rank: max(size for _, size in samples[rank]))
+    for rank in [*(rank for rank in samples if rank != highest), highest]:
+        some = samples[rank]
+        some = some[:: max(1, len(some) // MOST_POINTS)]
+        colour = "ours" if rank == highest else "rival"
+        drawing.line([(x(at - began), y(size / gib)) for at, size in some], colour, width=2 if rank == highest else 1.2)
+    title = f"Rank {highest} took most memory: {bytes_text(most)}"
+    others = (("rival", "the other ranks"),) if len(samples) > 1 else ()
+    return Chart(
+        name,
+        title,
+        drawing,
+        "Resident memory of the process, weights included.",
+        (("ours", f"rank {highest}"), *others),
+    )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def _unix(record: Record) -> float:
+    return datetime.fromisoformat(record.finished_at).timestamp()

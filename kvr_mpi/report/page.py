@@ -1,0 +1,276 @@
+"""A run as one HTML page that needs nothing else: drawings, and the answers to browse and search.
+
+No network: a content policy in the page forbids all of it, and every script and style but its own two. Documents and
+answers are strangers' text: in drawings they are escaped, and the table's are packed (JSON, gzip, base64), so that no
+character of theirs is ever read as markup; the page's script sets them as text.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.resources import files
+from typing import Any
+
+from kvr_mpi.report.charts import (
+    Chart,
+    draw_first_token,
+    draw_forecast,
+    draw_memory,
+    draw_progress,
+    draw_slices,
+    draw_speedup,
+    draw_timelines,
+    draw_waits,
+)
+from kvr_mpi.report.style import COLOURS, bytes_text, plain_number, ramp, seconds_text
+from kvr_mpi.report.svg import escaped
+from kvr_mpi.report.timeline import TracedRun
+from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.summary import count_reasons, reason_of
+
+# Most of a page; answers are cut where it would be larger.
+PAGE_BYTES = 5_000_000
+# Lengths that answers are cut to, the first that is short enough.
+ANSWER_CHARS = (20_000, 8_000, 4_000, 2_000, 1_000, 600, 400, 250, 120, 60, 0)
+REASONS = 12
+SHADES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a page says of its run beside the documents.
+
+    left : documents neither done nor failed; None: not known.
+    """
+
+    name: str
+    model: str
+    software: str
+    left: int | None = None
+
+
+def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None, rates: tuple[float, float]) -> bytes:
+    """Make the page.
+
+    Parameters
+    ----------
+    records : sequence of Record
+        Of all documents.
+    run : TracedRun or None
+        What was traced.
+    rates : (float, float)
+        Seconds of a rank for a token and for a query-key pair, of a layer; zeros: not known.
+    """
+    charts = [
+        *draw_timelines(run),
+        draw_waits(run),
+        draw_forecast(run),
+        draw_first_token(records),
+        draw_slices(records),
+        draw_speedup(records, run, rates),
+        draw_progress(records),
+        draw_memory(run),
+    ]
+    drawn = [_section(chart) for chart in charts if chart.drawing is not None]
+    missing = [f'<p class="missing">{escaped(chart.title)}</p>' for chart in charts if chart.drawing is None]
+    warnings = _warnings(run)
+    parts = [
+        f"<h1>{escaped(facts.name)}</h1>",
+        f'<p class="about">{escaped(facts.model)} · {escaped(facts.software)} · '
+        f"page made {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</p>",
+        _tiles(facts, records),
+        *(
+            [f'<section class="warn">{"".join(f"<p>{escaped(line)}</p>" for line in warnings)}</section>']
+            * bool(warnings)
+        ),
+        *drawn,
+        _failures(records),
+    ]
+    if missing:
+        parts.append(f"<section><h2>What this run does not hold</h2>{''.join(missing)}</section>")
+    script, style = _read("page.js"), _palette() + _read("page.css")
+    body = "".join(parts)
+    room = PAGE_BYTES - len(body.encode()) - len(script) - len(style) - 8_000
+    packed, note = pack_answers(records, room)
+    table = _TABLE.format(note=escaped(note))
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    )
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
+        f'content="{policy}"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark"><title>{escaped(facts.name)}</title>'
+        f"<style>{style}</style></head>"
+        f'<body><main>{body}{table}</main><script type="application/octet-stream" id="data">{packed}</script>'
+        f"<script>{script}</script></body></html>\n"
+    )
+    return page.encode()
+
+
+def pack_answers(records: Sequence[Record], room_bytes: int) -> tuple[str, str]:
+    """Pack the documents' table into so many bytes of base64, and say what had to be cut for that.
+
+    If answers of no length leave room enough for all documents, there are only the first of them.
+    """
+    packed = _pack(records, ANSWER_CHARS[0])
+    if len(packed) <= room_bytes:
+        return packed, _say_cut(records, records, ANSWER_CHARS[0])
+    shown = records
+    while shown and len(_pack(shown, 0)) > room_bytes:
+        shown = shown[: len(shown) // 2]
+    first, last = 0, len(ANSWER_CHARS) - 1  # the last of them fits
+    while first < last:
+        middle = (first + last) // 2
+        if len(_pack(shown, ANSWER_CHARS[middle])) <= room_bytes:
+            last = middle
+        else:
+            first = middle + 1
+    return _pack(shown, ANSWER_CHARS[first]), _say_cut(records, shown, ANSWER_CHARS[first])
+
+
+def _pack(records: Sequence[Record], chars: int) -> str:
+    columns: dict[str, list[Any]] = {
+        "id": [one.id for one in records],
+        "failed": [int(one.status == "error") for one in records],
+        "tokens": [one.prompt_tokens for one in records],
+        "ttft": [round(one.ttft_s, 2) if one.ttft_s == one.ttft_s else 0 for one in records],
+        "question": [one.question[:chars] for one in records],
+        "answer": [_cut(one.error if one.status == "error" else one.answer, chars) for one in records],
+    }
+    data = json.dumps(columns, separators=(",", ":"), allow_nan=False).encode()
+    return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode()
+
+
+def _cut(text: str, chars: int) -> str:
+    return text if len(text) <= chars else text[: max(0, chars - 1)] + "…"
+
+
+def _say_cut(records: Sequence[Record], shown: Sequence[Record], chars: int) -> str:
+    told = []
+    if len(shown) < len(records):
+        told.append(f"only the first {len(shown):,} of {len(records):,} documents are here")
+    if any(len(one.answer) > chars for one in shown):
+        told.append(f"answers are cut to {chars:,} characters")
+    if not told:
+        return "Click a row to read all of its answer."
+    return f"To keep this file below {PAGE_BYTES / 1e6:.0f} MB {' and '.join(told)}; kvr inspect shows all of each."
+
+
+_TABLE = (
+    '<section><h2>Answers</h2><p class="note">{note}</p><div class="tools">'
+    '<input id="query" type="search" placeholder="Search ids, questions, answers" aria-label="Search">'
+    '<select id="only" aria-label="Which documents"><option value="all">all</option>'
+    '<option value="done">done</option>'
+    '<option value="failed">failed</option></select><span id="count" class="count">The answers are being '
+    "unpacked; this needs JavaScript.</span></div>"
+    '<table id="answers"><thead><tr><th class="wid"><button data-by="id">document</button></th>'
+    '<th class="n wnum"><button data-by="tokens">tokens</button></th>'
+    '<th class="n wnum"><button data-by="ttft">first token</button></th>'
+    '<th><button data-by="answer">answer</button></th></tr></thead><tbody id="rows"></tbody></table>'
+    '<div class="tools"><button id="more" hidden>Show more</button></div></section>'
+)
+
+
+def _section(chart: Chart) -> str:
+    legend = "".join(
+        f'<li><svg viewBox="0 0 12 12" aria-hidden="true"><rect class="f-{name}" width="12" height="12" rx="2"/></svg>'
+        f"{escaped(text)}</li>"
+        for name, text in chart.legend
+    )
+    legend = f'<ul class="legend">{legend}</ul>' if legend else ""
+    note = f'<p class="note">{escaped(chart.note)}</p>' if chart.note else ""
+    return f'<section id="{chart.name}"><h2>{escaped(chart.title)}</h2>{legend}{chart.drawing}{note}</section>'
+
+
+def _tiles(facts: RunFacts, records: Sequence[Record]) -> str:
+    done = [one for one in records if one.status == "done"]
+    tiles = [(f"{len(done):,}", "documents done"), (f"{len(records) - len(done):,}", "failed")]
+    if facts.left:
+        tiles.append((f"{facts.left:,}", "not done yet"))
+    if done:
+        tiles.append((_count(sum(one.prompt_tokens for one in done)), "prompt tokens"))
+        tiles.append((_count(sum(one.new_tokens for one in done)), "new tokens"))
+        ranks = sorted({max(1, len(one.slices) - 1) for one in done})
+        few = " and ".join(map(str, ranks)) if len(ranks) < 3 else f"{ranks[0]} to {ranks[-1]}"
+        tiles.append((few, "ranks a prompt"))
+        slowest = max(done, key=lambda one: one.ttft_s)
+        tiles.append((seconds_text(slowest.ttft_s), "slowest first token"))
+    kept = [one for one in done if one.retained_bytes]
+    if kept:
+        tiles.append((bytes_text(max(one.retained_bytes for one in kept)), "largest compressed cache"))
+    return (
+        '<div class="tiles">'
+        + "".join(f"<div class=tile><b>{a}</b><span>{b}</span></div>" for a, b in tiles)
+        + "</div>"
+    )
+
+
+def _count(count: int) -> str:
+    return f"{count / 1e6:,.1f} million" if count >= 10_000_000 else f"{count:,}"
+
+
+def _failures(records: Sequence[Record]) -> str:
+    reasons = count_reasons(reason_of(one.id, one.error) for one in records if one.status == "error")
+    if not reasons:
+        return ""
+    total = sum(reasons.values())
+    rows = "".join(
+        f'<tr><td class="n wnum">{count:,}</td><td>{escaped(reason)}</td></tr>'
+        for reason, count in list(reasons.items())[:REASONS]
+    )
+    more = f'<p class="note">and {len(reasons) - REASONS} other reasons</p>' if len(reasons) > REASONS else ""
+    title = f"{total:,} document(s) failed, {next(iter(reasons.values())):,} of them for one reason"
+    return (
+        f'<section id="failures"><h2>{title}</h2><table><thead><tr><th class="n wnum">documents</th><th>why</th></tr>'
+        "</thead>"
+        f"<tbody>{rows}</tbody></table>{more}</section>"
+    )
+
+
+def _warnings(run: TracedRun | None) -> list[str]:
+    """Say what in a trace is not to be trusted."""
+    if run is None:
+        return []
+    lines = []
+    if run.backwards:
+        lines.append(
+            f"{run.backwards} transfers arrived before they were sent: the ranks' clocks were not aligned well enough, "
+            f"and the timelines cannot be trusted. kvr doctor looks at the clocks."
+        )
+    if run.full:
+        lines.append(f"The trace of {run.full} rank(s) is full and ends early (report.trace_mib).")
+    if run.damaged:
+        lines.append(f"{plain_number(run.damaged)} lines of the trace are damaged and left out.")
+    if run.incomplete:
+        lines.append(f"{run.incomplete} prompt(s) were recorded on some of their ranks only, and are left out.")
+    if "cuda" in run.devices:
+        lines.append(
+            "On GPUs the trace has no layers: a rank tells its GPU what to compute, and does not see when it does."
+        )
+    return lines
+
+
+def _palette() -> str:
+    """Colours as variables, by day and by night, and the classes of drawings that use them."""
+    days = []
+    for dark in (False, True):
+        shades = {f"r{number}": colour for number, colour in enumerate(ramp(SHADES, dark))}
+        values = {name: pair[dark] for name, pair in COLOURS.items()} | shades
+        days.append(":root{" + "".join(f"--{name}:{colour};" for name, colour in values.items()) + "}")
+    names: Iterable[str] = (*COLOURS, *(f"r{number}" for number in range(SHADES)))
+    classes = "".join(f".f-{name}{{fill:var(--{name})}}.s-{name}{{stroke:var(--{name})}}" for name in names)
+    return f"{days[0]}@media (prefers-color-scheme: dark){{{days[1]}}}{classes}"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _read(name: str) -> str:
+    return (files("kvr_mpi.report") / "data" / name).read_text(encoding="utf-8")

@@ -1,0 +1,126 @@
+"""How everything that is drawn looks, on pages and in plots: colours, and numbers as people say them.
+
+The colours are those of Okabe and Ito, which colour-blind readers tell apart: one for what is ours, one for waiting;
+rivals and bounds are grey. Text is never told apart by colour alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+# By name: on white, on black.
+COLOURS = {
+    "ours": ("#0072B2", "#56B4E9"),
+    "soft": ("#7FB8D8", "#2F7FA8"),  # ours, every second layer
+    "wait": ("#D55E00", "#F0894A"),
+    "held": ("#E0A800", "#F0C040"),  # waiting for the link to take what is sent
+    "sent": ("#009E73", "#2FC79B"),
+    "other": ("#A65B8B", "#DD9CC3"),
+    "rival": ("#8A9099", "#8A929C"),
+    "bound": ("#5F6670", "#AEB5BE"),
+    "grid": ("#E3E6EA", "#2C323A"),
+    "text": ("#1C2126", "#E6E9ED"),
+    "quiet": ("#5A626C", "#9BA4AE"),
+    "page": ("#FFFFFF", "#14181D"),
+    "card": ("#F6F8FA", "#1C222A"),
+}
+# Lines of rivals, which share a colour.
+DASHES = ((), (6, 3), (2, 2), (8, 2, 2, 2), (1, 3))
+KILO = 1024
+
+
+def tokens_text(tokens: float) -> str:
+    """Say a length as people do: 512, 4k, 128k, 1M; k is 1024, as in the commands' options."""
+    for unit, name in ((KILO**2, "M"), (KILO, "k")):
+        if tokens >= unit:
+            return f"{tokens / unit:.1f}".removesuffix(".0") + name
+    return f"{tokens:.0f}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Say a time with its unit: 35 ms, 1.2 s, 55 s, 3 min 20 s, 2 h 5 min."""
+    if seconds < 0.9995:
+        return f"{1e3 * seconds:.2g} ms" if seconds < 0.01 else f"{1e3 * seconds:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f}".removesuffix(".0") + " s"
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 else "")
+    return f"{whole // 3600} h" + (f" {whole % 3600 // 60} min" if whole % 3600 // 60 else "")
+
+
+def bytes_text(size: float) -> str:
+    """Say a size: 12 KiB, 3.4 MiB, 1.5 GiB."""
+    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= KILO**power:
+            value = size / KILO**power
+            return (f"{value:.1f}".removesuffix(".0") if value < 10 else f"{value:.0f}") + f" {name}"
+    return f"{size:.0f} B"
+
+
+def percent_text(share: float) -> str:
+    """Say a share: 0.4 %, 3 %, 62 %."""
+    percent = 100 * share
+    return f"{percent:.1f} %" if 0 < abs(percent) < 1 else f"{percent:.0f} %"
+
+
+def plain_number(value: float) -> str:
+    """Write a number without an exponent: 0.5, 10, 20, 4,000."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
+    """Round numbers between two others, both included if they are round: 0, 10, 20."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / max(1, count)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers on a logarithmic axis: 1, 2, 5, 10, 20; fewer where that is too many."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        found = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
+        found = [value for value in found if low * 0.999 <= value <= high * 1.001]
+        if len(found) <= 9:
+            break
+    return found
+
+
+def token_ticks(low: float, high: float) -> list[float]:
+    """Powers of two on a logarithmic axis of lengths: 1k, 2k, 4k."""
+    powers = range(math.floor(math.log2(max(1, low))), math.ceil(math.log2(max(1, high))) + 1)
+    found = [2.0**power for power in powers if low * 0.999 <= 2.0**power <= high * 1.001]
+    while len(found) > 9:
+        found = found[::2]
+    return found
+
+
+def even_token_ticks(high: float, count: int = 6) -> list[float]:
+    """Multiples of a power of two of tokens, from 0: 0, 2k, 4k."""
+    step = 2.0 ** math.ceil(math.log2(max(1.0, high / count)))
+    return [number * step for number in range(math.floor(high / step) + 1)]
+
+
+def ramp(count: int, dark: bool = False) -> list[str]:
+    """Return shades of our colour, one a rank, from the strongest on."""
+    ours, page = (COLOURS[name][dark] for name in ("ours", "page"))
+    return [_mixed(ours, page, 0.72 * number / max(1, count - 1)) for number in range(count)]
+
+
+def _mixed(first: str, second: str, share: float) -> str:
+    parts = zip(_parts(first), _parts(second), strict=True)
+    return "#" + "".join(f"{round(a + share * (b - a)):02X}" for a, b in parts)
+
+
+def _parts(colour: str) -> Sequence[int]:
+    return [int(colour[at : at + 2], 16) for at in (1, 3, 5)]

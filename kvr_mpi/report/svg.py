@@ -1,0 +1,120 @@
+"""Drawings as SVG text, to stand in a page: scales, axes and marks.
+
+Whatever is said in a drawing is escaped here. Colours are classes (``f-NAME`` fills, ``s-NAME`` strokes), so that a
+page can turn dark; there are no style attributes, which a strict content policy would refuse.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvr_mpi.report.log import printable
+
+# Room beside the axes.
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 40
+
+
+def escaped(text: str) -> str:
+    """Text for a page: what would be markup, or steer the reader's eye, is none any more."""
+    return html.escape(printable(text), quote=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Values to places."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+    is_log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Place of a value."""
+        low, high = self.low, self.high
+        if self.is_log:
+            low, high, value = (math.log(max(each, 1e-12)) for each in (low, high, value))
+        share = (value - low) / (high - low) if high != low else 0.5
+        return self.start + share * (self.stop - self.start)
+
+
+@dataclass(slots=True)
+class Drawing:
+    """A drawing that is being made; `label` says what it shows to those who do not see it."""
+
+    width: float
+    height: float
+    label: str
+    parts: list[str] = field(default_factory=list)
+
+    def rect(self, x: float, y: float, width: float, height: float, fill: str, title: str = "") -> None:
+        """Add a box."""
+        place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(max(0.0, width))}" height="{_n(max(0.0, height))}"'
+        self._add(f'<rect class="f-{fill}" {place}', title)
+
+    def shade(self, x: float, y: float, width: float, height: float, strength: float, title: str = "") -> None:
+        """Add a box of a heat map; `strength` from 0 to 1."""
+        place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
+        self._add(f'<rect class="f-wait" fill-opacity="{strength:.3f}" {place}', title)
+
+    def dot(self, x: float, y: float, fill: str, title: str = "", radius: float = 3.5) -> None:
+        """Add a dot."""
+        self._add(f'<circle class="f-{fill} dot" cx="{_n(x)}" cy="{_n(y)}" r="{radius}"', title)
+
+    def line(
+        self, points: Iterable[tuple[float, float]], stroke: str, *, dashed: bool = False, width: float = 2
+    ) -> None:
+        """Add a line."""
+        text = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
+        dashes = ' stroke-dasharray="5 4"' if dashed else ""
+        self.parts.append(f'<polyline class="s-{stroke}" stroke-width="{width}"{dashes} points="{text}"/>')
+
+    def area(self, points: Iterable[tuple[float, float]], fill: str, opacity: float = 0.18) -> None:
+        """Add a band."""
+        text = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
+        self.parts.append(f'<polygon class="f-{fill}" fill-opacity="{opacity}" points="{text}"/>')
+
+    def text(
+        self, x: float, y: float, text: str, *, anchor: str = "start", quiet: bool = True, bold: bool = False
+    ) -> None:
+        """Add words."""
+        classes = ("quiet" if quiet else "loud") + (" bold" if bold else "")
+        self.parts.append(
+            f'<text class="{classes}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">{escaped(text)}</text>'
+        )
+
+    def x_axis(self, scale: Scale, ticks: Sequence[float], say: Callable[[float], str], name: str) -> None:
+        """Add the axis below."""
+        bottom = self.height - BOTTOM
+        for tick in ticks:
+            at = scale(tick)
+            self.line([(at, TOP), (at, bottom)], "grid", width=1)
+            self.text(at, bottom + 16, say(tick), anchor="middle")
+        self.text((scale.start + scale.stop) / 2, self.height - 6, name, anchor="middle")
+
+    def y_axis(self, scale: Scale, ticks: Sequence[float], say: Callable[[float], str], name: str) -> None:
+        """Add the axis to the left, its name above it."""
+        for tick in ticks:
+            at = scale(tick)
+            self.line([(LEFT, at), (self.width - RIGHT, at)], "grid", width=1)
+            self.text(LEFT - 7, at + 4, say(tick), anchor="end")
+        middle = (scale.start + scale.stop) / 2
+        self.parts.append(
+            f'<text class="quiet" text-anchor="middle" transform="translate(13 {_n(middle)}) rotate(-90)">'
+            f"{escaped(name)}</text>"
+        )
+
+    def _add(self, tag: str, title: str) -> None:
+        self.parts.append(f"{tag}><title>{escaped(title)}</title></{tag[1:].split()[0]}>" if title else f"{tag}/>")
+
+    def __str__(self) -> str:
+        """Return the drawing as text."""
+        head = f'<svg viewBox="0 0 {_n(self.width)} {_n(self.height)}" role="img" aria-label="{escaped(self.label)}">'
+        return head + "".join(self.parts) + "</svg>"
+
+
+def _n(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")

@@ -1,0 +1,153 @@
+"""What a run's traces tell of each prompt: which rank computed, waited and sent when."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from kvr_mpi.store.traces import RankTrace, TracedPrompt
+from kvr_mpi.trace import Span
+
+Key = tuple[int, int, int, str, int, str, int]
+
+
+@dataclass(slots=True)
+class Lane:
+    """A prompt on one rank of the job; times are on rank 0's clock."""
+
+    rank: int
+    prompt: TracedPrompt
+    prefill: Span
+    spans: list[Span]
+
+    def seconds(self, *kinds: str) -> float:
+        """Sum up the time of some kinds of spans."""
+        return sum(span.ended_s - span.began_s for span in self.spans if span.kind in kinds)
+
+    @property
+    def waited_s(self) -> float:
+        """Time of waiting, for others' keys and values or for the link."""
+        return self.seconds("wait", "send wait")
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A prompt over its chain.
+
+    lanes : of all its ranks, in the order of its slices.
+    """
+
+    lanes: list[Lane]
+
+    @property
+    def prompt(self) -> TracedPrompt:
+        """The prompt, as its first lane knows it."""
+        return self.lanes[0].prompt
+
+    @cached_property
+    def began_s(self) -> float:
+        """When the first rank began."""
+        return min(lane.prefill.began_s for lane in self.lanes)
+
+    @cached_property
+    def seconds(self) -> float:
+        """From then until the decode rank had the first token."""
+        decoding = self.prompt.first_rank + self.prompt.decode_rank
+        return next(lane.prefill.ended_s for lane in self.lanes if lane.rank == decoding) - self.began_s
+
+    @property
+    def predicted_s(self) -> float | None:
+        """What the slowest rank was to compute it in; None if that is not known."""
+        predicted = [lane.prompt.predicted_s for lane in self.lanes]
+        return max(predicted) if all(predicted) else None
+
+    @property
+    def wait_share(self) -> float:
+        """Of its ranks' time, how much they waited."""
+        total = sum(lane.prefill.ended_s - lane.prefill.began_s for lane in self.lanes)
+        return sum(lane.waited_s for lane in self.lanes) / total if total else 0.0
+
+
+@dataclass(slots=True)
+class TracedRun:
+    """What all traces of a run tell.
+
+    incomplete : prompts that some rank of their chain knows nothing of: the trace was full, or the job killed.
+    backwards : transfers that arrived before they were sent, by clocks that should agree.
+    clock_error_s : to which clocks of several hosts agree; inf: they were not compared.
+    """
+
+    timelines: list[Timeline] = field(default_factory=list)
+    packed: int = 0
+    incomplete: int = 0
+    backwards: int = 0
+    clock_error_s: float = 0.0
+    layers: int = 0
+    devices: set[str] = field(default_factory=set)
+    sessions: set[int] = field(default_factory=set)
+    full: int = 0
+    damaged: int = 0
+    memory: dict[int, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    decode_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+
+def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
+    """Put together what the ranks recorded of each prompt."""
+    run = TracedRun()
+    lanes: dict[Key, dict[int, Lane]] = defaultdict(dict)
+    for trace in traces:
+        header = trace.header
+        run.layers = max(run.layers, header.layers)
+        run.devices.add(header.device)
+        run.sessions.add(header.session)
+        run.full += trace.is_full
+        run.damaged += trace.damaged
+        run.clock_error_s = max(run.clock_error_s, trace.clock_error_s)
+        run.memory[header.rank] += trace.memory
+        of_prompt: dict[int, list[Span]] = defaultdict(list)
+        for span in trace.spans:
+            of_prompt[span.prompt].append(span)
+            if span.kind == "decode":
+                run.decode_s[header.rank] += span.ended_s - span.began_s
+        seen: Counter[tuple[str, int, str]] = Counter()
+        for number, prompt in sorted(trace.prompts.items()):
+            name = prompt.document, prompt.part, prompt.what
+            seen[name] += 1  # the parts of a text are followed by a prompt about their answers
+            prefill = next((span for span in of_prompt[number] if span.kind == "prefill"), None)
+            if prompt.what == "packed":
+                run.packed += prefill is not None
+            elif prefill is not None:
+                key = header.session, prompt.first_rank, prompt.ranks, *name, seen[name]
+                lanes[key][header.rank] = Lane(header.rank, prompt, prefill, of_prompt[number])
+    for found in lanes.values():
+        prompt = next(iter(found.values())).prompt
+        wanted = range(prompt.first_rank, prompt.first_rank + prompt.ranks)
+        if prompt.ranks > 1 and sorted(found) != list(wanted):
+            run.incomplete += 1
+            continue
+        timeline = Timeline(sorted(found.values(), key=lambda lane: (lane.prompt.start, lane.rank)))
+        run.timelines.append(timeline)
+        run.backwards += _backwards(timeline, 0.0 if math.isinf(run.clock_error_s) else run.clock_error_s)
+    return run
+
+
+def _backwards(timeline: Timeline, error_s: float) -> int:
+    """Count transfers that were over on the far side before they had begun on the near one."""
+    begun: dict[tuple[int, int, int], float] = {}
+    first = timeline.prompt.first_rank
+    for lane in timeline.lanes:
+        for span in lane.spans:
+            if span.kind in ("send", "forward") and span.layer >= 0:
+                key = span.layer, lane.rank, first + span.peer
+                begun[key] = min(begun.get(key, math.inf), span.began_s)
+    ended: dict[tuple[int, int, int], float] = {}
+    for lane in timeline.lanes:
+        for span in lane.spans:
+            if span.kind == "receive" and span.layer >= 0:
+                key = span.layer, first + span.peer, lane.rank
+                ended[key] = max(ended.get(key, -math.inf), span.ended_s)
+    # A few microseconds are lost in writing.
+    return sum(ended[key] + error_s + 1e-5 < began for key, began in begun.items() if key in ended)

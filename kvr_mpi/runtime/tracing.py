@@ -1,0 +1,182 @@
+"""A job's trace while it runs: this rank's recorder, whose prompts its spans are of, its clock beside rank 0's."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from kvr_mpi.costs.solve import Rates
+from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.report.log import Log
+from kvr_mpi.runtime.planned_prompt import PlannedPrompt
+from kvr_mpi.runtime.requests import PromptRequest
+from kvr_mpi.runtime.setup import JobSetup
+from kvr_mpi.store.lock import session_of
+from kvr_mpi.store.traces import TracedPrompt, TraceHeader, TraceWriter, trace_files
+from kvr_mpi.topology import Rotation
+from kvr_mpi.trace import Recorder, Span
+from kvr_mpi.transport import Request, Transport, gather_json, on_root, share_json
+from kvr_mpi.transport.clocks import Skew, measure_skews
+
+
+class Trace:
+    """What this rank records; without a writer nothing.
+
+    Parameters
+    ----------
+    layers : int
+        Of the model.
+    rates : Rates or None
+        Of this rank, if they were measured.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        writer: TraceWriter | None = None,
+        layers: int = 0,
+        rates: Rates | None = None,
+    ) -> None:
+        self.recorder, self._writer, self._layers, self._rates = recorder, writer, layers, rates
+        self._prompts = 0
+
+    def begin_prompt(self, request: PromptRequest, plan: PlannedPrompt, chain: Transport, first_rank: int) -> None:
+        """Say what the rank is at from now on: a prompt on a chain, or what several begin with."""
+        if self._writer is None:
+            return
+        what = "shared" if plan.shared_tokens else "prompt"
+        start, stop = _own_slice(plan, chain)
+        self._begin(
+            TracedPrompt(
+                document=request.document.id,
+                part=request.part,
+                what=what,
+                tokens=plan.shared_tokens or plan.prompt.tokens,
+                strategy=plan.strategy.name,
+                start=start,
+                stop=stop,
+                first_rank=first_rank + (plan.decode_rank if plan.partition is None else 0),
+                ranks=1 if plan.partition is None else chain.size,
+                decode_rank=0 if plan.partition is None else plan.decode_rank,
+                predicted_s=self._seconds(stop - start, start),
+            )
+        )
+
+    def begin_row(self, row: Sequence[tuple[PromptRequest, PlannedPrompt]], rank: int) -> None:
+        """Say that the rank is at short prompts in one row, by itself."""
+        if self._writer is None:
+            return
+        tokens = sum(plan.prompt.tokens for _, plan in row)
+        more = f" and {len(row) - 1} more" if len(row) > 1 else ""
+        name, strategy = row[0][0].document.id + more, row[0][1].strategy.name
+        self._begin(TracedPrompt(name, 0, "packed", tokens, strategy, 0, tokens, rank, 1, 0))
+
+    def end_prompt(self, prefill: Prefill | None) -> None:
+        """Take note of what a prompt took on this rank, layer by layer."""
+        if self._writer is None or prefill is None:
+            return
+        prompt, began_s = self.recorder.prompt, prefill.began_s
+        ended_s = began_s + prefill.seconds
+        self.recorder.add(Span("prefill", began_s, ended_s, prompt, amount=prefill.sent_bytes))
+        edges = [began_s, *prefill.layer_begins_s[1:], ended_s]
+        for layer in range(len(prefill.layer_begins_s)):
+            self.recorder.add(Span("layer", edges[layer], edges[layer + 1], prompt, layer))
+
+    def end_row(self, prefills: Sequence[Prefill]) -> None:
+        """Take note of what short prompts took: of each pass over some of them, which gave all of these its time."""
+        for _, same_pass in itertools.groupby(prefills, lambda prefill: prefill.began_s):
+            self.end_prompt(next(same_pass))
+
+    def _begin(self, prompt: TracedPrompt) -> None:
+        assert self._writer is not None
+        self.recorder.prompt = self._prompts
+        self._writer.line({"prompt": self._prompts, **asdict(prompt)})
+        self._prompts += 1
+
+    def _seconds(self, tokens: int, before: int) -> float:
+        return 0.0 if self._rates is None else self._layers * self._rates.seconds(tokens, before)
+
+
+@contextmanager
+def open_trace(setup: JobSetup, folder: Path, world: Transport, log: Log) -> Iterator[Trace]:
+    """Record what this rank does, if the job asks for it; every rank calls this.
+
+    The clocks are compared at the beginning and at the end, and in between taken to drift evenly.
+    """
+    wanted = setup.spec.report
+    if not wanted.trace:
+        yield Trace(Recorder())
+        return
+    left = share_json(world, on_root(world, lambda: wanted.trace_mib * 2**20 - _written_bytes(folder)))
+    origin = time.perf_counter()
+    rates = setup.rates[world.rank] if setup.rates else None
+    layers = len(setup.loaded.shape.layers)
+    header = TraceHeader(
+        rank=world.rank,
+        size=world.size,
+        session=session_of(folder),
+        host=socket.gethostname(),
+        device=setup.loaded.device.type,
+        layers=layers,
+        origin_s=time.time(),
+        token_s=0.0 if rates is None else rates.token_s,
+        pair_s=0.0 if rates is None else rates.pair_s,
+    )
+    if left <= 0:
+        log.root(f"no trace: those of earlier jobs have its {wanted.trace_mib} MiB (report.trace_mib)")
+        yield Trace(Recorder())
+        return
+    recorder = Recorder(is_on=True)
+    writer = TraceWriter(folder, header, recorder, origin=origin, limit_bytes=left // world.size, say=log.line)
+    _compare_clocks(world, writer, header, origin)
+    log.root(f"recording what the ranks do, up to {left / 2**20:.1f} MiB in {writer.path.parent}")
+    try:
+        yield Trace(recorder, writer, layers, rates)
+        world.barrier()
+        _compare_clocks(world, writer, header, origin)
+    finally:
+        writer.close()
+
+
+def _written_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in trace_files(folder))
+
+
+def _compare_clocks(world: Transport, writer: TraceWriter, header: TraceHeader, origin: float) -> None:
+    """Write down how far this rank's clock is ahead of rank 0's; of each host one rank is asked."""
+    hosts: list[str] = share_json(world, gather_json(world, header.host))
+    origins: list[float] = share_json(world, gather_json(world, header.origin_s - origin))
+    asked = [hosts.index(host) for host in dict.fromkeys(hosts)][1:]
+
+    def clock() -> float:  # one that nobody sets while the job runs
+        return header.origin_s - origin + time.perf_counter()
+
+    found = measure_skews(world, asked, _wait, clock)
+    told: list[tuple[float, float]] = share_json(
+        world, [(found[rank].ahead_s, found[rank].error_s) for rank in asked] if world.rank == 0 else None
+    )
+    skews = {0: Skew(0.0, 0.0)} | {rank: Skew(*each) for rank, each in zip(asked, told, strict=True)}
+    first = hosts.index(header.host)
+    # Ranks of a host have one clock that only runs forward; where each set its origin is known.
+    ahead_s = skews[first].ahead_s + origins[world.rank] - origins[first]
+    writer.line({"clock": [writer.now_us(), ahead_s, skews[first].error_s]})
+
+
+def _wait(request: Request, who: str) -> None:
+    request.wait()
+
+
+def _own_slice(plan: PlannedPrompt, chain: Transport) -> tuple[int, int]:
+    """Bounds of this rank's slice; where it has two stretches, nothing."""
+    partition = plan.partition
+    if partition is None:
+        return plan.known_tokens, plan.shared_tokens or plan.prompt.tokens
+    if partition.size != chain.size:
+        return 0, 0
+    place = Rotation.bringing(chain.size, chain.size - 1, plan.decode_rank).place_of(chain.rank)
+    return max(partition.start(place), plan.known_tokens), partition.stop(place)

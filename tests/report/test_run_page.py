@@ -1,0 +1,198 @@
+"""``kvr report``: a page that needs nothing else, says what there is, and reads no document as markup."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import STAMP, take, write
+
+from kvr_mpi.errors import DataError
+from kvr_mpi.report.page import PAGE_BYTES, RunFacts, make_page, pack_answers
+from kvr_mpi.report.run_page import page_of
+from kvr_mpi.report.timeline import read_timelines
+from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.traces import TracedPrompt, TraceHeader, TraceWriter, read_traces
+from kvr_mpi.trace import Recorder, Span
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "</title><img src=x onerror=alert(1)>",
+    '"><svg onload=alert(1)>',
+    "<!--<script>",
+    "]]>&lt;b&gt;\u202e\x1b[2J",
+    "' style='background:url(https://evil.example/)'",
+]
+FACTS = RunFacts("a run", "tiny (Llama, float32)", "kvr_mpi 0")
+
+
+class Elements(HTMLParser):
+    """Which elements there are, with their attributes, and what stands in scripts."""
+
+    def __init__(self, page: bytes) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.inside: dict[str, list[str]] = {}
+        self._last = ""
+        self.feed(page.decode())
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.found.append((tag, dict(attrs)))
+        self._last = tag
+
+    def handle_data(self, data: str) -> None:
+        self.inside.setdefault(self._last, []).append(data)
+
+
+def done(name: str, **more: Any) -> Record:
+    given: dict[str, Any] = {"prompt_tokens": 900, "slices": (0, 600, 900), "ttft_s": 1.5, "strategy": "kvr"}
+    given |= {"answer": f"about {name}", "new_tokens": 3, "finished_at": STAMP}
+    return Record(name, "done", **{**given, **more})
+
+
+def page_with(records: Sequence[Record]) -> bytes:
+    return make_page(FACTS, records, None, (0.0, 0.0))
+
+
+def packed(page: bytes) -> Any:
+    (data,) = re.findall(rb'<script type="application/octet-stream" id="data">([^<]*)</script>', page)
+    return json.loads(gzip.decompress(base64.b64decode(data)))
+
+
+def record_run(folder: Path, documents: Sequence[str], ahead_s: float = 0.0) -> None:
+    """Two ranks' traces: rank 0 computes for 2 s and sends; rank 1 waits 0.5 s for it."""
+    for rank in range(2):
+        recorder = Recorder(is_on=True)
+        header = TraceHeader(rank, 2, 1, "here", "cpu", 1, origin_s=1000.0, token_s=1e-3, pair_s=1e-7)
+        writer = TraceWriter(folder, header, recorder, origin=0.0, limit_bytes=1 << 20, say=print)
+        writer.line({"clock": [0, ahead_s * rank, 1e-4]})
+        for number, name in enumerate(documents):
+            bounds = ((0, 600), (600, 900))[rank]
+            prompt = TracedPrompt(name, 0, "prompt", 900, "kvr", *bounds, 0, 2, 1, predicted_s=2.0 - rank)
+            writer.line({"prompt": number, **{key: getattr(prompt, key) for key in prompt.__slots__}})
+            at = 10.0 * number
+            recorder.add(Span("prefill", at, at + 2.5, number))
+            recorder.add(Span("layer", at, at + 2.5, number, 0))
+            if rank:
+                recorder.add(Span("wait", at + 1, at + 1.5, number, 0, 0))
+                recorder.add(Span("receive", at, at + 1.5, number, 0, 0, 64))
+            else:
+                recorder.add(Span("send", at + 1.2, at + 1.5, number, 0, 1, 64))
+        writer.close()
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_document_is_ever_markup(text: str, tmp_path: Path) -> None:
+    plain, hostile = tmp_path / "plain", tmp_path / "hostile"
+    pages = []
+    for folder, word in ((plain, "plain"), (hostile, text)):
+        names = [word, f"{word} too"]
+        folder.mkdir()
+        record_run(folder, names)
+        records = [
+            done(names[0], answer=word, question=word, document=word),
+            done(names[1], finished_at="2026-01-01T01:00:00.000+00:00"),
+            Record("bad", "error", error=f"{word} failed", finished_at=STAMP),
+        ]
+        facts = replace(FACTS, name=word, model=word)
+        pages.append(make_page(facts, records, read_timelines(read_traces(folder)), (1e-3, 1e-7)))
+    first, second = (Elements(page) for page in pages)
+    kinds = [{(tag, *given) for tag, given in elements.found} for elements in (first, second)]
+    assert kinds[0] == kinds[1], "the same elements, whatever is said"
+    assert [tag for tag, _ in second.found].count("script") == 2
+    assert packed(pages[1])["answer"][0] == text and packed(pages[1])["id"][0] == text
+    assert "\u202e" not in pages[1].decode() and "\x1b" not in pages[1].decode()
+
+
+def test_a_page_asks_for_nothing_and_forbids_it(tmp_path: Path) -> None:
+    page = page_with([done("a"), done("b")])
+    elements = Elements(page)
+    assert not [tag for tag, _ in elements.found if tag in ("link", "img", "iframe", "object", "embed", "base", "a")]
+    assert not [given for _, given in elements.found if {"src", "href", "style", "srcdoc"} & given.keys()]
+    assert not [name for _, given in elements.found for name in given if name.startswith("on")]
+    assert b"http://" not in page and b"https://" not in page
+    (policy,) = (
+        given["content"] for _, given in elements.found if given.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy is not None and policy.startswith("default-src 'none'")
+    for tag in ("script", "style"):
+        (text,) = (each for each in elements.inside[tag] if len(each) > 500 and "{" in each)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+
+
+def test_what_a_run_does_not_hold_is_said_in_a_line() -> None:
+    page = page_with([Record("bad", "error", error="it is empty", finished_at=STAMP)]).decode()
+    assert page.count('class="missing"') == 8 and "report.trace = true" in page
+    assert "1 document(s) failed" in page and "it is empty" in page and "<polyline" not in page
+
+
+def test_the_trace_is_drawn_as_it_was(tmp_path: Path) -> None:
+    take(tmp_path, mode="new").close()
+    write(tmp_path, "0000", [done("a"), done("b", prompt_tokens=901), done("c", slices=(0, 100), prompt_tokens=800)])
+    assert "Timeline of a prompt: no trace" in page_of(tmp_path).decode()
+    record_run(tmp_path, ["a", "b"])
+    page = page_of(tmp_path).decode()
+    assert "a: 900 tokens over 2 ranks took 2.5 s to the first token; rank 1 waited 20 % of it" in page
+    assert "Rank 1 waited longest: 1 s, 20 % of its prefill time, most of all in layer 0" in page
+    assert "Prompts took 25 % longer than predicted" in page
+    assert "layer 0: waited 500 ms for rank 0" in page and "layer 0: send to rank 1, 64 B in 300 ms" in page
+    assert "2 ranks are 1.1 times as fast as 1" in page
+    assert "not drawn" not in page and "arrived before" not in page
+
+
+def test_of_a_job_that_was_killed_early_there_is_its_trace(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no result file"):
+        page_of(tmp_path)
+    record_run(tmp_path, ["a"])
+    page = page_of(tmp_path).decode()
+    assert "nothing is stored yet" in page and "a: 900 tokens over 2 ranks took 2.5 s" in page
+
+
+def test_clocks_that_were_not_aligned_are_noticed(tmp_path: Path) -> None:
+    record_run(tmp_path, ["a"], ahead_s=0.7)
+    run = read_timelines(read_traces(tmp_path))
+    assert run.backwards == 1
+    assert "arrived before they were sent" in make_page(FACTS, [done("a")], run, (0.0, 0.0)).decode()
+
+
+def test_a_prompt_that_one_rank_knows_nothing_of_is_not_drawn(tmp_path: Path) -> None:
+    record_run(tmp_path, ["a", "b"])
+    path = tmp_path / "trace" / "0001-0001.jsonl"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if '"a"' not in line))
+    run = read_timelines(read_traces(tmp_path))
+    assert [one.prompt.document for one in run.timelines] == ["b"] and run.incomplete == 1
+
+
+def test_ten_thousand_documents_are_a_small_page() -> None:
+    import random
+
+    draw = random.Random(7)
+    words = [f"{draw.choice(('ka', 'lo', 'mi', 'tre'))}{draw.randrange(4000)}" for _ in range(6000)]
+    records = [
+        done(f"doc-{n:05d}", prompt_tokens=500 + n, ttft_s=1 + n / 999, answer=" ".join(draw.choices(words, k=120)))
+        for n in range(10_000)
+    ]
+    page = page_with(records)
+    assert len(page) < PAGE_BYTES
+    found = packed(page)
+    assert found["answer"] == [one.answer for one in records] and "cut to" not in page.decode()
+    data, note = pack_answers(records[:1000], 100_000)
+    assert 50_000 < len(data) <= 100_000 and "answers are cut to" in note and "kvr inspect" in note
+    data, note = pack_answers(records[:1000], 2_000)
+    assert len(data) <= 2_000 and "of 1,000 documents" in note
+
+
+def test_a_small_run_is_there_as_a_whole() -> None:
+    page = page_with([done("a", answer="x" * 5000), done("b", ttft_s=float("nan"))])
+    assert packed(page)["answer"][0] == "x" * 5000 and packed(page)["ttft"][1] == 0
+    assert "cut to" not in page.decode()

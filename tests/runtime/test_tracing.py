@@ -1,0 +1,173 @@
+"""What a job records of itself: spans that add up, of every rank, whatever becomes of the job."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_jobs import answers, with_settings
+
+from kvr_mpi.errors import DataError
+from kvr_mpi.report.perfetto import write_perfetto
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.traces import RankTrace, TraceHeader, TraceWriter, read_traces, trace_files
+from kvr_mpi.trace import Recorder, Span
+
+HEADER = TraceHeader(rank=0, size=1, session=1, host="here", device="cpu", layers=2, origin_s=1000.0)
+TRACED = with_settings("report.trace=true")
+
+
+def of_kind(trace: RankTrace, *kinds: str) -> list[Span]:
+    return [span for span in trace.spans if span.kind in kinds]
+
+
+def test_every_rank_says_what_it_did_and_the_answers_stay_the_same(job: Path, tmp_path: Path, run_here: Any) -> None:
+    plain = run_here(2, [job, *with_settings(f"output.path={tmp_path / 'plain'}")])
+    assert plain.returncode == 0 and not trace_files(tmp_path / "plain"), plain.stderr
+    run = run_here(2, [job, *TRACED])
+    assert run.returncode == 0, run.stderr
+    assert answers(tmp_path / "out") == answers(tmp_path / "plain")
+    traces = list(read_traces(tmp_path / "out"))
+    assert [(trace.header.rank, trace.header.size, trace.header.session) for trace in traces] == [(0, 2, 1), (1, 2, 1)]
+    records = {record.id: record for record in read_run(tmp_path / "out")}
+    for trace in traces:
+        assert trace.has_ended and not trace.is_full and not trace.damaged and trace.clock_error_s < 1
+        assert trace.memory and of_kind(trace, "write", "decode")
+        for number, prompt in trace.prompts.items():
+            mine = [span for span in trace.spans if span.prompt == number]
+            (prefill,) = (span for span in mine if span.kind == "prefill")
+            layers = [span for span in mine if span.kind == "layer"]
+            if prompt.what == "packed":
+                continue
+            record, place = records[prompt.document], prompt.stop - prompt.start
+            assert [span.layer for span in layers] == [0, 1, 2] and prompt.tokens == record.prompt_tokens
+            assert place in [after - before for before, after in pairwise(record.slices)]
+            for before, after in pairwise([prefill.began_s, *(span.ended_s for span in layers)]):
+                assert before <= after
+            assert layers[0].began_s == pytest.approx(prefill.began_s, abs=2e-6)
+            assert layers[-1].ended_s == pytest.approx(prefill.ended_s, abs=2e-6)
+            waits = [span for span in mine if span.kind == "wait"]
+            if trace.header.rank == prompt.decode_rank and prompt.ranks == 2:
+                waited_s = sum(span.ended_s - span.began_s for span in waits)
+                assert waits and waited_s == pytest.approx(record.wait_s, abs=1e-3)
+                assert {span.peer for span in waits} == {1 - prompt.decode_rank}
+            elif prompt.ranks == 2:
+                assert {span.layer for span in mine if span.kind == "send"} >= {0, 1, 2}
+
+
+def test_nothing_is_received_before_it_is_sent(job: Path, tmp_path: Path, run_here: Any) -> None:
+    assert run_here(3, [job, *TRACED]).returncode == 0
+    begun: dict[Any, float] = {}
+    arrived: dict[Any, float] = {}
+    for trace in read_traces(tmp_path / "out"):
+        for span in of_kind(trace, "send", "forward", "receive"):
+            document = trace.prompts[span.prompt].document
+            here, there = trace.header.rank, span.peer
+            if span.layer < 0:
+                continue
+            if span.kind == "receive":
+                key = document, span.layer, there, here
+                arrived[key] = max(arrived.get(key, 0.0), span.ended_s)
+            else:
+                key = document, span.layer, here, there
+                begun[key] = min(begun.get(key, 1e18), span.began_s)
+    assert arrived.keys() == begun.keys() != set()
+    assert all(begun[key] <= when + 1e-5 for key, when in arrived.items())
+
+
+def test_a_resumed_job_adds_its_own_and_overwriting_removes_all(job: Path, tmp_path: Path, run_here: Any) -> None:
+    assert run_here(2, [job, *TRACED, *with_settings("documents.limit=5")]).returncode == 0
+    spans, ranks = write_perfetto(tmp_path / "out", tmp_path / "first.json")
+    assert ranks == 2
+    assert run_here(2, [job, *TRACED, "--resume"]).returncode == 0
+    assert [file.name for file in trace_files(tmp_path / "out")] == [
+        "0001-0000.jsonl",
+        "0001-0001.jsonl",
+        "0002-0000.jsonl",
+        "0002-0001.jsonl",
+    ]
+    events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
+    assert len([event for event in events if event["ph"] == "X"]) >= spans
+    assert len({event["pid"] for event in events}) == 4
+    assert run_here(2, [job, "--overwrite"]).returncode == 0
+    assert not list((tmp_path / "out").glob("trace*")), "what is there of another run would be taken for this one's"
+
+
+def test_the_rows_of_the_merged_trace_nest(job: Path, tmp_path: Path, run_here: Any) -> None:
+    assert run_here(3, [job, *TRACED]).returncode == 0
+    rows = defaultdict(list)
+    for event in json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert len(rows) > 6
+    for spans in rows.values():
+        open_until: list[float] = []
+        for began, ended in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while open_until and open_until[-1] <= began + 2:
+                open_until.pop()
+            assert not open_until or ended <= open_until[-1] + 5, "microseconds, rounded"
+            open_until.append(ended)
+
+
+def write_spans(folder: Path, count: int, limit_bytes: int = 1 << 20) -> list[str]:
+    said: list[str] = []
+    recorder = Recorder(is_on=True)
+    writer = TraceWriter(folder, HEADER, recorder, origin=0.0, limit_bytes=limit_bytes, say=said.append)
+    for number in range(count):
+        recorder.add(Span("wait", number, number + 0.5, 0, 1, 0))
+    writer.close()
+    return said
+
+
+def test_a_killed_job_leaves_what_was_written(tmp_path: Path) -> None:
+    write_spans(tmp_path, 20)
+    (path,) = trace_files(tmp_path)
+    whole = path.read_bytes()
+    for size in range(0, len(whole), 7):
+        path.write_bytes(whole[:size])
+        traces = list(read_traces(tmp_path))
+        assert len(traces) == (size > whole.index(b"\n"))
+        for trace in traces:
+            whole_lines = whole[: whole.rindex(b"\n", 0, size) + 1]
+            assert not trace.damaged and trace.has_ended == (b'"ended"' in whole_lines)
+            assert len(trace.spans) == whole_lines.count(b'["wait"')
+    path.write_bytes(whole.replace(b'["wait",3', b'["what",3', 1).replace(b'["wait",4000000,', b'["wait","4",', 1))
+    (trace,) = read_traces(tmp_path)
+    assert trace.damaged == 2 and len(trace.spans) == 18
+
+
+def test_a_trace_ends_at_its_size_and_says_so(tmp_path: Path) -> None:
+    (said,) = write_spans(tmp_path, 1000, limit_bytes=8192)
+    assert "report.trace_mib" in said
+    (path,) = trace_files(tmp_path)
+    assert path.stat().st_size <= 8192 + 64
+    (trace,) = read_traces(tmp_path)
+    assert trace.is_full and 100 < len(trace.spans) < 1000 and not trace.damaged
+
+
+def test_clocks_that_differ_are_aligned(tmp_path: Path) -> None:
+    write_spans(tmp_path, 3)
+    (path,) = trace_files(tmp_path)
+    clocks = [json.dumps({"clock": [at, ahead_s, 0.001]}) for at, ahead_s in ((0, 5.0), (2_000_000, 5.2))]
+    path.write_text(path.read_text() + "\n".join(clocks) + "\n")
+    (trace,) = read_traces(tmp_path)
+    assert [span.began_s for span in trace.spans] == pytest.approx([995.0, 995.9, 996.8])
+    assert trace.clock_error_s == 0.001
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}\n", "[1]\n", '{"kvr-trace": 9}\n', "no JSON\n", '{"kvr-trace": 1, "rank": "a"}\n']
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
+    write_spans(tmp_path, 1)
+    (path,) = trace_files(tmp_path)
+    path.write_text(text)
+    if not text:
+        assert not list(read_traces(tmp_path))
+        return
+    with pytest.raises(DataError, match=str(path)):
+        list(read_traces(tmp_path))
