@@ -59,6 +59,11 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     max_new_tokens = 64
     stop = ["END"]
     seed = 7
+    [decode]
+    mode = "head-parallel"
+    placement = "equal"
+    copies = 1
+    profile = "heads.json"
     [parallel]
     strategy = "kvr"
     ranks_per_chain = 2
