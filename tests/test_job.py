@@ -63,6 +63,11 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     n = 2
     logprobs = true
     top_logprobs = 5
+    [decode]
+    mode = "head-parallel"
+    placement = "equal"
+    copies = 1
+    profile = "heads.json"
     [parallel]
     strategy = "kvr"
     ranks_per_chain = 2
