@@ -28,8 +28,9 @@ from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.batch import open_context, open_source, work_through
 from kvr_mpi.runtime.preflight import choose_chain_size
+from kvr_mpi.runtime.prepare import prepare
 from kvr_mpi.runtime.rounds import share_out
-from kvr_mpi.runtime.setup import JobSetup, Machine, prepare
+from kvr_mpi.runtime.setup import JobSetup, Machine
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
 from kvr_mpi.runtime.stopping import SharedStop, Stop
 from kvr_mpi.runtime.tally import Tally

@@ -15,6 +15,10 @@ from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.prefill.one_prompt import Prefill
 
 K = TypeVar("K")
+MORE_THAN_AN_ANSWER = (
+    "ranks that share heads write one answer to a prompt, and tell no log-probabilities, scores or schema yet: "
+    "run it with decode.mode = 'data-parallel'"
+)
 
 
 class HeadParallelWave(Generic[K]):
@@ -23,6 +27,7 @@ class HeadParallelWave(Generic[K]):
     def __init__(self, batch: HeadParallelBatch[K]) -> None:
         self._batch = batch
         self._waiting: list[Prefilled[K]] = []
+        self._refused: list[Finished[K]] = []
 
     @property
     def running(self) -> int:
@@ -38,14 +43,19 @@ class HeadParallelWave(Generic[K]):
         self, key: K, prefill: Prefill, prompt_ids: Sequence[int], seed: int, own: OwnGeneration = AS_THE_JOB
     ) -> None:
         """Take in a document after its prefill; parameters are those of `DecodeBatch.add`."""
+        if (own.n or 1) > 1 or own.score or own.json_schema or own.top_logprobs not in (None, -1):
+            prefill.cache = None
+            self._refused.append(Finished(key, prefill, None, MORE_THAN_AN_ANSWER))
+            return
         self._waiting.append(Prefilled(key, prefill, prompt_ids, seed, own))
 
     def begin(self) -> list[Finished[K]]:
         """Share out what waits, unless documents are under way; returns those of this rank that end at once."""
+        refused, self._refused = self._refused, []
         if self._batch.running:
-            return []
+            return refused
         waiting, self._waiting = self._waiting, []
-        return self._batch.add(waiting)
+        return refused + self._batch.add(waiting)
 
     def step(self) -> list[Finished[K]]:
         """Write one token of every document that is shared out; returns those of this rank that are answered."""

@@ -29,11 +29,12 @@ from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.decoding import choose_modes, with_decoder
 from kvr_mpi.runtime.inputs import prompts_of, row_format
 from kvr_mpi.runtime.preflight import choose_chain_size
+from kvr_mpi.runtime.prepare import prepare
 from kvr_mpi.runtime.rates import Say
 from kvr_mpi.runtime.requests import error_record
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
-from kvr_mpi.runtime.setup import JobSetup, Machine, prepare
+from kvr_mpi.runtime.setup import JobSetup, Machine
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
 from kvr_mpi.runtime.sources import Source, TextSource
 from kvr_mpi.runtime.stopping import STOP_SIGNALS, SharedStop, Stop, listening

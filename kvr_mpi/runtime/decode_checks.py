@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvr_mpi.documents.document import AS_THE_JOB
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec
 
@@ -15,6 +16,10 @@ def why_not_combined(spec: JobSpec) -> str | None:
     if spec.output.kv == "sharded" or (spec.questions is not None and spec.questions.sharded):
         key = "questions.sharded" if spec.questions is not None else "output.kv = 'sharded'"
         return f"with {key} ranks decode together already, each some tokens"
+    if spec.generation.of_answers != AS_THE_JOB or spec.generation.scores:
+        return "log-probabilities, scores, several samples and schemas are not for ranks that share heads yet"
+    if spec.decode.mode == "auto" and spec.documents.format == "openai-batch":
+        return "requests may ask for log-probabilities, several answers or a schema, which ranks that share heads lack"
     if spec.output.kv:
         return "output.kv = true stores what one rank holds, and ranks that share heads hold a part of each document"
     return None

@@ -80,15 +80,22 @@ def test_requests_with_settings_of_their_own(job: Path, tmp_path: Path, run_here
         {"custom_id": str(at), "method": "POST", "url": "/v1/completions", "body": {"model": "any", **body}}
         for at, body in enumerate(bodies)
     ]
+    more = {"model": "any", "prompt": TEXT, "max_tokens": 3, "logprobs": 2}
+    rows.append({"custom_id": "more", "method": "POST", "url": "/v1/completions", "body": more})
     path = tmp_path / "requests.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     job.write_text(job.read_text().replace("[prompt]", "").replace('template = "Summarise: {text} Summary:"', ""))
     found = []
     for mode in ("data-parallel", "head-parallel"):
         told = (f"documents.path={path}", "documents.format=openai-batch", f"output.path={tmp_path / mode}")
-        assert run_here(2, [job, *with_settings(*told, f"decode.mode={mode}")]).returncode == 0
-        found.append(answers(tmp_path / mode))
-    assert found[0] == found[1] and [len(found[0][str(at)]) for at in range(4)] == [3, 4, 5, 6]
+        assert run_here(2, [job, *with_settings(*told, f"decode.mode={mode}")]).returncode == (
+            65 if "head" in mode else 0
+        )
+        records = list(read_run(tmp_path / mode))
+        found.append({record.id: record.token_ids for record in records if record.status == "done"})
+        assert all("run it with decode.mode = 'data-parallel'" in one.error for one in records if one.status == "error")
+    assert {name for name in found[0] if name not in found[1]} == {"more"}, "it asks for log-probabilities"
+    assert all(found[0][str(at)] == found[1][str(at)] and len(found[0][str(at)]) == 3 + at for at in range(4))
 
 
 @pytest.mark.slow

@@ -212,6 +212,8 @@ def test_compression_is_refused_beside_what_would_ignore_it(job: Path, setting: 
         ("output.kv=true", "output.kv = true stores what one rank holds.* or choose mode = 'auto'"),
         ("output.kv=sharded", "with output.kv = 'sharded' ranks decode together already"),
         ("questions.sharded=true", "with questions.sharded ranks decode together already"),
+        ("generation.logprobs=true", "log-probabilities, scores, several samples and schemas are not for ranks that"),
+        ("generation.score=['yes']", "log-probabilities, scores, several samples and schemas are not for ranks that"),
         ("decode.copies=3", r"decode.copies = 3 is more than the 2 rank\(s\) of a chain"),
         ("decode.profile=nowhere.json", "decode.profile = 'nowhere.json': no such file"),
     ],

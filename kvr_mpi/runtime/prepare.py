@@ -1,0 +1,282 @@
+"""A job's model is made ready on all ranks: loaded, checked against the settings, measured as far as they ask for it.
+
+All that is done once, before the first document. `ChainRunner` takes it from there, on one chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from kvr_mpi.compress.compression import Compression, open_compression
+from kvr_mpi.decode.grammar import Grammars
+from kvr_mpi.decode.placing import HeadSharing, open_sharing
+from kvr_mpi.decode.sampling import ends_of, make_generation_config
+from kvr_mpi.decode.shares_batch import check_shareable
+from kvr_mpi.documents.conversations import check_has_chat_template
+from kvr_mpi.documents.prompts import Frame
+from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.job import JobSpec
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.model import LoadedModel, hash_weights
+from kvr_mpi.model.adapter import with_adapter
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.prepacked import prepacked_bytes
+from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.model.tensor_parallel import twin_bytes
+from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
+from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
+from kvr_mpi.prefill.registry import AUTO, Strategy, candidates, check_takes_chunks
+from kvr_mpi.prefill.self_check import check_chain, why_not_packed
+from kvr_mpi.runtime.arena import open_arena
+from kvr_mpi.runtime.asking import frame_questions
+from kvr_mpi.runtime.decode_checks import why_not_combined
+from kvr_mpi.runtime.host_memory import free_bytes, ranks_on_device
+from kvr_mpi.runtime.inputs import prompts_of
+from kvr_mpi.runtime.loading import load_on_all, staged_model
+from kvr_mpi.runtime.rates import Say as Say
+from kvr_mpi.runtime.rates import costs_of, describe_rates, rates_of, table_of
+from kvr_mpi.runtime.reuse import find_beginnings
+from kvr_mpi.runtime.setup import EXAMPLE_TOKENS, JobSetup, Machine
+from kvr_mpi.runtime.shared_document import describe_sharing
+from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
+from kvr_mpi.topology import Topology, cores_per_rank
+from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
+
+# Instructions shorter than this are computed with every prompt: to copy them would take as long.
+LEAST_PREFIX_TOKENS = 32
+
+
+def prepare(
+    spec: JobSpec, machine: Machine, world: Transport, chain: Transport, say: Say, *, loaded: LoadedModel | None = None
+) -> JobSetup:
+    """Make a job's model ready; every rank calls this.
+
+    Parameters
+    ----------
+    spec : JobSpec
+    machine : Machine
+    world, chain : Transport
+        All ranks of the job, and those that share this chain's prompts.
+    say : callable
+        For a line of text; called on rank 0 of the job only.
+    loaded : LoadedModel, optional
+        The job's model, if it is loaded already.
+
+    Raises
+    ------
+    ConfigError
+        If model, prompt or generation settings do not work together.
+    """
+    say = say if world.rank == 0 else _say_nothing
+    if loaded is None:
+        loaded = _load(spec, machine, world, say)
+        say(_describe(spec, loaded, world, chain))
+    plain = spec.parallel.strategy == "single"
+    if not plain:
+        say("checking on a few tokens that chains give this model's own logits")
+    loaded, frame, reduce_frame, generation = together(world, partial(_check, spec, loaded, say))
+    compression = together(world, partial(_open_compression, spec, loaded))
+    strategies, left_out = together(world, partial(_check_strategies, spec, loaded))
+    for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression)):
+        say(line)
+    why_alone = None if plain else together(world, partial(why_not_packed, loaded))
+    if why_alone is not None:
+        say(f"documents are decoded one by one: {why_alone}")
+    sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_combined(spec) or why_alone))
+    weights = _hash_weights(spec, machine, world, say)
+    question_frames = together(world, partial(_question_frames, spec, loaded, weights, say))
+    frames = _repeated_frames(spec, frame, reduce_frame, question_frames)
+    if any(len(each.shared_head) >= LEAST_PREFIX_TOKENS for each in frames):
+        say("computing the instructions that all prompts begin with")
+    prefixes = together(world, partial(_compute_prefixes, loaded, frames))
+    footprint = None if plain else together(world, partial(_footprint_of, loaded, strategies))
+    free_bytes: list[int] = share_json(
+        world, gather_json(world, _free_bytes(spec, loaded, ranks_on_device(world, loaded.device), sharing))
+    )
+    is_packed = why_alone is None and not plain
+    arena = together(world, partial(open_arena, spec, loaded, free_bytes[world.rank], say, is_packed=is_packed))
+    are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
+    is_decoding_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
+    are_needed = world.size > 1 and (spec.parallel.planned or are_chosen or is_decoding_chosen)
+    costs = costs_of(loaded, world, say) if are_needed else None
+    rates = rates_of(spec, loaded, world, chain, costs, say)
+    if rates:
+        mine = rates if spec.parallel.planned else rates[world.rank - chain.rank :][: chain.size]
+        say(describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
+    return JobSetup(
+        spec=spec,
+        loaded=loaded,
+        frame=frame,
+        reduce_frame=reduce_frame,
+        question_frames=question_frames,
+        weights=weights,
+        generation=generation,
+        why_alone=why_alone,
+        prefixes=prefixes,
+        footprint=footprint,
+        free_bytes=free_bytes,
+        strategies=strategies,
+        costs=costs,
+        rates=rates,
+        table=table_of(spec, loaded, world, chain, say),
+        beginnings=None if spec.documents.reuse is None else find_beginnings(spec, loaded, weights, world, say),
+        compression=compression,
+        sharing=sharing,
+        arena=arena,
+    )
+
+
+def _say_nothing(text: str) -> None:
+    """Stand in for rank 0's voice on other ranks."""
+
+
+def _load(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> LoadedModel:
+    """Load the model on every rank."""
+    threads = spec.parallel.threads or machine.threads
+    torch.set_num_threads(threads or cores_per_rank(machine.cores, world.local_size))
+    source = spec.model
+    arguments: dict[str, Any] = source.model_dump(exclude={"path", "offline"})
+    arguments["offline"] = machine.offline if source.offline is None else source.offline
+    arguments |= {"cache_dir": machine.cache_dir, "device_index": world.local_rank}
+    say(f"loading {source.path}")
+    with staged_model(source.path, machine.stage_in, world, say) as path:
+        loaded = load_on_all(world, path, packs=spec.parallel.strategy != "single", say=say, **arguments)
+    return replace(loaded, name=source.path)
+
+
+def _describe(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport) -> str:
+    """Say in a line what is loaded, and on what."""
+    chains = f"{Topology(world.size, chain.size).chains} chain(s) of {chain.size} rank(s)"
+    if spec.parallel.planned:
+        chains = f"{world.size} rank(s) in chains as planned"
+    copied = prepacked_bytes(loaded.model)
+    weights = f", weights laid out for it ({copied / 1e9:.2f} GB more)" if copied else ""
+    return (
+        f"{loaded.shape.architecture}, {len(loaded.shape.layers)} layers, "
+        f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}{weights}; {chains}, "
+        f"{torch.get_num_threads()} thread(s) per rank; "
+        f"{loaded.shape.kv_bytes_per_token / 1024:.0f} KiB of keys and values per token"
+    )
+
+
+def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, Frame, Frame, GenerationConfig]:
+    """Make sure that model, strategy, prompt and generation settings go together."""
+    if spec.parallel.strategy == "single":
+        prepare_model(loaded.model, chain=False)
+    else:
+        loaded = check_chain(loaded, say=say)
+    if spec.is_spread:
+        check_shareable(loaded)
+    if spec.output.kv and loaded.shape.has_states:
+        raise ConfigError(
+            f"output.kv = true: {loaded.shape.architecture} keeps states beside keys and values, and "
+            f"these are not stored yet; without them what is stored is no whole cache. Leave output.kv = false"
+        )
+    tokenizer, shape = loaded.tokenizer, loaded.shape
+    template = next(iter(prompts_of(spec).values()), spec.prompt.template)
+    if spec.documents.format == "messages":
+        check_has_chat_template(tokenizer)
+    frame = frame_of(spec, tokenizer, shape, template)
+    reduce_frame = frame_of(spec, tokenizer, shape, spec.prompt.reduce_template or template)
+    generation = make_generation_config(loaded.model, spec.generation.transformers_settings())
+    if spec.generation.json_schema is not None:
+        Grammars(tokenizer, ends_of(generation)).matcher(spec.generation.json_schema)
+    return loaded, frame, reduce_frame, generation
+
+
+def _describe_prompts(spec: JobSpec, longest_tokens: int, compression: Compression | None) -> Iterator[str]:
+    """Say what is not usual of how prompts run: chunks, and if that is none; what is kept for decoding."""
+    if compression is not None:
+        yield f"keys and values are compressed before answers are decoded ({compression.describe()})"
+    if (chunk_tokens := spec.parallel.chunk_tokens) != "auto":
+        whole = f"; no prompt is longer than {longest_tokens}, so that no slice is cut"
+        yield f"slices are computed in chunks of {chunk_tokens} tokens{whole if chunk_tokens >= longest_tokens else ''}"
+
+
+def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say) -> dict[str, Frame]:
+    """Make what is around a document's text, by the name of the question, or of one of several prompts."""
+    prompts = prompts_of(spec)
+    if not prompts:
+        return frame_questions(spec, loaded, weights)
+    frames = {name: frame_of(spec, loaded.tokenizer, loaded.shape, template) for name, template in prompts.items()}
+    for line in describe_sharing(spec, loaded.model, frames):
+        say(line)
+    return frames
+
+
+def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> str:
+    """Say which weights make, or made, keys and values that outlive the job; one rank reads them."""
+    if not spec.output.kv and spec.questions is None and spec.documents.reuse is None:
+        return ""
+    say("hashing the weights, which keys and values go with")
+    options = spec.model.model_dump(include={"revision", "trust_remote_code"})
+    offline = machine.offline if spec.model.offline is None else spec.model.offline
+    hashing = partial(hash_weights, spec.model.path, offline=offline, cache_dir=machine.cache_dir, **options)
+    return str(share_json(world, on_root(world, lambda: with_adapter(hashing(), spec.model.adapter))))
+
+
+def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strategy, ...], list[str]]:
+    """Make sure that the model runs as asked for; where that is left open, say what it cannot run, and why."""
+    asked, fitting, left_out = spec.parallel.strategy, [], []
+    for strategy in candidates(asked):
+        try:
+            strategy.check(loaded)
+            check_takes_chunks(strategy, loaded, spec.parallel.chunk_tokens)
+            fitting.append(strategy)
+        except ModelError as error:
+            if asked != AUTO:
+                raise
+            left_out.append(f"strategy = 'auto' leaves {strategy.name} out: {error}")
+    if not fitting:
+        raise ModelError("\n".join(left_out))
+    return tuple(fitting), left_out
+
+
+def _repeated_frames(
+    spec: JobSpec, frame: Frame, reduce_frame: Frame, question_frames: Mapping[str, Frame]
+) -> tuple[Frame, ...]:
+    """List the frames whose beginning is computed once for all documents."""
+    if spec.parallel.strategy == PLAIN or spec.questions is not None:
+        return ()
+    return (frame, *question_frames.values(), *((reduce_frame,) if spec.prompt.too_long == "split" else ()))
+
+
+def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame]) -> tuple[SharedPrefix, ...]:
+    """Compute once what all prompts begin with, for each frame: its instructions before the text."""
+    if depends_on_length(loaded.model):  # then so do those
+        return ()
+    heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
+    return tuple(compute_prefix(loaded, head) for head in sorted(heads, key=len, reverse=True))
+
+
+def _open_compression(spec: JobSpec, loaded: LoadedModel) -> Compression | None:
+    """Make the method ready that says which keys and values are kept, if the job names one."""
+    return None if spec.compress is None else open_compression(spec.compress, loaded)
+
+
+def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footprint:
+    """Say what prompts take of a rank's memory, and whether chunks may save some."""
+    on_gpu = loaded.device.type == "cuda"
+    footprint = footprint_of(loaded.model.config, loaded.dtype, on_gpu=on_gpu, in_parts=loaded.attends_in_parts)
+    chunked = next((strategy for strategy in strategies if strategy.takes_chunks), None)
+    try:
+        if chunked is None or not footprint.takes_chunks:
+            return footprint
+        chunked.check_chunks(loaded)
+    except ModelError:
+        return replace(footprint, takes_chunks=False)
+    return footprint
+
+
+def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int, sharing: HeadSharing | str | None) -> int:
+    """Bytes this rank may take for prompts: most of what it has left, less a part of the model that shares heads."""
+    if spec.parallel.memory_gib is not None:
+        return int(spec.parallel.memory_gib * GIB)
+    twin = twin_bytes(loaded) if isinstance(sharing, HeadSharing) else 0
+    return max(0, int(MEMORY_SHARE * free_bytes(loaded.device, sharers)) - twin)
