@@ -237,6 +237,19 @@ def _recognise(
         return recognise(mask, local_size, longest, "cpu")
 
 
+class _Event:
+    """A moment of a GPU that computes nothing: none takes any time."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing, "only times are asked of events here"
+
+    def record(self) -> None:
+        pass
+
+    def elapsed_time(self, last: _Event) -> float:
+        return 0.0
+
+
 class FakeGpu:
     """A GPU at `GPU` while `on_fake_gpu` lasts.
 
@@ -287,6 +300,7 @@ def on_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(masks, "recognise", partial(_recognise, masks.recognise))
     monkeypatch.setattr(paged, "share_memory", torch.empty_like)  # there is no memory to be shared
     with FakeTensorMode() as mode, torch.inference_mode(), FlashKernel() as kernel, _Indexing():

@@ -39,6 +39,7 @@ Backend = Literal["nccl", "gloo"]
 TIMEOUT = timedelta(days=7)
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 PAUSE_S = 5e-5
+JOIN_S = 2.0
 # Thread blocks of one transfer, and so multiprocessors that it takes from the computation; NCCL rounds to a power of
 # two. With 7 peers both ways that is 56 of an H100's 132. NCCL_MAX_CTAS overrides it.
 MAX_BLOCKS = 4
@@ -116,7 +117,8 @@ class _Waiter:
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[_HostWork | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True, name="gloo link").start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="gloo link")
+        self._thread.start()
 
     def watch(self, work: _HostWork) -> _HostWork:
         """Begin to wait for a transfer."""
@@ -126,6 +128,13 @@ class _Waiter:
     def end(self) -> None:
         """Let the thread end when what it waits for has ended."""
         self._works.put(None)
+
+    def join(self) -> None:
+        """Wait for its end, unless what it waits for never ends.
+
+        A thread that lets go of a transfer while the interpreter ends brings the process down.
+        """
+        self._thread.join(JOIN_S)
 
     def _run(self) -> None:
         while (work := self._works.get()) is not None:
@@ -171,13 +180,15 @@ class _Groups:
 
 def _end(groups: list[Any], under_way: set[Any], waiters: dict[tuple[str, int], _Waiter]) -> None:
     """Give back what NCCL or gloo holds."""
+    for waiter in waiters.values():
+        waiter.end()
+    for waiter in waiters.values():
+        waiter.join()
     for group in groups:
         if under_way:
             group.abort()
         else:
             group.shutdown()
-    for waiter in waiters.values():
-        waiter.end()
 
 
 class TorchDistTransport:

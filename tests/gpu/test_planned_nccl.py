@@ -14,7 +14,7 @@ from made_jobs import answers, spec_of
 from pretended_cuda import PretendedCuda
 
 from kvr_mpi.report.log import Log
-from kvr_mpi.runtime import setup
+from kvr_mpi.runtime import prepare
 from kvr_mpi.runtime.batch import RunOptions, run_job
 from kvr_mpi.runtime.setup import Machine
 from kvr_mpi.store.lock import this_process
@@ -66,7 +66,7 @@ def test_a_planned_job_over_nccl(
 
     monkeypatch.setattr("kvr_mpi.runtime.batch.choose_device", lambda name, rank: CPU)
     assert run_local(1, lambda rank: run(spec_of(job, f"output.path={tmp_path / 'alone'}"), rank)) == [0]
-    load = setup.load_on_all
+    load = prepare.load_on_all
 
     def load_there(world: Any, path: str, **arguments: Any) -> Any:
         return gpus.move(load(world, path, **arguments | {"device": "cpu", "packs": False}), _own())
@@ -76,7 +76,7 @@ def test_a_planned_job_over_nccl(
         warm_up(ranks, _own())
         return ranks, "transport: nccl"
 
-    monkeypatch.setattr(setup, "load_on_all", load_there)
+    monkeypatch.setattr(prepare, "load_on_all", load_there)
     monkeypatch.setattr("kvr_mpi.runtime.batch.open_transport", open_there)
     monkeypatch.setattr("kvr_mpi.runtime.batch.choose_device", lambda name, rank: _own())
     spec = spec_of(job, "parallel.min_efficiency=0")

@@ -20,7 +20,7 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.report.log import Log
 from kvr_mpi.runtime import arena as arenas
-from kvr_mpi.runtime import setup
+from kvr_mpi.runtime import prepare
 from kvr_mpi.runtime.arena import TRIAL_PAGES, open_arena
 from kvr_mpi.runtime.batch import RunOptions, run_job
 from kvr_mpi.runtime.setup import Machine
@@ -78,7 +78,7 @@ def test_a_job_from_pages_gives_the_same_answers_and_stores_the_same(
     job: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks, with so little memory that waves follow each other."""
-    monkeypatch.setattr(setup, "free_bytes", lambda device, sharers: 1_200_000)
+    monkeypatch.setattr(prepare, "free_bytes", lambda device, sharers: 1_200_000)
     made: list[PagedArena] = []
 
     def open_pages(spec: Any, loaded: LoadedModel, free_bytes: int, say: Any, **options: Any) -> PagedArena:
@@ -94,7 +94,7 @@ def test_a_job_from_pages_gives_the_same_answers_and_stores_the_same(
         return answers(tmp_path / name), stored_arrays(tmp_path / name / "results.h5")
 
     own = run("own")
-    monkeypatch.setattr(setup, "open_arena", open_pages)
+    monkeypatch.setattr(prepare, "open_arena", open_pages)
     found = run("pages")
     assert found == own and len(own[0]) == 5
     assert len(own[1]) == 5 * 3 * 2, "keys and values of three layers"
