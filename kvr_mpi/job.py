@@ -295,11 +295,12 @@ def make_job(
     try:
         return JobSpec.model_validate(raw), sources
     except ValidationError as error:
-        findings: dict[str, list[str]] = {}
+        findings: dict[tuple[object, str], list[str]] = {}  # what a value might be instead, in one line
         for item in error.errors():
             subject, message = _explain(path, sources, dict(item))
-            findings.setdefault(subject, []).append(message)
-        raise ConfigError("\n".join(f"{key}: {', or '.join(found)}" for key, found in findings.items())) from error
+            findings.setdefault((item["loc"][:1], subject), []).append(message)
+        lines = (f"{subject}: {', or '.join(found)}" for (_, subject), found in findings.items())
+        raise ConfigError("\n".join(lines)) from error
 
 
 def show_job(spec: JobSpec, sources: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -349,8 +350,10 @@ def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> tu
     if item["type"] == "missing":
         about = "" if len(place) == 1 else f" ({_fields_of(place[0])[place[1]].description})"
         return f"{where}: {key}", f"is missing{about}"
-    value = "" if item["type"] == "value_error" and len(place) < 2 else f" = {item['input']!r}"
-    return f"{where}: {key}{value}", item["msg"].removeprefix("Value error, ")
+    said = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error" and len(place) < 2:  # of a whole section; most such findings name its keys
+        return where if said.startswith(f"{key}.") else f"{where}: {key}", said
+    return f"{where}: {key} = {item['input']!r}", said
 
 
 def _fields_of(section: str) -> Mapping[str, Any]:

@@ -21,7 +21,9 @@ NODE_OPTIONS = (
         "--gpus-per-node", type=click.IntRange(0), help="Default: one a rank, if the job or a profile asks for GPUs."
     ),
     click.option(
-        "--cpus-per-rank", type=click.IntRange(1), help="Cores of a rank.  [default: parallel.threads, or SLURM's: 1]"
+        "--cpus-per-rank",
+        type=click.IntRange(1),
+        help="Cores for each rank.  [default: parallel.threads, else 1, as SLURM gives]",
     ),
 )
 

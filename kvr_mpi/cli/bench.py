@@ -151,8 +151,8 @@ class BenchOptions:
     "--ways",
     default="auto,chains,data-parallel,generate,padded",
     show_default=True,
-    help="With --batch: chains as planned, of all ranks, of one rank each; transformers' generate one by one, and in "
-    "padded batches.",
+    help="With --batch, which to run. auto: chains as planned; chains: of all ranks; data-parallel: of one rank each; "
+    "generate: transformers' generate, one by one; padded: the same in padded batches.",
 )
 @click.option(
     "--batch-size",

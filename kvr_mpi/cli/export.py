@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 @click.option(
     "--verify/--no-verify",
     default=True,
-    help="Hold files against the checksums in the folder's ledgers first, which reads all of them, keys and values "
-    "too; records are always held against their own.",
+    help="Verify all checksums first, which reads files as a whole; those of records are always verified.",
 )
 def export(
     paths: tuple[Path, ...],

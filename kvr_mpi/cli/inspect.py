@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from kvr_mpi.store.record import Record
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -16,8 +20,7 @@ import click
 @click.option(
     "--verify/--no-verify",
     default=True,
-    help="Hold all that is there against its checksums first: files against the folder's ledgers, or else records "
-    "against their own.",
+    help="Verify all checksums first: of files, as the folder's ledgers have them, or else of records.",
 )
 def inspect(path: Path, document: str | None, as_json: bool, errors: bool, verify: bool) -> None:
     """Show what is in FILE (a result file or the output folder of a run), or one DOCUMENT of it."""
@@ -116,4 +119,12 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
         click.echo(f"{'kv':21} {len(layers)} layers, keys {first['keys']}, values {first['values']}, {first['dtype']}")
     click.echo(f"{'group':21} {file}:/documents/{key}")
     if record.status == "done":
-        click.echo("\n" + printable(record.answer))
+        click.echo("\n" + printable(_told_whole(record)))
+
+
+def _told_whole(record: Record) -> str:
+    """All answers of a document, or what its continuations' scores are."""
+    answers = [one["answer"] for one in record.sampled]
+    if not answers:
+        return record.shown
+    return "\n\n".join(f"{number} of {len(answers)}: {answer}" for number, answer in enumerate(answers, 1))

@@ -59,10 +59,11 @@ class SimulateOptions:
 @click.option(
     "--relay",
     type=click.Choice(["cut-through", "store-and-forward"]),
-    help="How a chain passes the prefix on; default: as our engine does, or with eager attention as the paper did.",
+    help="How a chain passes the prefix on.  [default: cut-through; store-and-forward with eager attention, as in the "
+    "paper]",
 )
 @click.option("--chunk-tokens", type=click.IntRange(1), help="Chains compute slices in chunks.  [default: at once]")
-@click.option("--paper", is_flag=True, help="Hold the model to the paper's cells instead, on the fitted A100 profile.")
+@click.option("--paper", is_flag=True, help="Compare forecasts with the paper's measurements instead.")
 @click.option("--score", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
               help="The same with the cells of a CSV file (table, model, gpus, context_tokens, ...).")  # fmt: skip
 @click.option("--json", "json_file", is_flag=False, flag_value=PRINT, metavar="[FILE]", help="JSON instead of a table.")

@@ -77,6 +77,7 @@ def _show(rows: list[tuple[str, str]]) -> None:
 def _lines(found: Status) -> list[tuple[str, str]]:
     from datetime import datetime
 
+    from kvr_mpi.report.style import bytes_text
     from kvr_mpi.report.table import printable
 
     work = "at work" if found.alive else "not at work"
@@ -96,7 +97,7 @@ def _lines(found: Status) -> list[tuple[str, str]]:
     if found.eta_s is not None:
         end = datetime.fromtimestamp(datetime.now().timestamp() + found.eta_s).isoformat(" ", "minutes")
         rows.append(("ends", f"in about {found.eta_s / 3600:.1f} h, at {end}"))
-    rows.append(("size", f"{found.size_bytes / 1e6:.1f} MB"))
+    rows.append(("size", bytes_text(found.size_bytes)))
     for what, names in (("damaged", found.damaged), ("missing", found.missing), ("unknown", found.unrecorded)):
         if names and not (what == "unknown" and found.alive):
             some = printable(", ".join(names[:SHOWN]))

@@ -96,7 +96,7 @@ class GenerationSection(BaseModel):
         if self.scores and self.max_new_tokens:
             raise ValueError(
                 f"generation.score is instead of an answer, and max_new_tokens = {self.max_new_tokens} asks for one: "
-                f"leave one of them out"
+                f"leave one of them out, or set generation.max_new_tokens = 0"
             )
         if self.logprobs and self.max_new_tokens == 0:
             raise ValueError("generation.logprobs is of an answer's tokens, and max_new_tokens = 0 asks for none")

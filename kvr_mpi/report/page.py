@@ -141,7 +141,7 @@ def _pack(records: Sequence[Record], chars: int) -> str:
         "tokens": [one.prompt_tokens for one in records],
         "ttft": [round(one.ttft_s, 2) if one.ttft_s == one.ttft_s else 0 for one in records],
         "question": [one.question[:chars] for one in records],
-        "answer": [_cut(one.error if one.status == "error" else one.answer, chars) for one in records],
+        "answer": [_cut(one.error if one.status == "error" else one.shown, chars) for one in records],
     }
     data = json.dumps(columns, separators=(",", ":"), allow_nan=False).encode()
     return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode()
@@ -155,7 +155,7 @@ def _say_cut(records: Sequence[Record], shown: Sequence[Record], chars: int) -> 
     told = []
     if len(shown) < len(records):
         told.append(f"only the first {len(shown):,} of {len(records):,} documents are here")
-    if any(len(one.answer) > chars for one in shown):
+    if any(len(one.shown) > chars for one in shown):
         told.append(f"answers are cut to {chars:,} characters")
     if not told:
         return "Click a row to read all of its answer."

@@ -126,5 +126,5 @@ def _add_row(table: Table, record: Record) -> None:
         _told(record),
         f"{record.ttft_s:.2f} s",
         f"{record.prefill_tokens_per_s:.0f}",
-        _short(record.answer),
+        _short(record.shown),
     )

@@ -319,7 +319,12 @@ def clear_results(folder: Path) -> None:
 
 
 def check_fresh(folder: Path) -> None:
-    """Raise `OutputError` if the folder holds results of an earlier run."""
+    """Raise `OutputError` if the folder holds results of an earlier run, or is no folder."""
+    if folder.is_file():
+        raise OutputError(
+            f"output.path {str(folder)!r} is a file; expected a folder, which is made if there is none "
+            f"(--set output.path=...)"
+        )
     files = run_files(folder)
     if files:
         raise OutputError(

@@ -104,6 +104,17 @@ class Record:
         return found
 
     @property
+    def shown(self) -> str:
+        """What a person is shown as the answer: of a record with scores each continuation with its log-probability.
+
+        Raises
+        ------
+        DataError
+            As `scored`.
+        """
+        return self.answer or ", ".join(f"{one['text']!r} {one['logprob']:.3f}" for one in self.scored)
+
+    @property
     def sampled(self) -> list[dict[str, Any]]:
         """All answers to the prompt, if there is more than one: answer, token_ids, finish_reason and log-probabilities.
 

@@ -13,6 +13,7 @@ from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import Index, index_run, join_indexes, run_files
 from kvr_mpi.store.outputs import Header, open_file, read_header
+from kvr_mpi.store.parts import PARTS
 from kvr_mpi.store.run import RUN_FILE, begun_with, differing_documents, share_in
 from kvr_mpi.store.survey import RESULTS, is_ours
 
@@ -41,9 +42,15 @@ def find_runs(paths: Sequence[Path]) -> Runs:
     -------
     Runs
         What is missing is only told if more than one run was asked for.
+
+    Raises
+    ------
+    DataError
+        If one is the folder of a run's parts: their records have no answers.
     """
     found: list[Path] = []
     for path in paths:
+        _refuse_parts(path)
         inner = [] if _is_run(path) else _runs_in(path)
         found += inner or [path]
     several = len(found) > 1 or list(paths) != found
@@ -157,6 +164,15 @@ def tell_missing(missing: Sequence[str]) -> str:
     """Name what is missing, in one line."""
     more = f"; and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
     return f"missing: {'; '.join(missing[:NAMED])}{more}"
+
+
+def _refuse_parts(path: Path) -> None:
+    folder = (path if path.is_dir() else path.parent).absolute()
+    if folder.name == PARTS and (folder.parent / RUN_FILE).is_file():
+        raise DataError(
+            f"{path}: no run, but parts of one: keys and values that ranks wrote of their own tokens, without answers; "
+            f"expected the run, {folder.parent}, which `kvr merge` puts them together in"
+        )
 
 
 def _is_run(path: Path) -> bool:

@@ -284,7 +284,10 @@ def _read_header(path: Path, line: bytes) -> TraceHeader:
         if found != version or not (isinstance(header.host, str) and isinstance(header.device, str)):
             raise ValueError(found)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} is no trace of a kvr-mpi run: its first line is {line[:60]!r}") from error
+        raise DataError(
+            f"{path} is no trace of a kvr-mpi run: its first line is {line[:60]!r}; move it out of "
+            f"there, and the run is read without it"
+        ) from error
     return header
 
 

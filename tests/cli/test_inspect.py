@@ -110,3 +110,12 @@ def test_reading_leaves_the_run_as_it_is(run_folder: Path, run_kvr: Kvr) -> None
         assert run_kvr(*command)[0] == EXIT_OK
     assert {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in run_folder.iterdir()} == before
     assert not (run_folder / RESULTS).exists()
+
+
+def test_inspect_shows_all_answers_and_all_scores(tmp_path: Path, run_kvr: Kvr) -> None:
+    samples = json.dumps([{"answer": "one way"}, {"answer": "another"}])
+    scores = json.dumps([{"text": " yes", "logprob": -12.5}, {"text": " no", "logprob": -11.0}])
+    records = [Record("n", "done", answer="one way", samples=samples), Record("s", "done", scores=scores)]
+    path = write_run(tmp_path / "run", records)
+    assert run_kvr("inspect", path, "n")[1].endswith("\n\n1 of 2: one way\n\n2 of 2: another\n")
+    assert run_kvr("inspect", path, "s")[1].endswith("\n\n' yes' -12.500, ' no' -11.000\n")

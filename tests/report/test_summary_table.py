@@ -35,6 +35,11 @@ def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return width
 
 
+def test_the_table_shows_scores_where_there_is_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    show([done("a.txt", scores='[{"text": " yes", "logprob": -12.5}, {"text": " no", "logprob": -11}]')], Path("r.h5"))
+    assert "' yes' -12.500, ' no' -11.000" in capsys.readouterr().out
+
+
 def test_the_table_shows_each_document_and_counts_them(capsys: pytest.CaptureFixture[str], columns: str | None) -> None:
     records = [
         done("minutes.md", prompt_tokens=2628, slices=(0, 1400, 2628), ttft_s=5.147, prefill_tokens_per_s=510.6,

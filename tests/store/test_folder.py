@@ -19,7 +19,7 @@ from made_runs import HEADER, record, result_files, resume, write
 import kvr_mpi.store.merge as merge_module
 from kvr_mpi.disk import PART
 from kvr_mpi.errors import EXIT_CONFIG, ConfigError, DataError, OutputError
-from kvr_mpi.store.folder import RESULTS, find_record, read_run, run_files
+from kvr_mpi.store.folder import RESULTS, check_fresh, find_record, read_run, run_files
 from kvr_mpi.store.merge import merge_files, merge_run
 from kvr_mpi.store.outputs import Record, open_file, read_header
 
@@ -250,3 +250,11 @@ def test_a_merge_with_a_damaged_shard_removes_nothing(tmp_path: Path) -> None:
         merge_run(tmp_path)
     assert {file: file.read_bytes() for file in run_files(tmp_path)} == before
     assert not (tmp_path / RESULTS).exists()
+
+
+def test_a_file_is_no_fresh_folder(tmp_path: Path) -> None:
+    """It may be anything, and is not offered to be overwritten as if it were results."""
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    with pytest.raises(OutputError, match="is a file; expected a folder"):
+        check_fresh(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,9 @@ from kvr_mpi.store.kv import CachedTokens, open_kv
 from kvr_mpi.store.merge import merge_files
 from kvr_mpi.store.outputs import Record, open_file
 from kvr_mpi.store.parts import PARTS, incomplete, part_record
+from kvr_mpi.store.run import RUN_FILE
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.shares import find_runs
 
 TOKENS = 12
 KEYS = torch.randn(TOKENS, 2, 8, generator=torch.Generator().manual_seed(0))
@@ -53,6 +56,17 @@ def test_the_parts_are_the_whole(tmp_path: Path, slices: tuple[int, ...]) -> Non
         for keys, values in layers.values():
             assert torch.equal(keys, KEYS) and torch.equal(values, -KEYS)
     assert not (tmp_path / PARTS).exists()
+
+
+def test_parts_are_not_taken_for_a_run(tmp_path: Path) -> None:
+    """Their records have no answers, and would be shown as documents that got none."""
+    write_all(tmp_path, (0, 5, TOKENS))
+    (tmp_path / RUN_FILE).touch()
+    parts = tmp_path / PARTS
+    for path in (parts, next(parts.glob("*.h5"))):
+        with pytest.raises(DataError, match=rf"parts of one: .* expected the run, {re.escape(str(tmp_path))}"):
+            find_runs([path])
+    assert find_runs([tmp_path]).paths == (tmp_path,)
 
 
 def test_a_part_of_another_attempt_stands_for_none(tmp_path: Path) -> None:
