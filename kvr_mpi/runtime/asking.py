@@ -20,6 +20,8 @@ from kvr_mpi.store.shares import find_runs, read_run_header
 
 # Of a prompt: what the stored ones have already.
 STORED = ("template", "system", "chat_template", "too_long", "keep", "reduce_template")
+# Of documents: how files of texts are read, and what their prompts go on from.
+OF_FILES = ("format", "id_field", "text_field", "messages_field", "reuse")
 
 
 def complete_questions(spec: JobSpec) -> JobSpec:
@@ -45,6 +47,14 @@ def complete_questions(spec: JobSpec) -> JobSpec:
         )
     if spec.documents.shard is not None:
         raise ConfigError("documents.shard does not go with questions; name the documents in questions.documents")
+    for key in OF_FILES:
+        if getattr(spec.documents, key) != type(spec.documents).model_fields[key].default:
+            raise ConfigError(
+                f"documents.{key} does not go with questions: they are about a run's documents, whose prompts are "
+                f"stored; leave it out"
+            )
+    if spec.output.columns:
+        raise ConfigError("output.columns does not go with questions: a run's documents have no rows; leave it out")
     header = stored_header("documents.path", spec.documents.path)
     try:
         prompt = PromptSection.model_validate({**header.identity["prompt"], "max_tokens": spec.prompt.max_tokens})

@@ -7,7 +7,7 @@ them, the longest first, and held against the stored tokens themselves; its keys
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,17 @@ class StoredBeginnings:
     files : paths.
     documents : of each its file's number and its group's name.
     hashes : of all tokens up to a block's end, and whose they are.
+    passed_over : documents whose keys and values are not those that the model computes.
     """
 
     files: list[str]
     documents: list[tuple[int, str]]
     hashes: dict[str, int]
+    passed_over: int = 0
 
     def to_json(self) -> list[Any]:
         """Return what `StoredBeginnings` is made of."""
-        return [self.files, self.documents, self.hashes]
+        return [self.files, self.documents, self.hashes, self.passed_over]
 
     def find(self, ids: Sequence[int], loaded: LoadedModel) -> SharedPrefix | None:
         """Find the longest stored beginning of a prompt, less one token at least; None if there is none."""
@@ -77,7 +79,7 @@ def scan_beginnings(path: str) -> StoredBeginnings:
     """
     index, _ = index_runs(find_runs([Path(path)]))
     places = index.by_file()
-    found = StoredBeginnings(list(map(str, places)), [], {})
+    found, passed_over = StoredBeginnings(list(map(str, places)), [], {}), 0
     for number, file in enumerate(places):
         with open_file(file) as stored:
             documents = group_in(stored, "documents")
@@ -88,11 +90,13 @@ def scan_beginnings(path: str) -> StoredBeginnings:
                     kv = open_whole_kv(group_in(documents, place.key))
                 except DataError:
                     continue  # not used; `kvr inspect` says what is wrong with it
-                if kv.tokens is not None and not kv.compression:  # compressed, another prompt would go on from less
+                if kv.compression or kv.error_of_8_bits:  # an answer, and what is stored of it, would not say so
+                    passed_over += 1
+                elif kv.tokens is not None:
                     for each in hash_blocks(kv.tokens.ids):
                         found.hashes.setdefault(each, len(found.documents))
                     found.documents.append((number, place.key))
-    return found
+    return replace(found, passed_over=passed_over)
 
 
 def find_beginnings(
@@ -118,4 +122,6 @@ def find_beginnings(
     found = StoredBeginnings(*share_json(world, on_root(world, lambda: scan_beginnings(path).to_json())))
     count = len(found.documents)
     say(f"documents.reuse: prompts go on from the longest beginning that one of {count} stored prompts shares")
+    if found.passed_over:
+        say(f"documents.reuse: {found.passed_over} stored prompts are compressed or in 8 bits, and not gone on from")
     return found

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvr_mpi.disk import drop_pages
 from kvr_mpi.documents import MAX_ID_CHARS, Asked, Corpus, CorpusFile, Document, Entry
 from kvr_mpi.documents.questions import answer_id, check_length, parse_answer_id
-from kvr_mpi.errors import CorpusError, DataError, DocumentError
+from kvr_mpi.errors import ConfigError, CorpusError, DataError, DocumentError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model.rope import depends_on_length
@@ -42,7 +42,7 @@ class StoredDocument:
 
     bytes : of keys and values, all of them.
     prefill_s : seconds that one rank would take to prefill it; 0 if that is not known.
-    error_of_8_bits : largest of its layers', if it is stored in 8 bits (`arrays.EightBit`).
+    error_of_8_bits : of `StoredKV`.
     compression : by which method and settings its heads have dropped tokens; empty: they hold all.
     """
 
@@ -121,6 +121,8 @@ def scan_stored(spec: JobSpec, *, cold: bool = False) -> StoredCorpus:
 
     Raises
     ------
+    ConfigError
+        If what is stored is not exact, and what goes on from it is to be stored again.
     CorpusError
         If a document that is named is not there, or none has keys and values.
     DataError
@@ -159,6 +161,8 @@ def scan_stored(spec: JobSpec, *, cold: bool = False) -> StoredCorpus:
         )
         for one in documents
     ]
+    if spec.output.kv:
+        _check_stored_again([one for one, is_loaded in zip(documents, loads, strict=True) if is_loaded])
     return StoredCorpus(_corpus(documents, questions.ask, loads), documents, loads, speed, found.left_out)
 
 
@@ -235,7 +239,7 @@ def _look(index: Index, name: str, *, is_sharded: bool) -> StoredDocument:
             group = group_in(group_in(stored, "documents"), key_of(name))
             record, kv = read_record(group), open_whole_kv(group)
             seal, size = kv.seal(), kv.bytes
-            rounded = max((max(layer.keys.error, layer.values.error) for layer in kv.layers), default=0.0)
+            rounded = kv.error_of_8_bits
     except DataError as error:
         return StoredDocument(name, file, error=str(error))
     why = None
@@ -254,6 +258,18 @@ def _look(index: Index, name: str, *, is_sharded: bool) -> StoredDocument:
     return StoredDocument(
         name, file, tokens, size, tokens / rate if rate > 0 else 0.0, seal, None, rounded, kv.compression
     )
+
+
+def _check_stored_again(loaded: Sequence[StoredDocument]) -> None:
+    """Refuse to store what goes on from keys and values that are not exact: it would not say so itself."""
+    for one in loaded:
+        how = f"compressed ({one.compression})" if one.compression else "stored in 8 bits" * bool(one.error_of_8_bits)
+        if how:
+            raise ConfigError(
+                f"output.kv = true does not go with questions about {one.id}: it is {how}, and what would be stored "
+                f"of its prompts is not what the model computes of them; leave output.kv out, or prefill the "
+                f"documents again with questions.reuse = 'never'"
+            )
 
 
 def _lost(name: str, damaged: DamagedFile) -> StoredDocument:

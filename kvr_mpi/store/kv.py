@@ -172,6 +172,11 @@ class StoredKV:
         return "" if self.tokens is None else self.tokens.compression
 
     @property
+    def error_of_8_bits(self) -> float:
+        """Largest of its layers', if it is stored in 8 bits (`arrays.EightBit`); 0: it is as it was computed."""
+        return max((max(layer.keys.error, layer.values.error) for layer in self.layers), default=0.0)
+
+    @property
     def bytes(self) -> int:
         """Of all layers."""
         return sum(layer.bytes for layer in self.layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class OutputSettings(BaseModel):
@@ -25,6 +25,15 @@ class OutputSettings(BaseModel):
     max_failed: int | float | str = Field(
         0, description="error records that still end with exit code 0: a number, or a share such as 0.05 or '5%'"
     )
+
+    @model_validator(mode="after")
+    def _rounds_what_is_stored(self) -> OutputSettings:
+        if self.kv_dtype != "model" and not self.kv:
+            raise ValueError(
+                f"output.kv_dtype = {self.kv_dtype!r} is of stored keys and values, and output.kv = false stores none: "
+                f"say output.kv = true, or leave kv_dtype out"
+            )
+        return self
 
     @property
     def kv_identity(self) -> bool | str:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
+from made_adapters import TARGETS, base_of, quiet, save_adapter
 from made_jobs import answers, with_settings
 from safetensors.torch import load_file, save_file
 
@@ -23,31 +21,6 @@ from kvr_mpi.model import hash_weights, load_model
 from kvr_mpi.model.adapter import WEIGHTS, check_adapter, merge_adapter, with_adapter
 from kvr_mpi.store.outputs import Header, Record
 from kvr_mpi.store.shards import ShardWriter
-
-TARGETS = ["q_proj", "v_proj", "down_proj"]
-
-
-def base_of(folder: Path) -> Any:
-    return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def save_adapter(model: Any, folder: Path, **settings: Any) -> Path:
-    """An adapter of random weights, as a training would leave it."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(1)
-    given = {"r": 4, "lora_alpha": 16, "target_modules": TARGETS, "init_lora_weights": False, **settings}
-    with quiet():
-        get_peft_model(model, LoraConfig(**given, task_type="CAUSAL_LM")).save_pretrained(folder)
-    return folder
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """What peft says of itself and of transformers is not what is tested."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,154 @@
+"""Settings of jobs by name, and what is said of those that do not go together; for `test_settings_together`.
+
+A setting says how answers are computed (`WAYS`), what is kept beside them (`KEPT`), or what is asked (`ASKED`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+Job = Mapping[str, Any]
+NAMED = [{"name": name, "template": f"{{text}} {name}?"} for name in ("first", "second")]
+SCHEMA = (
+    '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": false}'
+)
+SMALL = {"compress.method": "ada-snapkv", "compress.budget": 32, "compress.window": 8, "compress.kernel": 3}
+OBSERVED = {**SMALL, "compress.observes": "document"}
+QUESTIONS = {
+    "documents.path": "{stored}",
+    "prompt.template": None,
+    "questions.ask": ["Who saw it?"],
+    "questions.reuse": "always",
+}
+SCORED = {"generation.score": [" yes", " Nobody had seen it"], "generation.max_new_tokens": None}
+SAMPLED = {"generation.do_sample": True, "generation.temperature": 1.5}
+
+WAYS: dict[str, Job] = {
+    "chunks": {"parallel.chunk_tokens": 37},
+    "ring": {"parallel.strategy": "ring"},
+    "auto": {"parallel.strategy": "auto"},
+    "single": {"parallel.strategy": "single"},
+    "alone": {"parallel.ranks_per_chain": 1},
+    "planned": {"parallel.ranks_per_chain": "auto"},
+    "little": {"parallel.memory_gib": 0.0016},
+    "heads": {"decode.mode": "head-parallel"},
+    "heads-auto": {"decode.mode": "auto"},
+    "pages": {},
+    "report": {"report.trace": True, "report.metrics": True},
+    "resumed": {},
+}
+KEPT: dict[str, Job] = {
+    "kv": {"output.kv": True},
+    "sharded": {"output.kv": "sharded"},
+    "int8": {"output.kv": True, "output.kv_dtype": "int8"},
+    "sharded-int8": {"output.kv": "sharded", "output.kv_dtype": "int8"},
+    "reuse": {"documents.reuse": "{stored}"},
+    "reuse-rounded": {"documents.reuse": "{rounded}"},
+    "logprobs": {"generation.logprobs": True, "generation.top_logprobs": 2},
+}
+ASKED: dict[str, Job] = {
+    "prompts": {"prompt.template": None, "prompts": NAMED},
+    "questions": QUESTIONS,
+    "questions-sharded": {**QUESTIONS, "questions.sharded": True},
+    "questions-compressed": {**QUESTIONS, "documents.path": "{compressed}"},
+    "questions-rounded": {**QUESTIONS, "documents.path": "{rounded}"},
+    "split": {"prompt.too_long": "split", "prompt.max_tokens": 250},
+    "requests": {"documents.path": "{requests}", "documents.format": "openai-batch", "prompt.template": None},
+    "compress": SMALL,
+    "observed": OBSERVED,
+    "score": SCORED,
+    "score-column": {
+        "documents.path": "{rows}",
+        "generation.score_column": "choices",
+        "generation.max_new_tokens": None,
+    },
+    "samples": {**SAMPLED, "generation.n": 2},
+    "schema": {"generation.json_schema": SCHEMA, "generation.max_new_tokens": 16},
+    "adapter": {"model.adapter": "{adapter}"},
+}
+SETTINGS = {**WAYS, **KEPT, **ASKED}
+RUNS: dict[str, Job] = {
+    "stored": {"output.kv": True},
+    "rounded": {"output.kv": True, "output.kv_dtype": "int8"},
+    "compressed": {"output.kv": True, **OBSERVED},
+}
+
+STORING, SPREAD = "kv int8 sharded sharded-int8", "sharded sharded-int8 questions-sharded"
+ASKING = "questions questions-compressed questions-rounded"
+SCORES, COMPRESSED, LOADING = "score score-column", "compress observed", f"reuse reuse-rounded {ASKING}"
+# Names on both sides, and what is said of each pair of them; the first line that fits.
+REFUSED: list[tuple[str, str, str]] = [
+    (STORING, "requests", "output.kv = true does not go with documents.format = 'openai-batch'"),
+    (STORING, "prompts", r"output.kv = true does not go with \[\[prompts\]\]"),
+    (STORING, "questions-sharded", "output.kv does not go with questions.sharded"),
+    ("sharded sharded-int8", ASKING, "'sharded' is for the chains of .*, and jobs without questions"),
+    ("sharded sharded-int8", "ring auto single", "'sharded' is for the chains of parallel.strategy = 'kvr'"),
+    ("kv int8", "questions-compressed", "questions about doc-.*: it is compressed"),
+    ("kv int8", "questions-rounded", "questions about doc-.*: it is stored in 8 bits"),
+    ("kv int8", "samples", "output.kv = true, of whose keys only one answer's are left"),
+    ("sharded sharded-int8", COMPRESSED, "heads choose among all tokens on one rank"),
+    (SPREAD, "score", "does not go with generation.score yet"),
+    (SPREAD, "score-column", "does not go with generation.score_column yet"),
+    (SPREAD, "samples", "does not go with generation.n yet"),
+    (SPREAD, "schema", "does not go with generation.json_schema yet"),
+    ("reuse reuse-rounded", f"{ASKING} questions-sharded", "documents.reuse does not go with questions"),
+    ("reuse reuse-rounded", "prompts", r"documents.reuse does not go with \[\[prompts\]\]"),
+    (f"{LOADING} questions-sharded", COMPRESSED, "of stored tokens there are no queries to observe with"),
+    (f"{LOADING} questions-sharded", "adapter", "is not what made the keys and values .* other weights"),
+    (f"{ASKING} questions-sharded", "split", "prompt.too_long does not go with questions"),
+    (f"{ASKING} questions-sharded", "prompts", r"does not go with \[\[prompts\]\]"),
+    (f"{ASKING} questions-sharded", "ring single", "strategy = '(ring|single)' do not go with questions"),
+    (f"{ASKING} questions-sharded", "resumed", "documents.shard does not go with questions"),
+    ("questions-sharded", "planned", "ranks_per_chain = 'auto', .* do not go with questions.sharded"),
+    (ASKING, "planned", "ranks_per_chain = 'auto', .* do not go with questions"),
+    ("prompts", "planned", r"ranks_per_chain = 'auto' does not go with \[\[prompts\]\]"),
+    ("prompts", "requests", r"'openai-batch' does not go with \[\[prompts\]\]"),
+    ("logprobs", SCORES, "generation.logprobs is of an answer's tokens"),
+    ("split", "score", "too_long = 'split' does not go with generation.score yet"),
+    ("split", "score-column", "too_long = 'split' does not go with generation.score_column yet"),
+    ("split", "samples", "too_long = 'split' does not go with generation.n yet"),
+    ("split", "requests", "prompt.too_long does not go with documents.format = 'openai-batch'"),
+    ("requests", "observed", "rows of documents.format = 'openai-batch' have none"),
+    ("requests", "score", "'openai-batch' does not go with generation.score yet"),
+    (COMPRESSED, SCORES, r"\[compress\] does not go with generation.score"),
+    (COMPRESSED, "single", "strategy = 'single' decodes from transformers' own cache"),
+    (SCORES, "samples", "generation.n = 2: without"),
+    (SCORES, "schema", "asks for (none|one)"),
+    ("score", "score-column", "two ways to say the same"),
+    ("chunks", "ring single", "chunk_tokens is for chains"),
+    ("heads", "single", "'single' decodes from transformers' own cache"),
+    ("heads", "sharded sharded-int8 questions-sharded", "ranks decode together already"),
+    ("heads", "kv int8", "output.kv = true stores what one rank holds"),
+    ("heads", f"logprobs samples schema {SCORES}", "not for ranks that share heads yet"),
+]
+
+
+def merged(names: Collection[str]) -> dict[str, Any] | None:
+    """All settings of some names; None if two of them say different things of one key."""
+    found: dict[str, Any] = {}
+    for name in names:
+        for key, value in SETTINGS[name].items():
+            if found.setdefault(key, value) != value:
+                return None
+    return found
+
+
+def written(job: Job) -> str:
+    def as_toml(value: Any) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            tables = (", ".join(f"{key} = {json.dumps(one)}" for key, one in table.items()) for table in value)
+            return "[" + ", ".join(f"{{{table}}}" for table in tables) + "]"
+        return json.dumps(value)
+
+    return "\n".join(f"{key} = {as_toml(value)}" for key, value in job.items() if value is not None)
+
+
+def expected(pair: Collection[str]) -> str | None:
+    """What a pair's refusal says; None if it is to be run."""
+    one, two = pair
+    for left, right, said in REFUSED:
+        if (one in left.split() and two in right.split()) or (two in left.split() and one in right.split()):
+            return said
+    return None
