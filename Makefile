@@ -22,7 +22,7 @@ comma   := ,
 extras  := gguf,parquet,plots,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 stamp   := $(VENV)/.installed-$(MPI)
 # Tests of one file go to one worker.
-spread  := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+spread  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 in_venv := . $(VENV)/bin/activate &&
 
 .PHONY: help install demo test test-all test-long verify-architectures test-slurm test-faults test-many test-fuzz test-gpu bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts bench-chunks bench-extend bench-trace rivals figures check clean

@@ -17,17 +17,14 @@ from constants import MPI_ENVIRONMENT, SMOLLM, Kvr
 pytest.register_assert_rewrite("job_files", "made_corpora", "made_facts", "made_prompts", "untrusted")
 
 
-# Folders whose tests share what a machine has once: a SLURM cluster, network namespaces.
-ONE_OF_A_MACHINE = {"slurm", "network"}
+# Folders whose tests wait most: workers that share the tests by file begin with these.
+FIRST = {"slurm", "network"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers share the tests by file; those that share the machine go to one worker, and first: they wait most."""
+    """Put first what takes longest."""
     tests = Path(__file__).parent
-    alone = {item: item.path.relative_to(tests).parts[0] in ONE_OF_A_MACHINE for item in items}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("machine" if alone[item] else str(item.path)))
-    items.sort(key=lambda item: not alone[item])
+    items.sort(key=lambda item: item.path.relative_to(tests).parts[0] not in FIRST)
 
 
 @pytest.fixture(scope="session")
