@@ -64,8 +64,10 @@ class Rival:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._said: list[str] = []
         assert process.stdout is not None and process.stderr is not None
-        for stream, take in ((process.stdout, self._lines.put), (process.stderr, self._said.append)):
-            threading.Thread(target=_drain, args=(stream, take), daemon=True).start()
+        streams = ((process.stdout, self._lines.put), (process.stderr, self._said.append))
+        self._drains = [threading.Thread(target=_drain, args=each, daemon=True) for each in streams]
+        for drain in self._drains:
+            drain.start()
         self.version = str(self._read()["version"])
 
     def answer(self, prompts: Sequence[Sequence[int]], new_tokens: int, ends: Sequence[int] | None) -> RivalAnswer:
@@ -103,6 +105,7 @@ class Rival:
                 ended = f"ended with {self._process.wait(ENDS_S)}"
             except subprocess.TimeoutExpired:
                 ended = f"says nothing for {TIMEOUT_S:.0f} s"
+            self._drains[1].join(ENDS_S)  # what it said last may still be on its way
             told = " ".join("".join(self._said[-4:]).split())
             raise ConfigError(f"--rivals {self.name}: it {ended}: {told or 'without a word'}")
         found: dict[str, Any] = json.loads(line)
@@ -115,8 +118,9 @@ class Rival:
 
 def _drain(stream: IO[str], take: Any) -> None:
     """Hand on every line, and an empty one at the end."""
-    for line in stream:
-        take(line)
+    with stream:
+        for line in stream:
+            take(line)
     take("")
 
 
@@ -161,10 +165,9 @@ def open_rival(name: str, model: Path, longest: int, folder: Path) -> Iterator[R
     finally:
         process.kill()
         process.wait()
-        for stream in (process.stdin, process.stdout, process.stderr):
-            assert stream is not None
-            with suppress(BrokenPipeError):  # what it was not told any more
-                stream.close()
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # what it was not told any more
+            process.stdin.close()
 
 
 @torch.inference_mode()
