@@ -194,7 +194,8 @@ def index_run(path: Path, *, verify: bool = False, passes_damaged: bool = False)
                 places[name] = Place(file, key_of(name), is_done, reason)
     missing = found.missing().values() if path.is_dir() else ()
     gone = {name for line in missing for name in (*line.done, *line.failed)} - places.keys()
-    unrecorded = tuple(file for file in files if file.name in found.unrecorded)
+    known = found.sound.keys() | found.damaged.keys()  # a file of another name is not in the survey at all
+    unrecorded = tuple(file for file in files if file.name not in known)
     return Index(places, unrecorded, len(gone), tuple(_damaged(found, places)))
 
 
