@@ -69,10 +69,11 @@ def prefill_after_compressed(
             time.perf_counter() - began,
             known_tokens=prefix.tokens,
             retained=_size_of(cache, prefix.compression),
+            began_s=began,
         )
     # Out of the except block: the error held on to what was made.
     why = f"there is no memory for its {prefix.tokens} stored tokens and {len(ids) - prefix.tokens} more: {what}"
-    return Prefill(partition, None, None, 0.0, error=why, known_tokens=prefix.tokens)
+    return Prefill(partition, None, None, 0.0, error=why, known_tokens=prefix.tokens, began_s=began)
 
 
 def _load(loaded: LoadedModel, partition: Partition, prefix: SharedPrefix, slack: int) -> SliceCache:

@@ -81,4 +81,5 @@ def prefill_stored(
         error=None if failure is None else f"{UNREADABLE}: {failure}",
         known_tokens=known,
         share=None if failure is not None else share,
+        began_s=began,
     )

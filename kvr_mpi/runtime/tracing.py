@@ -81,7 +81,8 @@ class Trace:
         if self._writer is None or prefill is None:
             return
         prompt, began_s = self.recorder.prompt, prefill.began_s
-        ended_s = began_s + prefill.seconds
+        # It may have been charged with what was computed before for several prompts, which has a span of its own.
+        ended_s = min(began_s + prefill.seconds, time.perf_counter())
         self.recorder.add(Span("prefill", began_s, ended_s, prompt, amount=prefill.sent_bytes))
         edges = [began_s, *prefill.layer_begins_s[1:], ended_s]
         for layer in range(len(prefill.layer_begins_s)):

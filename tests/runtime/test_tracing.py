@@ -59,6 +59,42 @@ def test_every_rank_says_what_it_did_and_the_answers_stay_the_same(job: Path, tm
                 assert {span.layer for span in mine if span.kind == "send"} >= {0, 1, 2}
 
 
+@pytest.mark.parametrize(
+    ("stored", "asked"),
+    [
+        (("output.kv=true", "compress.method=snapkv", "compress.budget=64", "compress.window=16"), ()),
+        (("output.kv=true",), ("questions.sharded=true",)),
+    ],
+)
+def test_prompts_that_go_on_from_stored_ones_have_their_place_in_time(
+    job: Path, tmp_path: Path, run_here: Any, stored: Any, asked: Any
+) -> None:
+    assert run_here(1, [job, *with_settings(*stored)]).returncode == 0
+    question = tmp_path / "ask.toml"
+    model = next(line for line in job.read_text().splitlines() if "path" in line)
+    question.write_text(
+        f"[model]\n{model.strip()}\n[documents]\npath = '{tmp_path / 'out'}'\n[questions]\nreuse = 'always'\n"
+        f"ask = ['Who left?', 'When?']\n[generation]\nmax_new_tokens = 2\n[output]\npath = '{tmp_path / 'asked'}'\n"
+    )
+    run = run_here(2, [question, *TRACED, *with_settings(*asked)])
+    assert run.returncode == 0, run.stderr
+    for trace in read_traces(tmp_path / "asked"):
+        prefills = of_kind(trace, "prefill")
+        ends = [span.ended_s for span in of_kind(trace, "write")]
+        assert prefills and all(0.0 <= span.began_s < span.ended_s <= max(ends) for span in prefills)
+
+
+def test_a_prompts_shared_beginning_is_not_in_its_own_span_again(job: Path, tmp_path: Path, run_here: Any) -> None:
+    prompts = "".join(f"[[prompts]]\nname = '{name}'\ntemplate = '{{text}} {name}?'\n" for name in ("who", "when"))
+    lines = [line for line in job.read_text().splitlines() if "[prompt]" not in line and "template" not in line]
+    job.write_text("\n".join(lines) + "\n" + prompts)
+    run = run_here(1, [job, *TRACED])
+    assert run.returncode == 0, run.stderr
+    (trace,) = read_traces(tmp_path / "out")
+    spans = sorted(of_kind(trace, "prefill"), key=lambda span: span.began_s)
+    assert len(spans) > 2 and all(before.ended_s <= after.began_s + 2e-6 for before, after in pairwise(spans))
+
+
 def test_nothing_is_received_before_it_is_sent(job: Path, tmp_path: Path, run_here: Any) -> None:
     assert run_here(3, [job, *TRACED]).returncode == 0
     begun: dict[Any, float] = {}
