@@ -22,6 +22,7 @@ from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
+from kvr_mpi.runtime.host_memory import HeapTrimmer
 from kvr_mpi.runtime.pace import Pace
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.runtime.requests import DocumentRequest, PromptOutcome, PromptRequest, error_record
@@ -82,7 +83,7 @@ class ChainWorker:
     def __init__(self, runner: ChainRunner, queue: WorkQueue, context: WorkerContext) -> None:
         self._runner, self._queue, self._context, self._chain = runner, queue, context, runner.chain
         self._forwarder = runner.open_forwarder(context.trace.recorder)
-        self._pace = Pace(time.monotonic())
+        self._pace, self._heap = Pace(time.monotonic()), HeapTrimmer()
         self._packed: list[tuple[PromptRequest, PlannedPrompt]] = []  # to be prefilled by this rank alone
         # The same on every rank of the chain:
         self._scheduler: WaveScheduler[PromptRequest, PlannedPrompt] = WaveScheduler(
@@ -103,6 +104,7 @@ class ChainWorker:
         """
         self._exchange_outcomes()
         while self._has_work and not self._is_over():
+            self._heap.trim()
             self._pace.begin_wave(time.monotonic())
             self._prefill_wave()
             if self._has_work:
