@@ -57,7 +57,8 @@ def plot_bench(rows: Sequence[dict[str, Any]], path: Path, about: str = "") -> N
         lengths = [row["context_tokens"] for row in mine]
         _draw_line(first, lengths, [row["ttft_s"] for row in mine], name, names)
         if all("ttft_min_s" in row for row in mine):
-            _draw_band(first, lengths, *([row[key] for row in mine] for key in ("ttft_min_s", "ttft_max_s")), name)
+            low, high = ([row[key] for row in mine] for key in ("ttft_min_s", "ttft_max_s"))
+            _draw_band(first, lengths, low, high, name)
     for ratios in second:
         _draw_ratios(ratios, paired, names)
     keys = ("ttft_s", "ttft_min_s", "ttft_max_s")

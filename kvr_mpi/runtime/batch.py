@@ -41,15 +41,16 @@ from kvr_mpi.runtime.stopping import STOP_SIGNALS, SharedStop, Stop, listening
 from kvr_mpi.runtime.stored import StoredSource, scan_stored
 from kvr_mpi.runtime.stored_size import check_stored_size
 from kvr_mpi.runtime.tally import Tally, describe_throughput
-from kvr_mpi.runtime.tracing import Trace, open_trace
+from kvr_mpi.runtime.tracing import Trace, open_states, open_trace
 from kvr_mpi.runtime.work_queue import WorkQueue
-from kvr_mpi.runtime.worker import ChainWorker, WorkerContext
+from kvr_mpi.runtime.worker import ChainWorker, WorkerContext, answers_text
 from kvr_mpi.store.folder import Index, check_writable, index_run, read_records, run_files
 from kvr_mpi.store.lock import Owner, session_of
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.parts import PARTS
 from kvr_mpi.store.run import Run, known_corpus, open_run
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.states import remove_states
 from kvr_mpi.topology import Topology
 from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
@@ -111,7 +112,8 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     name, eight_bit = f"{world.rank:04d}", spec.output.kv_dtype == "int8"
     counters = open_counters(world, FIRST_LIST + shares.slots)
     with (
-        open_trace(prepared, folder, world, log) as trace,
+        open_states(folder, world, stop.deadline_s, log) as states,
+        open_trace(prepared, folder, world, log, states) as trace,
         closing(ShardWriter(folder, name, prepared.header(), eight_bit=eight_bit, recorder=trace.recorder)) as writer,
         _open_parts(prepared, folder, world.rank) as parts,
         Progress(
@@ -124,6 +126,8 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
         context = open_context(prepared, source, counters, writer, progress, shared_stop, parts, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
     world.barrier()
+    if world.rank == 0:
+        remove_states(folder)
     left = len(todo) - counters.read()[Slot.DONE]
     counters.close()
     tallies = [Tally(**one) for one in share_json(world, gather_json(world, asdict(context.tally)))]
@@ -148,6 +152,7 @@ def open_context(
     """Put together what this rank works with: documents, results, answers under way."""
     sink = ResultSink(writer, counters, progress, keeps_kv=bool(setup.spec.output.kv), parts=parts)
     tally, trace = Tally(), trace or Trace(Recorder())
+    trace.follow(tally)
     new_tokens = setup.spec.generation.max_new_tokens
     decoder = Decoder(
         setup.open_decode_batch(),
@@ -193,7 +198,9 @@ def work_through(
             runner = ChainRunner(setup, chain, part.topology.ranks_of(own), say)
             ChainWorker(runner, queue, with_decoder(context, setup, chain, choice)).run()
         first_slot += len(part.lists)
+    context.trace.tell("decoding", answers_text(context.decoder.running))
     context.decoder.decode()
+    context.trace.tell("waiting", "for the other ranks to end")
 
 
 def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> tuple[dict[str, Any], list[bool]]:
