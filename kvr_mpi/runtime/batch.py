@@ -8,14 +8,14 @@ the front of its own list, and, when that is empty, from the list with most left
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvr_mpi.documents import Corpus, scan_corpus
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, ConfigError, CorpusError, exit_line
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, ConfigError, CorpusError, OutputError, exit_line
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import choose_device
 from kvr_mpi.model.rope import depends_on_length
@@ -126,8 +126,8 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
         context = open_context(prepared, source, counters, writer, progress, shared_stop, parts, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
     world.barrier()
-    if world.rank == 0:
-        remove_states(folder)
+    if run is not None:
+        _forget_states(run, folder)
     left = len(todo) - counters.read()[Slot.DONE]
     counters.close()
     tallies = [Tally(**one) for one in share_json(world, gather_json(world, asdict(context.tally)))]
@@ -259,6 +259,13 @@ def _open(folder: Path, prepared: JobSetup, corpus: Corpus, options: RunOptions,
         owner=options.owner,
         say=log.line,
     )
+
+
+def _forget_states(run: Run, folder: Path) -> None:
+    """Remove what the ranks said of themselves, unless the folder is no longer ours."""
+    with suppress(OutputError):
+        run.check(anew=True)
+        remove_states(folder)
 
 
 def _end_at_once(world: Transport, log: Log, why: str) -> None:

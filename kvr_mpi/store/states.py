@@ -184,13 +184,13 @@ def silent_ranks(states: Sequence[RankState]) -> tuple[int, ...]:
 
 
 def remove_states(folder: Path, but_of: int | None = None) -> None:
-    """Delete the files of all jobs but one, and nothing else."""
-    for path in _state_files(folder):
-        match = FILE_NAME.fullmatch(path.name)
-        if but_of is None or (match is not None and int(match[1]) != but_of):
-            path.unlink(missing_ok=True)
-    if but_of is None:
-        with contextlib.suppress(OSError):  # something else is in it, or it is not there
+    """Delete the files of all jobs but one, and nothing else; what cannot be deleted stays, and misleads nobody."""
+    with contextlib.suppress(OSError):
+        for path in _state_files(folder):
+            match = FILE_NAME.fullmatch(path.name)
+            if but_of is None or (match is not None and int(match[1]) != but_of):
+                path.unlink(missing_ok=True)
+        if but_of is None:
             (folder / STATES).rmdir()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Iterator
@@ -136,12 +137,19 @@ def test_a_job_goes_on_where_nothing_can_be_written(tmp_path: Path) -> None:
     assert len(said) == 2
 
 
-def test_the_next_job_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+def test_the_next_job_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
     with writers(tmp_path, 2):
         pass
     (tmp_path / "states" / "notes.txt").write_text("mine")
     with writers(tmp_path, 1, session=2):
         remove_states(tmp_path, but_of=2)
         assert sorted(path.name for path in (tmp_path / "states").iterdir()) == ["0002-0000.json", "notes.txt"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        remove_states(tmp_path)  # of a folder that cannot be written any more
+    assert len(list((tmp_path / "states").iterdir())) == 2
     remove_states(tmp_path)
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["notes.txt"]
