@@ -52,6 +52,7 @@ help:
 	@echo "make bench-chunks  a slice computed in chunks against at once, in pairs"
 	@echo "make bench-extend  a document that grew, from its stored keys and values, against prefilling it again"
 	@echo "make bench-trace  what recording a trace costs, in pairs"
+	@echo "make figures   the docs' tables and plots from stored measurements (docs/data); says which are older than their code"
 	@echo "make bench-planner  search slices, sweep around them, forecast lengths between: an hour on a quiet machine"
 	@echo "make clean     remove the environment and all results"
 
@@ -138,6 +139,9 @@ bench-chunks: $(stamp)
 
 bench-extend: $(stamp)
 	$(in_venv) python tests/programs/bench_extend.py $(ARGS)
+
+figures: $(stamp)
+	$(in_venv) python docs/figures.py $(ARGS)
 
 bench-planner: $(stamp)
 	$(in_venv) mpirun -n $(RANKS) kvr search --contexts 1k,2k,4k,8k --check 5 --replace --output runs/planner $(ARGS)

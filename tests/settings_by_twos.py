@@ -80,8 +80,8 @@ ASKING = "questions questions-compressed questions-rounded"
 SCORES, COMPRESSED, LOADING = "score score-column", "compress observed", f"reuse reuse-rounded {ASKING}"
 # Names on both sides, and what is said of each pair of them; the first line that fits.
 REFUSED: list[tuple[str, str, str]] = [
-    (STORING, "requests", "output.kv = true does not go with documents.format = 'openai-batch'"),
-    (STORING, "prompts", r"output.kv = true does not go with \[\[prompts\]\]"),
+    (STORING, "requests", "output.kv = (true|'sharded') does not go with documents.format = 'openai-batch'"),
+    (STORING, "prompts", r"output.kv = (true|'sharded') does not go with \[\[prompts\]\]"),
     (STORING, "questions-sharded", "output.kv does not go with questions.sharded"),
     ("sharded sharded-int8", ASKING, "'sharded' is for the chains of .*, and jobs without questions"),
     ("sharded sharded-int8", "ring auto single", "'sharded' is for the chains of parallel.strategy = 'kvr'"),

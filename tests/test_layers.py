@@ -51,6 +51,7 @@ CONTACTS = {
         "store/merge.py",
         "doctor/hdf5.py",
     },
+    "matplotlib": {"report/plots.py"},
     # The caches are one rank's of one prompt; a row of several prompts has to look like a cache to the model, too.
     "transformers.cache_utils": {"kv/cache.py", "kv/layer.py", "kv/states.py", "kv/row.py"},
     "click": {"cli"},

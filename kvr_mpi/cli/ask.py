@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("runs", type=click.Path(path_type=Path), metavar="RUN...", nargs=-1, required=True)
 @click.option("-q", "--question", "questions", multiple=True, help="What to ask of each document; may be repeated.")
-@click.option("--questions", "file", help="A file of questions: one a line, or .jsonl with id and question.")
+@click.option(
+    "--questions", "file", metavar="FILE", help="A file of questions: one a line, or .jsonl with id and question."
+)
 @click.option(
     "--doc", "documents", multiple=True, metavar="ID", help="Ask about this document; may be repeated.  [default: all]"
 )
-@click.option("-o", "--output", help="Folder for the answers.  [default: RUN-answers]")
+@click.option("-o", "--output", metavar="FOLDER", help="Folder for the answers.  [default: RUN-answers]")
 @click.option("--model", help="The model that made the keys and values, if it is elsewhere now.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Most tokens of an answer.  [default: 128]")
 @click.option(
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Load what is stored; auto: where that is faster than to prefill the document again.",
 )
-@click.option("--sharded", is_flag=True, help="Each rank holds a share of a document: for what none has room for.")
+@click.option("--sharded", is_flag=True, help="Let each rank hold a share of a document, if it is too large for one.")
 @click.option("--dry-run", is_flag=True, help="Say what would be loaded, how long that takes, and what it saves.")
 @run_options
 def ask(**given: Any) -> int:

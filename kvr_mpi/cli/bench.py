@@ -105,13 +105,13 @@ class BenchOptions:
     default=5,
     show_default=True,
     type=click.IntRange(1),
-    help="Pairs of each with ours, at least; of fewer than 5 nothing is said to be faster.",
+    help="At least so many pairs of each with ours; with fewer than 5 nothing is called faster.",
 )
 @click.option(
     "--until",
     callback=_percent,
     metavar="PERCENT",
-    help="Go on until the interval of each ratio reaches no further from its median, such as 3%.",
+    help="Go on until each ratio's interval reaches no further than this from its median, such as 3%.",
 )
 @click.option(
     "--rivals",

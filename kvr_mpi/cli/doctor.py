@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     default=Path(),
     help="The folder that results are to go to.  [default: the current folder]",
 )
-@click.option("--share-gpu", is_flag=True, help="Several ranks are to share a GPU: this is no fault.")
+@click.option("--share-gpu", is_flag=True, help="Do not take it for a fault that several ranks share a GPU.")
 @click.option(
     "--try-transfers",
     type=click.Choice(["auto", "host", "cuda", "no"]),

@@ -29,7 +29,7 @@ def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     kvr simulate --fairkv heads.json --ranks 4,8
 
     Placement goes by the mean over documents (kvr simulate --fairkv), and so does compress.method = "headkv". How alike
-    the documents are is printed, too: their plain cosines are always near 1, the mean-centred ones tell.
+    the documents are is printed, too; go by the mean-centred cosines, since plain ones are always near 1.
     """  # noqa: D301
     from kvr_mpi.cli.environment import is_offline, read_environment
     from kvr_mpi.disk import replacing

@@ -34,12 +34,14 @@ def report(path: Path, output: Path | None, trace_json: Path | None) -> None:
 
     target = output or (path if path.is_dir() else path.parent) / "report.html"
     try:
-        page = page_of(path)
+        page, skipped = page_of(path)
+        for line in skipped:
+            click.echo(f"warning: left out: {line}", err=True)
         with replacing(target) as stream:
             stream.write(page)
         click.echo(f"{target}: {len(page) / 1e6:.2f} MB; open it in a browser")
         if trace_json is not None:
-            spans, ranks = write_perfetto(path if path.is_dir() else path.parent, trace_json)
+            spans, ranks = write_perfetto(path if path.is_dir() else path.parent, trace_json, skipped.append)
             click.echo(f"{trace_json}: {spans} spans of {ranks} rank(s); open it at ui.perfetto.dev")
     except OSError as error:
         raise OutputError(f"{error.filename or target} cannot be written: {error.strerror or error}") from error

@@ -62,7 +62,11 @@ class SimulateOptions:
     help="How a chain passes the prefix on.  [default: cut-through; store-and-forward with eager attention, as in the "
     "paper]",
 )
-@click.option("--chunk-tokens", type=click.IntRange(1), help="Chains compute slices in chunks.  [default: at once]")
+@click.option(
+    "--chunk-tokens",
+    type=click.IntRange(1),
+    help="Let chains compute their slices in chunks of so many tokens.  [default: at once]",
+)
 @click.option("--paper", is_flag=True, help="Compare forecasts with the paper's measurements instead.")
 @click.option("--score", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
               help="The same with the cells of a CSV file (table, model, gpus, context_tokens, ...).")  # fmt: skip

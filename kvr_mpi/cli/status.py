@@ -31,8 +31,10 @@ SHOWN = 8  # running documents that are named
 def status(folders: tuple[Path, ...], as_json: bool, every_s: float | None) -> None:
     """Show what is done, failed, running and left in DIR, the output folder of a run, also while it runs.
 
-    Of several DIRs, or a folder of such folders (the shares of an array), a line each, the whole, and which shares are
-    missing. Reads the ledgers only; changes nothing.
+    While a job is at work each of its ranks is shown, too: what it is doing and for how long; a rank that has not been
+    heard of for longer than the others is called SILENT. Several DIRs, or a folder of such folders (the shares of an
+    array), get a line each and one for all of them; shares that are missing are named. Nothing is changed, and no file
+    of results is opened.
     """
     is_alive = _show_status(folders, as_json)
     while every_s is not None and is_alive:
@@ -58,7 +60,8 @@ def _show_status(folders: tuple[Path, ...], as_json: bool) -> bool:
         click.echo(json.dumps({**whole.as_json(), "missing": runs.missing, "folders": each}))
         return whole.alive
     for one in found:
-        click.echo(f"{one.folder}: {'at work' if one.alive else 'not at work'}, {_documents(one)}")
+        silent = f", {len(one.silent)} rank(s) SILENT" if one.silent else ""
+        click.echo(f"{one.folder}: {'at work' if one.alive else 'not at work'}, {_documents(one)}{silent}")
     _show(
         [
             ("\nall", f"{len(found)} folders, {sum(one.alive for one in found)} of them at work"),
@@ -91,6 +94,7 @@ def _lines(found: Status) -> list[tuple[str, str]]:
         rows.append(("running", f"{printable(each.id)} since {since} by rank {each.rank}"))
     if len(found.running) > SHOWN:
         rows.append(("", f"and {len(found.running) - SHOWN} more; --json has all"))
+    rows += _rank_lines(found)
     if found.rate_per_h is not None:
         lately = "" if found.lately_per_h is None else f", lately {found.lately_per_h:.0f}"
         rows.append(("rate", f"{found.rate_per_h:.0f} documents/hour{lately}"))
@@ -102,6 +106,50 @@ def _lines(found: Status) -> list[tuple[str, str]]:
         if names and not (what == "unknown" and found.alive):
             some = printable(", ".join(names[:SHOWN]))
             rows.append((what, f"{some}{' ...' if len(names) > SHOWN else ''}: needs --resume"))
+    return rows
+
+
+def _rank_lines(found: Status) -> list[tuple[str, str]]:
+    """Say what the ranks are at, those that are silent first; then tokens a second, and the time that is left."""
+    if not found.ranks:
+        return []
+    from collections import Counter
+
+    from kvr_mpi.report.log import printable
+    from kvr_mpi.report.progress import clock_time
+    from kvr_mpi.report.style import seconds_text
+
+    newest, states = max(each.written_at_s for each in found.ranks), {each.rank: each for each in found.ranks}
+    doing = Counter(each.doing for each in found.ranks if each.rank not in found.silent)
+    counts = [f"{count} {printable(name)}" for name, count in doing.most_common()]
+    rows = [("ranks", ", ".join([*counts, *([f"{len(found.silent)} SILENT"] if found.silent else [])]))]
+    order = sorted({*states, *found.silent}, key=lambda rank: (rank not in found.silent, rank))
+    for rank in order[:SHOWN]:
+        state = states.get(rank)
+        if state is None:
+            what = "SILENT: nothing was heard of it since the job began"
+        else:
+            what = f"{state.doing} {state.what}".strip() + f", {seconds_text(state.for_s)}, on {state.host}"
+            if rank in found.silent:
+                gone = seconds_text(newest - state.written_at_s)
+                what = f"SILENT for {gone}: its process ended or stands still; was {what}"
+        rows.append((f"rank {rank}", printable(what)))
+    if len(order) > SHOWN:
+        rows.append(("", f"and {len(order) - SHOWN} more; --json has all"))
+    seconds = newest - min(each.began_s for each in found.ranks)
+    prompt, new = (
+        sum(tokens) for tokens in zip(*((one.prompt_tokens, one.new_tokens) for one in found.ranks), strict=True)
+    )
+    if seconds > 0 and prompt:
+        rows.append(
+            (
+                "tokens",
+                f"{prompt / seconds:.0f} of prompts and {new / seconds:.1f} of answers a second, of documents done",
+            )
+        )
+    deadlines = [each.deadline_s for each in found.ranks if each.deadline_s is not None]
+    if deadlines:
+        rows.append(("time", f"{clock_time(min(deadlines) - newest)} left before the batch system ends the job"))
     return rows
 
 

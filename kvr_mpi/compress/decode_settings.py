@@ -42,14 +42,17 @@ class DecodeSettings(BaseModel):
         ]
         if self.mode == "data-parallel" and changed:
             raise ValueError(
-                f"decode.{changed[0]} is nothing that mode = 'data-parallel' reads: there every rank has all heads of "
-                f"its prompts; choose mode = 'head-parallel' or 'auto'"
+                f"decode.{changed[0]} is not used with mode = 'data-parallel', where every rank has all heads of its "
+                f"prompts; leave it out, or choose mode = 'head-parallel' or 'auto'"
             )
         if self.copies is not None and self.placement not in COPYING:
             raise ValueError(
-                f"decode.copies is nothing that placement = {self.placement!r} reads: it copies no head; choose "
-                f"placement = {' or '.join(map(repr, COPYING))}"
+                f"decode.copies is not used with placement = {self.placement!r}, which copies no head; leave it out, "
+                f"or choose placement = {' or '.join(map(repr, COPYING))}"
             )
         if self.placement == "static" and self.profile is not None:
-            raise ValueError("decode.profile is nothing that placement = 'static' reads: heads are placed in order")
+            raise ValueError(
+                "decode.profile is not used with placement = 'static', which places heads in order; leave it out, or "
+                "choose another placement"
+            )
         return self

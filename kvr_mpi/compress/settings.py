@@ -56,8 +56,8 @@ class CompressSettings(BaseModel):
         foreign = [name for name in changed if name not in method.reads]
         if foreign:
             raise ValueError(
-                f"compress.{foreign[0]} is nothing that method = {method.name!r} reads; it reads "
-                f"{', '.join(method.reads)}, budget, compression_ratio and observes"
+                f"compress.{foreign[0]} is not used with method = {method.name!r}, which uses "
+                f"{', '.join(method.reads)}, budget, compression_ratio and observes; leave it out"
             )
         if method.needs_profile != (self.profile is not None):
             raise ValueError(f"compress.method = {method.name!r} needs compress.profile = 'FILE': scores of its heads")

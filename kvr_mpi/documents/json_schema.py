@@ -80,7 +80,7 @@ def grammar_of(schema: str) -> str:
 
     grammar: str = LLMatcher.grammar_from_json_schema(schema, defaults=LAYOUT)
     if wrong := LLMatcher.validate_grammar(grammar):
-        raise ValueError(f"no JSON schema that can be followed: {' '.join(wrong.split())}")
+        raise ValueError(f"this JSON schema cannot be followed: {' '.join(wrong.split())}")
     return grammar
 
 

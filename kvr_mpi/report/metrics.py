@@ -21,6 +21,7 @@ PREFIX = "kvr_"
 HELP = {
     "documents": "documents that this job is to do",
     "documents_done": "documents that are done or have error records, since this job began",
+    "tokens_done": "tokens of prompts and answers of the documents that are done, since this job began",
     "work_done_share": "share of the job's work that is done, by length of the documents",
     "work_prefilled_share": "share of the job's work that is prefilled",
     "elapsed_s": "seconds since the first document was begun",

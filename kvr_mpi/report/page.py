@@ -47,12 +47,14 @@ class RunFacts:
     """What a page says of its run beside the documents.
 
     left : documents neither done nor failed; None: not known.
+    skipped : which ranks' traces could not be read, and why.
     """
 
     name: str
     model: str
     software: str
     left: int | None = None
+    skipped: tuple[str, ...] = ()
 
 
 def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None, rates: tuple[float, float]) -> bytes:
@@ -79,7 +81,7 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None,
     ]
     drawn = [_section(chart) for chart in charts if chart.drawing is not None]
     missing = [f'<p class="missing">{escaped(chart.title)}</p>' for chart in charts if chart.drawing is None]
-    warnings = _warnings(run)
+    warnings = [*(f"A rank's trace is left out: {why}" for why in facts.skipped), *_warnings(run)]
     parts = [
         f"<h1>{escaped(facts.name)}</h1>",
         f'<p class="about">{escaped(facts.model)} · {escaped(facts.software)} · '

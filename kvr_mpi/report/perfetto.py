@@ -6,7 +6,7 @@ Chrome's trace-event format: a process a rank, a thread a kind of work, times in
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,13 @@ ROW_NAMES = {1: "compute", 2: "write", 10: "send", 30: "forward", 50: "receive"}
 LANES = 20
 
 
-def write_perfetto(folder: Path, path: Path) -> tuple[int, int]:
+def write_perfetto(folder: Path, path: Path, skipped: Callable[[str], None] | None = None) -> tuple[int, int]:
     """Write what all ranks of all jobs of a run have recorded; the file is there as a whole or not at all.
+
+    Parameters
+    ----------
+    skipped : callable, optional
+        Told why a rank's file is left out; without it the first such file raises.
 
     Returns
     -------
@@ -42,13 +47,13 @@ def write_perfetto(folder: Path, path: Path) -> tuple[int, int]:
     Raises
     ------
     DataError
-        If there is no trace, or one of something else.
+        If there is no trace, or one that cannot be read.
     OSError
         If the file cannot be written.
     """
     spans = 0
     ranks: set[int] = set()
-    traces = iter(read_traces(folder))
+    traces = iter(read_traces(folder, skipped))
     first = next(traces, None)
     if first is None:
         raise DataError(f"{folder}: no trace there; expected the output folder of a run with report.trace = true")
@@ -68,13 +73,15 @@ def write_perfetto(folder: Path, path: Path) -> tuple[int, int]:
 
 def describe_trace(folder: Path) -> str:
     """Write a run's trace, and say so in a line; what goes wrong is said there, too: the results are worth more."""
+    skipped: list[str] = []
     try:
-        spans, ranks = write_perfetto(folder, folder / TRACE_FILE)
+        spans, ranks = write_perfetto(folder, folder / TRACE_FILE, skipped.append)
     except (DataError, OSError) as error:
-        return f"warning: the ranks' traces were not put together: {error}"
+        return f"warning: the ranks' traces were not put together: {'; '.join([*skipped, str(error)])}"
+    without = f"; left out: {'; '.join(skipped)}" if skipped else ""
     return (
         f"trace: {spans} spans of {ranks} rank(s) in {folder / TRACE_FILE}; open it at ui.perfetto.dev, or see "
-        f"`kvr report {folder}`"
+        f"`kvr report {folder}`{without}"
     )
 
 

@@ -1,8 +1,12 @@
-"""Plots of what was measured or forecast, in the colours of ``style``; matplotlib is an extra."""
+"""Plots of what was measured or forecast, in the colours of ``style``; matplotlib is an extra, and met only here.
+
+An SVG file turns dark with the page that it is in, or the reader's system; other kinds of files are for white paper.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +26,72 @@ from kvr_mpi.report.style import (
 # Strategies that are ours, the one to look at last: they are drawn in front.
 OURS = {"auto": "sent", "kvr-e": "soft", "kvr": "ours", "kvr-s": "ours"}
 MARKERS = "ovs^DPX"
+# More ranks than a plot of slices has.
+MOST_SHADES = 65
 
 
-def plot_bench(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def plot_bench(rows: Sequence[dict[str, Any]], path: Path, about: str = "") -> None:
     """Draw time to first token over prompt length, a line a strategy, in a band from the fastest to the slowest time.
+
+    Where strategies ran in pairs with ours, their times as multiples of its are drawn below, in bands that are the 95 %
+    intervals of the ratios.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        Of ``kvr bench --json``; without the fastest and slowest times, or the intervals, there are no bands.
+    about : str
+        Kept in the file, for whoever asks what it was drawn from.
 
     Raises
     ------
     ConfigError
         If matplotlib is missing or knows no such file type.
     """
-    figure, axes = _canvas()
+    paired = [row for row in rows if "times_ours" in row and row["strategy"] != row["ours"]]
+    figure, axes = _canvas(panels=1 + bool(paired))
+    first, *second = axes
     names = _in_order(row["strategy"] for row in rows)
     for name in names:
         mine = [row for row in rows if row["strategy"] == name]
         lengths = [row["context_tokens"] for row in mine]
-        _draw_line(axes, lengths, [row["ttft_s"] for row in mine], name, names)
-        low, high = ([row[key] for row in mine] for key in ("ttft_min_s", "ttft_max_s"))
-        axes.fill_between(lengths, low, high, color=_colour(name), alpha=0.15, linewidth=0, zorder=2 + (name in OURS))
-    _label_tokens(axes, [row["context_tokens"] for row in rows])
-    _label_seconds(axes, [row[key] for row in rows for key in ("ttft_min_s", "ttft_max_s")])
-    axes.set_title(_finding(rows) if rows else "nothing was measured", loc="left", fontsize="medium")
+        _draw_line(first, lengths, [row["ttft_s"] for row in mine], name, names)
+        if all("ttft_min_s" in row for row in mine):
+            low, high = ([row[key] for row in mine] for key in ("ttft_min_s", "ttft_max_s"))
+            _draw_band(first, lengths, low, high, name)
+    for ratios in second:
+        _draw_ratios(ratios, paired, names)
+    keys = ("ttft_s", "ttft_min_s", "ttft_max_s")
+    _label_seconds(first, [row[key] for row in rows for key in keys if key in row])
+    for each in axes:
+        _label_tokens(each, [row["context_tokens"] for row in rows])
+    first.set_title(_finding(rows) if rows else "nothing was measured", loc="left", fontsize="medium")
+    first.legend(frameon=False)
+    _save(figure, path, about=about)
+
+
+def plot_extension(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw what a document that grew takes over how much was added, a line for each length it had before.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        ``known`` and ``added`` tokens, ``extend_s`` from what was stored, ``again_s`` from nothing.
+    """
+    figure, (axes,) = _canvas()
+    lengths = list(dict.fromkeys(row["known"] for row in rows))
+    for shade, known in zip(ramp(len(lengths)), lengths, strict=True):
+        mine = [row for row in rows if row["known"] == known]
+        places = [row["added"] for row in mine]
+        axes.plot(
+            places, [row["extend_s"] for row in mine], color=shade, marker="o", label=f"after {tokens_text(known)}"
+        )
+    _label_tokens(axes, [row["added"] for row in rows], "tokens added")
+    _label_seconds(axes, [row["extend_s"] for row in rows])
+    most = max(rows, key=lambda row: row["known"] / row["added"])
+    gain = most["again_s"] / most["extend_s"]
+    told = f"{tokens_text(most['added'])} tokens added to {tokens_text(most['known'])}"
+    axes.set_title(f"{told}: {gain:.1f} times as fast as all of it again", loc="left", fontsize="medium")
     axes.legend(frameon=False)
     _save(figure, path)
 
@@ -57,7 +106,7 @@ def plot_forecast(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Non
     """
     tokens = max(row["context_tokens"] for row in rows)
     rows = sorted((row for row in rows if row["context_tokens"] == tokens), key=lambda row: row["ranks"])
-    figure, axes = _canvas()
+    figure, (axes,) = _canvas()
     names = _in_order(name for row in rows for name in row["ttft_s"])
     for name in names:
         mine = [(row["ranks"], row["ttft_s"][name]) for row in rows if name in row["ttft_s"]]
@@ -80,7 +129,7 @@ def plot_forecast(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Non
 
 def plot_slices(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Draw each row's slices as shares of its prompt, a bar a row, rank 0 at the bottom (Fig. 10 a)."""
-    figure, axes = _canvas()
+    figure, (axes,) = _canvas()
     labels = [f"{tokens_text(row['context_tokens'])}\n{row['ranks']} rank{'s' * (row['ranks'] > 1)}" for row in rows]
     for place, row in enumerate(rows):
         bounds = row["slices"]
@@ -106,7 +155,7 @@ def plot_heads(counts: Sequence[Sequence[float]], title: str, path: Path) -> Non
     ConfigError
         If matplotlib is missing or knows no such file type.
     """
-    figure, axes = _canvas()
+    figure, (axes,) = _canvas()
     axes.grid(visible=False)
     image = axes.imshow(counts, aspect="auto", interpolation="nearest", cmap="cividis")
     bar = figure.colorbar(image, ax=axes, label="tokens kept")
@@ -146,21 +195,57 @@ def _draw_line(axes: Any, places: Sequence[float], seconds: Sequence[float], nam
         line.set_dashes(dashes)
 
 
+def _draw_band(
+    axes: Any, places: Sequence[float], low: Sequence[float], high: Sequence[float], name: str, alpha: float = 0.15
+) -> None:
+    axes.fill_between(places, low, high, color=_colour(name), alpha=alpha, linewidth=0, zorder=2 + (name in OURS))
+
+
+def _draw_ratios(axes: Any, paired: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Draw the others' times as multiples of ours, which is the line at 1."""
+    lengths = [row["context_tokens"] for row in paired]
+    ours = paired[0]["ours"]
+    axes.plot([min(lengths), max(lengths)], [1, 1], color=_colour(ours), linewidth=2.4, zorder=4)
+    values = [1.0]
+    for name in names:
+        mine = [row for row in paired if row["strategy"] == name]
+        if not mine:
+            continue
+        places = [row["context_tokens"] for row in mine]
+        _draw_line(axes, places, [row["times_ours"] for row in mine], name, names)
+        values += [row["times_ours"] for row in mine]
+        if all("times_ours_low" in row for row in mine):
+            low, high = ([row[key] for row in mine] for key in ("times_ours_low", "times_ours_high"))
+            _draw_band(axes, places, low, high, name, alpha=0.3)
+            values += [*low, *high]
+    axes.set(ylabel=f"time as a multiple of {ours}")
+    ticks = [tick for tick in nice_ticks(0, 1.05 * max(values), 5) if tick >= 0.9 * min(values)]
+    _set_ticks(axes.yaxis, sorted({1.0, *ticks}), list(map(plain_number, sorted({1.0, *ticks}))))
+    axes.set_ylim(0.95 * min(values), 1.05 * max(values))
+
+
 def _finding(rows: Sequence[dict[str, Any]]) -> str:
-    """Say who is fastest at the longest prompt, and by how much."""
+    """Say who is fastest at the longest prompt, and by how much; where that was not told apart, this instead."""
     tokens = max(row["context_tokens"] for row in rows)
     found = sorted((row for row in rows if row["context_tokens"] == tokens), key=lambda row: row["ttft_s"])
     where = f"at {tokens_text(tokens)} tokens on {rows[0]['size']} rank{'s' * (rows[0]['size'] > 1)}"
     if len(found) < 2:
         return f"{found[0]['strategy']} {where}"
-    gain = found[1]["ttft_s"] / found[0]["ttft_s"]
-    if found[0]["ttft_max_s"] >= found[1]["ttft_min_s"]:
-        return f"{found[0]['strategy']} and {found[1]['strategy']} are within their spread {where}"
-    return f"{found[0]['strategy']} is fastest {where}: {percent_text(gain - 1)} ahead of {found[1]['strategy']}"
+    first, second = found[:2]
+    names, gain = f"{first['strategy']} and {second['strategy']}", second["ttft_s"] / first["ttft_s"]
+    ours = first.get("ours")
+    paired = second if first["strategy"] == ours else first if second["strategy"] == ours else {}
+    if paired.get("is_told_apart") is False:
+        return f"{names} are not told apart {where}"
+    if "is_told_apart" in paired:
+        gain = paired["times_ours"] if paired is second else 1 / paired["times_ours"]
+    elif "ttft_max_s" in first and first["ttft_max_s"] >= second["ttft_min_s"]:
+        return f"{names} are within their spread {where}"
+    return f"{first['strategy']} is fastest {where}: {percent_text(gain - 1)} ahead of {second['strategy']}"
 
 
-def _label_tokens(axes: Any, lengths: Sequence[float]) -> None:
-    axes.set(xlabel="prompt tokens", xscale="log")
+def _label_tokens(axes: Any, lengths: Sequence[float], name: str = "prompt tokens") -> None:
+    axes.set(xlabel=name, xscale="log")
     if lengths:
         exact = sorted(set(lengths))
         ticks = exact if len(exact) <= 9 else token_ticks(exact[0], exact[-1])
@@ -184,24 +269,61 @@ def _set_ticks(axis: Any, ticks: Sequence[float], labels: Sequence[str]) -> None
     axis.set_ticks([], minor=True)
 
 
-def _canvas() -> tuple[Any, Any]:
+def _canvas(panels: int = 1) -> tuple[Any, list[Any]]:
+    """Make an empty figure, and its axes side by side."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib; `pip install kvr-mpi[plots]`") from error
-    figure = Figure(figsize=(7, 4.5), dpi=140, layout="constrained")
-    axes = figure.subplots()
-    axes.grid(color=COLOURS["grid"][0], linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(COLOURS["rival"][0])
-    axes.tick_params(colors=COLOURS["quiet"][0])
-    return figure, axes
+    figure = Figure(figsize=(7 + 4 * (panels - 1), 4.5), dpi=140, layout="constrained", facecolor=COLOURS["page"][0])
+    found = list(figure.subplots(1, panels, squeeze=False)[0])
+    for axes in found:
+        axes.set_facecolor(COLOURS["page"][0])
+        axes.grid(color=COLOURS["grid"][0], linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        for side in ("left", "bottom"):
+            axes.spines[side].set_color(COLOURS["rival"][0])
+        axes.tick_params(colors=COLOURS["quiet"][0])
+    return figure, found
 
 
-def _save(figure: Any, path: Path) -> None:
+def _save(figure: Any, path: Path, about: str = "") -> None:
+    """Write a figure; its words in our colours, in an SVG as words, not as shapes."""
+    from matplotlib import rc_context
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        if text.get_color() == "black":
+            text.set_color(COLOURS["text"][0])
     try:
-        figure.savefig(path)
+        if path.suffix.lower() != ".svg":
+            figure.savefig(path)
+            return
+        drawn = io.StringIO()
+        # The same names for the same things: a figure that is drawn again is the same file.
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+            figure.savefig(drawn, format="svg", metadata={"Date": None, "Description": about})
+        path.write_text(_turning_dark(drawn.getvalue()), encoding="utf-8")
     except (ValueError, OSError) as error:
         raise ConfigError(f"--plot {path}: {error}") from error
+
+
+def _turning_dark(drawn: str) -> str:
+    """Give an SVG of our colours the colours of black pages, where the reader's system asks for them."""
+    pairs = [*COLOURS.values(), *_ramps(drawn)]
+    rules = "".join(
+        f'[style*="{what}: {light.lower()}"]{{{what}:{dark} !important}}'
+        for light, dark in pairs
+        for what in ("fill", "stroke")
+    )
+    head, start, rest = drawn.partition("<defs>")
+    return f"{head}<style>@media (prefers-color-scheme: dark){{{rules}}}</style>\n {start}{rest}"
+
+
+def _ramps(drawn: str) -> Iterable[tuple[str, str]]:
+    """Pair the shades of ranks that a drawing has."""
+    for count in range(2, MOST_SHADES):
+        shades = ramp(count)
+        if all(f": {shade.lower()}" in drawn for shade in shades):
+            yield from zip(shades, ramp(count, dark=True), strict=True)

@@ -63,7 +63,7 @@ class Progress:
         self._deadline_s, self._clock = deadline_s, clock
         self._began = clock()
         self._told, self._silent, self._worked = 0.0, silent, 0
-        self._files, self._done = files, 0
+        self._files, self._done, self._tokens = files, 0, 0
         self._bar: rich.progress.Progress | None = None
         if bar:
             self._bar = rich.progress.Progress(
@@ -72,10 +72,11 @@ class Progress:
                 TextColumn("{task.fields[documents]}", markup=False),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[left]}", markup=False),
+                TextColumn("{task.fields[pace]}", markup=False),
                 console=Console(stderr=True),
             )
             self._task = self._bar.add_task(
-                "documents", total=2 * max(1, work), documents=f"0/{documents}", left=UNKNOWN
+                "documents", total=2 * max(1, work), documents=f"0/{documents}", left=UNKNOWN, pace=""
             )
 
     def __enter__(self) -> Progress:
@@ -96,7 +97,7 @@ class Progress:
         """Seconds since the first document began."""
         return self._clock() - self._began
 
-    def document(self, record: Record, done: int, work: int, prefilled: int = 0) -> None:
+    def document(self, record: Record, done: int, work: int, prefilled: int = 0, tokens: int = 0) -> None:
         """Tell of a document.
 
         Parameters
@@ -105,7 +106,10 @@ class Progress:
             Documents of the whole job that are done with it, and their work.
         prefilled : int
             Work of the whole job that is prefilled, done or not.
+        tokens : int
+            Of the prompts and answers of all documents that are done.
         """
+        self._tokens = tokens
         left = self._left(done, work, prefilled)
         self._write_files(done, work, prefilled)
         if record.status == "error":
@@ -119,7 +123,7 @@ class Progress:
         if self._bar is not None:
             half_done = work + max(work, prefilled)
             self._bar.update(self._task, completed=half_done, documents=f"{done}/{self._documents}", left=left)
-            self._bar.update(self._task, description=printable(record.id)[:40])
+            self._bar.update(self._task, description=printable(record.id)[:40], pace=self._pace())
         self._worked, self._done = work, done
 
     def prefilled(self, name: str, tokens: int, seconds: float, prefilled: int = 0) -> None:
@@ -154,6 +158,7 @@ class Progress:
             values = {
                 "documents": self._documents,
                 "documents_done": done,
+                "tokens_done": self._tokens,
                 "work_done_share": round(work / max(1, self._work), 4),
                 "work_prefilled_share": round(max(work, prefilled) / max(1, self._work), 4),
                 "elapsed_s": round(self.elapsed_s, 3),
@@ -176,6 +181,14 @@ class Progress:
         if not half_done or (work < EVIDENCE_SHARE * self._work and (done < EVIDENCE_DOCUMENTS or not work)):
             return None
         return round(self.elapsed_s * (2 * self._work - half_done) / half_done, 3)
+
+    def _pace(self) -> str:
+        """Say how fast the whole job is, and how much of the wall time is left."""
+        seconds = self.elapsed_s
+        pace = f"{self._tokens / seconds:.0f} tokens/s" if seconds > 0 and self._tokens else ""
+        if self._deadline_s is None:
+            return pace
+        return f"{pace}, wall time left {clock_time(self._deadline_s - self._clock())}".removeprefix(", ")
 
     def _times(self, left: str = "") -> str:
         text = f"elapsed {clock_time(self.elapsed_s)}{left}"

@@ -14,16 +14,22 @@ from kvr_mpi.store.status import read_status
 from kvr_mpi.store.traces import read_traces
 
 
-def page_of(path: Path) -> bytes:
+def page_of(path: Path) -> tuple[bytes, list[str]]:
     """Make the page of a run's folder, or of a result file.
+
+    Returns
+    -------
+    (bytes, list of str)
+        The page, and which traces are left out of it, and why; the page says so, too.
 
     Raises
     ------
     DataError
-        If there is nothing to read, or something of it is damaged.
+        If there is nothing to read, or results are damaged.
     """
     folder = path if path.is_dir() else path.parent
-    traces = list(read_traces(folder)) if path.is_dir() else []
+    skipped: list[str] = []
+    traces = list(read_traces(folder, skipped.append)) if path.is_dir() else []
     records: list[Record] = []
     model, software = "nothing is stored yet", f"{len(traces)} traces"
     if run_files(path) or not traces:  # of a job that was killed early there may be traces only
@@ -43,6 +49,7 @@ def page_of(path: Path) -> bytes:
         model=model,
         software=software,
         left=left,
+        skipped=tuple(skipped),
     )
     fastest = min(rates, default=(0.0, 0.0))
-    return make_page(facts, records, read_timelines(traces) if traces else None, fastest)
+    return make_page(facts, records, read_timelines(traces) if traces else None, fastest), skipped

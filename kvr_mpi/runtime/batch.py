@@ -8,14 +8,14 @@ the front of its own list, and, when that is empty, from the list with most left
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvr_mpi.documents import Corpus, scan_corpus
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, ConfigError, CorpusError, exit_line
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, ConfigError, CorpusError, OutputError, exit_line
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import choose_device
 from kvr_mpi.model.rope import depends_on_length
@@ -41,15 +41,16 @@ from kvr_mpi.runtime.stopping import STOP_SIGNALS, SharedStop, Stop, listening
 from kvr_mpi.runtime.stored import StoredSource, scan_stored
 from kvr_mpi.runtime.stored_size import check_stored_size
 from kvr_mpi.runtime.tally import Tally, describe_throughput
-from kvr_mpi.runtime.tracing import Trace, open_trace
+from kvr_mpi.runtime.tracing import Trace, open_states, open_trace
 from kvr_mpi.runtime.work_queue import WorkQueue
-from kvr_mpi.runtime.worker import ChainWorker, WorkerContext
+from kvr_mpi.runtime.worker import ChainWorker, WorkerContext, answers_text
 from kvr_mpi.store.folder import Index, check_writable, index_run, read_records, run_files
 from kvr_mpi.store.lock import Owner, session_of
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.parts import PARTS
 from kvr_mpi.store.run import Run, known_corpus, open_run
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.states import remove_states
 from kvr_mpi.topology import Topology
 from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
@@ -111,7 +112,8 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     name, eight_bit = f"{world.rank:04d}", spec.output.kv_dtype == "int8"
     counters = open_counters(world, FIRST_LIST + shares.slots)
     with (
-        open_trace(prepared, folder, world, log) as trace,
+        open_states(folder, world, stop.deadline_s, log) as states,
+        open_trace(prepared, folder, world, log, states) as trace,
         closing(ShardWriter(folder, name, prepared.header(), eight_bit=eight_bit, recorder=trace.recorder)) as writer,
         _open_parts(prepared, folder, world.rank) as parts,
         Progress(
@@ -124,6 +126,8 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
         context = open_context(prepared, source, counters, writer, progress, shared_stop, parts, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
     world.barrier()
+    if run is not None:
+        _forget_states(run, folder)
     left = len(todo) - counters.read()[Slot.DONE]
     counters.close()
     tallies = [Tally(**one) for one in share_json(world, gather_json(world, asdict(context.tally)))]
@@ -148,6 +152,7 @@ def open_context(
     """Put together what this rank works with: documents, results, answers under way."""
     sink = ResultSink(writer, counters, progress, keeps_kv=bool(setup.spec.output.kv), parts=parts)
     tally, trace = Tally(), trace or Trace(Recorder())
+    trace.follow(tally)
     new_tokens = setup.spec.generation.max_new_tokens
     decoder = Decoder(
         setup.open_decode_batch(),
@@ -193,7 +198,9 @@ def work_through(
             runner = ChainRunner(setup, chain, part.topology.ranks_of(own), say)
             ChainWorker(runner, queue, with_decoder(context, setup, chain, choice)).run()
         first_slot += len(part.lists)
+    context.trace.tell("decoding", answers_text(context.decoder.running))
     context.decoder.decode()
+    context.trace.tell("waiting", "for the other ranks to end")
 
 
 def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> tuple[dict[str, Any], list[bool]]:
@@ -252,6 +259,13 @@ def _open(folder: Path, prepared: JobSetup, corpus: Corpus, options: RunOptions,
         owner=options.owner,
         say=log.line,
     )
+
+
+def _forget_states(run: Run, folder: Path) -> None:
+    """Remove what the ranks said of themselves, unless the folder is no longer ours."""
+    with suppress(OutputError):
+        run.check(anew=True)
+        remove_states(folder)
 
 
 def _end_at_once(world: Transport, log: Log, why: str) -> None:

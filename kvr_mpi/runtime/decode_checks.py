@@ -44,8 +44,8 @@ def check_decode(spec: JobSpec, chain_size: int) -> None:
         raise ConfigError(f"decode.mode = 'head-parallel': {why}; leave one of the two out, or choose mode = 'auto'")
     if decode.copies is not None and decode.copies > chain_size:
         raise ConfigError(
-            f"decode.copies = {decode.copies} is more than the {chain_size} rank(s) of a chain: with one copy fewer "
-            f"than ranks a layer, split in proportion, all of them have as much already; leave copies out for that"
+            f"decode.copies = {decode.copies} is more than the {chain_size} rank(s) of a chain; leave it out: the "
+            f"default, one copy fewer than ranks, balances them already where heads are split in proportion"
         )
     if decode.profile is not None and not Path(decode.profile).is_file():
         raise ConfigError(

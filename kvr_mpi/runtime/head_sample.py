@@ -75,8 +75,8 @@ def sample_heads(spec: JobSpec, machine: Machine, documents: int, say: Say) -> t
     if spec.compress is None or spec.compress.rule.compete is None:
         found = "no [compress]" if spec.compress is None else f"compress.method = {spec.compress.method!r}"
         raise ConfigError(
-            f"{found}: a profile is of what heads keep where the text decides; say --set compress.method=ada-snapkv "
-            f"--set compress.budget=512"
+            f"{found}: a profile needs a method that gives each head as much as the text asks for; say --set "
+            f"compress.method=ada-snapkv --set compress.budget=512"
         )
     corpus, alone = scan_documents(spec), LocalTransport()
     setup = prepare(spec, machine, alone, alone, say)

@@ -94,7 +94,7 @@ def check_answers(spec: JobSpec) -> None:
         "generation.n": {
             "prompt.too_long = 'split'": is_split,
             spread: is_spread,
-            "output.kv = true, of whose keys only one answer's are left,": bool(spec.output.kv),
+            f"{spec.output.kv_setting}, of whose keys only one answer's are left,": bool(spec.output.kv),
         },
         "generation.score" if column is None else "generation.score_column": {
             "prompt.too_long = 'split'": is_split,
@@ -131,7 +131,7 @@ def check_prompts(spec: JobSpec) -> None:
         "prompt.template": spec.prompt.template != TEXT,
         f"documents.format = {spec.documents.format!r}": spec.documents.format != "text",
         "documents.reuse": spec.documents.reuse is not None,
-        "output.kv = true": spec.output.kv,
+        spec.output.kv_setting: bool(spec.output.kv),
         "parallel.ranks_per_chain = 'auto'": spec.parallel.planned,
         "[questions]": spec.questions is not None,
     }
@@ -169,6 +169,8 @@ def check_format(spec: JobSpec) -> None:
         if is_wrong:
             raise ConfigError(f"{key} does not go with {where}: a row says all of its prompt; leave {key} out")
     if spec.output.kv:
-        raise ConfigError(f"output.kv = true does not go with {where} yet: leave it out, or make prompts of texts")
+        raise ConfigError(
+            f"{spec.output.kv_setting} does not go with {where} yet: leave it out, or make prompts of texts"
+        )
     if kind == "openai-batch" and spec.generation.max_new_tokens == 0:
         raise ConfigError(f"generation.max_new_tokens = 0 does not go with {where}: its requests want answers")

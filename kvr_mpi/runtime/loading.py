@@ -174,7 +174,8 @@ def _copy(file: Path, copy: Path) -> None:
             again.update(piece)
     if again.digest() != digest.digest():
         raise ModelError(
-            f"{copy} is not what was read from {file}: the node's disk or memory is at fault; leave it out"
+            f"{copy} is not what was read from {file}: the node's disk or memory is at fault; leave this node out of "
+            f"the job"
         )
 
 

@@ -93,7 +93,9 @@ def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:
         If there are fewer documents than shares.
     """
     if len(made.texts) < count:
-        raise ConfigError(f"{count} shares of {len(made.texts)} document(s): some would have none; cut fewer")
+        raise ConfigError(
+            f"{count} shares of {len(made.texts)} document(s): some would have none; choose {len(made.texts)} or fewer"
+        )
     shares = [made.texts[number::count] for number in range(count)]
     ranks = made.schedule.ranks
     return [

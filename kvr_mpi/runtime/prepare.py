@@ -175,8 +175,8 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
         check_shareable(loaded)
     if spec.output.kv and loaded.shape.has_states:
         raise ConfigError(
-            f"output.kv = true: {loaded.shape.architecture} keeps states beside keys and values, and "
-            f"these are not stored yet; without them what is stored is no whole cache. Leave output.kv = false"
+            f"{spec.output.kv_setting}: {loaded.shape.architecture} keeps states beside keys and values, and these are "
+            f"not stored yet; without them what is stored is no whole cache. Set output.kv = false"
         )
     tokenizer, shape = loaded.tokenizer, loaded.shape
     template = next(iter(prompts_of(spec).values()), spec.prompt.template)

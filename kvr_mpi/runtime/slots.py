@@ -12,6 +12,7 @@ class Slot(IntEnum):
     WORK = 1  # of documents that are done
     STOP = 2  # ranks that were told to stop
     PREFILLED = 3  # work whose tokens are prefilled
+    TOKENS = 4  # of prompts and answers that are done
 
 
 FIRST_LIST = len(Slot)

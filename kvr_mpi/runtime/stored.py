@@ -226,7 +226,7 @@ class StoredSource:
         if self._recomputes:
             raise DocumentError(
                 f"{stored.record.id}: what is stored of it is compressed ({compression}), and its keys depend on how "
-                f"the prompt goes on, so they would have to be computed anew: --reuse never prefills it whole"
+                f"the prompt goes on, so they would have to be computed anew; `--reuse never` prefills it whole"
             )
         return compressed_prefix_of(ids, loaded, lambda: stored, path, compression)
 

@@ -1,4 +1,4 @@
-"""A job's trace while it runs: this rank's recorder, whose prompts its spans are of, its clock beside rank 0's."""
+"""What a rank tells of itself while a job runs: what it is at, and its trace, with its clock beside rank 0's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from kvr_mpi.report.log import Log
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.runtime.requests import PromptRequest
 from kvr_mpi.runtime.setup import JobSetup
+from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.store.lock import session_of
+from kvr_mpi.store.states import StateWriter, remove_states
 from kvr_mpi.store.traces import TracedPrompt, TraceHeader, TraceWriter, trace_files
 from kvr_mpi.topology import Rotation
 from kvr_mpi.trace import Recorder, Span
@@ -25,10 +27,12 @@ from kvr_mpi.transport.clocks import Skew, measure_skews
 
 
 class Trace:
-    """What this rank records; without a writer nothing.
+    """What this rank records, and what it is at; without writers nothing.
 
     Parameters
     ----------
+    states : StateWriter, optional
+        Told what the rank is at.
     layers : int
         Of the model.
     rates : Rates or None
@@ -41,12 +45,24 @@ class Trace:
         writer: TraceWriter | None = None,
         layers: int = 0,
         rates: Rates | None = None,
+        states: StateWriter | None = None,
     ) -> None:
         self.recorder, self._writer, self._layers, self._rates = recorder, writer, layers, rates
-        self._prompts = 0
+        self._states, self._prompts = states, 0
+
+    def tell(self, doing: str, what: str = "") -> None:
+        """Say what the rank is at from now on, to whoever looks at the run."""
+        if self._states is not None:
+            self._states.tell(doing, what)
+
+    def follow(self, tally: Tally) -> None:
+        """Tell of this rank's sums, too."""
+        if self._states is not None:
+            self._states.follow(lambda: (tally.prompt_tokens, tally.new_tokens))
 
     def begin_prompt(self, request: PromptRequest, plan: PlannedPrompt, chain: Transport, first_rank: int) -> None:
         """Say what the rank is at from now on: a prompt on a chain, or what several begin with."""
+        self.tell("prefilling", request.document.id)
         if self._writer is None:
             return
         what = "shared" if plan.shared_tokens else "prompt"
@@ -69,12 +85,12 @@ class Trace:
 
     def begin_row(self, row: Sequence[tuple[PromptRequest, PlannedPrompt]], rank: int) -> None:
         """Say that the rank is at short prompts in one row, by itself."""
+        name = row[0][0].document.id + (f" and {len(row) - 1} more" if len(row) > 1 else "")
+        self.tell("prefilling", name)
         if self._writer is None:
             return
         tokens = sum(plan.prompt.tokens for _, plan in row)
-        more = f" and {len(row) - 1} more" if len(row) > 1 else ""
-        name, strategy = row[0][0].document.id + more, row[0][1].strategy.name
-        self._begin(TracedPrompt(name, 0, "packed", tokens, strategy, 0, tokens, rank, 1, 0))
+        self._begin(TracedPrompt(name, 0, "packed", tokens, row[0][1].strategy.name, 0, tokens, rank, 1, 0))
 
     def end_prompt(self, prefill: Prefill | None) -> None:
         """Take note of what a prompt took on this rank, layer by layer."""
@@ -104,14 +120,29 @@ class Trace:
 
 
 @contextmanager
-def open_trace(setup: JobSetup, folder: Path, world: Transport, log: Log) -> Iterator[Trace]:
+def open_states(folder: Path, world: Transport, deadline_s: float | None, log: Log) -> Iterator[StateWriter]:
+    """Tell what this rank is at, for ``kvr status``; every rank calls this, and none waits for another."""
+    session = session_of(folder)
+    if world.rank == 0:
+        remove_states(folder, but_of=session)
+    writer = StateWriter(folder, world.rank, world.size, session, deadline_s, log.line)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+@contextmanager
+def open_trace(
+    setup: JobSetup, folder: Path, world: Transport, log: Log, states: StateWriter | None = None
+) -> Iterator[Trace]:
     """Record what this rank does, if the job asks for it; every rank calls this.
 
     The clocks are compared at the beginning and at the end, and in between taken to drift evenly.
     """
     wanted = setup.spec.report
     if not wanted.trace:
-        yield Trace(Recorder())
+        yield Trace(Recorder(), states=states)
         return
     left = share_json(world, on_root(world, lambda: wanted.trace_mib * 2**20 - _written_bytes(folder)))
     origin = time.perf_counter()
@@ -130,14 +161,14 @@ def open_trace(setup: JobSetup, folder: Path, world: Transport, log: Log) -> Ite
     )
     if left <= 0:
         log.root(f"no trace: those of earlier jobs have its {wanted.trace_mib} MiB (report.trace_mib)")
-        yield Trace(Recorder())
+        yield Trace(Recorder(), states=states)
         return
     recorder = Recorder(is_on=True)
     writer = TraceWriter(folder, header, recorder, origin=origin, limit_bytes=left // world.size, say=log.line)
     _compare_clocks(world, writer, header, origin)
     log.root(f"recording what the ranks do, up to {left / 2**20:.1f} MiB in {writer.path.parent}")
     try:
-        yield Trace(recorder, writer, layers, rates)
+        yield Trace(recorder, writer, layers, rates, states)
         world.barrier()
         _compare_clocks(world, writer, header, origin)
     finally:

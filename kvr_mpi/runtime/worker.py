@@ -141,6 +141,7 @@ class ChainWorker:
     def _agree_on_decision(self) -> Decision:
         """Let the chain's first rank decide what comes next, for all of them."""
         word = None
+        self._context.trace.tell("waiting", "for its chain's next document")
         if self._chain.rank == 0:
             wave_s = time.monotonic() - self._pace.wave_began_s
             decision = self._scheduler.decide(wave_s=wave_s, has_documents=self._has_documents)
@@ -161,6 +162,7 @@ class ChainWorker:
     def _open_document(self, number: int) -> None:
         """Make a document's prompts; it is in flight from now on."""
         document, work = self._context.source.read(number), self._queue.work_of(number)
+        self._context.trace.tell("reading", document.id)
         self._context.sink.begin_document(document.id)
         self._pace.add_work(work)
         try:
@@ -255,6 +257,7 @@ class ChainWorker:
         if decoder.shares_heads:
             self._decode_together()
             return
+        self._context.trace.tell("decoding", answers_text(decoder.running))
         few = max(0, decoder.running - 1) if self._chain.size == 1 else decoder.running // 4
         decoder.decode(leave=few if self._has_documents or self._scheduler.has_waiting else 0)
 
@@ -263,10 +266,12 @@ class ChainWorker:
         if self._forwarder is not None:
             self._forwarder.settle()
         self._chain.barrier()
+        self._context.trace.tell("decoding", f"{answers_text(self._context.decoder.running)} with its chain")
         self._context.decoder.decode()
 
     def _exchange_outcomes(self) -> None:
         """Tell each other what is held and what was answered."""
+        self._context.trace.tell("waiting", "for its chain's other ranks")
         held = self._context.decoder.held(self._runner.held_bytes)
         outcomes = [(key, asdict(outcome)) for key, outcome in self._context.decoder.take_outcomes()]
         self._chain.barrier()  # it sleeps, so that those that still decode have their cores
@@ -287,6 +292,11 @@ class ChainWorker:
                 self._add_prompts(document)
         except DocumentError as error:
             self._refuse_document(document, str(error))
+
+
+def answers_text(count: int) -> str:
+    """Say how many answers are under way."""
+    return f"{count} answer{'s' * (count != 1)}"
 
 
 def _rows(packed: Sequence[tuple[PromptRequest, PlannedPrompt]]) -> list[list[tuple[PromptRequest, PlannedPrompt]]]:

@@ -36,6 +36,11 @@ class OutputSettings(BaseModel):
         return self
 
     @property
+    def kv_setting(self) -> str:
+        """`kv` as it stands in a job file, for messages."""
+        return f"output.kv = {self.kv!r}" if isinstance(self.kv, str) else f"output.kv = {str(self.kv).lower()}"
+
+    @property
     def kv_identity(self) -> bool | str:
         """What is stored of keys and values, in a word; runs from before 8 bits go on."""
         return f"{self.kv} {self.kv_dtype}" if self.kv and self.kv_dtype != "model" else self.kv

@@ -1,4 +1,4 @@
-"""How far a run is, told from its ledgers and lock alone, also while it runs."""
+"""How far a run is, told from its ledgers, its lock and what its ranks say of themselves, also while it runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvr_mpi.errors import DataError, MissingError
 from kvr_mpi.store.ledger import BeginLine, Ledger
 from kvr_mpi.store.lock import BEAT_S, is_alive, read_lock
 from kvr_mpi.store.run import wanted_documents
+from kvr_mpi.store.states import RankState, read_states, silent_ranks
 from kvr_mpi.store.summary import count_reasons
 from kvr_mpi.store.survey import Survey, survey
 
@@ -45,6 +46,8 @@ class Status:
     eta_s : seconds until nothing is left, at the later rate; None if that is not known.
     damaged, missing, unrecorded : files that need `--resume`.
     reasons : how many failed for what, the most frequent first.
+    ranks : what each rank of the job at work says of itself; of several runs nothing.
+    silent : ranks that have not been heard of for longer than the others.
     """
 
     folder: str
@@ -64,6 +67,8 @@ class Status:
     missing: tuple[str, ...]
     unrecorded: tuple[str, ...]
     reasons: dict[str, int]
+    ranks: tuple[RankState, ...] = ()
+    silent: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -93,6 +98,7 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
     lately = _rate(found, max(since, now - LATELY_S), now) if alive else None
     left = None if wanted is None else len(set(wanted) - done - failed)
     rate = lately or overall
+    ranks = read_states(folder, session) if alive else ()
     eta = 3600 * left / rate if alive and left is not None and rate else None
     return Status(
         folder=str(folder),
@@ -112,6 +118,8 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
         missing=tuple(sorted(found.missing())),
         unrecorded=tuple(found.unrecorded),
         reasons=count_reasons(found.reasons().values()),
+        ranks=ranks,
+        silent=silent_ranks(ranks),
     )
 
 

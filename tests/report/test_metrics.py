@@ -30,8 +30,9 @@ def test_files_follow_the_job(tmp_path: Path) -> None:
     progress.document(record("a"), 1, 100, 100)
     assert json.loads((tmp_path / "progress.json").read_text()) == told, "not every second"
     now[0] += 9
-    progress.document(record("b"), 2, 200, 200)
+    progress.document(record("b"), 2, 200, 200, 777)
     told = json.loads((tmp_path / "progress.json").read_text())
+    assert told["tokens_done"] == 777
     assert told["left_s"] == pytest.approx(10) and told["written_at_s"] == 1010
     now[0] += 1
     progress.document(record("d"), 4, 400, 400)
@@ -82,3 +83,4 @@ def test_a_job_writes_them_when_asked(tmp_path: Path, tiny_model_dir: Path, run_
     assert sum(rank["new_tokens"] for rank in found["ranks"]) == 6
     told = json.loads((tmp_path / "out" / "progress.json").read_text())
     assert told["documents"] == told["documents_done"] == 3 and told["left_s"] == 0
+    assert told["tokens_done"] == sum(rank["prompt_tokens"] + rank["new_tokens"] for rank in found["ranks"])

@@ -208,6 +208,16 @@ def test_a_bar_moves_with_what_is_prefilled(
     assert "1/2 a: " in capsys.readouterr().err, "each document has its line, above the bar"
 
 
+def test_a_bar_says_the_pace_and_the_wall_time() -> None:
+    for deadline_s, said in ((None, "50 tokens/s"), (1_000_100.0, "50 tokens/s, wall time left 0:01:30")):
+        clock = Clock()
+        with Progress(Log(stream=io.StringIO()), 2, 20, bar=True, deadline_s=deadline_s, clock=clock) as progress:
+            clock.now += 10
+            progress.document(done("a"), 1, 10, 10, tokens=500)
+            assert progress._bar is not None
+            assert progress._bar.tasks[0].fields["pace"] == said
+
+
 def bar_share(progress: Progress) -> float:
     """How far the bar is."""
     assert progress._bar is not None

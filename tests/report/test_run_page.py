@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from made_runs import STAMP, take, write
 
+from kvr_mpi.cli import group
 from kvr_mpi.errors import DataError
 from kvr_mpi.report.page import PAGE_BYTES, RunFacts, make_page, pack_answers
+from kvr_mpi.report.perfetto import describe_trace
 from kvr_mpi.report.run_page import page_of
 from kvr_mpi.report.timeline import read_timelines
 from kvr_mpi.store.outputs import Record
@@ -139,9 +142,9 @@ def test_what_a_run_does_not_hold_is_said_in_a_line() -> None:
 def test_the_trace_is_drawn_as_it_was(tmp_path: Path) -> None:
     take(tmp_path, mode="new").close()
     write(tmp_path, "0000", [done("a"), done("b", prompt_tokens=901), done("c", slices=(0, 100), prompt_tokens=800)])
-    assert "Timeline of a prompt: no trace" in page_of(tmp_path).decode()
+    assert "Timeline of a prompt: no trace" in page_of(tmp_path)[0].decode()
     record_run(tmp_path, ["a", "b"])
-    page = page_of(tmp_path).decode()
+    page = page_of(tmp_path)[0].decode()
     assert "a: 900 tokens over 2 ranks took 2.5 s to the first token; rank 1 waited 20 % of it" in page
     assert "Rank 1 waited longest: 1 s, 20 % of its prefill time, most of all in layer 0" in page
     assert "Prompts took 25 % longer than predicted" in page
@@ -154,8 +157,24 @@ def test_of_a_job_that_was_killed_early_there_is_its_trace(tmp_path: Path) -> No
     with pytest.raises(DataError, match="no result file"):
         page_of(tmp_path)
     record_run(tmp_path, ["a"])
-    page = page_of(tmp_path).decode()
+    page = page_of(tmp_path)[0].decode()
     assert "nothing is stored yet" in page and "a: 900 tokens over 2 ranks took 2.5 s" in page
+
+
+@pytest.mark.parametrize("damage", ["no trace\n", '{"kvr-trace": 9}\n', "a link"])
+def test_a_damaged_trace_is_named_and_the_others_are_drawn(damage: str, tmp_path: Path) -> None:
+    take(tmp_path, mode="new").close()
+    write(tmp_path, "0000", [done("a")])
+    record_run(tmp_path, ["a"])
+    bad = tmp_path / "trace" / "0002-0000.jsonl"
+    bad.symlink_to("/dev/zero") if damage == "a link" else bad.write_text(damage)
+    told = CliRunner().invoke(group, ["report", str(tmp_path), "--trace-json", str(tmp_path / "trace.json")])
+    assert told.exit_code == 0 and told.stderr.count(str(bad)) == 1
+    page = (tmp_path / "report.html").read_text()
+    assert page.count(bad.name) == 1 and "took 2.5 s to the first token" in page
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert len({event["pid"] for event in events}) == 2, "both sound ones"
+    assert bad.name in describe_trace(tmp_path)
 
 
 def test_clocks_that_were_not_aligned_are_noticed(tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ def test_conversations_and_the_same_words_in_a_template(job: Path, tmp_path: Pat
         ("prompt.too_long=truncate", "prompt.too_long does not go"),
         ("documents.id_field=name", "documents.id_field does not go"),
         ("output.kv=true", "output.kv = true does not go"),
+        ("output.kv=sharded", "output.kv = 'sharded' does not go"),
         ("generation.max_new_tokens=0", "generation.max_new_tokens = 0 does not go"),
         ("documents.format=messages", "no list of messages of that name"),
         ("documents.format=text", "is it documents.format = 'openai-batch'?"),

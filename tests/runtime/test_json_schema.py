@@ -115,7 +115,7 @@ def test_a_batch_file_asks_for_it(job: Path, tmp_path: Path, run_here: Any, run_
         ("{not json", "is no JSON"),
         ("[1]", "is no JSON schema: [1]"),
         ('{"typ": "object"}', "expected an object with at least one of"),
-        ('{"type": "objekt"}', "generation.json_schema: no JSON schema that can be followed: Invalid type: objekt"),
+        ('{"type": "objekt"}', "generation.json_schema: this JSON schema cannot be followed: Invalid type: objekt"),
         ('{"not": {"type": "string"}, "type": "object"}', "Unimplemented keys"),
         ('{"type": "string", "pattern": "("}', "regex parse error"),
     ],

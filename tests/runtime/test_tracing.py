@@ -171,9 +171,11 @@ def test_a_killed_job_leaves_what_was_written(tmp_path: Path) -> None:
             whole_lines = whole[: whole.rindex(b"\n", 0, size) + 1]
             assert not trace.damaged and trace.has_ended == (b'"ended"' in whole_lines)
             assert len(trace.spans) == whole_lines.count(b'["wait"')
-    path.write_bytes(whole.replace(b'["wait",3', b'["what",3', 1).replace(b'["wait",4000000,', b'["wait","4",', 1))
+    path.write_bytes(
+        whole.replace(b'["wait",3', b'["what",3', 1).replace(b'["wait",4000000,', b'["wait","4",', 1) + b'"prompt"\n5\n'
+    )
     (trace,) = read_traces(tmp_path)
-    assert trace.damaged == 2 and len(trace.spans) == 18
+    assert trace.damaged == 4 and len(trace.spans) == 18
 
 
 def test_a_trace_ends_at_its_size_and_says_so(tmp_path: Path) -> None:

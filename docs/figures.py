@@ -1,0 +1,268 @@
+"""The docs' tables and plots, made of stored measurements: ``make figures``.
+
+    python docs/figures.py                               write tables and plots, say which measurements are old
+    python docs/figures.py --check                       write nothing; exit code 1 if a page is not what they make
+    python docs/figures.py --store first-token bench.json    put rows of ``kvr bench --json`` in place of earlier ones
+
+``docs/data/NAME.json`` is a measurement: its command, machine, date and commit, the code it measures, and rows. A page
+has its table between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``, with a line below it that says where it comes
+from. What is said in a sentence only (``said``) has to stand on the page word by word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA, DRAWN = ROOT / "docs" / "data", ROOT / "docs" / "figures"
+BLOCK = re.compile(r"<!-- begin: (?P<name>[a-z-]+) -->\n.*?<!-- end: (?P=name) -->", re.DOTALL)
+# The README's table, made of several measurements.
+SUMMARY = "summary"
+NOT_MEASURED = "-"
+WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What was measured, and how.
+
+    date, dated_by : day of the run, or that of the commit which brought the figures: the run is not younger.
+    commit : the code that was measured, or the first commit that held the figures.
+    measures : files and folders of the code that the figures depend on.
+    kind : ``bench``: rows of ``kvr bench --json``; ``table``: rows of `columns`; ``text``: said in sentences only.
+    columns : name of each column, and how its values are written (a format).
+    said : page, and what is on it word by word.
+    """
+
+    name: str
+    title: str
+    command: str
+    machine: str
+    date: str
+    dated_by: Literal["run", "commit"]
+    commit: str
+    measures: list[str]
+    kind: Literal["bench", "table", "text"]
+    columns: list[tuple[str, str]] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
+    said: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return DATA / f"{self.name}.json"
+
+
+def load_measurements() -> dict[str, Measurement]:
+    """Read all measurements, by name."""
+    return {path.stem: Measurement(path.stem, **json.loads(path.read_text())) for path in sorted(DATA.glob("*.json"))}
+
+
+def render(measured: Measurement) -> str:
+    """Write a measurement's table, and where it comes from."""
+    table = _bench_table(measured.rows) if measured.kind == "bench" else _plain_table(measured)
+    day = date.fromisoformat(measured.date)
+    when = f"{day.day} {day:%B %Y}" + (f" (of commit {measured.commit})" if measured.dated_by == "commit" else "")
+    source = f"`{measured.command}`, {when}; {measured.machine}."
+    lines = textwrap.wrap(source, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([*([table, ""] if measured.rows else []), *lines])
+
+
+def _plain_table(measured: Measurement) -> str:
+    forms = [form for _, form in measured.columns]
+    rows = [
+        [NOT_MEASURED if value is None else form.format(value) for form, value in zip(forms, row, strict=True)]
+        for row in measured.rows
+    ]
+    return _table([name for name, _ in measured.columns], rows)
+
+
+def _bench_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Write a line a length: seconds of every strategy, ours in bold; then the others' time as a multiple of ours."""
+    ours = rows[0]["ours"]
+    names = sorted(dict.fromkeys(row["strategy"] for row in rows), key=lambda name: name == ours)
+    others = [name for name in names if any(row["strategy"] == name and "times_ours" in row for row in rows)]
+    lines = []
+    for tokens in dict.fromkeys(row["context_tokens"] for row in rows):
+        found = {row["strategy"]: row for row in rows if row["context_tokens"] == tokens}
+        seconds = [f"{found[name]['ttft_s']:.2f}" if name in found else NOT_MEASURED for name in names]
+        seconds[-1] = f"**{seconds[-1]}**"
+        wait = f"{100 * found[ours]['wait_s'] / found[ours]['ttft_s']:.1f} %" if ours in found else NOT_MEASURED
+        lines.append([str(tokens), *seconds, *(_ratio(found.get(name)) for name in others if name != ours), wait])
+    heads = ["tokens", *names, *(f"x {name}" for name in others if name != ours), "wait of the last rank"]
+    return _table(heads, lines)
+
+
+def _ratio(row: dict[str, Any] | None) -> str:
+    if row is None or "times_ours" not in row:
+        return NOT_MEASURED
+    interval = f" ({row['times_ours_low']:.2f}-{row['times_ours_high']:.2f})" if "times_ours_low" in row else ""
+    return f"{row['times_ours']:.2f}{interval}"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(
+        "|" + "|".join(line) + "|" if line[0] == "---" else f"| {' | '.join(line)} |".replace("|  |", "| |")
+        for line in lines
+    )
+
+
+def render_summary(measured: dict[str, Measurement]) -> str:
+    """Write the README's table: some of each measurement, side by side."""
+    first = {(row["context_tokens"], row["strategy"]): row["ttft_s"] for row in measured["first-token"].rows}
+    names = [name for name, _ in measured["slow-links"].columns]
+    links = [dict(zip(names, row, strict=True)) for row in measured["slow-links"].rows]
+    ways = {row[0].partition(":")[0].strip("`"): row[1] for row in measured["documents-an-hour"].rows}
+    rows = []
+    for tokens in (1024, 4096, 8192):
+        ours, *rivals = (f"{first[tokens, name]:.2f} s" for name in ("kvr-s", "single", "ring", "tsp-causal"))
+        rows.append([f"first token, {tokens} tokens, shared memory", f"**{ours}**", *rivals])
+    for link in links:
+        if "noisy" not in link["links"]:
+            rivals = [f"{link[name]:.2f} s" for name in ("ring", "tsp-causal")]
+            where = f"first token, 4096 tokens, two hosts, {link['links']}"
+            rows.append([where, f"**{link['kvr-s']:.2f} s**", NOT_MEASURED, *rivals])
+    what = "documents an hour, 11 transcripts up to 8192 tokens"
+    rows.append([what, f"**{ways['auto']}**", str(ways["generate"]), NOT_MEASURED, NOT_MEASURED])
+    return _table(["", "kvr-mpi", "plain transformers", "ring attention", "TSP, causal"], rows)
+
+
+def render_page(text: str, measured: dict[str, Measurement]) -> str:
+    """Put into each block of a page what its measurement makes.
+
+    Raises
+    ------
+    SystemExit
+        If a block names no measurement.
+    """
+
+    def replace(block: re.Match[str]) -> str:
+        name = block["name"]
+        if name != SUMMARY and name not in measured:
+            raise SystemExit(f"a page has a block {name!r}; expected one of {', '.join([*measured, SUMMARY])}")
+        made = render_summary(measured) if name == SUMMARY else render(measured[name])
+        return f"<!-- begin: {name} -->\n{made}\n<!-- end: {name} -->"
+
+    return BLOCK.sub(replace, text)
+
+
+def pages() -> list[Path]:
+    """List the pages that may hold figures."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def differing(measured: dict[str, Measurement]) -> list[str]:
+    """Say where pages are not what the measurements make of them."""
+    found = [
+        str(page.relative_to(ROOT)) for page in pages() if render_page(page.read_text(), measured) != page.read_text()
+    ]
+    for one in measured.values():
+        for page, words in one.said.items():
+            text = (ROOT / page).read_text()
+            found += [f"{page} does not say {word!r} ({one.name})" for word in words if word not in text]
+        plot = DRAWN / f"{one.name}.svg"
+        if one.kind == "bench" and (not plot.is_file() or digest(one) not in plot.read_text()):
+            found.append(f"{plot.relative_to(ROOT)} was drawn from other rows")
+    return found
+
+
+def digest(measured: Measurement) -> str:
+    """Name a measurement's rows, in a plot that was made of them."""
+    return f"rows {hashlib.sha256(json.dumps(measured.rows).encode()).hexdigest()[:16]}"
+
+
+def draw(measured: Measurement) -> None:
+    """Draw rows of ``kvr bench``, for white and for black pages."""
+    from kvr_mpi.report.plots import plot_bench
+
+    DRAWN.mkdir(exist_ok=True)
+    plot_bench(measured.rows, DRAWN / f"{measured.name}.svg", about=digest(measured))
+
+
+def age_of(measured: Measurement) -> str:
+    """Say whether the code has changed since a measurement; empty if it has not."""
+    asked = ["git", "log", "--format=%cs", f"{measured.commit}..HEAD", "--", *measured.measures]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return "whether it is older than its code is not known: this is no clone that holds its commit"
+    days = done.stdout.split()
+    if not days:
+        return ""
+    return (
+        f"older than the code it measures: {len(days)} commit(s) since, the last on {max(days)}; `{measured.command}`"
+    )
+
+
+def store(measured: Measurement, source: Path) -> None:
+    """Put new rows in the place of earlier ones, with today's date and this commit.
+
+    Raises
+    ------
+    SystemExit
+        If they are no rows of ``kvr bench``, or what is measured is not what is committed.
+    """
+    rows = json.loads(source.read_text())
+    if measured.kind != "bench" or not (isinstance(rows, list) and rows and "ttft_s" in rows[0]):
+        raise SystemExit(f"{source}: expected rows of `kvr bench --json`, for a measurement of the kind 'bench'")
+    changed = _git("status", "--porcelain", "--", *measured.measures)
+    if changed:
+        raise SystemExit(f"the code it measures is not committed:\n{changed}")
+    stored = json.loads(measured.path.read_text())
+    stored |= {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "dated_by": "run",
+        "commit": _git("rev-parse", "--short", "HEAD"),
+    }
+    del stored["rows"]
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)  # a row a line, so that two versions can be compared
+    measured.path.write_text(json.dumps(stored, indent=1)[:-2] + f',\n "rows": [\n{lines}\n ]\n}}\n')
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> int:
+    """Do what the arguments say; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something differs")
+    parser.add_argument("--store", nargs=2, metavar=("NAME", "FILE"), help="take in rows of kvr bench --json first")
+    wanted = parser.parse_args()
+    measured = load_measurements()
+    if wanted.store:
+        name, source = wanted.store
+        if name not in measured:
+            raise SystemExit(f"--store {name}: expected one of {', '.join(measured)}")
+        store(measured[name], Path(source))
+        measured = load_measurements()
+    if not wanted.check:
+        for page in pages():
+            text = page.read_text()
+            if (made := render_page(text, measured)) != text:
+                page.write_text(made)
+                print(f"{page.relative_to(ROOT)}: written")
+        for one in measured.values():
+            if one.kind == "bench":
+                draw(one)
+    for one in measured.values():
+        print(f"{one.name}: {age_of(one) or 'as new as the code it measures'}")
+    wrong = differing(measured)
+    for line in wrong:
+        print(f"not as measured: {line}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

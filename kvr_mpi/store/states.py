@@ -1,0 +1,222 @@
+"""What each rank of a job at work is doing, for whoever looks: a file a rank, in the run's folder ``states``.
+
+    SESSION-RANK.json     a JSON object (`RankState`), as long as any other, rewritten in place
+
+A rank writes its own file, from a thread, every few seconds: nothing travels between ranks for it, and a rank whose
+process is gone, or stands still, is seen by its stamp falling behind the others'. The files go when a job ends; those
+of a job that was killed stay until the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvr_mpi.disk import create, read_regular
+from kvr_mpi.store.ledger import TIMES_S
+
+STATES = "states"
+FILE_NAME = re.compile(r"(\d{4,})-(\d{4,})\.json", re.ASCII)
+STATE_BYTES = 4096  # always as many: rewriting needs no space on a full disk
+# Most of a document's name that is told.
+NAME_CHARS = 200
+# How often a rank writes, unless all ranks together would write more often than the file system likes.
+EVERY_S = 5.0
+WRITES_PER_S = 50
+# A rank is silent when its stamp is so many writes behind the newest, and so many seconds: clocks of hosts differ.
+SILENT_WRITES, SILENT_S = 3, 20.0
+STARTING, ENDED = "starting", "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What a rank says of itself; times are Unix times of its own clock.
+
+    doing, what : such as ``prefilling``, and which document; since when.
+    prompt_tokens, new_tokens : of the documents that it has answered since it began.
+    deadline_s : when the batch system ends the job; None: not known.
+    every_s : how often it writes.
+    """
+
+    rank: int
+    size: int
+    session: int
+    host: str
+    began_s: float
+    doing: str
+    what: str
+    since_s: float
+    prompt_tokens: int
+    new_tokens: int
+    deadline_s: float | None
+    every_s: float
+    written_at_s: float
+
+    @property
+    def for_s(self) -> float:
+        """How long it has been doing so."""
+        return max(0.0, self.written_at_s - self.since_s)
+
+
+class StateWriter:
+    """Keeps this rank's file up to date, from a thread; close it when the work is done.
+
+    What cannot be written is said once, and the job goes on without.
+
+    Parameters
+    ----------
+    folder : Path
+        Of the run.
+    rank, size, session : int
+        This rank, of how many, in which job of the folder.
+    deadline_s : float or None
+        Unix time at which the batch system ends the job.
+    say : callable
+        For a line of text.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, size: int, session: int, deadline_s: float | None, say: Callable[[str], None]
+    ) -> None:
+        self._rank, self._size, self._session, self._deadline_s, self._say = rank, size, session, deadline_s, say
+        self._began_s, self._host = time.time(), socket.gethostname()
+        self._doing = STARTING, "", self._began_s
+        self._count: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.every_s = max(EVERY_S, size / WRITES_PER_S)
+        self._closed = threading.Event()
+        self._handle: int | None = None
+        try:
+            states = folder / STATES
+            states.mkdir(exist_ok=True)
+            if states.is_symlink():
+                raise OSError("a symbolic link, which is not written through")
+            self._handle = create(states / f"{session:04d}-{rank:04d}.json")
+        except OSError as error:
+            say(f"warning: kvr status will not show this rank: {folder / STATES}: {error.strerror or error}")
+            return
+        self._write()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="state")
+        self._thread.start()
+
+    def tell(self, doing: str, what: str = "") -> None:
+        """Say what the rank is at from now on; costs a comparison, so it may be called for everything."""
+        if self._doing[:2] != (doing, what[:NAME_CHARS]):
+            self._doing = doing, what[:NAME_CHARS], time.time()
+
+    def follow(self, count: Callable[[], tuple[int, int]]) -> None:
+        """Ask here for the prompt tokens and new tokens so far."""
+        self._count = count
+
+    def close(self) -> None:
+        """Say that the rank has ended; the file stays, so that it is not taken for a silent one."""
+        if self._handle is None:
+            return
+        self._closed.set()
+        self._thread.join()
+        self.tell(ENDED)
+        self._write()
+        os.close(self._handle)
+        self._handle = None
+
+    def _run(self) -> None:
+        while not self._closed.wait(self.every_s):
+            self._write()
+
+    def _write(self) -> None:
+        assert self._handle is not None
+        doing, what, since_s = self._doing
+        prompt_tokens, new_tokens = self._count()
+        state = RankState(
+            rank=self._rank,
+            size=self._size,
+            session=self._session,
+            host=self._host,
+            began_s=self._began_s,
+            doing=doing,
+            what=what,
+            since_s=since_s,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            deadline_s=self._deadline_s,
+            every_s=self.every_s,
+            written_at_s=time.time(),
+        )
+        try:
+            os.pwrite(self._handle, json.dumps(asdict(state)).encode().ljust(STATE_BYTES - 1) + b"\n", 0)
+            os.fsync(self._handle)  # over a network file system it is seen elsewhere only then
+        except OSError as error:
+            if not self._closed.is_set():
+                self._closed.set()
+                self._say(f"warning: kvr status does not show this rank any more: {error.strerror or error}")
+
+
+def read_states(folder: Path, session: int) -> tuple[RankState, ...]:
+    """Read what the ranks of a job say of themselves, by rank; files that cannot be read are left out."""
+    found = [_read_state(path, session) for path in _state_files(folder)]
+    return tuple(sorted((state for state in found if state is not None), key=lambda state: state.rank))
+
+
+def silent_ranks(states: Sequence[RankState]) -> tuple[int, ...]:
+    """Say which ranks have gone silent beside the others, or have never been heard of, while they should be at work.
+
+    Stamps are compared with each other, not with the clock of whoever looks.
+    """
+    if not states:
+        return ()
+    newest = max(state.written_at_s for state in states)
+    heard = {
+        state.rank
+        for state in states
+        if state.doing == ENDED or newest - state.written_at_s <= max(SILENT_S, SILENT_WRITES * state.every_s)
+    }
+    # Files appear one after the other when a job begins.
+    has_begun = newest - min(state.began_s for state in states) > SILENT_S
+    known = {state.rank for state in states}
+    return tuple(rank for rank in range(states[0].size) if rank not in heard and (has_begun or rank in known))
+
+
+def remove_states(folder: Path, but_of: int | None = None) -> None:
+    """Delete the files of all jobs but one, and nothing else; what cannot be deleted stays, and misleads nobody."""
+    with contextlib.suppress(OSError):
+        for path in _state_files(folder):
+            match = FILE_NAME.fullmatch(path.name)
+            if but_of is None or (match is not None and int(match[1]) != but_of):
+                path.unlink(missing_ok=True)
+        if but_of is None:
+            (folder / STATES).rmdir()
+
+
+def _state_files(folder: Path) -> list[Path]:
+    states = folder / STATES
+    if states.is_symlink() or not states.is_dir():
+        return []
+    with contextlib.suppress(OSError):  # the job has ended meanwhile
+        return [states / name for name in os.listdir(states) if FILE_NAME.fullmatch(name)]
+    return []
+
+
+def _read_state(path: Path, session: int) -> RankState | None:
+    """Read a state of this job; None if there is none, or it is anything else."""
+    try:
+        state = RankState(**json.loads(read_regular(path, STATE_BYTES)))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    numbers = (state.rank, state.size, state.session, state.prompt_tokens, state.new_tokens)
+    if not all(type(number) is int and 0 <= number < 1 << 53 for number in numbers) or state.session != session:
+        return None
+    if path.name != f"{state.session:04d}-{state.rank:04d}.json" or not state.rank < state.size <= 1 << 20:
+        return None
+    times = (state.began_s, state.since_s, state.written_at_s, state.deadline_s or state.written_at_s)
+    if not all(isinstance(at, float) and TIMES_S[0] < at < TIMES_S[1] for at in times):
+        return None
+    if not (isinstance(state.every_s, float) and 0 < state.every_s < 1e6):
+        return None
+    return state if all(isinstance(text, str) for text in (state.host, state.doing, state.what)) else None

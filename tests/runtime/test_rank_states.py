@@ -1,0 +1,48 @@
+"""What ranks say of themselves while a whole job runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvr_mpi.store.lock import session_of
+from kvr_mpi.store.states import StateWriter, read_states
+from kvr_mpi.store.status import read_status
+
+
+def test_every_rank_says_what_it_is_at(
+    job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: set[tuple[int, str]] = set()
+    seen: list[tuple[int, ...]] = []
+    tell = StateWriter.tell
+
+    def spied(self: StateWriter, doing: str, what: str = "") -> None:
+        tell(self, doing, what)
+        told.add((self._rank, doing))
+        if doing == "decoding":
+            assert "answer" in what
+            seen.append(tuple(state.rank for state in read_status(tmp_path / "out").ranks))
+
+    monkeypatch.setattr(StateWriter, "tell", spied)
+    done = run_here(2, [job])
+    assert done.returncode == 0, done.stderr
+    words = ("reading", "prefilling", "decoding", "waiting", "ended")
+    assert told == {(rank, word) for rank in range(2) for word in words}
+    assert (0, 1) in seen, "both can be seen from outside while it runs"
+    assert not (tmp_path / "out" / "states").exists(), "nothing is left of it"
+
+
+def test_a_job_that_fails_says_that_its_ranks_ended(
+    job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvr_mpi.runtime.batch.work_through", fail)
+        assert run_here(1, [job]).returncode == 1
+    out = tmp_path / "out"
+    assert [state.doing for state in read_states(out, session_of(out))] == ["ended"]

@@ -1,0 +1,155 @@
+"""What ranks say of themselves: read by whoever looks, and a rank that says nothing any more is noticed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from made_runs import take
+
+from kvr_mpi.cli import group
+from kvr_mpi.store.states import STATE_BYTES, RankState, StateWriter, read_states, remove_states, silent_ranks
+from kvr_mpi.store.status import read_status
+
+STATE = RankState(0, 4, 1, "here", 1000.0, "prefilling", "a.txt", 1100.0, 10, 2, None, 5.0, 1100.0)
+
+
+@contextmanager
+def writers(folder: Path, count: int, **more: Any) -> Iterator[list[StateWriter]]:
+    given = {"session": 1, "deadline_s": None, "say": print, **more}
+    with ExitStack() as stack:
+        found = [StateWriter(folder, rank, count, **given) for rank in range(count)]
+        for writer in found:
+            stack.callback(writer.close)
+        yield found
+
+
+def test_ranks_say_what_they_are_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvr_mpi.store.states.EVERY_S", 0.05)
+    run = take(tmp_path, mode="new")
+    with writers(tmp_path, 2, deadline_s=time.time() + 3600) as (first, second):
+        first.tell("prefilling", "a\x1b[2J.txt")
+        second.follow(lambda: (1000, 20))
+        second.tell("decoding", "3 answers")
+        deadline = time.monotonic() + 30
+        while {each.doing for each in read_status(tmp_path).ranks} != {"prefilling", "decoding"}:
+            assert time.monotonic() < deadline
+        time.sleep(0.2)
+        told = CliRunner().invoke(group, ["status", str(tmp_path)]).output
+        assert "1 prefilling, 1 decoding" in told and "rank 1    decoding 3 answers, " in told and "\x1b" not in told
+        assert "of prompts and" in told and "left before the batch system" in told and "SILENT" not in told
+        (one, other) = json.loads(CliRunner().invoke(group, ["status", str(tmp_path), "--json"]).output)["ranks"]
+        assert one["what"] == "a\x1b[2J.txt" and (other["prompt_tokens"], other["new_tokens"]) == (1000, 20)
+    assert {each.doing for each in read_states(tmp_path, 1)} == {"ended"}
+    run.close()
+    assert read_status(tmp_path).ranks == () == read_states(tmp_path, 2), "nobody is at work"
+    remove_states(tmp_path)
+    assert not (tmp_path / "states").exists()
+
+
+def test_a_rank_that_has_gone_silent_is_named(tmp_path: Path) -> None:
+    run = take(tmp_path, mode="new")
+    with writers(tmp_path, 3):
+        gone = tmp_path / "states" / "0001-0001.json"
+        state = read_states(tmp_path, 1)[1]
+        said = replace(
+            state, doing="prefilling", what="b.txt", began_s=state.began_s - 99, written_at_s=state.written_at_s - 95
+        )
+        gone.write_text(json.dumps(asdict(said)).ljust(STATE_BYTES))
+        assert read_status(tmp_path).silent == (1,)
+        told = CliRunner().invoke(group, ["status", str(tmp_path)]).output.splitlines()
+        assert "ranks     2 starting, 1 SILENT" in told
+        (line,) = (line for line in told if line.startswith("rank 1"))
+        assert line.startswith("rank 1    SILENT for 95 s: its process ended or stands still; was prefilling b.txt")
+        assert told.index(line) == told.index("ranks     2 starting, 1 SILENT") + 1, "before the others"
+        gone.unlink()
+        assert read_status(tmp_path).silent == (), "it may be about to begin"
+    run.close()
+
+
+def test_stamps_are_held_against_each_other() -> None:
+    late, ended = (
+        replace(STATE, rank=1, written_at_s=1079.0),
+        replace(STATE, rank=2, doing="ended", written_at_s=1001.0),
+    )
+    assert silent_ranks([STATE, late, ended]) == (1, 3), "rank 3 has never been heard of"
+    assert silent_ranks([STATE, replace(late, written_at_s=1081.0), ended]) == (3,)
+    assert silent_ranks([STATE, replace(late, every_s=10.0), ended]) == (3,), "it writes less often"
+    young = [replace(each, began_s=1090.0) for each in (STATE, ended)]
+    assert silent_ranks(young) == () == silent_ranks([])
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        "",
+        "{}",
+        "[" * 3000,
+        json.dumps(asdict(STATE))[:-9],
+        *(
+            json.dumps(asdict(STATE) | change)
+            for change in (
+                {"rank": 1},
+                {"rank": -1},
+                {"size": 0},
+                {"size": 1 << 40},
+                {"session": 2},
+                {"host": 5},
+                {"since_s": float("nan")},
+                {"deadline_s": "soon"},
+                {"every_s": float("inf")},
+                {"new_tokens": 1.5},
+            )
+        ),
+    ],
+)
+def test_what_is_no_state_is_left_out(tmp_path: Path, stored: str) -> None:
+    (tmp_path / "states").mkdir()
+    path = tmp_path / "states" / "0001-0000.json"
+    path.write_text(json.dumps(asdict(STATE)))
+    assert read_states(tmp_path, 1) == (STATE,)
+    path.write_text(stored)
+    assert read_states(tmp_path, 1) == ()
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert read_states(tmp_path, 1) == ()
+
+
+def test_a_job_goes_on_where_nothing_can_be_written(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "states").write_text("somebody's own")
+    with writers(tmp_path, 1, say=said.append) as (writer,):
+        writer.tell("prefilling", "a")
+    assert len(said) == 1 and "kvr status" in said[0] and (tmp_path / "states").read_text() == "somebody's own"
+    (tmp_path / "states").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "states").symlink_to("elsewhere")
+    with writers(tmp_path, 1, say=said.append):
+        assert not list((tmp_path / "elsewhere").iterdir())
+    assert len(said) == 2
+
+
+def test_the_next_job_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    with writers(tmp_path, 2):
+        pass
+    (tmp_path / "states" / "notes.txt").write_text("mine")
+    with writers(tmp_path, 1, session=2):
+        remove_states(tmp_path, but_of=2)
+        assert sorted(path.name for path in (tmp_path / "states").iterdir()) == ["0002-0000.json", "notes.txt"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        remove_states(tmp_path)  # of a folder that cannot be written any more
+    assert len(list((tmp_path / "states").iterdir())) == 2
+    remove_states(tmp_path)
+    assert [path.name for path in (tmp_path / "states").iterdir()] == ["notes.txt"]

@@ -1,0 +1,92 @@
+"""Commands on the pages are commands: each is parsed by the program it names, with its options and their values."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from constants import ROOT
+
+from kvr_mpi.cli import COMMANDS, group
+from kvr_mpi.cli.run import run
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "slurm" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+BLOCK = re.compile(r"^```(?:sh)?\n(.*?)^```$|((?:^    \S.*\n)+)", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"(?<!`)`((?:[a-z]+ )?[^`]*?\b(?:kvr|make)\b[^`]*)`(?!`)")
+ENDS = {"|", ">", ">>", "&&", ";", "||", "&"}
+# Who starts a command: whatever stands before it is theirs.
+STARTERS = {"mpirun", "srun", "timeout", "mpiexec"}
+
+
+def lines_of(page: Path) -> Iterator[str]:
+    """Lines of a page's blocks, and what stands in a sentence as code."""
+    text = page.read_text(encoding="utf-8")
+    for block in BLOCK.finditer(text):
+        yield from (block[1] or block[2]).replace("\\\n", " ").splitlines()
+    for code in INLINE.finditer(BLOCK.sub("", text)):
+        yield " ".join(code[1].split())
+
+
+def commands_of(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """Programs of ours that a page calls, with their arguments."""
+    for line in lines_of(page):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # half of a sentence in quotes
+            continue
+        at = next((at for at, word in enumerate(words) if Path(word).name in ("kvr", "kvr-run", "make")), None)
+        if at is None or (at and words[0] not in STARTERS and not re.match(r"[A-Z_]+=", words[0])):
+            continue
+        arguments = words[at + 1 :]
+        stop = next((number for number, word in enumerate(arguments) if word in ENDS), len(arguments))
+        yield Path(words[at]).name, arguments[:stop]
+
+
+def check(program: str, arguments: list[str]) -> None:
+    """Parse a command as its program does; a name that stands for any is no mistake."""
+    if program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert all(word in targets for word in arguments if re.fullmatch(r"[a-z-]+", word)), arguments
+        return
+    if "..." in arguments or not arguments:
+        return
+    command: click.Command | None = run
+    if program == "kvr":
+        name, *arguments = arguments
+        if name.startswith("-"):
+            return
+        assert name in COMMANDS, f"kvr {name}"
+        command = group.get_command(click.Context(group), name)
+    assert command is not None
+    try:
+        command.make_parser(click.Context(command)).parse_args(list(arguments))
+    except click.BadOptionUsage:  # a sentence names an option without its value
+        command.make_parser(click.Context(command)).parse_args([*arguments, "VALUE"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_commands_of_the_pages_are_understood(page: Path) -> None:
+    wrong = []
+    for program, arguments in commands_of(page):
+        try:
+            check(program, arguments)
+        except (click.UsageError, AssertionError) as error:
+            wrong.append(f"{program} {' '.join(arguments)}: {error}")
+    assert not wrong
+
+
+def test_commands_are_found_and_mistakes_in_them_too(tmp_path: Path) -> None:
+    found = list(commands_of(ROOT / "README.md"))
+    assert ("make", ["demo"]) in found and any(program == "kvr-run" for program, _ in found) and len(found) > 10
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```sh\nmpirun -n 2 kvr bench --contexts 4k \\\n  --no-such 3\n```\nand `kvr stat x`, `make demos`\n"
+    )
+    assert [program for program, _ in commands_of(page)] == ["kvr", "kvr", "make"]
+    for program, arguments in commands_of(page):
+        with pytest.raises((click.UsageError, AssertionError)):
+            check(program, arguments)
