@@ -18,6 +18,7 @@ from kvr_mpi.compress.decode_settings import DecodeSettings
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.errors import ConfigError
+from kvr_mpi.kv.settings import CacheSettings
 from kvr_mpi.prefill.registry import JOB_STRATEGIES
 from kvr_mpi.report.settings import ReportSettings
 from kvr_mpi.store.settings import OutputSettings
@@ -212,6 +213,7 @@ class JobSpec(Section):
     prompts: list[NamedPrompt] = []
     questions: QuestionsSection | None = None
     generation: GenerationSection = GenerationSection()
+    cache: CacheSettings = CacheSettings()
     compress: CompressSettings | None = None
     decode: DecodeSettings = DecodeSettings()
     parallel: ParallelSection = ParallelSection()

@@ -63,6 +63,12 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     n = 2
     logprobs = true
     top_logprobs = 5
+    [cache]
+    kind = "rolling"
+    tokens = 100
+    step_tokens = 10
+    approximation = "streaming-llm"
+    sinks = 2
     [decode]
     mode = "head-parallel"
     placement = "equal"

@@ -23,6 +23,7 @@ from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.model import LoadedModel, hash_weights
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.attention_hook import prepare_model
@@ -33,6 +34,7 @@ from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
 from kvr_mpi.prefill.registry import AUTO, Strategy, candidates, check_takes_chunks
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
+from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.runtime.arena import open_arena
 from kvr_mpi.runtime.asking import frame_questions
 from kvr_mpi.runtime.decode_checks import why_not_combined
@@ -85,16 +87,15 @@ def prepare(
     strategies, left_out = together(world, partial(_check_strategies, spec, loaded))
     for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression)):
         say(line)
-    why_alone = None if plain else together(world, partial(why_not_packed, loaded))
+    rolling = together(world, partial(_open_rolling, spec, loaded, say))
+    why_alone = None if plain else together(world, partial(_why_alone, loaded, rolling))
     if why_alone is not None:
         say(f"documents are decoded one by one: {why_alone}")
     sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_combined(spec) or why_alone))
     weights = _hash_weights(spec, machine, world, say)
     question_frames = together(world, partial(_question_frames, spec, loaded, weights, say))
     frames = _repeated_frames(spec, frame, reduce_frame, question_frames)
-    if any(len(each.shared_head) >= LEAST_PREFIX_TOKENS for each in frames):
-        say("computing the instructions that all prompts begin with")
-    prefixes = together(world, partial(_compute_prefixes, loaded, frames))
+    prefixes = together(world, partial(_compute_prefixes, loaded, frames, say))
     footprint = None if plain else together(world, partial(_footprint_of, loaded, strategies))
     free_bytes: list[int] = share_json(
         world, gather_json(world, _free_bytes(spec, loaded, ranks_on_device(world, loaded.device), sharing))
@@ -129,6 +130,7 @@ def prepare(
         compression=compression,
         sharing=sharing,
         arena=arena,
+        rolling=rolling,
     )
 
 
@@ -242,22 +244,47 @@ def _repeated_frames(
     spec: JobSpec, frame: Frame, reduce_frame: Frame, question_frames: Mapping[str, Frame]
 ) -> tuple[Frame, ...]:
     """List the frames whose beginning is computed once for all documents."""
-    if spec.parallel.strategy == PLAIN or spec.questions is not None:
+    if spec.parallel.strategy == PLAIN or spec.questions is not None or spec.cache.is_rolling:
         return ()
     return (frame, *question_frames.values(), *((reduce_frame,) if spec.prompt.too_long == "split" else ()))
 
 
-def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame]) -> tuple[SharedPrefix, ...]:
+def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame], say: Say) -> tuple[SharedPrefix, ...]:
     """Compute once what all prompts begin with, for each frame: its instructions before the text."""
     if depends_on_length(loaded.model):  # then so do those
         return ()
     heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
+    if heads:
+        say("computing the instructions that all prompts begin with")
     return tuple(compute_prefix(loaded, head) for head in sorted(heads, key=len, reverse=True))
 
 
 def _open_compression(spec: JobSpec, loaded: LoadedModel) -> Compression | None:
     """Make the method ready that says which keys and values are kept, if the job names one."""
     return None if spec.compress is None else open_compression(spec.compress, loaded)
+
+
+def _why_alone(loaded: LoadedModel, rolling: Rolling | None) -> str | None:
+    """Say why prompts do not run packed; None if they do."""
+    return why_not_packed(loaded) if rolling is None else "rolling caches are not put together in a row yet"
+
+
+def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | None:
+    """Make the rolling cache that the job asks for, if it does, and prove that the model runs by it.
+
+    Raises
+    ------
+    ConfigError
+        If it does not.
+    """
+    rolling = rolling_of(spec.cache)
+    try:
+        if rolling is not None:
+            prove_rolling(loaded, rolling)
+            say(f"prompts go through a {rolling.name}; their memory does not depend on their length")
+    except ModelError as error:
+        raise ConfigError(f"cache.kind = 'rolling' (cache.tokens, cache.approximation): {error}") from error
+    return rolling
 
 
 def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footprint:
