@@ -23,7 +23,7 @@ from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.registry import KVR, STRATEGIES, Strategy, choose_chunks
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
-from kvr_mpi.prefill.streaming import prefill_rolling
+from kvr_mpi.runtime.own_ways import has_own_way, prefill_own_way
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.runtime.rates import Say
 from kvr_mpi.runtime.requests import PromptRequest
@@ -60,6 +60,7 @@ class ChainRunner:
         self.chain, self.first_rank = chain, ranks.start
         self._setup, self._spec, self._loaded = setup, setup.spec, setup.loaded
         self._free_bytes = setup.free_bytes[ranks]
+        self.in_passes = setup.loaded.streamed is not None  # a wave's prompts go through the model together
         rates = setup.rates[ranks]
         self._partitioner = Partitioner(self._spec.parallel, chain, rates, setup.table, say)
         # On one rank there is nothing to choose: whatever hands keys and values on is a chain of one.
@@ -99,8 +100,7 @@ class ChainRunner:
         """
         prompt, prefix, new_tokens = request.prompt, self._prefix_of(request), request.document.new_tokens
         known, window = prefix.tokens if prefix else 0, self._setup.window_of(prompt)
-        shared = self._plan_shared(request, decode_rank)
-        if shared is not None:
+        if (shared := self._plan_shared(request, decode_rank)) is not None:
             return shared
         is_compressed = prefix is not None and prefix.heads is not None  # one rank has what each head kept
         if is_compressed or self._goes_alone(prompt.tokens - known, None if window is None else window[0] - known):
@@ -173,8 +173,9 @@ class ChainRunner:
                 check_fits(footprint, Partition((0, plan.prompt.tokens)), free, plan.new_tokens)
             else:
                 make = partial(plan.strategy.ours.make or Relay, chunk_tokens=plan.chunk_tokens)
-                many = free * self.chain.size
-                check_fits(footprint, plan.partition, many, plan.new_tokens, make, is_spread=self.is_spread)
+                check_fits(
+                    footprint, plan.partition, free * self.chain.size, plan.new_tokens, make, is_spread=self.is_spread
+                )
         except DocumentError as error:
             return str(error)
         return None
@@ -184,7 +185,8 @@ class ChainRunner:
         footprint = self._setup.footprint
         if footprint is None:  # plain transformers' memory is not predicted: one at a time
             return False
-        own = self._setup.kv_bytes(plan.prompt.tokens + plan.new_tokens) + footprint.activation_bytes(PACK_TOKENS)
+        own = self._setup.kv_bytes(plan.prompt.tokens + plan.new_tokens)
+        own += footprint.activation_bytes(max(PACK_TOKENS, plan.row_tokens if self.in_passes else 0))
         if self._is_stored(plan.prefix):
             needs = [plan.share_bytes(footprint)] * self.chain.size
         elif plan.partition is None or self.goes_on(plan):
@@ -280,8 +282,8 @@ class ChainRunner:
 
     def prefill_packed(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
         """Prefill short prompts that begin with the same prefix in one forward, on this rank alone."""
-        if (rolling := self._setup.rolling) is not None:
-            return [prefill_rolling(self._loaded, planned.prompt.ids, rolling) for planned in row]
+        if has_own_way(self._setup):
+            return prefill_own_way(self._setup, row)
         windows = [self._setup.window_of(planned.prompt) for planned in row]
         if any(windows):  # prompts that are observed run one by one
             return [one for each, window in zip(row, windows, strict=True) for one in self._prefill_row([each], window)]
@@ -316,7 +318,7 @@ class ChainRunner:
         before_window : int or None
             How many of them stand before those whose queries compression asks for.
         """
-        if self._setup.rolling is not None:
+        if has_own_way(self._setup):
             return True
         if self._strategy.is_plain or self.is_spread:
             return False

@@ -67,6 +67,11 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
         raise ConfigError(
             "[[prompts]]: several prompts about a document are not planned yet; plan one as prompt.template"
         )
+    if spec.model.stream_weights:
+        raise ConfigError(
+            "model.stream_weights: reading weights from disk is not planned yet; the job itself says what a pass "
+            "reads, how long that takes, and for how many tokens, before its first document"
+        )
     check_system(spec.prompt.system)
     check_cache(spec, ranks)
     source = spec.model

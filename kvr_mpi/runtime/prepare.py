@@ -46,6 +46,7 @@ from kvr_mpi.runtime.rates import costs_of, describe_rates, rates_of, table_of
 from kvr_mpi.runtime.reuse import find_beginnings
 from kvr_mpi.runtime.setup import EXAMPLE_TOKENS, JobSetup, Machine
 from kvr_mpi.runtime.shared_document import describe_sharing
+from kvr_mpi.runtime.streaming_weights import check_streamed, load_in_blocks
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
 from kvr_mpi.topology import Topology, cores_per_rank
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
@@ -143,10 +144,12 @@ def _load(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> Loaded
     threads = spec.parallel.threads or machine.threads
     torch.set_num_threads(threads or cores_per_rank(machine.cores, world.local_size))
     source = spec.model
-    arguments: dict[str, Any] = source.model_dump(exclude={"path", "offline"})
+    arguments: dict[str, Any] = source.model_dump(exclude={"path", "offline", "stream_weights"})
     arguments["offline"] = machine.offline if source.offline is None else source.offline
     arguments |= {"cache_dir": machine.cache_dir, "device_index": world.local_rank}
     say(f"loading {source.path}")
+    if source.stream_weights:
+        return load_in_blocks(spec, world, offline=arguments["offline"], cache_dir=machine.cache_dir, say=say)
     with staged_model(source.path, machine.stage_in, world, say) as path:
         loaded = load_on_all(world, path, packs=spec.parallel.strategy != "single", say=say, **arguments)
     return replace(loaded, name=source.path)
@@ -171,6 +174,8 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     """Make sure that model, strategy, prompt and generation settings go together."""
     if spec.parallel.strategy == "single":
         prepare_model(loaded.model, chain=False)
+    elif loaded.streamed is not None:
+        loaded = check_streamed(loaded, say)
     else:
         loaded = check_chain(loaded, say=say)
     if spec.is_spread:
@@ -244,7 +249,12 @@ def _repeated_frames(
     spec: JobSpec, frame: Frame, reduce_frame: Frame, question_frames: Mapping[str, Frame]
 ) -> tuple[Frame, ...]:
     """List the frames whose beginning is computed once for all documents."""
-    if spec.parallel.strategy == PLAIN or spec.questions is not None or spec.cache.is_rolling:
+    if (
+        spec.parallel.strategy == PLAIN
+        or spec.questions is not None
+        or spec.cache.is_rolling
+        or spec.model.stream_weights
+    ):
         return ()
     return (frame, *question_frames.values(), *((reduce_frame,) if spec.prompt.too_long == "split" else ()))
 
@@ -266,6 +276,8 @@ def _open_compression(spec: JobSpec, loaded: LoadedModel) -> Compression | None:
 
 def _why_alone(loaded: LoadedModel, rolling: Rolling | None) -> str | None:
     """Say why prompts do not run packed; None if they do."""
+    if loaded.streamed is not None:
+        return "weights are streamed, for prompts only"
     return why_not_packed(loaded) if rolling is None else "rolling caches are not put together in a row yet"
 
 
@@ -293,7 +305,7 @@ def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footpr
     footprint = footprint_of(loaded.model.config, loaded.dtype, on_gpu=on_gpu, in_parts=loaded.attends_in_parts)
     chunked = next((strategy for strategy in strategies if strategy.takes_chunks), None)
     try:
-        if chunked is None or not footprint.takes_chunks:
+        if chunked is None or not footprint.takes_chunks or loaded.streamed is not None:
             return footprint
         chunked.check_chunks(loaded)
     except ModelError:
@@ -306,4 +318,5 @@ def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int, sharing: HeadS
     if spec.parallel.memory_gib is not None:
         return int(spec.parallel.memory_gib * GIB)
     twin = twin_bytes(loaded) if isinstance(sharing, HeadSharing) else 0
-    return max(0, int(MEMORY_SHARE * free_bytes(loaded.device, sharers)) - twin)
+    blocks = 0 if loaded.streamed is None else loaded.streamed.reserved_bytes
+    return max(0, int(MEMORY_SHARE * free_bytes(loaded.device, sharers)) - twin - blocks)
