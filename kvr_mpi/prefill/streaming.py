@@ -55,11 +55,11 @@ def prefill_streaming(
     rolling = rolling or Rolling()
     loaded.shape.check_ids(ids)
     cache = RollingCache(loaded, rolling, len(ids))
-    logits = None
+    logits, nobody = torch.empty(0), torch.empty(0, dtype=torch.long, device=loaded.device)
     for first, last in cut_range(0, len(ids), rolling.step_tokens):
-        logits = run_model(loaded.model, torch.tensor([ids[first:last]], device=loaded.device), cache)[0]
-    assert logits is not None, "a prompt has a token"
-    return logits, cache
+        keep = None if last == len(ids) else nobody  # the LM head is for the last token
+        logits = run_model(loaded.model, torch.tensor([ids[first:last]], device=loaded.device), cache, keep=keep)
+    return logits[0], cache
 
 
 def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> Prefill:
