@@ -60,7 +60,10 @@ def loaded_of(model: Any, dtype: torch.dtype, weights: StreamedWeights | None = 
     return LoadedModel(model, None, shape, "", "", dtype, torch.device("cpu"), streamed=weights)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen2", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-gqa", "qwen2", *(pytest.param(name, marks=pytest.mark.long) for name in ("mistral-window", "gpt2", "opt"))],
+)
 def test_a_pass_gives_what_a_held_model_gives_to_the_last_bit(name: str, tmp_path: Path) -> None:
     dtype = DTYPES.get(name, torch.float32)
     folder = saved(tmp_path, name)

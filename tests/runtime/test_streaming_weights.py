@@ -67,6 +67,7 @@ def test_first_tokens_are_those_of_the_plain_job(run: Any) -> None:
         assert np.isfinite(record.logprobs).all() and len(record.token_ids) == 1
 
 
+@pytest.mark.long
 def test_scores_are_those_of_the_plain_job(run: Any) -> None:
     """One token's is known after the prompts' pass; several take one more."""
     settings = ("generation.max_new_tokens=0", "generation.score=[' the', ' the second boat']", "documents.limit=2")
