@@ -25,7 +25,7 @@ stamp   := $(VENV)/.installed-$(MPI)
 spread  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 in_venv := . $(VENV)/bin/activate &&
 
-.PHONY: help install demo test test-all test-long verify-architectures test-slurm test-faults test-many test-fuzz test-gpu bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts bench-chunks bench-extend bench-trace rivals figures check clean
+.PHONY: help install demo test test-all test-long verify-architectures test-slurm test-faults test-many test-fuzz test-gpu bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts bench-chunks bench-extend bench-streaming bench-trace rivals figures check clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
@@ -51,6 +51,7 @@ help:
 	@echo "make rivals    other engines for kvr bench --rivals, each in an environment of its own (openvino)"
 	@echo "make bench-chunks  a slice computed in chunks against at once, in pairs"
 	@echo "make bench-extend  a document that grew, from its stored keys and values, against prefilling it again"
+	@echo "make bench-streaming  a rolling cache against a whole one in chunks, in pairs; memory of 10k and 100k tokens"
 	@echo "make bench-trace  what recording a trace costs, in pairs"
 	@echo "make figures   the docs' tables and plots from stored measurements (docs/data); says which are older than their code"
 	@echo "make bench-planner  search slices, sweep around them, forecast lengths between: an hour on a quiet machine"
@@ -142,6 +143,9 @@ bench-extend: $(stamp)
 
 figures: $(stamp)
 	$(in_venv) python docs/figures.py $(ARGS)
+
+bench-streaming: $(stamp)
+	$(in_venv) python tests/programs/bench_streaming.py $(ARGS)
 
 bench-planner: $(stamp)
 	$(in_venv) mpirun -n $(RANKS) kvr search --contexts 1k,2k,4k,8k --check 5 --replace --output runs/planner $(ARGS)

@@ -18,6 +18,7 @@ from kvr_mpi.compress.decode_settings import DecodeSettings
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.errors import ConfigError
+from kvr_mpi.kv.settings import CacheSettings
 from kvr_mpi.prefill.registry import JOB_STRATEGIES
 from kvr_mpi.report.settings import ReportSettings
 from kvr_mpi.store.settings import OutputSettings
@@ -42,6 +43,9 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
     adapter: str | None = Field(None, min_length=1, description="folder of a LoRA adapter, merged when it is loaded")
+    stream_weights: bool = Field(
+        False, description="hold embedding and head; read layers from disk for each pass of many prompts: prefill only"
+    )
     revision: str | None = Field(None, description="branch, tag or commit on the hub")
     offline: bool | None = Field(None, description="never ask the hub; default: true under SLURM")
     trust_remote_code: bool = Field(
@@ -212,6 +216,7 @@ class JobSpec(Section):
     prompts: list[NamedPrompt] = []
     questions: QuestionsSection | None = None
     generation: GenerationSection = GenerationSection()
+    cache: CacheSettings = CacheSettings()
     compress: CompressSettings | None = None
     decode: DecodeSettings = DecodeSettings()
     parallel: ParallelSection = ParallelSection()

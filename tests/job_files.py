@@ -24,6 +24,7 @@ SECTIONS = (
     "prompts",
     "questions",
     "generation",
+    "cache",
     "compress",
     "decode",
     "parallel",

@@ -28,6 +28,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     dtype = "bfloat16"
     device = "cpu"
     adapter = "lora"
+    stream_weights = true
     revision = "main"
     offline = true
     trust_remote_code = true
@@ -63,6 +64,12 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     n = 2
     logprobs = true
     top_logprobs = 5
+    [cache]
+    kind = "rolling"
+    tokens = 100
+    step_tokens = 10
+    approximation = "streaming-llm"
+    sinks = 2
     [decode]
     mode = "head-parallel"
     placement = "equal"

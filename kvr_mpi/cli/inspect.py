@@ -57,6 +57,8 @@ def _show_run(path: Path, as_json: bool, verify: bool) -> None:
     if isinstance(compress, dict):
         told = sorted(compress.items(), key=lambda item: item[0] != "method")
         click.echo(f"compress  {', '.join(f'{name} {value}' for name, value in told if value is not None)}")
+    if cache := header.identity.get("cache"):
+        click.echo(f"cache     {cache}")
     click.echo()
     print_summary(summary, rows, path)
 
@@ -83,7 +85,7 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
     from kvr_mpi.store.hdf5 import group_in
     from kvr_mpi.store.kv import open_kv
     from kvr_mpi.store.outputs import open_file, read_record
-    from kvr_mpi.store.record import ASKED_FOR
+    from kvr_mpi.store.record import ASKED_FOR, DATASETS
 
     file, key = find_record(path, document, verify=verify)
     with open_file(file) as stored:
@@ -105,10 +107,10 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
         click.echo(json.dumps({**record.as_json(), "kv": layers}))
         return
     for name, value in record.as_dict().items():
-        if name in ASKED_FOR:
+        if name in ASKED_FOR and name in DATASETS:
             there = record.as_json()[name]
             click.echo(f"{name:21} {len(there)}, with --json" if there else "", nl=bool(there))
-        elif name not in ("answer", "token_ids"):
+        elif name not in ("answer", "token_ids") and (value or name not in ASKED_FOR):
             click.echo(f"{name:21} {printable(str(value))}")
     if found.compression:
         rows = [layer.rows for layer in found.layers if layer.rows is not None]

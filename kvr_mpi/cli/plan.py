@@ -66,6 +66,8 @@ def plan(
         return
     click.echo(f"model      {outline.name} ({outline.shape.architecture}, {str(outline.dtype).removeprefix('torch.')})")
     click.echo(f"costs      {forecast.source}")
+    if forecast.rolling is not None:
+        click.echo(f"cache      {forecast.rolling.name}, each document on one rank")
     click.echo(f"corpus     {len(made.texts)} documents, {made.counted}\n")
     _print_rows(found, forecast, limit_rows)
     _print_summary(made)
@@ -119,6 +121,7 @@ def _as_json(found: Schedule, forecast: Forecast) -> dict[str, Any]:
     return {
         "ranks": found.ranks,
         "costs": forecast.source,
+        "cache": "whole" if forecast.rolling is None else forecast.rolling.name,
         "makespan_s": found.makespan_s,
         "lower_bound_s": found.lower_bound_s,
         "area_bound_s": found.area_bound_s,

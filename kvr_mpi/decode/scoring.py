@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -104,10 +105,18 @@ def _run(loaded: LoadedModel, prefill: Prefill, ids: Sequence[int]) -> torch.Ten
         tokens = torch.tensor(ids, device=loaded.device).view(-1, 1, 1)
         return torch.stack([run_next(loaded.model, behind, token) for token in tokens])
     cache = prefill.cache
-    length, count = cache.length, len(ids)
+    length = cache.length
     cache.note_states()
     try:
-        row = torch.tensor([list(ids)], device=loaded.device)
-        return run_model(loaded.model, row, cache, keep=torch.arange(count, device=loaded.device))
+        if loaded.streamed is not None:  # a pass over all weights
+            return loaded.streamed.run_all([lambda: _run_after(loaded, cache, ids)])[0]
+        return _run_after(loaded, cache, ids)
     finally:
         cache.step_back(length)
+
+
+@torch.inference_mode()  # of each thread
+def _run_after(loaded: LoadedModel, cache: Any, ids: Sequence[int]) -> torch.Tensor:
+    """Compute logits (tokens, vocab_size) after each of some tokens that follow what a cache holds."""
+    row = torch.tensor([list(ids)], device=loaded.device)
+    return run_model(loaded.model, row, cache, keep=torch.arange(len(ids), device=loaded.device))

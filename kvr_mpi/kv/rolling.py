@@ -19,7 +19,8 @@ from kvr_mpi.kv.attention import PartialAttention, attend
 from kvr_mpi.kv.layer import attend_ranges
 from kvr_mpi.kv.layout import UniformLayout
 from kvr_mpi.kv.row import RowCache, RowLayer
-from kvr_mpi.model import LayerShape, LoadedModel
+from kvr_mpi.kv.settings import CacheSettings
+from kvr_mpi.model import LayerShape, LoadedModel, ModelShape
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.masks import Visibility
 
@@ -60,6 +61,10 @@ class Rolling:
     def holds(self, visibility: Visibility) -> bool:
         """Whether all that such a layer sees is held."""
         return visibility.size is not None and visibility.size <= self.cache_tokens + 1
+
+    def kv_bytes(self, shape: ModelShape) -> int:
+        """Bytes of keys and values, whatever the prompt's length."""
+        return (self.cache_tokens + self.step_tokens) * shape.kv_bytes_per_token
 
     @property
     def name(self) -> str:
@@ -150,6 +155,22 @@ class RollingLayer(RowLayer):
         )
         return part.merge(attend(query, *self.rows(0, self.sinks), params))
 
+    def step_back(self, length: int) -> None:
+        """Forget all but the first `length` tokens.
+
+        Raises
+        ------
+        ModelError
+            If what the next token would see was dropped for those after it.
+        """
+        needed = max(self.sinks, length - self.cache.rolling.cache_tokens + self.sinks)
+        if self._base > needed:
+            raise ModelError(f"layer {self.layer_idx}: tokens from {needed} on are needed, and held from {self._base}")
+        self.length = min(self.length, length)
+
+    def lay_by_heads(self) -> None:
+        """Nothing to do: the buffer stays as it is while tokens are decoded."""
+
     def get_seq_length(self) -> int:
         """Tokens of the prompt before the ones to come."""
         return self.length
@@ -175,11 +196,27 @@ class RollingCache(RowCache):
         If the model sees more than is held, and no approximation was asked for; or cannot be run so at all.
     """
 
+    is_ragged = False
+
     def __init__(self, loaded: LoadedModel, rolling: Rolling, prompt_tokens: int) -> None:
         check_rolling(loaded, rolling)
         self.rolling, self.prompt_tokens = rolling, prompt_tokens
         self.dtype, self.device = loaded.dtype, loaded.device
         super().__init__([RollingLayer(self, idx, shape) for idx, shape in enumerate(loaded.shape.layers)])
+
+    @property
+    def length(self) -> int:
+        """Tokens that were run, of which the last ones are held."""
+        return int(self.layers[0].length)
+
+    def note_states(self) -> None:
+        """Nothing to do: its layers keep none."""
+
+    def step_back(self, length: int) -> None:
+        """Forget all but the first `length` tokens, no more than a step's, if need be in the middle of a layer."""
+        self.current = None
+        for layer in self.layers:
+            layer.step_back(length)
 
     @property
     def prefilling(self) -> bool:
@@ -196,16 +233,27 @@ class RollingCache(RowCache):
         return sum(layer._layout.buffer.nbytes for layer in self.layers)
 
 
+def rolling_of(settings: CacheSettings) -> Rolling | None:
+    """Make what a job asks for; None: a whole cache."""
+    if not settings.is_rolling:
+        return None
+    return Rolling(settings.tokens, settings.step_tokens, settings.approximation, settings.sinks)
+
+
 def check_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
-    """Refuse a model of which a rolling cache does not hold enough.
+    """Refuse a model of which a rolling cache does not hold enough; errors are those of `check_held`."""
+    check_held(loaded.shape, rolling, in_parts=loaded.attends_in_parts)
+
+
+def check_held(shape: ModelShape, rolling: Rolling, *, in_parts: bool) -> None:
+    """Refuse a shape of which a rolling cache does not hold enough.
 
     Raises
     ------
     ModelError
         Saying of which layer, and what to do.
     """
-    shape = loaded.shape
-    if shape.has_states or not loaded.attends_in_parts or any(not layer.elements for layer in shape.layers):
+    if shape.has_states or not in_parts or any(not layer.elements for layer in shape.layers):
         raise ModelError(
             f"{shape.architecture}: a rolling cache takes only models whose every layer attends by our hook"
         )

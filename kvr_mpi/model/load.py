@@ -27,6 +27,8 @@ from kvr_mpi.topology import device_index
 if TYPE_CHECKING:
     import torch
 
+    from kvr_mpi.model.streamed import StreamedWeights
+
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PACKAGE = "package:"
 HASHED_BYTES = 16 << 20
@@ -57,6 +59,7 @@ class LoadedModel:
     device: torch.device
     cuts_last_layer: bool = True  # its code bears that after the last attention only the last token goes on
     attends_in_parts: bool = True  # a chain takes its attention over; else its own attends to the whole prefix at once
+    streamed: StreamedWeights | None = None  # its layers come from disk, pass by pass; None: all weights are held
 
 
 @dataclass(frozen=True, slots=True)

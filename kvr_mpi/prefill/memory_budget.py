@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.kv.cache import LAYERS_HELD
 from kvr_mpi.kv.exchange import Exchange, MakeExchange
+from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -115,6 +116,11 @@ class Footprint:
         tokens = exchange.capacity + (0 if is_spread else reserved)
         longest = max(sum(last - first for first, last in chunk) for chunk in exchange.chunks)
         return (tokens * sum(layers) + kept) * self.shape.dtype_bytes + self.activation_bytes(computed, longest)
+
+    def rolling_bytes(self, rolling: Rolling) -> int:
+        """Most bytes a prompt takes that goes through a rolling cache, whatever its length."""
+        held = rolling.cache_tokens + rolling.step_tokens
+        return rolling.kv_bytes(self.shape) + self.activation_bytes(held)
 
     def activation_bytes(self, tokens: int, chunk_tokens: int | None = None) -> int:
         """Bytes taken for one layer's activations, between the two nearest numbers of tokens that were counted.
@@ -230,6 +236,22 @@ def check_fits(
         f"beside the weights and has {free_bytes[rank] / GIB:.2f} GiB; its keys and values alone take "
         f"{tokens * footprint.shape.kv_bytes_per_token / GIB:.2f} GiB; {advice}"
     )
+
+
+def check_rolling_fits(footprint: Footprint, rolling: Rolling, free_bytes: int) -> None:
+    """Refuse prompts if not even a rolling cache fits, before anything is computed.
+
+    Raises
+    ------
+    DocumentError
+        Saying what it takes.
+    """
+    needs = footprint.rolling_bytes(rolling)
+    if needs > free_bytes:
+        raise DocumentError(
+            f"a {rolling.name} needs {needs / GIB:.2f} GiB beside the weights, and a rank has {free_bytes / GIB:.2f} "
+            f"GiB; hold less (cache.tokens, cache.step_tokens), or use ranks with more memory"
+        )
 
 
 def ranks_that_fit(

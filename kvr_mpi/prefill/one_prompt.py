@@ -61,6 +61,7 @@ class Prefill:
     known_tokens: int = 0  # the first ones, whose keys and values were there already
     share: Share | None = None  # this rank's, of a prompt that stays spread over its chain: there is no cache
     retained: RetainedSize | None = None  # what compression has left of the cache; None: it is whole
+    rolling: str = ""  # what a rolling cache holds; empty: the cache is of all tokens
     began_s: float = 0.0  # on the clock of `layer_begins_s`, time.perf_counter
     layer_begins_s: Sequence[float] = ()  # when each layer's keys were made; empty on a GPU, which computes on its own
 

@@ -6,14 +6,25 @@ StreamingLLM's approximation, if that is asked for by name (`kv.rolling`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from kvr_mpi.kv.rolling import Rolling, RollingCache
+from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.rolling import Rolling, RollingCache, check_rolling
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
-from kvr_mpi.partition import cut_range
+from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.partition import Partition, cut_range
+from kvr_mpi.prefill.failure import is_out_of_memory
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
+from kvr_mpi.prefill.self_check import FAILURES, allowed_error, error_share
+from kvr_mpi.transport.local import LocalTransport
+
+# Of the check before a job, and of each of its steps.
+CHECKED_TOKENS, CHECKED_STEP = 12, 5
 
 
 @torch.inference_mode()
@@ -44,8 +55,61 @@ def prefill_streaming(
     rolling = rolling or Rolling()
     loaded.shape.check_ids(ids)
     cache = RollingCache(loaded, rolling, len(ids))
-    logits = None
+    logits, nobody = torch.empty(0), torch.empty(0, dtype=torch.long, device=loaded.device)
     for first, last in cut_range(0, len(ids), rolling.step_tokens):
-        logits = run_model(loaded.model, torch.tensor([ids[first:last]], device=loaded.device), cache)[0]
-    assert logits is not None, "a prompt has a token"
-    return logits, cache
+        keep = None if last == len(ids) else nobody  # the LM head is for the last token
+        logits = run_model(loaded.model, torch.tensor([ids[first:last]], device=loaded.device), cache, keep=keep)
+    return logits[0], cache
+
+
+def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> Prefill:
+    """Prefill a prompt of a job, as `prefill_streaming`; without memory for it there is an error and no cache."""
+    began, cache, logits, error = time.perf_counter(), None, None, None
+    try:
+        logits, cache = prefill_streaming(loaded, ids, rolling)
+    except (RuntimeError, MemoryError) as failure:
+        if not is_out_of_memory(failure):
+            raise
+        error = (
+            f"a prompt of {len(ids)} tokens: there is no memory for a {rolling.name} ({str(failure).splitlines()[0]}); "
+            f"hold less (cache.tokens, cache.step_tokens), or less of other prompts at a time (parallel.memory_gib)"
+        )
+    wait_for_compute(loaded.device)
+    seconds = time.perf_counter() - began
+    partition = Partition((0, len(ids)))
+    return Prefill(partition, cache, logits, seconds, error=error, began_s=began, rolling=rolling.name)
+
+
+def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
+    """Make sure that a rolling cache holds what a model sees, and on a few tokens that it gives this model's logits.
+
+    Raises
+    ------
+    ModelError
+        If it does not, or the model cannot be run so.
+    """
+    check_rolling(loaded, rolling)
+    name = loaded.shape.architecture
+    if kinds := depends_on_length(loaded.model):
+        raise ModelError(
+            f"{name}: its rotary embedding ({kinds}) is another when an answer grows past some length, and the "
+            f"prompt's keys, which would then be computed anew, are gone from a rolling cache"
+        )
+    tokens = min(CHECKED_TOKENS, loaded.shape.max_tokens or CHECKED_TOKENS)
+    # What is seen and what is dropped is checked by the shapes above: on a few tokens all are held.
+    tried = replace(rolling, cache_tokens=max(rolling.cache_tokens, tokens), step_tokens=CHECKED_STEP)
+    ids = loaded.shape.sample_ids(tokens)
+    truth = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport()).logits
+    try:
+        found, _ = prefill_streaming(loaded, ids, tried)
+    except FAILURES as failure:
+        raise ModelError(
+            f"{name} does not run a few tokens at a time: {type(failure).__name__}: {failure}"
+        ) from failure
+    assert truth is not None
+    error, allowed = error_share(found, truth), allowed_error(loaded.dtype)
+    if not error <= allowed:
+        raise ModelError(
+            f"{name}: on {tokens} tokens a rolling cache differs from a whole one by {error:.1e} of the logits' spread "
+            f"(allowed {allowed:.0e})"
+        )

@@ -82,7 +82,9 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path) -> Non
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     table.add_column("answer", no_wrap=True, overflow="ellipsis", ratio=1)
     example = ""  # a document to look at
+    caches: dict[str, None] = {}
     for record in rows:
+        caches |= {record.cache: None} if record.cache else {}
         if not example and record.id.isprintable() and not record.id.startswith("-"):
             example = record.id
         _add_row(table, record)
@@ -90,6 +92,7 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path) -> Non
     lines = [f"... and {summary.documents - table.row_count} more"] if summary.documents > table.row_count else []
     if summary.failed:
         lines += ["\nerrors:", *(f"  {line}" for line in reason_lines(summary.reasons))]
+    lines += [f"\nanswers by a {cache}" for cache in caches]
     kvr, where = command(), shlex.quote(str(result))
     hints = [f"{kvr} inspect {where}", f"{kvr} export {where} --format jsonl"]
     if summary.failed:

@@ -14,16 +14,16 @@ from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.exchange import Exchange
-from kvr_mpi.kv.paged import pages_for
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.transfers import Range
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.memory_budget import check_fits
+from kvr_mpi.prefill.memory_budget import check_fits, check_rolling_fits
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.registry import KVR, STRATEGIES, Strategy, choose_chunks
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
+from kvr_mpi.runtime.own_ways import has_own_way, prefill_own_way
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.runtime.rates import Say
 from kvr_mpi.runtime.requests import PromptRequest
@@ -60,6 +60,7 @@ class ChainRunner:
         self.chain, self.first_rank = chain, ranks.start
         self._setup, self._spec, self._loaded = setup, setup.spec, setup.loaded
         self._free_bytes = setup.free_bytes[ranks]
+        self.in_passes = setup.loaded.streamed is not None  # a wave's prompts go through the model together
         rates = setup.rates[ranks]
         self._partitioner = Partitioner(self._spec.parallel, chain, rates, setup.table, say)
         # On one rank there is nothing to choose: whatever hands keys and values on is a chain of one.
@@ -98,9 +99,8 @@ class ChainRunner:
         Other ranks are told, since what is rounded here could be rounded differently on another processor.
         """
         prompt, prefix, new_tokens = request.prompt, self._prefix_of(request), request.document.new_tokens
-        known, window = prefix.tokens if prefix else 0, self._window_of(prompt)
-        shared = self._plan_shared(request, decode_rank)
-        if shared is not None:
+        known, window = prefix.tokens if prefix else 0, self._setup.window_of(prompt)
+        if (shared := self._plan_shared(request, decode_rank)) is not None:
             return shared
         is_compressed = prefix is not None and prefix.heads is not None  # one rank has what each head kept
         if is_compressed or self._goes_alone(prompt.tokens - known, None if window is None else window[0] - known):
@@ -167,12 +167,15 @@ class ChainRunner:
             free = [min(self._free_bytes)]
             if self._is_stored(plan.prefix):
                 plan.check_share_fits(footprint, free[0])
+            elif self._setup.rolling is not None:
+                check_rolling_fits(footprint, self._setup.rolling, free[0])
             elif plan.partition is None:
                 check_fits(footprint, Partition((0, plan.prompt.tokens)), free, plan.new_tokens)
             else:
                 make = partial(plan.strategy.ours.make or Relay, chunk_tokens=plan.chunk_tokens)
-                many = free * self.chain.size
-                check_fits(footprint, plan.partition, many, plan.new_tokens, make, is_spread=self.is_spread)
+                check_fits(
+                    footprint, plan.partition, free * self.chain.size, plan.new_tokens, make, is_spread=self.is_spread
+                )
         except DocumentError as error:
             return str(error)
         return None
@@ -182,12 +185,13 @@ class ChainRunner:
         footprint = self._setup.footprint
         if footprint is None:  # plain transformers' memory is not predicted: one at a time
             return False
-        own = self._kv_bytes(plan.prompt.tokens + plan.new_tokens) + footprint.activation_bytes(PACK_TOKENS)
+        own = self._setup.kv_bytes(plan.prompt.tokens + plan.new_tokens)
+        own += footprint.activation_bytes(max(PACK_TOKENS, plan.row_tokens if self.in_passes else 0))
         if self._is_stored(plan.prefix):
             needs = [plan.share_bytes(footprint)] * self.chain.size
         elif plan.partition is None or self.goes_on(plan):
             needs = [0] * self.chain.size
-            needs[plan.decode_rank] = own + self._kv_bytes(plan.shared_tokens)
+            needs[plan.decode_rank] = own + self._setup.kv_bytes(plan.shared_tokens)
         else:
             new_tokens = 0 if plan.shared_tokens else plan.new_tokens
             exchanges = plan.strategy.exchanges(plan.partition, plan.known_tokens, plan.chunk_tokens)
@@ -203,7 +207,7 @@ class ChainRunner:
     def held_bytes(self, request: PromptRequest) -> int:
         """Bytes of a prompt's cache, with room for the answer: on the rank that decodes it, or on all together."""
         prompt, compression = request.prompt, self._setup.compression
-        whole = self._kv_bytes(prompt.tokens + request.document.new_tokens)
+        whole = self._setup.kv_bytes(prompt.tokens + request.document.new_tokens)
         if compression is None:
             return whole
         return whole - compression.dropped_bytes(self._loaded, prompt.tokens, prompt.text)
@@ -242,7 +246,7 @@ class ChainRunner:
             spares_chain=True,
             keeps_all=(keeps_all or bool(self._spec.output.kv)) and not self.is_spread,
             is_spread=self.is_spread,
-            window=self._window_of(planned.prompt),
+            window=self._setup.window_of(planned.prompt),
             chunk_tokens=planned.chunk_tokens,
             arena=self._setup.arena,
         )
@@ -278,7 +282,9 @@ class ChainRunner:
 
     def prefill_packed(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
         """Prefill short prompts that begin with the same prefix in one forward, on this rank alone."""
-        windows = [self._window_of(planned.prompt) for planned in row]
+        if has_own_way(self._setup):
+            return prefill_own_way(self._setup, row)
+        windows = [self._setup.window_of(planned.prompt) for planned in row]
         if any(windows):  # prompts that are observed run one by one
             return [one for each, window in zip(row, windows, strict=True) for one in self._prefill_row([each], window)]
         rows = [row] if self._setup.why_alone is None else [[planned] for planned in row]
@@ -312,6 +318,8 @@ class ChainRunner:
         before_window : int or None
             How many of them stand before those whose queries compression asks for.
         """
+        if has_own_way(self._setup):
+            return True
         if self._strategy.is_plain or self.is_spread:
             return False
         size = self.chain.size
@@ -321,19 +329,10 @@ class ChainRunner:
 
     def _prefix_of(self, request: PromptRequest) -> SharedPrefix | None:
         """Find what a prompt begins with, if that is computed already."""
-        ids, known, window = request.prompt.ids, request.document.prefix, self._window_of(request.prompt)
+        ids, known, window = request.prompt.ids, request.document.prefix, self._setup.window_of(request.prompt)
         end = len(ids) if window is None else window[0]  # of what is known there are no queries
         fitting = (one for one in self._setup.prefixes if one.tokens <= end and ids[: one.tokens] == one.ids)
         return known or next(fitting, None)
-
-    def _window_of(self, prompt: Prompt) -> Range | None:
-        """Say which tokens' queries compression asks for; None if it asks for none."""
-        compression = self._setup.compression
-        return None if compression is None else compression.observed_of(prompt.tokens, prompt.text)
-
-    def _kv_bytes(self, tokens: int) -> int:
-        arena = self._setup.arena
-        return tokens * self._loaded.shape.kv_bytes_per_token if arena is None else pages_for(tokens) * arena.page_bytes
 
     def _cut(self, strategy: Strategy, tokens: int, known: int, decode_rank: int) -> Partition:
         """Cut a prompt for the chain with this rank of it last; nobody computes what is known."""

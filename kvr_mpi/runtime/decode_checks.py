@@ -16,6 +16,10 @@ def why_not_combined(spec: JobSpec) -> str | None:
     if spec.output.kv == "sharded" or (spec.questions is not None and spec.questions.sharded):
         key = "questions.sharded" if spec.questions is not None else "output.kv = 'sharded'"
         return f"with {key} ranks decode together already, each some tokens"
+    if spec.model.stream_weights:
+        return "model.stream_weights = true decodes nothing"
+    if spec.cache.is_rolling:
+        return "cache.kind = 'rolling' holds the last tokens of each document on one rank"
     if spec.generation.of_answers != AS_THE_JOB or spec.generation.scores:
         return "log-probabilities, scores, several samples and schemas are not for ranks that share heads yet"
     if spec.decode.mode == "auto" and spec.documents.format == "openai-batch":

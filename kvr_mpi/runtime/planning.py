@@ -14,9 +14,11 @@ from kvr_mpi.documents.templates import check_system
 from kvr_mpi.documents.token_counts import Counted, count_corpus
 from kvr_mpi.errors import ConfigError, CorpusError
 from kvr_mpi.job import JobSpec
+from kvr_mpi.kv.rolling import check_held, rolling_of
 from kvr_mpi.model import Outline, load_outline
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.tensor_parallel import why_not_by_config
+from kvr_mpi.runtime.cache_checks import check_cache
 from kvr_mpi.runtime.decode_checks import why_not_combined
 from kvr_mpi.runtime.inputs import parse_templates, row_format
 from kvr_mpi.runtime.setup import Machine
@@ -65,7 +67,13 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
         raise ConfigError(
             "[[prompts]]: several prompts about a document are not planned yet; plan one as prompt.template"
         )
+    if spec.model.stream_weights:
+        raise ConfigError(
+            "model.stream_weights: reading weights from disk is not planned yet; the job itself says what a pass "
+            "reads, how long that takes, and for how many tokens, before its first document"
+        )
     check_system(spec.prompt.system)
+    check_cache(spec, ranks)
     source = spec.model
     outline = load_outline(
         source.path,
@@ -77,6 +85,8 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
     )
     if source.adapter is not None:
         outline = replace(outline, fingerprint=with_adapter(outline.fingerprint, source.adapter))
+    if (rolling := rolling_of(spec.cache)) is not None:
+        check_held(outline.shape, rolling, in_parts=outline.shape.why_whole is None)
     frame = frame_of(spec, outline.tokenizer, outline.shape, spec.prompt.template)
     forecast = forecast_of(spec, outline, frame, ranks, hardware)
     found = _count(spec, outline.tokenizer, exact)

@@ -20,8 +20,10 @@ from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, Outpu
 from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
 from kvr_mpi.model.adapter import check_adapter
+from kvr_mpi.runtime.cache_checks import check_cache
 from kvr_mpi.runtime.decode_checks import check_decode
 from kvr_mpi.runtime.inputs import check_answers, check_format, check_prompts, check_schema, templates_of
+from kvr_mpi.runtime.stream_checks import check_streaming
 from kvr_mpi.store.folder import check_fresh
 from kvr_mpi.topology import divides
 from kvr_mpi.tuning.table import load_table, table_files
@@ -99,6 +101,8 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
     checks: list[Callable[[], object]] = [
         partial(choose_chain_size, spec, ranks),
         partial(_check_table, spec, ranks),
+        partial(check_cache, spec, ranks),
+        partial(check_streaming, spec, ranks),
         partial(_check_compress, spec),
         partial(_check_decode, spec, ranks),
         *(partial(_check_template, spec, key, template) for key, template in templates_of(spec).items()),

@@ -23,6 +23,7 @@ from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.model import LoadedModel, hash_weights
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.attention_hook import prepare_model
@@ -33,6 +34,7 @@ from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
 from kvr_mpi.prefill.registry import AUTO, Strategy, candidates, check_takes_chunks
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
+from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.runtime.arena import open_arena
 from kvr_mpi.runtime.asking import frame_questions
 from kvr_mpi.runtime.decode_checks import why_not_combined
@@ -44,6 +46,7 @@ from kvr_mpi.runtime.rates import costs_of, describe_rates, rates_of, table_of
 from kvr_mpi.runtime.reuse import find_beginnings
 from kvr_mpi.runtime.setup import EXAMPLE_TOKENS, JobSetup, Machine
 from kvr_mpi.runtime.shared_document import describe_sharing
+from kvr_mpi.runtime.streaming_weights import check_streamed, load_in_blocks
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
 from kvr_mpi.topology import Topology, cores_per_rank
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
@@ -85,16 +88,15 @@ def prepare(
     strategies, left_out = together(world, partial(_check_strategies, spec, loaded))
     for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression)):
         say(line)
-    why_alone = None if plain else together(world, partial(why_not_packed, loaded))
+    rolling = together(world, partial(_open_rolling, spec, loaded, say))
+    why_alone = None if plain else together(world, partial(_why_alone, loaded, rolling))
     if why_alone is not None:
         say(f"documents are decoded one by one: {why_alone}")
     sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_combined(spec) or why_alone))
     weights = _hash_weights(spec, machine, world, say)
     question_frames = together(world, partial(_question_frames, spec, loaded, weights, say))
     frames = _repeated_frames(spec, frame, reduce_frame, question_frames)
-    if any(len(each.shared_head) >= LEAST_PREFIX_TOKENS for each in frames):
-        say("computing the instructions that all prompts begin with")
-    prefixes = together(world, partial(_compute_prefixes, loaded, frames))
+    prefixes = together(world, partial(_compute_prefixes, loaded, frames, say))
     footprint = None if plain else together(world, partial(_footprint_of, loaded, strategies))
     free_bytes: list[int] = share_json(
         world, gather_json(world, _free_bytes(spec, loaded, ranks_on_device(world, loaded.device), sharing))
@@ -129,6 +131,7 @@ def prepare(
         compression=compression,
         sharing=sharing,
         arena=arena,
+        rolling=rolling,
     )
 
 
@@ -141,10 +144,12 @@ def _load(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> Loaded
     threads = spec.parallel.threads or machine.threads
     torch.set_num_threads(threads or cores_per_rank(machine.cores, world.local_size))
     source = spec.model
-    arguments: dict[str, Any] = source.model_dump(exclude={"path", "offline"})
+    arguments: dict[str, Any] = source.model_dump(exclude={"path", "offline", "stream_weights"})
     arguments["offline"] = machine.offline if source.offline is None else source.offline
     arguments |= {"cache_dir": machine.cache_dir, "device_index": world.local_rank}
     say(f"loading {source.path}")
+    if source.stream_weights:
+        return load_in_blocks(spec, world, offline=arguments["offline"], cache_dir=machine.cache_dir, say=say)
     with staged_model(source.path, machine.stage_in, world, say) as path:
         loaded = load_on_all(world, path, packs=spec.parallel.strategy != "single", say=say, **arguments)
     return replace(loaded, name=source.path)
@@ -169,6 +174,8 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     """Make sure that model, strategy, prompt and generation settings go together."""
     if spec.parallel.strategy == "single":
         prepare_model(loaded.model, chain=False)
+    elif loaded.streamed is not None:
+        loaded = check_streamed(loaded, say)
     else:
         loaded = check_chain(loaded, say=say)
     if spec.is_spread:
@@ -242,16 +249,23 @@ def _repeated_frames(
     spec: JobSpec, frame: Frame, reduce_frame: Frame, question_frames: Mapping[str, Frame]
 ) -> tuple[Frame, ...]:
     """List the frames whose beginning is computed once for all documents."""
-    if spec.parallel.strategy == PLAIN or spec.questions is not None:
+    if (
+        spec.parallel.strategy == PLAIN
+        or spec.questions is not None
+        or spec.cache.is_rolling
+        or spec.model.stream_weights
+    ):
         return ()
     return (frame, *question_frames.values(), *((reduce_frame,) if spec.prompt.too_long == "split" else ()))
 
 
-def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame]) -> tuple[SharedPrefix, ...]:
+def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame], say: Say) -> tuple[SharedPrefix, ...]:
     """Compute once what all prompts begin with, for each frame: its instructions before the text."""
     if depends_on_length(loaded.model):  # then so do those
         return ()
     heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
+    if heads:
+        say("computing the instructions that all prompts begin with")
     return tuple(compute_prefix(loaded, head) for head in sorted(heads, key=len, reverse=True))
 
 
@@ -260,13 +274,38 @@ def _open_compression(spec: JobSpec, loaded: LoadedModel) -> Compression | None:
     return None if spec.compress is None else open_compression(spec.compress, loaded)
 
 
+def _why_alone(loaded: LoadedModel, rolling: Rolling | None) -> str | None:
+    """Say why prompts do not run packed; None if they do."""
+    if loaded.streamed is not None:
+        return "weights are streamed, for prompts only"
+    return why_not_packed(loaded) if rolling is None else "rolling caches are not put together in a row yet"
+
+
+def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | None:
+    """Make the rolling cache that the job asks for, if it does, and prove that the model runs by it.
+
+    Raises
+    ------
+    ConfigError
+        If it does not.
+    """
+    rolling = rolling_of(spec.cache)
+    try:
+        if rolling is not None:
+            prove_rolling(loaded, rolling)
+            say(f"prompts go through a {rolling.name}; their memory does not depend on their length")
+    except ModelError as error:
+        raise ConfigError(f"cache.kind = 'rolling' (cache.tokens, cache.approximation): {error}") from error
+    return rolling
+
+
 def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footprint:
     """Say what prompts take of a rank's memory, and whether chunks may save some."""
     on_gpu = loaded.device.type == "cuda"
     footprint = footprint_of(loaded.model.config, loaded.dtype, on_gpu=on_gpu, in_parts=loaded.attends_in_parts)
     chunked = next((strategy for strategy in strategies if strategy.takes_chunks), None)
     try:
-        if chunked is None or not footprint.takes_chunks:
+        if chunked is None or not footprint.takes_chunks or loaded.streamed is not None:
             return footprint
         chunked.check_chunks(loaded)
     except ModelError:
@@ -279,4 +318,5 @@ def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int, sharing: HeadS
     if spec.parallel.memory_gib is not None:
         return int(spec.parallel.memory_gib * GIB)
     twin = twin_bytes(loaded) if isinstance(sharing, HeadSharing) else 0
-    return max(0, int(MEMORY_SHARE * free_bytes(loaded.device, sharers)) - twin)
+    blocks = 0 if loaded.streamed is None else loaded.streamed.reserved_bytes
+    return max(0, int(MEMORY_SHARE * free_bytes(loaded.device, sharers)) - twin - blocks)

@@ -122,6 +122,7 @@ class PromptOutcome:
     compression: str = ""  # by which keys and values were dropped before decoding
     retained_tokens: float = 0.0  # of a KV head, on average
     retained_bytes: int = 0
+    cache: str = ""  # what a rolling one held
 
 
 @dataclass(slots=True)
@@ -214,6 +215,7 @@ class DocumentRequest:
             compression="" if retained is None else retained.method,
             retained_tokens=0.0 if retained is None else retained.tokens,
             retained_bytes=0 if retained is None else retained.kv_bytes,
+            cache=prefill.rolling,
         )
 
     def begun_record(self, prefill: Prefill) -> Record:
@@ -254,6 +256,7 @@ class DocumentRequest:
             compression=outcomes[-1].compression,
             retained_tokens=sum(outcome.retained_tokens for outcome in outcomes),
             retained_bytes=sum(outcome.retained_bytes for outcome in outcomes),
+            cache=outcomes[-1].cache,
         )
 
     def split_text(self, ids: Sequence[int], frame: Frame) -> None:

@@ -16,11 +16,14 @@ from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.placing import HeadSharing
-from kvr_mpi.documents.prompts import Frame
+from kvr_mpi.documents.prompts import Frame, Prompt
 from kvr_mpi.job import JobSpec
-from kvr_mpi.kv.paged import PagedArena
+from kvr_mpi.kv.paged import PagedArena, pages_for
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.rolling import Rolling
+from kvr_mpi.kv.transfers import Range
 from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
+from kvr_mpi.prefill.in_pass import pass_bytes_per_token
 from kvr_mpi.prefill.memory_budget import Footprint
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.runtime.inputs import passed_columns, prompts_of
@@ -65,6 +68,7 @@ class JobSetup:
     compression : which keys and values are kept for decoding; None: all.
     sharing : how chains may share heads out to decode, or why not; None if the job does not ask.
     arena : where this rank keeps what it decodes; None: each document in memory of its own.
+    rolling : what is held of each prompt; None: all of it.
     """
 
     spec: JobSpec
@@ -86,6 +90,7 @@ class JobSetup:
     compression: Compression | None = None
     sharing: HeadSharing | str | None = None
     arena: PagedArena | None = None
+    rolling: Rolling | None = None
 
     @property
     def decodes_together(self) -> bool:
@@ -112,6 +117,20 @@ class JobSetup:
     def longest_tokens(self) -> int:
         """Tokens of the longest prompt there can be; where the model names no context, of an example."""
         return self.frame.max_tokens if self.loaded.shape.max_tokens else EXAMPLE_TOKENS
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes that keys and values of so many tokens of one prompt take."""
+        if self.rolling is not None:
+            return self.rolling.kv_bytes(self.loaded.shape) if tokens else 0
+        if self.arena is not None:
+            return pages_for(tokens) * self.arena.page_bytes
+        if self.loaded.streamed is not None:
+            return tokens * pass_bytes_per_token(self.loaded.shape)
+        return tokens * self.loaded.shape.kv_bytes_per_token
+
+    def window_of(self, prompt: Prompt) -> Range | None:
+        """Say which tokens' queries compression asks for; None if it asks for none."""
+        return None if self.compression is None else self.compression.observed_of(prompt.tokens, prompt.text)
 
     def chain_costs(self, ranks: slice) -> Costs:
         """Costs of the ranks of one chain, measured or from the table."""
@@ -160,6 +179,8 @@ class JobSetup:
             identity["questions"] = spec.questions.model_dump(include={"ask", "template"})
         if self.compression is not None:
             identity["compress"] = self.compression.identity
+        if self.rolling is not None:
+            identity["cache"] = self.rolling.name
         about: dict[str, Any] = {
             "name": loaded.name,
             "architecture": loaded.shape.architecture,

@@ -79,6 +79,10 @@ def why_not_shared(spec: JobSpec, model: Any) -> str | None:
         return f"the rotary embedding ({kinds}) depends on the prompt's length"
     if spec.is_spread:
         return "keys and values stay spread over the ranks"
+    if spec.model.stream_weights:
+        return "all prompts of a pass go through its layers together"
+    if spec.cache.is_rolling:
+        return "a rolling cache keeps nothing that others could go on from"
     if spec.compress is not None:
         return "keys and values are compressed by what each prompt asks"
     return None

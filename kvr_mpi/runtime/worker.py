@@ -90,7 +90,7 @@ class ChainWorker:
             self._chain.size,
             runner,
             max_sequences=MAX_SEQUENCES,
-            decodes=runner.new_tokens > 0,
+            decodes=runner.new_tokens > 0 or runner.in_passes,
             is_spread=runner.is_spread,
         )
         self._has_documents = True
@@ -230,7 +230,7 @@ class ChainWorker:
     def _prefill_packed(self) -> None:
         """Prefill what was put aside, some prompts at a time."""
         packed, self._packed = self._packed, []
-        for row in _rows(packed):
+        for row in [packed] * bool(packed) if self._runner.in_passes else _rows(packed):
             self._context.trace.begin_row(row, self._runner.first_rank + self._chain.rank)
             try:
                 prefills = self._runner.prefill_packed([planned for _, planned in row])

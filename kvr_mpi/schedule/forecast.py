@@ -21,6 +21,7 @@ from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.documents.prompts import Frame, count_parts, make_frame
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec
+from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.model import ModelShape, Outline
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
@@ -83,6 +84,7 @@ class Forecast:
     strategies : what may run a prompt; of several the fastest, as in `registry.fastest`.
     chunk_tokens : of the chunks in which slices are computed; auto: `chunks` says.
     chunks : in which chunks (tokens, ranks) are computed, if they do not fit at once; None if that is unknown.
+    rolling : the cache that prompts go through, each on one rank; None: a whole one.
     """
 
     source: str
@@ -102,10 +104,13 @@ class Forecast:
     strategies: tuple[Strategy, ...] = (KVR,)
     chunk_tokens: int | Literal["auto"] = "auto"
     chunks: Callable[[int, int], int | None] | None = None
+    rolling: Rolling | None = None
 
     def chunks_for(self, tokens: int, ranks: int) -> int | None:
         """Say in which chunks a prompt's slices are computed on so many ranks; None: at once."""
         strategy = self.strategy(tokens, ranks)
+        if self.rolling is not None:
+            return None
         if not strategy.takes_chunks or (ranks == 1 and 2 * tokens <= PACK_TOKENS):  # packed with others
             return None
         if self.chunk_tokens != "auto":
@@ -143,6 +148,8 @@ class Forecast:
 
     def ttft_s(self, tokens: int, ranks: int) -> float:
         """Time to the first token of one prompt; one shorter than the chain is done by its last rank."""
+        if self.rolling is not None:
+            return self._rolling_s(tokens, self.rolling)
         if 1 < ranks <= tokens:
             strategy = self.strategy(tokens, ranks)
             return strategy.seconds(self.costs_for(tokens, ranks), self.cut_for(strategy, tokens, ranks))
@@ -151,6 +158,14 @@ class Forecast:
         # Our engine, on one rank too, computes of the last layer's attention only what the last token needs.
         saved_s = 0.0 if costs.eager or self.plain else costs.pair_s * tokens**2 / 2
         return max(whole_s - saved_s, costs.layers * costs.launch_floor_s)
+
+    def _rolling_s(self, tokens: int, rolling: Rolling) -> float:
+        """Time of the steps of a rolling cache: each reads all weights, and attends to what is held."""
+        costs, steps, held = self.costs, math.ceil(tokens / rolling.step_tokens), min(tokens, rolling.cache_tokens)
+        pairs = held * (tokens - held / 2)
+        token_s = costs.qkv_token_s + costs.rest_token_s
+        computed_s = costs.layers * (tokens * token_s + pairs * costs.pair_s) + steps * costs.head_s
+        return max(computed_s, steps * self.step_s)
 
     def parts(self, tokens: int) -> list[int]:
         """Tokens of a document's prompts: one, or those of its parts and then the one about their answers."""
@@ -173,6 +188,8 @@ class Forecast:
         prefill_s = ttft_s(prompts[0], ranks) * max(1, len(prompts) - 1)
         prefill_s += ttft_s(prompts[-1], ranks) if len(prompts) > 1 else 0.0
         steps, together = max(0, self.new_tokens - 1), 1.0 if self.plain else min(max(1.0, self.load), MAX_SEQUENCES)
+        if self.rolling is not None:  # documents are decoded one by one, from what is held
+            together, prompts = 1.0, [min(prompt, self.rolling.cache_tokens) for prompt in prompts]
         step_s = (self.step_s + (together - 1) * self.row_s) / together
         decode_s = steps * sum(step_s + self.step_token_s * prompt for prompt in prompts)
         return prefill_s + decode_s / max(1.0, ranks * min(1.0, self.load))
@@ -186,7 +203,9 @@ class Forecast:
         return None if self.peak_bytes is None else self.peak_bytes(min(tokens, self.frame.max_tokens), ranks)
 
     def fits(self, tokens: int, ranks: int) -> bool:
-        """Whether the ranks of a chain have the memory for a document; yes where it is unknown."""
+        """Whether the ranks of a chain can run a document, and have the memory; yes where that is unknown."""
+        if self.rolling is not None and ranks > 1:
+            return False
         needed = self.memory(tokens, ranks) if tokens and self.memory_bytes is not None else None
         return needed is None or self.memory_bytes is None or needed <= self.memory_bytes
 
@@ -200,6 +219,7 @@ def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) ->
         plain=spec.parallel.strategy == "single",
         strategies=tuple(candidates(spec.parallel.strategy)),
         chunk_tokens=spec.parallel.chunk_tokens,
+        rolling=rolling_of(spec.cache),
         frame=frame,
         new_tokens=spec.generation.max_new_tokens,
         step_s=costs.layers * costs.launch_floor_s + costs.head_s,
@@ -263,6 +283,8 @@ def with_memory(forecast: Forecast, footprint: Footprint, memory_bytes: float, h
     """
 
     def needed(tokens: int, ranks: int, chunk_tokens: int | None) -> float:
+        if forecast.rolling is not None:
+            return held_bytes + footprint.rolling_bytes(forecast.rolling)
         size = min(ranks, tokens)
         strategy = forecast.strategy(tokens, size)
         make = strategy.ours.make or Relay

@@ -18,6 +18,7 @@
         token_texts        of all of these (UTF-8 string, one element): a JSON object, by id
         samples            all answers, if more than one was asked for (as scores); answer is the first of them
         scores             of given continuations, if asked for (UTF-8 string, one element): a list of JSON objects
+        cache (attribute)  of a job with a rolling cache: what it held, and if that is exact or an approximation
         kv/...             keys and values, if asked for (see ``kv``)
 
 Text has a fixed length (see ``hdf5``): plain h5py gives attributes as bytes, ``[0].decode()`` the answer. Datasets

@@ -17,7 +17,7 @@ REALS = ("logprobs", "top_logprobs")
 TEXTS = ("answer", "token_texts", "scores", "samples")
 DATASETS = (*ARRAYS, *TEXTS)
 # Not written where they are empty.
-ASKED_FOR = ("logprobs", "top_tokens", "top_logprobs", "token_texts", "scores", "samples")
+ASKED_FOR = ("logprobs", "top_tokens", "top_logprobs", "token_texts", "scores", "samples", "cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class Record:
     compression: str = ""  # by which keys and values were dropped before decoding; empty: none, the answer is exact
     retained_tokens: float = 0.0  # with it, of each prompt: tokens a KV head kept on average
     retained_bytes: int = 0  # and keys and values of all layers
+    cache: str = ""  # a rolling one, and if the answer is exact with it; empty: it held all tokens
     finished_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
 
     def as_dict(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from kvr_mpi.store.outputs import (
     start_file,
     write_record,
 )
-from kvr_mpi.store.record import DATASETS
+from kvr_mpi.store.record import ASKED_FOR, DATASETS
 from kvr_mpi.store.shards import ShardWriter
 
 HEADER = Header(
@@ -246,7 +246,7 @@ def test_a_file_is_readable_with_h5py_alone(tmp_path: Path) -> None:
         assert json.loads(file.attrs["model"]) == HEADER.model
         assert {"kvr_mpi", "python", "torch", "transformers", "h5py", "hdf5"} <= set(json.loads(file.attrs["software"]))
         group = file["documents/dir%2Freport 1.txt"]
-        stored = {spec.name for spec in fields(Record)} - {*DATASETS}
+        stored = {spec.name for spec in fields(Record)} - {*DATASETS, *ASKED_FOR}
         assert set(group.attrs) == stored | {*ANNOUNCED, "record_sha256"}
         assert group.attrs["answer_tokens"] == 3 and group.attrs["kv_bytes"] == 2 * 7 * 2 * 4 * 4
         for name in ("answer", "token_ids", "slices", "kv/layer_000/digests"):
