@@ -41,6 +41,11 @@ class ModelSection(Section):
     path: str = Field(min_length=1, description="folder, .gguf file, package:NAME/FILE, or id on the Hugging Face hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
+    kernels: Literal["measured", "compiled", "plain"] = Field(
+        "measured",
+        description="on CPUs: what is fastest here for each product, norm and gate; compiled: compile some first, once "
+        "for a processor; plain: the model's own code",
+    )
     adapter: str | None = Field(None, min_length=1, description="folder of a LoRA adapter, merged when it is loaded")
     revision: str | None = Field(None, description="branch, tag or commit on the hub")
     offline: bool | None = Field(None, description="never ask the hub; default: true under SLURM")

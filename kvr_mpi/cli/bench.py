@@ -69,6 +69,7 @@ class BenchOptions:
     rivals_folder: Path
     slices: tuple[str, ...]
     lend: bool
+    kernels: str
     job: Path | None
     settings: tuple[str, ...]
     ways: str
@@ -140,6 +141,13 @@ class BenchOptions:
     "layer that computes only what is read. As published they have neither.",
 )
 @click.option(
+    "--kernels",
+    type=click.Choice(["measured", "compiled", "plain"]),
+    default="measured",
+    show_default=True,
+    help="What ours computes with, as model.kernels of a job; with --batch the job says it.",
+)
+@click.option(
     "--batch",
     "job",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -196,7 +204,7 @@ def bench(**given: Any) -> int:
         lengths = together(world, lambda: parse_lengths(options.contexts))
         given = together(world, lambda: _parse_slices(options.slices))
         dtype = options.dtype or default_dtype(options.device)
-        loaded = load_everywhere(world, options.model, dtype, options.device)
+        loaded = load_everywhere(world, options.model, dtype, options.device, kernels=options.kernels, say=log.root)
         links = open_links(world, loaded, options.transport, log)
         contest = Contest(names, lengths, options.patience, given, options.lend)
         with ExitStack() as stack:
