@@ -223,12 +223,17 @@ def _names(text: str) -> list[str]:
 
 def _open_rivals(stack: ExitStack, world: Transport, options: BenchOptions, longest: int) -> dict[str, Rival | None]:
     """Start other engines beside the first rank."""
+    from kvr_mpi.bench.half_weights import half_gguf
     from kvr_mpi.bench.rivals import open_rival
+    from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.model import find_model
     from kvr_mpi.transport import on_root
 
     def start(name: str) -> Rival:
-        return stack.enter_context(open_rival(name, find_model(options.model).path, longest, options.rivals_folder))
+        path = find_model(options.model).path
+        if path.suffix == ".gguf":
+            path = half_gguf(path, read_environment().machine.cache_dir)
+        return stack.enter_context(open_rival(name, path, longest, options.rivals_folder))
 
     return {name: on_root(world, partial(start, name)) for name in _names(options.rivals)}
 

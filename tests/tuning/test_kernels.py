@@ -16,6 +16,7 @@ from models import prompt, tiny
 from kvr_mpi.model.kernels import PLAIN, ROWS, forget_kernels, kernel_bytes, kernels_of
 from kvr_mpi.model.prepacked import MULTIPLY, PREPACKED, PrepackedProduct, prepackable
 from kvr_mpi.prefill.self_check import check_chain
+from kvr_mpi.runtime.loading import load_on_all
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning import kernels
 from kvr_mpi.tuning.kernels import choose_kernels, choose_ways, measure_gains
@@ -195,6 +196,17 @@ def test_ranks_of_a_host_take_the_same_ways(loaded: Any, tmp_path: Path, monkeyp
     (file,) = (tmp_path / "kernels").iterdir()
     kept = json.loads(file.read_text())["gains"]
     assert {gain for ways in kept.values() for row in ways.values() for gain in row} == {1.2}
+
+
+@needs_onednn
+@pytest.mark.parametrize(("word", "lines"), [("measured", 1), ("plain", 0)])
+def test_a_job_says_whether_they_are_used(
+    tiny_model_dir: Path, gains: Any, tmp_path: Path, word: str, lines: int
+) -> None:
+    said: list[str] = []
+    options = {"dtype": "float32", "device": "cpu", "offline": True, "cache_dir": tmp_path}
+    found = load_on_all(LocalTransport(), str(tiny_model_dir), kernels=word, say=said.append, **options)
+    assert len(said) == lines and bool(kernels_of(found.model)) == bool(lines)
 
 
 def test_every_way_is_measured_at_every_number_of_rows(loaded: Any) -> None:
