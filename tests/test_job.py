@@ -28,6 +28,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     dtype = "bfloat16"
     device = "cpu"
     adapter = "lora"
+    kernels = "plain"
     revision = "main"
     offline = true
     trust_remote_code = true

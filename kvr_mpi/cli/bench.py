@@ -137,7 +137,7 @@ class BenchOptions:
 @click.option(
     "--lend",
     is_flag=True,
-    help="Give tsp and ring what is ours, too: weights laid out for the processor and, except for tsp-dense, a last "
+    help="Give tsp and ring what is ours, too: kernels chosen for the processor and, except for tsp-dense, a last "
     "layer that computes only what is read. As published they have neither.",
 )
 @click.option(

@@ -106,6 +106,7 @@ def choose_kernels(
     """
     if any(share_json(world, gather_json(world, loaded.device.type != "cpu"))):
         return
+    say("loaded; measuring kernels for this processor, unless that was done before")
     with without_kernels(loaded.model):
         norms, gates = find_norms(loaded.model), find_gates(loaded.model)
     names, is_first = _compilable(loaded, norms, gates), world.local_rank == 0
