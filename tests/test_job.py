@@ -29,6 +29,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     device = "cpu"
     adapter = "lora"
     stream_weights = true
+    kernels = "plain"
     revision = "main"
     offline = true
     trust_remote_code = true

@@ -21,7 +21,7 @@ from kvr_mpi.bench.rivals import Rival, exactness_of
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.prepacked import unpacked
+from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_single
@@ -299,7 +299,7 @@ class Trial:
         ids = loaded.shape.sample_ids(self.tokens, 7919, 13)
         if self.registered.is_plain:
             return _single_with_all_cores(loaded, world, ids)
-        with nullcontext() if lends or self.strategy in OURS else unpacked(loaded.model):
+        with nullcontext() if lends or self.strategy in OURS else without_kernels(loaded.model):
             return self.registered.prefill(loaded, ids, self.cut, world, lends=lends)
 
 

@@ -18,7 +18,7 @@ import torch
 from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.model.prepacked import unpacked
+from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_single, run_next, why_no_chunks
 from kvr_mpi.prefill.registry import STRATEGIES, Strategy
@@ -226,7 +226,7 @@ def _error(found: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def _in_float32(loaded: LoadedModel) -> LoadedModel:
-    with unpacked(loaded.model):
+    with without_kernels(loaded.model):
         return replace(loaded, model=copy.deepcopy(loaded.model).float(), dtype=torch.float32)
 
 

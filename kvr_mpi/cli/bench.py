@@ -69,6 +69,7 @@ class BenchOptions:
     rivals_folder: Path
     slices: tuple[str, ...]
     lend: bool
+    kernels: str
     job: Path | None
     settings: tuple[str, ...]
     ways: str
@@ -136,8 +137,15 @@ class BenchOptions:
 @click.option(
     "--lend",
     is_flag=True,
-    help="Give tsp and ring what is ours, too: weights laid out for the processor and, except for tsp-dense, a last "
+    help="Give tsp and ring what is ours, too: kernels chosen for the processor and, except for tsp-dense, a last "
     "layer that computes only what is read. As published they have neither.",
+)
+@click.option(
+    "--kernels",
+    type=click.Choice(["measured", "compiled", "plain"]),
+    default="measured",
+    show_default=True,
+    help="What ours computes with, as model.kernels of a job; with --batch the job says it.",
 )
 @click.option(
     "--batch",
@@ -196,7 +204,7 @@ def bench(**given: Any) -> int:
         lengths = together(world, lambda: parse_lengths(options.contexts))
         given = together(world, lambda: _parse_slices(options.slices))
         dtype = options.dtype or default_dtype(options.device)
-        loaded = load_everywhere(world, options.model, dtype, options.device)
+        loaded = load_everywhere(world, options.model, dtype, options.device, kernels=options.kernels, say=log.root)
         links = open_links(world, loaded, options.transport, log)
         contest = Contest(names, lengths, options.patience, given, options.lend)
         with ExitStack() as stack:
@@ -215,12 +223,17 @@ def _names(text: str) -> list[str]:
 
 def _open_rivals(stack: ExitStack, world: Transport, options: BenchOptions, longest: int) -> dict[str, Rival | None]:
     """Start other engines beside the first rank."""
+    from kvr_mpi.bench.half_weights import half_gguf
     from kvr_mpi.bench.rivals import open_rival
+    from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.model import find_model
     from kvr_mpi.transport import on_root
 
     def start(name: str) -> Rival:
-        return stack.enter_context(open_rival(name, find_model(options.model).path, longest, options.rivals_folder))
+        path = find_model(options.model).path
+        if path.suffix == ".gguf":
+            path = half_gguf(path, read_environment().machine.cache_dir)
+        return stack.enter_context(open_rival(name, path, longest, options.rivals_folder))
 
     return {name: on_root(world, partial(start, name)) for name in _names(options.rivals)}
 

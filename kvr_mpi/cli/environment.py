@@ -27,9 +27,10 @@ class Environment:
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Read cores, threads, caches and the batch system's deadline.
 
-    ``KVR_CACHE`` (else ``XDG_CACHE_HOME``, else ``~/.cache``) holds converted models; ``OMP_NUM_THREADS`` sets the
-    threads of a rank; ``KVR_STAGE_MODEL=1`` has models copied to ``KVR_LOCAL`` (else ``SLURM_TMPDIR``, ``TMPDIR``,
-    ``/tmp``) of each node; under SLURM models are only taken from local files, and the job's end is the deadline.
+    ``KVR_CACHE`` (else ``XDG_CACHE_HOME``, else ``~/.cache``) holds converted models and kernels; ``OMP_NUM_THREADS``
+    sets the threads of a rank; ``KVR_STAGE_MODEL=1`` has models copied to ``KVR_LOCAL`` (else ``SLURM_TMPDIR``,
+    ``TMPDIR``, ``/tmp``) of each node; under SLURM models are only taken from local files, and the job's end is the
+    deadline.
     """
     from kvr_mpi.runtime.setup import Machine
 

@@ -84,13 +84,25 @@ def default_dtype(device: str) -> str:
     return "auto" if is_gpu else "float32"
 
 
-def load_everywhere(world: Transport, path: str, dtype: str, device: str) -> LoadedModel:
+def load_everywhere(
+    world: Transport,
+    path: str,
+    dtype: str,
+    device: str,
+    *,
+    kernels: str = "measured",
+    say: Callable[[str], None] | None = None,
+) -> LoadedModel:
     """Load a model on every rank, for commands without a job."""
+    import torch
+
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.runtime.loading import load_on_all
+    from kvr_mpi.topology import cores_per_rank
 
     quiet_libraries()
     machine = read_environment().machine
+    torch.set_num_threads(machine.threads or cores_per_rank(machine.cores, world.local_size))
     return load_on_all(
         world,
         path,
@@ -99,6 +111,8 @@ def load_everywhere(world: Transport, path: str, dtype: str, device: str) -> Loa
         offline=machine.offline,
         cache_dir=machine.cache_dir,
         device_index=world.local_rank,
+        kernels=kernels,
+        say=say if world.rank == 0 else None,
     )
 
 

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvr_mpi.errors import ModelError
+from kvr_mpi.model.kernels import use_kernels
 from kvr_mpi.model.layer_chunks import layers_in_chunks
 from kvr_mpi.model.masks import MaskRequest, Visibility, request_mask
-from kvr_mpi.model.prepacked import use_prepacked
 from kvr_mpi.model.rope import embed_whole_lengths, whole_lengths
 from kvr_mpi.model.shape import LayerShape, cache_argument
 
@@ -185,7 +185,7 @@ def prepare_model(model: Any, *, chain: bool, in_parts: bool = True) -> None:
     ModelError
         If attention cannot be taken over.
     """
-    use_prepacked(model, chain)
+    use_kernels(model, chain)
     embed_whole_lengths(model)
     if not (chain and in_parts):
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")

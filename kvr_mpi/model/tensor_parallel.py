@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from kvr_mpi.model.kernels import give_kernel, kernel_bytes, kernels_of, use_kernels, without_kernels
 from kvr_mpi.model.load import LoadedModel
-from kvr_mpi.model.prepacked import prepack_weights, prepacked_bytes, unpacked, use_prepacked
+from kvr_mpi.model.prepacked import PrepackedProduct
 from kvr_mpi.model.shape import ModelShape
 
 PLAN = {
@@ -123,7 +124,7 @@ def share_model(
     """
     model = loaded.model
     tensors = itertools.chain(model.parameters(), model.buffers())
-    with unpacked(model), torch.inference_mode():
+    with without_kernels(model), torch.inference_mode():
         twin: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
         for idx, layer in enumerate(twin.model.layers):
             attention, mlp = layer.self_attn, layer.mlp
@@ -148,7 +149,7 @@ def twin_bytes(loaded: LoadedModel) -> int:
     """
     layers = loaded.model.model.layers
     attention = sum(_bytes_of(layer.self_attn) for layer in layers)
-    if not prepacked_bytes(loaded.model):
+    if not kernel_bytes(loaded.model):
         return attention
     return attention + (sum(_bytes_of(layer.mlp) for layer in layers) + _bytes_of(loaded.model.lm_head)) // 2
 
@@ -166,10 +167,12 @@ def _keep_heads(attention: Any, heads: Sequence[int], reduce: Reduce) -> None:
 
 
 def _prepack_like(twin: Any, model: Any) -> None:
-    """Lay the twin's weights out as the model's own are."""
-    if prepacked_bytes(model):
-        prepack_weights(twin, 1 << 62)  # for the model's own there was memory, and this is less
-        use_prepacked(twin, True)
+    """Lay the twin's weights out where the model's own are: a part is computed as the whole that it is of."""
+    parts = {name.removesuffix(".part"): module for name, module in twin.named_modules()}
+    for name, kernel in kernels_of(model).items():
+        if isinstance(kernel, PrepackedProduct) and type(parts[name]) is torch.nn.Linear:
+            give_kernel(parts[name], PrepackedProduct(parts[name], kernel.ways))
+    use_kernels(twin, True)
 
 
 def _some_outputs(linear: torch.nn.Linear, groups: int, some: Sequence[int]) -> torch.nn.Linear:

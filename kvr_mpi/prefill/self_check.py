@@ -19,7 +19,7 @@ from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_plain
-from kvr_mpi.model.prepacked import forget_packed
+from kvr_mpi.model.kernels import forget_kernels
 from kvr_mpi.model.rope import check_rotary
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, run_next
@@ -79,8 +79,8 @@ def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None 
     -------
     LoadedModel
         The same, or without that cut if its code does not bear it, or with the model's own attention over the whole
-        prefix if that cannot be taken over. Weights that were laid out anew are forgotten if that is what makes the
-        difference.
+        prefix if that cannot be taken over. Kernels that are not the modules' own are forgotten if it is they that make
+        the difference.
 
     Raises
     ------
@@ -121,13 +121,13 @@ def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None 
 
 
 def _check_whole(loaded: LoadedModel, ids: Sequence[int], truth: _Truth) -> None:
-    """Check chains of the model's own attention, at last without weights that were laid out anew."""
+    """Check chains of the model's own attention, at last without kernels of ours."""
     partitions = (Partition((0, 1, len(ids) - 1, len(ids))), Partition((0, len(ids) // 2, len(ids))))
     try:
         for partition in partitions:
             _compare(loaded, ids, partition, truth)
     except ModelError:
-        if not forget_packed(loaded.model):
+        if not forget_kernels(loaded.model):
             raise
         for partition in partitions:
             _compare(loaded, ids, partition, truth)
@@ -140,7 +140,7 @@ def _check_in_parts(loaded: LoadedModel, ids: Sequence[int], truth: _Truth) -> L
     try:
         _compare(loaded, ids, Partition((0, 1, tokens - 1, tokens)), truth)
     except ModelError:
-        if not forget_packed(loaded.model):
+        if not forget_kernels(loaded.model):
             raise
         _compare(loaded, ids, Partition((0, 1, tokens - 1, tokens)), truth)
     halves = Partition((0, tokens // 2, tokens))

@@ -23,9 +23,9 @@ import xxhash
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import LoadedModel, find_model, load_model
 from kvr_mpi.model.adapter import merge_adapter
-from kvr_mpi.model.prepacked import prepack_weights
 from kvr_mpi.runtime.host_memory import free_bytes, keep_heap, ranks_on_device
 from kvr_mpi.transport import Transport, host_by_host, share_json, together
+from kvr_mpi.tuning.kernels import choose_kernels
 
 PIECE_BYTES = 16 << 20
 PREFIX = "kvr-model-"
@@ -40,7 +40,7 @@ def load_on_all(
     path: str,
     *,
     adapter: str | None = None,
-    packs: bool = True,
+    kernels: str = "measured",
     say: Callable[[str], None] | None = None,
     **arguments: Any,
 ) -> LoadedModel:
@@ -50,8 +50,8 @@ def load_on_all(
     ----------
     adapter : str, optional
         Folder of a LoRA adapter that is merged into it.
-    packs : bool
-        Lay its weights out anew for chains, where that pays.
+    kernels : str
+        What chains compute with, as `model.kernels` of a job.
     say : callable, optional
         For a line of text about that.
     **arguments
@@ -59,11 +59,14 @@ def load_on_all(
     """
     loaded = host_by_host(world, lambda: merge_adapter(load_model(path, **arguments), adapter))
     keep_heap()
-    if packs:
-        if say is not None and loaded.device.type == "cpu":
-            say("loaded; laying weights out for the processor")
-        prepack_weights(loaded.model, free_bytes(loaded.device, ranks_on_device(world, loaded.device)))
+    if kernels != "plain":
+        free = free_bytes(loaded.device, ranks_on_device(world, loaded.device))
+        choose_kernels(loaded, world, free, arguments["cache_dir"], say or _say_nothing, compiles=kernels == "compiled")
     return loaded
+
+
+def _say_nothing(text: str) -> None:
+    """Stand in for a voice."""
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.model import LoadedModel, hash_weights
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.model.prepacked import prepacked_bytes
+from kvr_mpi.model.kernels import kernel_bytes
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.tensor_parallel import twin_bytes
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
@@ -144,14 +144,15 @@ def _load(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> Loaded
     threads = spec.parallel.threads or machine.threads
     torch.set_num_threads(threads or cores_per_rank(machine.cores, world.local_size))
     source = spec.model
-    arguments: dict[str, Any] = source.model_dump(exclude={"path", "offline", "stream_weights"})
+    arguments: dict[str, Any] = source.model_dump(exclude={"path", "offline", "stream_weights", "kernels"})
     arguments["offline"] = machine.offline if source.offline is None else source.offline
     arguments |= {"cache_dir": machine.cache_dir, "device_index": world.local_rank}
+    kernels = "plain" if spec.parallel.strategy == "single" else source.kernels
     say(f"loading {source.path}")
     if source.stream_weights:
         return load_in_blocks(spec, world, offline=arguments["offline"], cache_dir=machine.cache_dir, say=say)
     with staged_model(source.path, machine.stage_in, world, say) as path:
-        loaded = load_on_all(world, path, packs=spec.parallel.strategy != "single", say=say, **arguments)
+        loaded = load_on_all(world, path, kernels=kernels, say=say, **arguments)
     return replace(loaded, name=source.path)
 
 
@@ -160,7 +161,7 @@ def _describe(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Trans
     chains = f"{Topology(world.size, chain.size).chains} chain(s) of {chain.size} rank(s)"
     if spec.parallel.planned:
         chains = f"{world.size} rank(s) in chains as planned"
-    copied = prepacked_bytes(loaded.model)
+    copied = kernel_bytes(loaded.model)
     weights = f", weights laid out for it ({copied / 1e9:.2f} GB more)" if copied else ""
     return (
         f"{loaded.shape.architecture}, {len(loaded.shape.layers)} layers, "

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import torch
+import xxhash
 
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.transport import Transport, gather_json, share_json
@@ -49,19 +50,26 @@ def provenance_of(chain: Transport, command: str, mpi: str) -> Provenance:
     return Provenance(
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         hosts=list(dict.fromkeys(hosts)),
-        processor=_processor(),
+        processor=processor_name(),
         command=command[:1000],
         versions={"python": platform.python_version(), **versions, "mpi": mpi[:1000] or "none"},
     )
 
 
+def processor_key() -> str:
+    """Name what code and timings of this processor hold for: its model and its instructions."""
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    known = " ".join(sorted(flags.group(1).split())) if flags else torch.backends.cpu.get_cpu_capability()
+    return f"{processor_name()} {xxhash.xxh3_64_hexdigest(known.encode())}"
+
+
 def _device(loaded: LoadedModel) -> str:
     if loaded.device.type == "cuda":
         return torch.cuda.get_device_name(loaded.device)
-    return f"{_processor()}, {torch.get_num_threads()} thread(s)"
+    return f"{processor_name()}, {torch.get_num_threads()} thread(s)"
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """Name the processor; /proc/cpuinfo does so on most machines, Python on few."""
     found = re.search(r"^(?:model name|cpu model|Model)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     name = found.group(1) if found else platform.processor() or platform.machine() or "unknown processor"

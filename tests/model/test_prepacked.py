@@ -9,20 +9,26 @@ import pytest
 import torch
 from chains import chain, greedy, single
 from models import CONFIGS, prompt, tiny
+from torch.overrides import TorchFunctionMode
 
 from kvr_mpi.bench.prompts import Trial
 from kvr_mpi.model import prepacked as weights
 from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.kernels import always, forget_kernels, kernel_bytes, use_kernels, without_kernels
 from kvr_mpi.model.last_token import LastRow
-from kvr_mpi.model.prepacked import PrepackedProduct, prepack_weights, prepacked_bytes, unpacked, use_prepacked
+from kvr_mpi.model.prepacked import PREPACKED, PrepackedProduct, prepack_weights, prepackable
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import LocalTransport
 
-ROOM = 1 << 34
+ALWAYS = always(PREPACKED)
 
 pytestmark = pytest.mark.skipif(weights.MULTIPLY is None, reason="this torch has no oneDNN")
+
+
+def prepack_all(model: torch.nn.Module) -> None:
+    prepack_weights(model, dict.fromkeys(prepackable(model), ALWAYS))
 
 
 @pytest.fixture
@@ -32,13 +38,13 @@ def packed() -> Any:
 
     def make(name: str) -> Any:
         loaded = tiny(name)
-        prepack_weights(loaded.model, ROOM)
+        prepack_all(loaded.model)
         made.append(loaded.model)
         return loaded
 
     yield make
     for model in made:
-        weights.forget_packed(model)
+        forget_kernels(model)
 
 
 def forwards(model: torch.nn.Module) -> int:
@@ -57,7 +63,7 @@ def test_the_product_is_the_same(shape: tuple[int, ...], bias: bool, dtype: torc
     layer = torch.nn.Linear(48, 80, bias=bias, dtype=dtype)
     rows = torch.randn(shape, dtype=dtype)
     with torch.inference_mode():
-        found, expected = PrepackedProduct(layer)(rows), layer(rows)
+        found, expected = PrepackedProduct(layer, ALWAYS)(rows), layer(rows)
     assert found.shape == expected.shape and found.dtype == dtype
     torch.testing.assert_close(found, expected, atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=1e-2)
 
@@ -65,7 +71,7 @@ def test_the_product_is_the_same(shape: tuple[int, ...], bias: bool, dtype: torc
 def test_rows_that_do_not_lie_one_behind_the_other() -> None:
     layer, rows = torch.nn.Linear(48, 80), torch.randn(48, 33).t()[::2]
     with torch.inference_mode():
-        torch.testing.assert_close(PrepackedProduct(layer)(rows), layer(rows), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(PrepackedProduct(layer, ALWAYS)(rows), layer(rows), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -86,12 +92,12 @@ def test_they_are_used_while_ours_runs_and_only_then(packed: Any) -> None:
     layers = linears(model)
     prepare_model(model, chain=True)
     assert forwards(model) == layers
-    with unpacked(model):
+    with without_kernels(model):
         assert forwards(model) == 0
         assert forwards(copy.deepcopy(model)) == 0
     assert forwards(model) == layers
     prepare_model(model, chain=False)
-    with unpacked(model):
+    with without_kernels(model):
         pass
     assert forwards(model) == 0
 
@@ -115,30 +121,50 @@ def test_rivals_have_them_if_they_are_lent(
 
 def test_the_last_layer_is_cut_all_the_same() -> None:
     layer, rows = torch.nn.Linear(48, 80), torch.randn(1, 33, 48)
-    product = PrepackedProduct(layer)
+    product = PrepackedProduct(layer, ALWAYS)
     with torch.inference_mode(), LastRow(33):
         assert product(rows).shape == (1, 1, 80)
 
 
-def test_memory_is_left_for_prompts() -> None:
+def test_copies_are_made_and_read_where_it_is_said() -> None:
     model = tiny("llama-gqa").model
-    need = sum(module.weight.nbytes for module in model.modules() if type(module) is torch.nn.Linear)
-    prepack_weights(model, 4 * need - 1)
-    assert prepacked_bytes(model) == 0
-    prepack_weights(model, 4 * need)
-    assert prepacked_bytes(model) == need
-    weights.forget_packed(model)
-    assert prepacked_bytes(model) == 0
+    shape, layers = next(iter(prepackable(model).items()))
+    prepack_weights(model, {shape: ("plain", PREPACKED, "plain", "plain"), "7x7": ALWAYS})
+    try:
+        assert kernel_bytes(model) == sum(layer.weight.nbytes for layer in layers)
+        use_kernels(model, True)
+        assert forwards(model) == len(layers)
+        rows = torch.randn(1, 8, layers[0].in_features)
+        seen: list[Any] = []
+        with torch.inference_mode(), Seen(seen):
+            layers[0](rows[:, :1]), layers[0](rows), layers[0](rows.repeat(1, 9, 1))
+        assert [func is weights.MULTIPLY for func in seen] == [False, True, False]
+    finally:
+        forget_kernels(model)
+    assert kernel_bytes(model) == 0 and forwards(model) == 0
+
+
+class Seen(TorchFunctionMode):
+    """Note which products are called."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (weights.MULTIPLY, torch.nn.functional.linear):
+            self.seen.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 def test_other_types_and_machines_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     half = torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=torch.float16))
-    prepack_weights(half, ROOM)
-    assert prepacked_bytes(half) == 0
+    prepack_all(half)
+    assert not prepackable(half) and kernel_bytes(half) == 0
     plain = torch.nn.Sequential(torch.nn.Linear(8, 8))
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    prepack_weights(plain, ROOM)
-    assert prepacked_bytes(plain) == 0 and not use_prepacked(plain, True)
+    prepack_all(plain)
+    assert kernel_bytes(plain) == 0 and not use_kernels(plain, True)
 
 
 def test_a_product_that_is_wrong_here_is_not_used(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +172,7 @@ def test_a_product_that_is_wrong_here_is_not_used(packed: Any, monkeypatch: pyte
     right = PrepackedProduct.__call__
     monkeypatch.setattr(PrepackedProduct, "__call__", lambda self, rows: 1.1 * right(self, rows))
     check_chain(loaded)
-    assert forwards(loaded.model) == 0 and prepacked_bytes(loaded.model) == 0
+    assert forwards(loaded.model) == 0 and kernel_bytes(loaded.model) == 0
 
 
 def test_parts_that_are_wrong_without_them_are_not_taken_over(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:

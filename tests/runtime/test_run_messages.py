@@ -43,7 +43,7 @@ def test_each_phase_has_its_line_before_it_begins(job: Path, run_here: Any) -> N
         "found in order; starting 2 rank(s)",
         "reading the documents",
         "loading ",
-        "loaded; laying weights out",
+        "loaded; measuring kernels",
         "checking on a few tokens",
         "computing the instructions",
         "probing how fast",

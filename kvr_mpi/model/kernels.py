@@ -1,0 +1,96 @@
+"""Faster ways to compute what some of a model's modules compute, kept beside the model.
+
+Plain transformers goes on with the modules' own code: ours is in their place only while ours runs. Which way is faster
+depends on the processor and on the number of rows, so a kernel knows both ways and takes that which was measured to be
+faster (`tuning.kernels`). What comes of it is held against plain transformers before every batch
+(`prefill.self_check`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+# Rows that are measured: a document's next token, those of some and of many documents, a slice.
+ROWS = (1, 8, 64, 512)
+# From so many rows on the next of them stands for what is computed: half way between, as ratios are counted.
+BOUNDS = tuple(round((few * many) ** 0.5) for few, many in zip(ROWS, ROWS[1:], strict=False))
+PLAIN = "plain"
+# The name of a way at each of `ROWS`.
+Ways = tuple[str, ...]
+
+
+def always(way: str) -> Ways:
+    """Take one way, whatever the number of rows."""
+    return (way,) * len(ROWS)
+
+
+def way_for(ways: Ways, rows: int) -> str:
+    """Say which way so many rows go."""
+    return ways[bisect_right(BOUNDS, rows)]
+
+
+class Kernel(Protocol):
+    """What stands for a module's `forward`."""
+
+    nbytes: int  # memory it takes beside the module's own
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Compute (..., features) of (..., features)."""
+
+
+# Beside the models and not in them: a copy of a model, in another dtype maybe, is a plain one.
+_KERNELS: WeakKeyDictionary[torch.nn.Module, Kernel] = WeakKeyDictionary()
+
+
+def give_kernel(module: torch.nn.Module, kernel: Kernel) -> None:
+    """Have a kernel stand for a module from the next `use_kernels` on; it must not hold the module itself."""
+    _KERNELS[module] = kernel
+
+
+def kernels_of(model: torch.nn.Module) -> dict[str, Kernel]:
+    """Return the kernels of a model's modules by the modules' names."""
+    return {name: _KERNELS[module] for name, module in model.named_modules() if module in _KERNELS}
+
+
+def kernel_bytes(model: torch.nn.Module) -> int:
+    """Memory that a model's kernels take beside it."""
+    return sum(kernel.nbytes for kernel in kernels_of(model).values())
+
+
+def use_kernels(model: torch.nn.Module, yes: bool) -> bool:
+    """Compute with a model's kernels, or with its modules' own code; say whether it has kernels."""
+    found = False
+    for module in model.modules():
+        kernel = _KERNELS.get(module)
+        if kernel is not None:
+            found = True
+            if yes:
+                module.forward = kernel
+            else:
+                vars(module).pop("forward", None)
+    return found
+
+
+def forget_kernels(model: torch.nn.Module) -> bool:
+    """Go on without a model's kernels, for good; say whether there were any."""
+    found = use_kernels(model, False)
+    for module in model.modules():
+        _KERNELS.pop(module, None)
+    return found
+
+
+@contextmanager
+def without_kernels(model: Any) -> Iterator[None]:
+    """Run a model with its modules' own code, and as it runs now again afterwards."""
+    was = any("forward" in vars(module) for module in model.modules() if module in _KERNELS)
+    use_kernels(model, False)
+    try:
+        yield
+    finally:
+        use_kernels(model, was)

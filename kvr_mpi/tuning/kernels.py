@@ -1,0 +1,362 @@
+"""Which way each kind of product, norm and gate is computed fastest, measured on this processor.
+
+Once for a processor, a number of threads, torch's version and a model's shapes: each way beside the module's own code,
+back to back, at the row counts that matter (`model.kernels.ROWS`). All ranks of a host measure at once, as they will
+work, and take the same ways. What was found is kept in ``KVR_CACHE``; what is chosen of it is tried on random numbers
+at every row count, each time, before it is used.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import torch
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvr_mpi.disk import read_regular, replacing
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.fused import (
+    COMPILED,
+    GATES,
+    IN_PLACE,
+    IN_PLACE_GATES,
+    GateFound,
+    NormFound,
+    find_gates,
+    find_norms,
+    give_gate,
+    give_norm,
+    is_same,
+)
+from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, kernel_bytes, without_kernels
+from kvr_mpi.model.prepacked import PREPACKED, PrepackedProduct, prepack_weights, prepackable
+from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
+from kvr_mpi.tuning.compile_program import NORM
+from kvr_mpi.tuning.compiled import Compiled, open_compiled
+from kvr_mpi.tuning.identity import processor_key, processor_name
+
+# A way is taken from this gain on; a second copy of weights is made if it gains so much at some number of rows.
+LEAST_GAIN, LEAST_COPY_GAIN = 1.03, 1.1
+# All copies may take this share of the memory that is left.
+COPY_SHARE = 0.25
+# Models with fewer features than this gain nothing worth a compiler.
+LEAST_FEATURES = 256
+PAIRS, SAMPLE_S = 5, 1e-3
+# A call that takes longer is not measured: fewer rows stand for it.
+MOST_CALL_S = 0.2
+# A few rows read weights from memory, as in a model of many layers: so many bytes of them take turns.
+TURNS_BYTES, TURNS_ROWS = 64 << 20, 8
+MOST_FILE_BYTES = 1 << 20
+
+Say = Callable[[str], None]
+Compute = Callable[[torch.Tensor], torch.Tensor]
+Gains = dict[str, dict[str, list[float]]]
+
+
+class _Kept(BaseModel):
+    """What a file in the cache says: how many times faster each way is than plain, at each of `ROWS`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    holds_for: str
+    rows: list[int]
+    gains: dict[str, dict[str, list[Annotated[float, Field(ge=0, le=1e6)]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One kind of what a model computes, and the ways to compute it.
+
+    ways : each a function of rows (rows, features), or several that take turns.
+    features : of a row.
+    """
+
+    name: str
+    ways: Mapping[str, Sequence[Compute]]
+    features: int
+    dtype: torch.dtype
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Make random rows (count, features)."""
+        return torch.randn(count, self.features, generator=torch.Generator().manual_seed(count)).to(self.dtype)
+
+
+def choose_kernels(
+    loaded: LoadedModel, world: Transport, free_bytes: int, cache_dir: Path, say: Say, *, compiles: bool
+) -> None:
+    """Measure, choose and make ready; every rank calls this.
+
+    Parameters
+    ----------
+    free_bytes : int
+        Memory this rank has left.
+    cache_dir : Path
+    say : callable
+        For a line of text.
+    compiles : bool
+        Compile norms and gates, if that was never done for this processor; otherwise they are compiled only if it was.
+    """
+    if any(share_json(world, gather_json(world, loaded.device.type != "cpu"))):
+        return
+    say("loaded; measuring kernels for this processor, unless that was done before")
+    with without_kernels(loaded.model):
+        norms, gates = find_norms(loaded.model), find_gates(loaded.model)
+    names, is_first = _compilable(loaded, norms, gates), world.local_rank == 0
+    compiled = host_by_host(
+        world, lambda: open_compiled(cache_dir, loaded.dtype, names, say, compiles=compiles and is_first)
+    )
+    with torch.inference_mode():
+        pieces = [*_product_pieces(loaded.model, free_bytes), *_norm_pieces(norms, compiled)]
+        pieces += _gate_pieces(gates, compiled)
+        holds_for = _holds_for(pieces)
+        file = cache_dir / "kernels" / f"{xxhash.xxh3_64_hexdigest(holds_for.encode())}.json"
+        known = _read(file, holds_for, pieces)
+        mine = together(world, partial(_known_or_measured, known, pieces))
+        views = share_json(world, gather_json(world, [socket.gethostname(), mine]))
+        gains = _middle(mine, [found for host, found in views if host == socket.gethostname()])
+        ways = _right_ways(pieces, choose_ways(gains, _copy_bytes(loaded.model), COPY_SHARE * free_bytes), say)
+    del pieces
+    if known is None and world.local_rank == 0:
+        _keep(file, holds_for, gains, say)
+    prepack_weights(loaded.model, {name: taken for name, taken in ways.items() if PREPACKED in taken})
+    for norm in norms:
+        if (taken := ways.get(_norm_name(norm))) is not None:
+            give_norm(norm, compiled[NORM], taken)
+    for gate in gates:
+        if (taken := ways.get(_gate_name(gate))) is not None:
+            give_gate(gate, _gates_of(gate.activation, compiled), taken)
+    say(_describe(ways, kernel_bytes(loaded.model), "measured" if known is None else "as measured before"))
+
+
+def _known_or_measured(known: Gains | None, pieces: Sequence[_Piece]) -> Gains:
+    return measure_gains(pieces) if known is None else known
+
+
+def _compilable(loaded: LoadedModel, norms: Sequence[NormFound], gates: Sequence[GateFound]) -> list[str]:
+    """Name what this model could use, if it is large enough to gain by it."""
+    if loaded.model.config.get_text_config().hidden_size < LEAST_FEATURES:
+        return []
+    return ([NORM] if norms else []) + sorted({gate.activation for gate in gates})
+
+
+def _product_pieces(model: torch.nn.Module, free_bytes: int) -> list[_Piece]:
+    """List linear layers by shape, as far as there is memory to lay some of them out."""
+    pieces = []
+    for shape, layers in prepackable(model).items():
+        one = layers[0].weight
+        turns = layers[: max(1, TURNS_BYTES // one.nbytes)]
+        if one.nbytes * len(turns) > COPY_SHARE * free_bytes:
+            continue
+        plain = [_linear(layer) for layer in turns]
+        packed = [PrepackedProduct(layer, (PREPACKED,) * len(ROWS)) for layer in turns]
+        pieces.append(_Piece(shape, {PLAIN: plain, PREPACKED: packed}, one.shape[1], one.dtype))
+    return pieces
+
+
+def _linear(layer: torch.nn.Linear) -> Compute:
+    weight, bias = layer.weight.detach(), layer.bias
+    return lambda rows: torch.nn.functional.linear(rows, weight, bias)
+
+
+def _norm_pieces(norms: Sequence[NormFound], compiled: Mapping[str, Compiled]) -> list[_Piece]:
+    if NORM not in compiled:
+        return []
+    pieces = {}
+    for each in norms:
+        ways: dict[str, Sequence[Compute]] = {PLAIN: [each.module], COMPILED: [_norm(each, compiled[NORM])]}
+        pieces[_norm_name(each)] = _Piece(_norm_name(each), ways, each.weight.shape[0], _dtype(each.module))
+    return list(pieces.values())
+
+
+def _norm(found: NormFound, norm: Compiled) -> Compute:
+    return lambda rows: norm(rows, found.weight, found.epsilon)
+
+
+def _gate_pieces(gates: Sequence[GateFound], compiled: Mapping[str, Compiled]) -> list[_Piece]:
+    """List activations; the rows are both halves side by side, of which the first may be overwritten."""
+    pieces = {}
+    for each in gates:
+        ways = {PLAIN: [_halves(GATES[each.activation])]}
+        ways |= {way: [_halves(gate)] for way, gate in _gates_of(each.activation, compiled).items()}
+        width = getattr(each.module, each.linear[0]).out_features
+        pieces[_gate_name(each)] = _Piece(_gate_name(each), ways, 2 * width, _dtype(each.module))
+    return list(pieces.values())
+
+
+def _gates_of(activation: str, compiled: Mapping[str, Compiled]) -> dict[str, Compiled]:
+    """Return the ways to compute a gate, but its own, by their names."""
+    found = {IN_PLACE: IN_PLACE_GATES.get(activation), COMPILED: compiled.get(activation)}
+    return {way: gate for way, gate in found.items() if gate is not None}
+
+
+def _halves(gate: Compiled) -> Compute:
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        half = rows.numel() // 2
+        return gate(rows.view(-1)[:half].clone(), rows.view(-1)[half:])  # a product's output is as new
+
+    return compute
+
+
+def _norm_name(found: NormFound) -> str:
+    return f"norm of {found.weight.shape[0]}"
+
+
+def _gate_name(found: GateFound) -> str:
+    return f"{found.activation} of {getattr(found.module, found.linear[0]).out_features}"
+
+
+def _dtype(module: torch.nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype
+
+
+def _copy_bytes(model: torch.nn.Module) -> dict[str, int]:
+    return {shape: sum(layer.weight.nbytes for layer in layers) for shape, layers in prepackable(model).items()}
+
+
+def measure_gains(pieces: Sequence[_Piece]) -> Gains:
+    """Time every way of every piece in turns with the plain one; 0 where that would take too long."""
+    gains: Gains = {piece.name: {way: [] for way in piece.ways if way != PLAIN} for piece in pieces}
+    for piece in pieces:
+        taken_s = 0.0
+        for count in ROWS:
+            found = _gains_of(piece, count) if taken_s * count < MOST_CALL_S else {}
+            for way, row in gains[piece.name].items():
+                row.append(found.get(way, 0.0))
+            taken_s = found.get(PLAIN, taken_s * count) / count
+    return gains
+
+
+def _gains_of(piece: _Piece, count: int) -> dict[str, float]:
+    """Return how many times faster each way is at a number of rows, and under `PLAIN` the seconds it takes."""
+    rows = piece.rows(count)
+    turns = {way: calls if count <= TURNS_ROWS else calls[:1] for way, calls in piece.ways.items()}
+    once = {way: _seconds(calls, rows, 1) for way, calls in turns.items()}
+    repeats = max(1, min(100, int(SAMPLE_S / max(min(once.values()), 1e-6))))
+    times: dict[str, list[float]] = {way: [] for way in turns}
+    for pair in range(PAIRS):
+        for way in list(turns)[:: 1 if pair % 2 else -1]:
+            times[way].append(_seconds(turns[way], rows, repeats))
+    plain = times[PLAIN]
+    gains = {way: median(a / b for a, b in zip(plain, found, strict=True)) for way, found in times.items()}
+    return gains | {PLAIN: median(plain) / repeats / len(turns[PLAIN])}
+
+
+def _seconds(calls: Sequence[Compute], rows: torch.Tensor, repeats: int) -> float:
+    began = time.perf_counter()
+    for _ in range(repeats):
+        for call in calls:
+            call(rows)
+    return time.perf_counter() - began
+
+
+def choose_ways(gains: Gains, copy_bytes: Mapping[str, int], room: float) -> dict[str, Ways]:
+    """Choose each piece's way at each number of rows.
+
+    Parameters
+    ----------
+    gains : Gains
+    copy_bytes : mapping of str to int
+        What laying out the weights of a shape takes.
+    room : float
+        Bytes that may be taken: shapes that gain most come first.
+
+    Returns
+    -------
+    dict of str to Ways
+        Of those pieces that are not plain throughout.
+    """
+    chosen = {}
+    for name in sorted(gains, key=lambda one: -max((max(row) for row in gains[one].values()), default=0.0)):
+        found = gains[name]
+        if PREPACKED in found:
+            if max(found[PREPACKED]) < LEAST_COPY_GAIN or copy_bytes[name] > room:
+                continue
+            room -= copy_bytes[name]
+        ways: list[str] = []
+        for at in range(len(ROWS)):
+            best = max(found, key=lambda way: found[way][at], default=PLAIN)
+            if best != PLAIN and not found[best][at]:  # not measured: as with fewer rows
+                best = ways[-1] if ways else PLAIN
+            elif best != PLAIN and found[best][at] < LEAST_GAIN:
+                best = PLAIN
+            ways.append(best)
+        if set(ways) != {PLAIN}:
+            chosen[name] = tuple(ways)
+    return chosen
+
+
+def _right_ways(pieces: Sequence[_Piece], chosen: Mapping[str, Ways], say: Say) -> dict[str, Ways]:
+    """Leave out what computes something else than the plain way at some number of rows."""
+    right = {}
+    for piece in pieces:
+        ways = chosen.get(piece.name, ())
+        for way, count in zip(ways, ROWS, strict=bool(ways)):
+            rows = piece.rows(count)
+            if way != PLAIN and not is_same(piece.ways[PLAIN][0](rows), piece.ways[way][0](rows)):
+                say(f"{piece.name}: {way} is not used: {count} rows give something else than plain torch's")
+                break
+        else:
+            if ways:
+                right[piece.name] = ways
+    return right
+
+
+def _middle(mine: Gains, found: Sequence[Gains]) -> Gains:
+    """Join what the ranks of a host have found, as far as they have the same ways to choose from."""
+    alike = [each for each in found if _ways_in(each) == _ways_in(mine)]
+    return {
+        name: {way: [median(each[name][way][at] for each in alike) for at in range(len(ROWS))] for way in ways}
+        for name, ways in mine.items()
+    }
+
+
+def _ways_in(gains: Gains) -> dict[str, list[str]]:
+    return {name: sorted(ways) for name, ways in gains.items()}
+
+
+def _holds_for(pieces: Sequence[_Piece]) -> str:
+    """Say what a measurement holds for: whatever else changes, it is measured again."""
+    what = sorted(f"{piece.name} {piece.dtype} {'/'.join(piece.ways)}" for piece in pieces)
+    return f"{processor_key()}, {torch.get_num_threads()} threads, torch {torch.__version__}: {'; '.join(what)}"
+
+
+def _read(file: Path, holds_for: str, pieces: Sequence[_Piece]) -> Gains | None:
+    """Read what was measured before; None if there is nothing of the kind that is expected."""
+    try:
+        kept = _Kept.model_validate_json(read_regular(file, MOST_FILE_BYTES))
+    except (OSError, ValidationError):
+        return None
+    expected = {piece.name: set(piece.ways) - {PLAIN} for piece in pieces}
+    same = {name: set(ways) for name, ways in kept.gains.items()} == expected
+    whole = all(len(row) == len(ROWS) for ways in kept.gains.values() for row in ways.values())
+    return kept.gains if same and whole and kept.holds_for == holds_for and kept.rows == list(ROWS) else None
+
+
+def _keep(file: Path, holds_for: str, gains: Gains, say: Say) -> None:
+    kept = _Kept(holds_for=holds_for, rows=list(ROWS), gains=gains)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with replacing(file) as stream:
+            stream.write(kept.model_dump_json(indent=1).encode() + b"\n")
+    except OSError as error:
+        if isinstance(error, FileExistsError) and file.parent.is_dir():
+            return  # another host is writing it
+        say(f"what was measured of kernels is not kept: {file} cannot be written ({error.strerror or error})")
+
+
+def _describe(ways: Mapping[str, Ways], copied: int, how: str) -> str:
+    """Say in a line what is computed how."""
+    parts = []
+    for name, taken in sorted(ways.items()):
+        runs = [f"{way} at {count}" for way, count in zip(taken, ROWS, strict=True) if way != PLAIN]
+        parts.append(f"{name} {taken[0] if len(set(taken)) == 1 else ', '.join(runs)}")
+    more = f"; {copied / 1e9:.2f} GB more" if copied else ""
+    return f"kernels for {processor_name()}, {how}: {'; '.join(parts) or 'all plain'}{more}"

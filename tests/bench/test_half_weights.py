@@ -1,0 +1,67 @@
+"""What other engines read says the same, with the weights that are ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from kvr_mpi.bench.half_weights import half_gguf
+from kvr_mpi.errors import ConfigError
+
+
+def write(file: Path, scale: float = 1.0) -> np.ndarray[Any, Any]:
+    """A file with 4-bit blocks, whose exact weights are returned."""
+    weights = scale * np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+    packed = gguf.quants.quantize(weights, gguf.GGMLQuantizationType.Q4_1)
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
+    writer.add_rope_freq_base(1e5)
+    writer.add_bool("tokenizer.ggml.add_bos_token", False)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_1)
+    writer.add_tensor("matrix", packed, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+    writer.add_tensor("vector", weights[0])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    exact: np.ndarray[Any, Any] = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q4_1)
+    return exact
+
+
+def test_it_says_the_same_with_weights_in_float16(tmp_path: Path) -> None:
+    exact = write(tmp_path / "given.gguf")
+    made = half_gguf(tmp_path / "given.gguf", tmp_path / "cache")
+    given, found = gguf.GGUFReader(tmp_path / "given.gguf"), gguf.GGUFReader(made)
+    said = {name for name in given.fields if not name.startswith("GGUF.")} - {"general.file_type"}
+    assert {name: given.fields[name].contents() for name in said} == {
+        name: found.fields[name].contents() for name in said
+    }
+    tensors = {tensor.name: tensor.data for tensor in found.tensors}
+    assert tensors["matrix"].dtype == np.float16 and tensors["vector"].dtype == np.float32
+    np.testing.assert_allclose(tensors["matrix"], exact, rtol=2**-11, atol=1e-7)
+    assert half_gguf(tmp_path / "given.gguf", tmp_path / "cache") == made
+    assert list((tmp_path / "cache").iterdir()) == [made]
+
+
+@pytest.mark.parametrize("harm", [lambda file: file.write_bytes(b"GGUF"), lambda file: file.unlink()])
+def test_a_file_that_cannot_be_read_is_said(tmp_path: Path, harm: Any) -> None:
+    write(tmp_path / "given.gguf")
+    harm(tmp_path / "given.gguf")
+    with pytest.raises(ConfigError, match="cannot be written in float16 for other engines"):
+        half_gguf(tmp_path / "given.gguf", tmp_path / "cache")
+    assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
+
+
+def test_weights_that_float16_does_not_hold_are_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "given.gguf", "llama")
+    writer.add_tensor("matrix", np.full((2, 32), 1e5, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match="matrix exceeds what float16 holds"):
+        half_gguf(tmp_path / "given.gguf", tmp_path / "cache")

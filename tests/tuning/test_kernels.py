@@ -1,0 +1,215 @@
+"""Kernels are chosen by what was measured: the rule, what is kept of it, and what is not believed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chains import chain, single
+from models import prompt, tiny
+
+from kvr_mpi.model.kernels import PLAIN, ROWS, forget_kernels, kernel_bytes, kernels_of
+from kvr_mpi.model.prepacked import MULTIPLY, PREPACKED, PrepackedProduct, prepackable
+from kvr_mpi.prefill.self_check import check_chain
+from kvr_mpi.runtime.loading import load_on_all
+from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.tuning import kernels
+from kvr_mpi.tuning.kernels import choose_kernels, choose_ways, measure_gains
+
+ROOM = 1 << 34
+
+needs_onednn = pytest.mark.skipif(MULTIPLY is None, reason="this torch has no oneDNN")
+
+
+@pytest.fixture
+def loaded() -> Iterator[Any]:
+    found = tiny("llama-gqa")
+    yield found
+    forget_kernels(found.model)
+
+
+@pytest.fixture
+def gains(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have every other way measured as twice as fast; count how often that is asked for."""
+    asked: list[int] = []
+
+    def measure(pieces: Any) -> Any:
+        asked.append(len(pieces))
+        return {piece.name: {way: [2.0] * len(ROWS) for way in piece.ways if way != PLAIN} for piece in pieces}
+
+    monkeypatch.setattr(kernels, "measure_gains", measure)
+    return asked
+
+
+def choose(loaded: Any, cache_dir: Path, free: int = ROOM) -> list[str]:
+    said: list[str] = []
+    forget_kernels(loaded.model)
+    choose_kernels(loaded, LocalTransport(), free, cache_dir, said.append, compiles=False)
+    return said
+
+
+def test_the_fastest_way_is_taken_at_each_number_of_rows() -> None:
+    found = {
+        "a": {PREPACKED: [0.5, 1.2, 1.02, 1.04]},
+        "norm": {"compiled": [1.01, 1.5, 2.0, 1.1], "in place": [0.9, 1.6, 1.0, 1.0]},
+        "slow": {"compiled": [0.9, 1.0, 1.01, 1.02]},
+        "long": {"compiled": [1.5, 0.0, 0.0, 0.0]},
+    }
+    assert choose_ways(found, {"a": 10}, 10) == {
+        "a": (PLAIN, PREPACKED, PLAIN, PREPACKED),
+        "norm": (PLAIN, "in place", "compiled", "compiled"),
+        "long": ("compiled",) * 4,  # as far as it was measured
+    }
+
+
+def test_a_copy_is_made_only_if_it_pays_and_there_is_room() -> None:
+    found = {
+        "little": {PREPACKED: [1.05, 1.09, 1.09, 1.05]},
+        "most": {PREPACKED: [3.0] * 4},
+        "more": {PREPACKED: [2.0] * 4},
+    }
+    sizes = {"little": 1, "most": 10, "more": 10}
+    assert set(choose_ways(found, sizes, 1000)) == {"most", "more"}
+    assert set(choose_ways(found, sizes, 19)) == {"most"}
+    assert choose_ways(found, sizes, 9) == {}
+
+
+@needs_onednn
+def test_no_more_memory_is_taken_than_pays(loaded: Any, gains: Any, tmp_path: Path) -> None:
+    bytes_of = {shape: sum(one.weight.nbytes for one in each) for shape, each in prepackable(loaded.model).items()}
+    said = choose(loaded, tmp_path)
+    assert kernel_bytes(loaded.model) == sum(bytes_of.values()) and "measured" in said[-1]
+    choose(loaded, tmp_path, free=int(min(bytes_of.values()) / kernels.COPY_SHARE) - 4)
+    assert kernel_bytes(loaded.model) == 0
+
+
+@needs_onednn
+def test_measured_for_real_a_chain_equals_plain_transformers(loaded: Any, tmp_path: Path) -> None:
+    truth = single(loaded, prompt(60)).logits
+    assert truth is not None
+    said = choose(loaded, tmp_path)
+    assert said[-1].startswith("kernels for ") and "measured" in said[-1]
+    torch.testing.assert_close(chain(loaded, prompt(60), (0, 31, 60)).logits, truth, atol=1e-4, rtol=0)
+    (file,) = (tmp_path / "kernels").iterdir()
+    kept = json.loads(file.read_text())
+    assert kept["rows"] == list(ROWS) and set(kept["gains"]) == {*prepackable(loaded.model), "silu of 64"}
+    assert all(gain > 0 for ways in kept["gains"].values() for row in ways.values() for gain in row)
+
+
+@needs_onednn
+def test_it_is_measured_once_for_a_machine_and_a_model(loaded: Any, gains: list[int], tmp_path: Path) -> None:
+    first, second = choose(loaded, tmp_path), choose(loaded, tmp_path)
+    assert len(gains) == 1
+    assert first[-1].replace(", measured:", ", as measured before:") == second[-1]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        choose(loaded, tmp_path)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(gains) == 2
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda kept: kept["gains"].popitem(),
+        lambda kept: kept["gains"].update(other={"prepacked": [2.0] * 4}),
+        lambda kept: next(iter(kept["gains"].values())).update(prepacked=[2.0] * 3),
+        lambda kept: next(iter(kept["gains"].values())).update(prepacked=[-1.0] * 4),
+        lambda kept: next(iter(kept["gains"].values())).update(prepacked=[1e300] * 4),
+        lambda kept: next(iter(kept["gains"].values())).update(prepacked=["2"] * 4),
+        lambda kept: next(iter(kept["gains"].values())).update(elsewhere=[2.0] * 4),
+        lambda kept: kept.update(rows=[1, 2, 3, 4]),
+        lambda kept: kept.update(holds_for="another processor"),
+        lambda kept: kept.clear(),
+    ],
+)
+def test_what_is_kept_is_not_believed_unless_it_fits(loaded: Any, gains: list[int], tmp_path: Path, harm: Any) -> None:
+    choose(loaded, tmp_path)
+    (file,) = (tmp_path / "kernels").iterdir()
+    kept = json.loads(file.read_text())
+    harm(kept)
+    file.write_text(json.dumps(kept))
+    choose(loaded, tmp_path)
+    assert len(gains) == 2
+    choose(loaded, tmp_path)  # and was written anew
+    assert len(gains) == 2
+
+
+@needs_onednn
+@pytest.mark.parametrize("plant", [os.mkfifo, lambda file: file.write_bytes(b"\xff" * 9), lambda file: file.mkdir()])
+def test_anything_else_in_its_place_is_passed_over(loaded: Any, gains: list[int], tmp_path: Path, plant: Any) -> None:
+    choose(loaded, tmp_path)
+    (file,) = (tmp_path / "kernels").iterdir()
+    file.unlink()
+    plant(file)
+    choose(loaded, tmp_path)
+    assert len(gains) == 2 and kernels_of(loaded.model)
+
+
+@needs_onednn
+def test_a_cache_that_cannot_be_written_is_said(loaded: Any, gains: Any, tmp_path: Path) -> None:
+    (tmp_path / "kernels").write_text("")
+    said = choose(loaded, tmp_path)
+    assert "is not kept" in said[1] and "cannot be written" in said[1] and kernels_of(loaded.model)
+
+
+@needs_onednn
+def test_a_way_that_is_wrong_at_some_number_of_rows_is_not_used(
+    loaded: Any, gains: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of a whole chain runs a few tokens only, and would not see it."""
+    right = PrepackedProduct.__call__
+
+    def wrong(self: PrepackedProduct, rows: torch.Tensor) -> torch.Tensor:
+        found = right(self, rows)
+        return found * 1.01 if rows.numel() >= 512 * rows.shape[-1] else found
+
+    monkeypatch.setattr(PrepackedProduct, "__call__", wrong)
+    said = choose(loaded, tmp_path)
+    assert len(said) == len(prepackable(loaded.model)) + 2 and "512 rows give something else" in said[1]
+    assert kernel_bytes(loaded.model) == 0 and len(kernels_of(loaded.model)) == len(loaded.model.model.layers)
+    check_chain(loaded)
+
+
+@needs_onednn
+def test_ranks_of_a_host_take_the_same_ways(loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = iter((1.0, 1.2, 3.0))
+
+    def measure(pieces: Any) -> Any:
+        gain = next(ranks)  # each rank another
+        return {piece.name: {way: [gain] * len(ROWS) for way in piece.ways if way != PLAIN} for piece in pieces}
+
+    monkeypatch.setattr(kernels, "measure_gains", measure)
+    said: list[str] = []
+    run_local(
+        3, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, said.append, compiles=False), torch.device("cpu")
+    )
+    assert list(ranks) == [] and len(set(said)) == 2 and "prepacked" in said[-1]
+    (file,) = (tmp_path / "kernels").iterdir()
+    kept = json.loads(file.read_text())["gains"]
+    assert {gain for ways in kept.values() for row in ways.values() for gain in row} == {1.2}
+
+
+@needs_onednn
+@pytest.mark.parametrize(("word", "lines"), [("measured", 2), ("plain", 0)])
+def test_a_job_says_whether_they_are_used(
+    tiny_model_dir: Path, gains: Any, tmp_path: Path, word: str, lines: int
+) -> None:
+    said: list[str] = []
+    options = {"dtype": "float32", "device": "cpu", "offline": True, "cache_dir": tmp_path}
+    found = load_on_all(LocalTransport(), str(tiny_model_dir), kernels=word, say=said.append, **options)
+    assert len(said) == lines and bool(kernels_of(found.model)) == bool(lines)
+
+
+def test_every_way_is_measured_at_every_number_of_rows(loaded: Any) -> None:
+    pieces = kernels._product_pieces(loaded.model, ROOM)
+    found = measure_gains(pieces)
+    assert all(len(row) == len(ROWS) and min(row) > 0 for ways in found.values() for row in ways.values())
