@@ -275,23 +275,6 @@ def open_kv(group: h5py.Group) -> StoredKV:
     return stored
 
 
-def open_whole_kv(group: h5py.Group) -> StoredKV:
-    """Find a document's keys and values as `open_kv` does, all of them in this file.
-
-    Raises
-    ------
-    DataError
-        If some are in parts, too.
-    """
-    stored = open_kv(group)
-    if stored.first_token:
-        raise DataError(
-            f"{where(group)} has the keys and values of tokens from {stored.first_token} on; those before are still "
-            f"in parts, as the ranks wrote them: put them together with `kvr merge` first"
-        )
-    return stored
-
-
 def strange_members(group: h5py.Group) -> set[str]:
     """Names of what is in a document's ``kv`` and is none of ours."""
     if "kv" not in group:

@@ -16,7 +16,7 @@ class OutputSettings(BaseModel):
     path: str = Field(min_length=1, description="folder for the results; created if missing")
     kv: bool | Literal["sharded"] = Field(
         False,
-        description="keep every prompt's keys and values; sharded: every rank holds and writes its own, none all",
+        description="keep every prompt's keys and values, each rank writing its own; sharded: it also holds no others",
     )
     kv_dtype: Literal["model", "int8"] = Field(
         "model", description="of stored keys and values; int8: rounded, a quarter or half of the size"

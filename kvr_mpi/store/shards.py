@@ -13,7 +13,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -82,6 +82,24 @@ class _Shard:
         return self.path.with_name(self.path.name + PART)
 
 
+class LayersWriter:
+    """A document that is being written, layer by layer.
+
+    Parameters
+    ----------
+    add_layer : callable
+        Given each layer's keys and values (tokens, kv_heads, head_dim), on any device, or None if it has none. They
+        are copied, so they may change afterwards.
+    """
+
+    def __init__(self, add_layer: Callable[[KeysValues | None], None]) -> None:
+        self.add_layer, self.is_dropped = add_layer, False
+
+    def drop(self) -> None:
+        """Forget the document."""
+        self.is_dropped = True
+
+
 class ShardWriter:
     """Write finished documents of one rank.
 
@@ -148,15 +166,26 @@ class ShardWriter:
         tokens : CachedTokens or None
             Whose they are.
         """
+        with self.writing(record, tokens) as document:
+            for layer in layers:
+                document.add_layer(layer)
+
+    @contextlib.contextmanager
+    def writing(self, record: Record, tokens: CachedTokens | None) -> Iterator[LayersWriter]:
+        """Add a document whose layers come one by one, as `write`; nothing else may be written meanwhile.
+
+        If that ends by an exception, or the document is dropped, it is forgotten.
+        """
         self._check()
         self._tasks.put(_Document(record, tokens))
+        document = LayersWriter(lambda layer: self._tasks.put(self._copy(layer)))
         try:
-            for layer in layers:
-                self._tasks.put(self._copy(layer))
+            yield document
         except BaseException:
-            self._tasks.put(_Mark.DROP)
+            document.drop()
             raise
-        self._tasks.put(_Mark.END)
+        finally:
+            self._tasks.put(_Mark.DROP if document.is_dropped else _Mark.END)
 
     def flush(self) -> None:
         """Wait until all documents are durable."""
