@@ -108,11 +108,11 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
         log.root(about)
     shares = share_out(prepared, corpus, todo, ranks, log)
     files = ProgressFiles(folder, log.line) if spec.report.metrics and world.rank == 0 else None
-    name, eight_bit = f"{world.rank:04d}", spec.output.kv_dtype == "int8"
+    name = f"{world.rank:04d}"
     counters = open_counters(world, FIRST_LIST + shares.slots)
     with (
         open_trace(prepared, folder, world, log) as trace,
-        closing(ShardWriter(folder, name, prepared.header(), eight_bit=eight_bit, recorder=trace.recorder)) as writer,
+        closing(ShardWriter(folder, name, prepared.header(), settings=spec.output, recorder=trace.recorder)) as writer,
         _open_parts(prepared, folder, world) as parts,
         Progress(
             log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0, files=files
@@ -170,8 +170,7 @@ def _open_parts(setup: JobSetup, folder: Path, world: Transport) -> Iterator[Sha
         yield None
         return
     (folder / PARTS).mkdir(exist_ok=True)
-    eight_bit = spec.output.kv_dtype == "int8"
-    parts = ShardWriter(folder / PARTS, f"{world.rank:04d}", setup.header(), session_of(folder), eight_bit=eight_bit)
+    parts = ShardWriter(folder / PARTS, f"{world.rank:04d}", setup.header(), session_of(folder), settings=spec.output)
     with closing(parts) as writer:
         yield writer
 

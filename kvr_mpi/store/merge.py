@@ -271,7 +271,7 @@ def _copy_document(
             if is_sealed and not drops_kv and not is_joined:
                 group.file.copy(group, merged["documents"], name=key_of(name))
             else:
-                write_record(merged, record, layers, tokens)
+                write_record(merged, record, layers, tokens, compressed=kv.is_compressed)
         except (OSError, RuntimeError) as error:
             if os.strerror(errno.ENOSPC) in str(error):  # not the source's fault
                 raise _FullError(str(error)) from error

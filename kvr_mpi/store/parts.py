@@ -200,6 +200,11 @@ class JoinedKV:
         return max(one.error_of_8_bits for one in self.stored)
 
     @property
+    def is_compressed(self) -> bool:
+        """Whether some take less in their files, by Blosc2."""
+        return any(one.is_compressed for one in self.stored)
+
+    @property
     def bytes(self) -> int:
         """Of all layers."""
         return sum(one.bytes for one in self.stored)

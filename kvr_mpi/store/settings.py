@@ -21,6 +21,9 @@ class OutputSettings(BaseModel):
     kv_dtype: Literal["model", "int8"] = Field(
         "model", description="of stored keys and values; int8: rounded, a quarter or half of the size"
     )
+    kv_compression: Literal["none", "blosc2"] = Field(
+        "none", description="of stored keys and values, bit for bit; blosc2: needs hdf5plugin to write and to read"
+    )
     columns: list[str] = Field([], description="fields of the documents' rows that go into the results as they are")
     max_failed: int | float | str = Field(
         0, description="error records that still end with exit code 0: a number, or a share such as 0.05 or '5%'"
@@ -32,6 +35,15 @@ class OutputSettings(BaseModel):
             raise ValueError(
                 f"output.kv_dtype = {self.kv_dtype!r} is of stored keys and values, and output.kv = false stores none: "
                 f"say output.kv = true, or leave kv_dtype out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compresses_what_is_stored(self) -> OutputSettings:
+        if self.kv_compression != "none" and not self.kv:
+            raise ValueError(
+                f"output.kv_compression = {self.kv_compression!r} is of stored keys and values, and output.kv = false "
+                f"stores none: say output.kv = true, or leave kv_compression out"
             )
         return self
 

@@ -29,6 +29,7 @@ from kvr_mpi.store.kv import CachedTokens, Contents, KeysValues
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.outputs import Header, Record, drop_record, start_file, write_record
+from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.trace import Recorder
 
@@ -115,8 +116,8 @@ class ShardWriter:
         Goes into every file.
     session : int or None
         Of the job; by default the one that has the folder.
-    eight_bit : bool
-        Whether keys and values are rounded to 8 bits.
+    settings : OutputSettings, optional
+        How keys and values are written: rounded, compressed; default: as they are.
     recorder : Recorder, optional
         Told of every document that is written, and of every shard that is made durable.
     """
@@ -128,11 +129,13 @@ class ShardWriter:
         header: Header,
         session: int | None = None,
         *,
-        eight_bit: bool = False,
+        settings: OutputSettings | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._recorder = Recorder() if recorder is None else recorder
-        self._folder, self._name, self._header, self._eight_bit = folder, name, header, eight_bit
+        self._folder, self._name, self._header = folder, name, header
+        self._eight_bit = settings is not None and settings.kv_dtype == "int8"
+        self._compressed = settings is not None and settings.kv_compression == "blosc2"
         self._session = session_of(folder) if session is None else session
         self._ledger = LedgerWriter(folder, name)
         self._shard: _Shard | None = None
@@ -309,7 +312,8 @@ class ShardWriter:
                 self._check_space(record.bytes)
                 shard = self._shard = self._shard or self._open()
                 try:
-                    write_record(shard.file, record, self._contents(layers), tokens)
+                    contents = self._contents(layers)
+                    write_record(shard.file, record, contents, tokens, compressed=self._compressed)
                 except _DroppedError:
                     drop_record(shard.file, record.id)
                 else:

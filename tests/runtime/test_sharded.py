@@ -13,6 +13,7 @@ from made_jobs import last_line
 from made_runs import stored_layers
 
 from kvr_mpi import open_results
+from kvr_mpi.store.filters import has_blosc2
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import Record, check_record, open_file, read_record
@@ -196,6 +197,12 @@ def test_a_part_that_is_lost_is_made_again(
         ("llama-gqa", 3, ("parallel.strategy=ring",)),
         ("llama-gqa", 2, ("output.kv_dtype=int8",)),
         ("llama-gqa", 2, ("generation.max_new_tokens=0",)),
+        pytest.param(
+            "llama-gqa",
+            3,
+            ("output.kv_compression=blosc2",),
+            marks=pytest.mark.skipif(not has_blosc2(), reason="hdf5plugin is not installed (the extra blosc)"),
+        ),
     ],
 )
 @pytest.mark.long
