@@ -21,7 +21,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvr_mpi.errors import DataError, ModelError
-from kvr_mpi.kv.attention import PartialAttention, attend, merge_over_ranks
+from kvr_mpi.kv.attention import PartialAttention, attend, gather_parts, merge_gathered
 from kvr_mpi.kv.layer import SliceLayer, attend_ranges
 from kvr_mpi.kv.layout import UniformLayout
 from kvr_mpi.kv.loading import LoadedLayers
@@ -179,6 +179,7 @@ class SharedLayer(CacheLayerMixin):
         self.cache = cast("SharesCache", weakref.proxy(cache))  # see `SliceLayer`
         self.layer_idx, self.shape = layer_idx, shape
         self.attended = True
+        self.is_gathered = False  # the ranks have told each other what they found
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -211,7 +212,15 @@ class SharedLayer(CacheLayerMixin):
             part = self._attend_share(share, some, last - first, params)
             parts.append(_nothing(some, self.shape) if part is None else part)
         whole = PartialAttention(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
-        return merge_over_ranks(whole, cache.chain).finish(params).to(query.dtype)
+        gathered = gather_parts(whole, cache.chain)
+        self.is_gathered = True
+        return merge_gathered(gathered).finish(params).to(query.dtype)
+
+    def play_on(self, heads: int) -> None:
+        """Tell the others that nothing was found here, if they wait for that."""
+        if not self.is_gathered and self.shape.elements:
+            queries = torch.empty(1, heads, self.cache.bounds[-1][1], 0, device=self.cache.shares[0].device)
+            gather_parts(_nothing(queries, self.shape), self.cache.chain)
 
     def _attend_share(
         self, share: Share, query: torch.Tensor, fresh: int, params: AttentionParams
@@ -264,6 +273,7 @@ class SharesCache(Cache):
 
     def __init__(self, loaded: LoadedModel, shares: Sequence[Share], tokens: Sequence[int], chain: Transport) -> None:
         self.shares, self.chain, self._first_position = shares, chain, loaded.shape.first_position
+        self._heads = loaded.model.config.get_text_config().num_attention_heads
         stops = list(itertools.accumulate(tokens))
         self.bounds = list(zip([0, *stops], stops, strict=False))
         self.tail = contextlib.ExitStack()  # nothing is cut
@@ -305,6 +315,11 @@ class SharesCache(Cache):
         if self.current is not None and not self.current.attended:
             raise ModelError(f"layer {layer.layer_idx}: the layer before it never attended to its keys")
         self.current, layer.attended, layer.is_initialized = layer, False, True
+
+    def play_on(self) -> None:
+        """Take part in all that is left of a row that failed on this rank, so that the others come through."""
+        for layer in self.layers:
+            layer.play_on(self._heads)
 
     def lengthen(self) -> None:
         """Count the new tokens in, when they have gone through all layers."""
