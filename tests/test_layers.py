@@ -44,6 +44,7 @@ CONTACTS = {
     "mpi4py": {"transport/mpi.py", "transport/mpi_query.py", "transport/counters.py"},
     "h5py": {
         "store/arrays.py",
+        "store/filters.py",
         "store/hdf5.py",
         "store/kv.py",
         "store/outputs.py",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from os import PathLike
 from pathlib import Path
@@ -16,8 +17,9 @@ from kvr_mpi.errors import ConfigError, DataError
 from kvr_mpi.store.folder import Index, read_records
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.head_rows import refuse_compressed
-from kvr_mpi.store.kv import KeysValues, open_kv
+from kvr_mpi.store.kv import KeysValues
 from kvr_mpi.store.outputs import STATUSES, Header, Record, open_file, read_record
+from kvr_mpi.store.parts import PartIndexes, open_whole_kv
 from kvr_mpi.store.run import wanted_documents
 from kvr_mpi.store.shares import find_runs, index_runs, read_header_of, tell_missing
 
@@ -154,9 +156,9 @@ class Results:
         """
         self._check_id(document_id)
         place = self._index.places[document_id]
-        with open_file(place.file) as stored:
+        with open_file(place.file) as stored, ExitStack() as others:
             group = group_in(group_in(stored, "documents"), place.key)
-            record, kv = read_record(group), open_kv(group)
+            record, kv = read_record(group), open_whole_kv(group, PartIndexes(), others)
             if record.id != document_id:
                 raise DataError(
                     f"{place.file}: /documents/{place.key} is not the document {document_id!r} of the ledger"
@@ -174,8 +176,7 @@ class Results:
                     f"document {document_id!r} has no keys and values of layer {min(strange)}; it has those of "
                     f"{len(there)}, {min(there)} to {max(there)}"
                 )
-            read = {number: there[number].read() for number in sorted(wanted)}
-        known = kv.tokens
+            read, known = {number: there[number].read() for number in sorted(wanted)}, kv.tokens
         return DocumentKV(read, None if known is None else tuple(known.ids), None if known is None else known.text)
 
     def _check_id(self, document_id: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,14 +84,14 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
     from kvr_mpi.report.table import printable
     from kvr_mpi.store.folder import find_record
     from kvr_mpi.store.hdf5 import group_in
-    from kvr_mpi.store.kv import open_kv
     from kvr_mpi.store.outputs import open_file, read_record
+    from kvr_mpi.store.parts import PartIndexes, open_whole_kv
     from kvr_mpi.store.record import ASKED_FOR, DATASETS
 
     file, key = find_record(path, document, verify=verify)
-    with open_file(file) as stored:
+    with open_file(file) as stored, ExitStack() as others:
         group = group_in(group_in(stored, "documents"), key)
-        record, found = read_record(group), open_kv(group)
+        record, found = read_record(group), open_whole_kv(group, PartIndexes(), others)
         if verify:
             found.check()
         layers = [
@@ -103,6 +104,7 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
             }
             for layer in found.layers
         ]
+        is_compressed = found.is_compressed
     if as_json:
         click.echo(json.dumps({**record.as_json(), "kv": layers}))
         return
@@ -118,7 +120,8 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
         click.echo(f"{'kv':21} {len(layers)} layers, compressed: {mean:.0f} tokens of a KV head on average")
     elif layers:
         first = layers[0]
-        click.echo(f"{'kv':21} {len(layers)} layers, keys {first['keys']}, values {first['values']}, {first['dtype']}")
+        how = f"{first['dtype']}{', by Blosc2' if is_compressed else ''}"
+        click.echo(f"{'kv':21} {len(layers)} layers, keys {first['keys']}, values {first['values']}, {how}")
     click.echo(f"{'group':21} {file}:/documents/{key}")
     if record.status == "done":
         click.echo("\n" + printable(_told_whole(record)))

@@ -13,20 +13,21 @@ from typing import Generic, TypeVar
 import torch
 from transformers import GenerationConfig
 
-from kvr_mpi.decode.batch import Finished
+from kvr_mpi.decode.batch import MAX_SEQUENCES, Finished
 from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.shares import Share, SharesCache
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import why_never_packed
+from kvr_mpi.prefill.stored_shares import run_shares
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.gather import all_gather
 
 K = TypeVar("K")
+_Running = tuple[K, Prefill, Share, DecodeSequence]
 # Instead of a token, by a rank that does not choose it.
 NOT_MINE = -1
 
@@ -74,7 +75,8 @@ class SharesBatch(Generic[K]):
     ) -> None:
         self._loaded, self._chain = loaded, chain
         self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
-        self._running: list[tuple[K, Prefill, Share, DecodeSequence]] = []
+        self._running: list[_Running[K]] = []
+        self._rows = MAX_SEQUENCES  # of one step
         self._finished: list[Finished[K]] = []
 
     @property
@@ -113,17 +115,21 @@ class SharesBatch(Generic[K]):
     @torch.inference_mode()
     def step(self) -> list[Finished[K]]:
         """Write one token of every prompt, and hand out those that are answered: the same on every rank."""
-        if self._running:
-            shares, sequences = [share for _, _, share, _ in self._running], [one for *_, one in self._running]
-            cache = SharesCache(self._loaded, shares, [1] * len(shares), self._chain)
-            device = self._loaded.device
-            logits = run_model(
-                self._loaded.model,
-                torch.tensor([[one.token_ids[-1] for one in sequences]], device=device),
-                cache,
-                positions=cache.positions,
-                keep=torch.arange(len(shares), device=device),
-            )
+        running = list(self._running)
+        for start in range(0, len(running), rows := self._rows):
+            self._step(running[start : start + rows])
+        self._let_go()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _step(self, group: list[_Running[K]]) -> None:
+        """Write one token of each of a group; if a rank has no memory for that, in halves, from now on."""
+        shares, sequences = [share for _, _, share, _ in group], [one for *_, one in group]
+        cache = SharesCache(self._loaded, shares, [1] * len(shares), self._chain)
+        device = self._loaded.device
+        last = torch.tensor([[one.token_ids[-1] for one in sequences]], device=device)
+        logits, short = run_shares(self._loaded, last, cache, torch.arange(len(shares), device=device))
+        if logits is not None:
             cache.lengthen()
             nobody = torch.tensor(NOT_MINE, device=device)
             chosen = [
@@ -132,9 +138,15 @@ class SharesBatch(Generic[K]):
             ]
             for one, token in zip(sequences, self._agree(torch.stack(chosen)), strict=True):
                 one.write(token)
-            self._let_go()
-        finished, self._finished = self._finished, []
-        return finished
+        elif len(group) > 1:
+            half = self._rows = -(-len(group) // 2)
+            self._step(group[:half])  # which may halve `_rows` again
+            self._step(group[half:])
+        else:
+            self._running.remove(group[0])
+            key, prefill, *_ = group[0]
+            error = f"there is no memory for its next token, not even alone: {short}"
+            self._finished.append(Finished(key, replace(prefill, share=None), None, error))
 
     def _agree(self, mine: torch.Tensor) -> list[int]:
         """Put together the tokens (prompts,) that each rank has chosen."""

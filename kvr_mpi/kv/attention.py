@@ -81,9 +81,19 @@ def merge_over_ranks(part: PartialAttention, ranks: Transport) -> PartialAttenti
 
     Every rank calls this. Where a rank has no key for a query its log-sum-exp is -inf; one rank at least has some.
     """
-    if ranks.size == 1:
-        return part
-    parts = torch.stack(all_gather(ranks, torch.cat([part.out, part.lse.unsqueeze(-1)], -1).contiguous()))
+    return part if ranks.size == 1 else merge_gathered(gather_parts(part, ranks))
+
+
+def gather_parts(part: PartialAttention, ranks: Transport) -> list[torch.Tensor]:
+    """Give every rank each rank's part, with its log-sum-exp as one element more, for `merge_gathered`."""
+    return all_gather(ranks, torch.cat([part.out, part.lse.unsqueeze(-1)], -1).contiguous())
+
+
+def merge_gathered(gathered: list[torch.Tensor]) -> PartialAttention:
+    """Join what `gather_parts` gave."""
+    parts = torch.stack(gathered)
+    if len(parts) == 1:
+        return PartialAttention(parts[0, ..., :-1], parts[0, ..., -1])
     outs, lses = parts[..., :-1], parts[..., -1]
     most = lses.amax(0)
     weights = torch.exp(lses - most)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ from kvr_mpi.model.last_token import LastRow
 from kvr_mpi.model.layer_chunks import ChunkDoneError
 from kvr_mpi.transport.base import LAYERS_AHEAD
 
+# Takes a layer's keys and values, each (tokens, kv_heads, head_dim); None if it has none.
+WriteLayer = Callable[[tuple[torch.Tensor, torch.Tensor] | None], None]
 # Layers a rank holds until they are sent, before it waits for the link.
 LAYERS_HELD = 8
 
@@ -110,6 +112,7 @@ class SliceCache(Cache):
         self.layer_begins_s: list[float] = []  # the same by the host's clock, for traces
         self.prefilling = True
         self.current: SliceLayer | None = None
+        self._write_layer: WriteLayer | None = None
         self._held: list[Any] = []
         self._begun, self._posted = -1, 0
         self._layers_ahead = LAYERS_AHEAD if transfers is None else transfers.forwarder.transport.layers_ahead
@@ -141,6 +144,10 @@ class SliceCache(Cache):
             self.buffers.use(self.run.buffers)
         elif arena is not None:
             arena.collect()  # the others need memory, too
+
+    def write_with(self, write_layer: WriteLayer | None) -> None:
+        """Have each layer's keys and values of this rank's own tokens written, when the layer is through."""
+        self._write_layer = write_layer
 
     @property
     def layer_times_s(self) -> list[float]:
@@ -329,6 +336,9 @@ class SliceCache(Cache):
             layer.leave()
             if self.share is not None:
                 self.share.take(layer)
+            if self._write_layer is not None:
+                bounds = self.exchange.partition.bounds[self.exchange.rank :][:2]
+                self._write_layer(_by_token(layer, *bounds) if layer.shape.elements else None)
 
     def _post_up_to(self, count: int) -> None:
         for layer in self.layers[self._posted : count]:
@@ -357,8 +367,15 @@ def _make_layer(cache: SliceCache, layer_idx: int, shape: LayerShape) -> Any:
     return WholeLayer(cache, layer_idx, shape)
 
 
-def layer_kv(cache: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _by_token(layer: SliceLayer, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = layer.rows(first, last)
+    return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+
+
+def layer_kv(cache: Any, layer_idx: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Keys and values a cache holds of one layer, each (tokens, kv_heads, head_dim), or None if it holds none.
+
+    Of a `SliceCache` those of tokens from the first one on.
 
     A layer with a window or chunks may hold only its last tokens. Where each head keeps its own tokens they are of
     (rows, 1, head_dim), one head after the other: `layer_positions` says whose.
@@ -369,8 +386,7 @@ def layer_kv(cache: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | 
         keys, values = (torch.cat(each).unsqueeze(1) for each in zip(*heads, strict=True))
         return keys, values
     if isinstance(layer, SliceLayer):
-        keys, values = layer.rows(cache.exchange.first_held(layer.shape.visibility), layer.length)
-        return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+        return _by_token(layer, max(first, cache.exchange.first_held(layer.shape.visibility)), layer.length)
     held: tuple[Any, Any] = getattr(layer, "keys", None), getattr(layer, "values", None)
     if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in held):
         return None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.kv.attention import PartialAttention, attend, merge_over_ranks
+from kvr_mpi.kv.attention import PartialAttention, attend, gather_parts, merge_gathered
 from kvr_mpi.kv.layer import SliceLayer, attend_ranges
 from kvr_mpi.kv.layout import UniformLayout
 from kvr_mpi.kv.loading import LoadedLayers
@@ -171,6 +171,7 @@ class SharedLayer(RowLayer):
     """One layer of some prompts, of each this rank's share."""
 
     cache: SharesCache
+    is_gathered = False  # once the ranks have told each other what they found, not any more
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -203,7 +204,15 @@ class SharedLayer(RowLayer):
             part = self._attend_share(share, some, last - first, params)
             parts.append(_nothing(some, self.shape) if part is None else part)
         whole = PartialAttention(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
-        return merge_over_ranks(whole, cache.chain).finish(params).to(query.dtype)
+        gathered = gather_parts(whole, cache.chain)
+        self.is_gathered = True
+        return merge_gathered(gathered).finish(params).to(query.dtype)
+
+    def play_on(self, heads: int) -> None:
+        """Tell the others that nothing was found here, if they wait for that."""
+        if not self.is_gathered and self.shape.elements:
+            queries = torch.empty(1, heads, self.cache.bounds[-1][1], 0, device=self.cache.shares[0].device)
+            gather_parts(_nothing(queries, self.shape), self.cache.chain)
 
     def _attend_share(
         self, share: Share, query: torch.Tensor, fresh: int, params: AttentionParams
@@ -243,6 +252,7 @@ class SharesCache(RowCache):
 
     def __init__(self, loaded: LoadedModel, shares: Sequence[Share], tokens: Sequence[int], chain: Transport) -> None:
         self.shares, self.chain, self._first_position = shares, chain, loaded.shape.first_position
+        self._heads = loaded.model.config.get_text_config().num_attention_heads
         stops = list(itertools.accumulate(tokens))
         self.bounds = list(zip([0, *stops], stops, strict=False))
         for share, count in zip(shares, tokens, strict=True):
@@ -266,6 +276,11 @@ class SharesCache(RowCache):
         """Of each prompt: its tokens in the row, and its length with them."""
         rows = zip(self.shares, self.bounds, strict=True)
         return [(last - first, share.length + last - first) for share, (first, last) in rows]
+
+    def play_on(self) -> None:
+        """Take part in all that is left of a row that failed on this rank, so that the others come through."""
+        for layer in self.layers:
+            layer.play_on(self._heads)
 
     def lengthen(self) -> None:
         """Count the new tokens in, when they have gone through all layers."""

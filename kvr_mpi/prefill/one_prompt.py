@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.cache import SliceCache, SliceDoneError
+from kvr_mpi.kv.cache import SliceCache, SliceDoneError, WriteLayer
 from kvr_mpi.kv.exchange import Exchange, MakeExchange
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -60,6 +60,7 @@ class Prefill:
     strategy: str = "kvr"  # that was used: a name of `registry.STRATEGIES`
     known_tokens: int = 0  # the first ones, whose keys and values were there already
     share: Share | None = None  # this rank's, of a prompt that stays spread over its chain: there is no cache
+    stored_tokens: int = 0  # the first ones, whose keys and values the ranks before this one store
     retained: RetainedSize | None = None  # what compression has left of the cache; None: it is whole
     rolling: str = ""  # what a rolling cache holds; empty: the cache is of all tokens
     began_s: float = 0.0  # on the clock of `layer_begins_s`, time.perf_counter
@@ -100,6 +101,9 @@ class Options(TypedDict, total=False):
         Every rank computes its slice in chunks that end at multiples of this, wherever slices end. None: at once.
     arena
         Where the rank with the last slice keeps what it keeps; each rank has its own.
+    write_layer
+        Given each layer's keys and values of this rank's slice as soon as the layer is through; each rank has its own.
+        A rank has one slice then, and layers keep no states: those are not stored.
     """
 
     reserve_tokens: int
@@ -113,6 +117,7 @@ class Options(TypedDict, total=False):
     window: Range | None
     chunk_tokens: int | None
     arena: PagedArena | None
+    write_layer: WriteLayer | None
 
 
 # Of these, what a rank's cache is told.
@@ -331,6 +336,7 @@ def _run_slice(
     logits = None
     try:
         cache.keep_in(options.get("arena"))
+        cache.write_with(options.get("write_layer"))
         cache.begin()
         with contextlib.suppress(SliceDoneError):
             row, chunks = torch.tensor([mine], device=loaded.device), cache.chunk_lengths

@@ -109,13 +109,13 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
         log.root(about)
     shares = share_out(prepared, corpus, todo, ranks, log)
     files = ProgressFiles(folder, log.line) if spec.report.metrics and world.rank == 0 else None
-    name, eight_bit = f"{world.rank:04d}", spec.output.kv_dtype == "int8"
+    name = f"{world.rank:04d}"
     counters = open_counters(world, FIRST_LIST + shares.slots)
     with (
         open_states(folder, world, stop.deadline_s, log) as states,
         open_trace(prepared, folder, world, log, states) as trace,
-        closing(ShardWriter(folder, name, prepared.header(), eight_bit=eight_bit, recorder=trace.recorder)) as writer,
-        _open_parts(prepared, folder, world.rank) as parts,
+        closing(ShardWriter(folder, name, prepared.header(), settings=spec.output, recorder=trace.recorder)) as writer,
+        _open_parts(prepared, folder, world) as parts,
         Progress(
             log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0, files=files
         ) as progress,
@@ -167,14 +167,15 @@ def open_context(
 
 
 @contextmanager
-def _open_parts(setup: JobSetup, folder: Path, rank: int) -> Iterator[ShardWriter | None]:
-    """Open what this rank's part of prompts that stay spread is written with; None if none do."""
-    if setup.spec.output.kv != "sharded":
+def _open_parts(setup: JobSetup, folder: Path, world: Transport) -> Iterator[ShardWriter | None]:
+    """Open what this rank's slices of prompts are written with; None if no rank writes its own."""
+    spec = setup.spec
+    is_whole = spec.compress is not None or spec.questions is not None or spec.parallel.ranks_per_chain == 1
+    if not spec.output.kv or world.size == 1 or (spec.output.kv is True and is_whole):
         yield None
         return
     (folder / PARTS).mkdir(exist_ok=True)
-    eight_bit = setup.spec.output.kv_dtype == "int8"
-    parts = ShardWriter(folder / PARTS, f"{rank:04d}", setup.header(), session_of(folder), eight_bit=eight_bit)
+    parts = ShardWriter(folder / PARTS, f"{world.rank:04d}", setup.header(), session_of(folder), settings=spec.output)
     with closing(parts) as writer:
         yield writer
 

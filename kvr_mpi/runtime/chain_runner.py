@@ -5,14 +5,13 @@ Stands between the batch, which has the documents, and the strategies, which kno
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.errors import DocumentError
+from kvr_mpi.kv.cache import WriteLayer
 from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.transfers import Range
@@ -61,6 +60,8 @@ class ChainRunner:
         self._setup, self._spec, self._loaded = setup, setup.spec, setup.loaded
         self._free_bytes = setup.free_bytes[ranks]
         self.in_passes = setup.loaded.streamed is not None  # a wave's prompts go through the model together
+        self.seed = self._spec.generation.seed
+        self.new_tokens = self._spec.generation.max_new_tokens  # of an answer, unless a row says otherwise
         rates = setup.rates[ranks]
         self._partitioner = Partitioner(self._spec.parallel, chain, rates, setup.table, say)
         # On one rank there is nothing to choose: whatever hands keys and values on is a chain of one.
@@ -75,19 +76,13 @@ class ChainRunner:
         """Whether keys and values stay spread over the chain, whose ranks then decode together."""
         return self._spec.is_spread
 
-    @property
-    def new_tokens(self) -> int:
-        """Most tokens of an answer, unless a row says otherwise."""
-        return self._spec.generation.max_new_tokens
+    def writes_own(self, planned: PlannedPrompt) -> bool:
+        """Whether every rank stores the keys and values of its slice, while the last one has all to decode from them.
 
-    def seed_of(self, document: Document) -> int:
-        """Give each document its own stream of random numbers, whatever rank it comes to.
-
-        A row with a seed of its own has the stream of that seed, as have all that name it.
+        Not with compression: what that leaves is chosen on the last rank.
         """
-        own = document.generation.seed
-        text = f"{self._spec.generation.seed} {document.id}" if own is None else f"{own}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        is_kept = self._spec.output.kv is True and self._spec.compress is None and not self.is_spread
+        return is_kept and planned.has_slices(self.chain.size)
 
     def open_forwarder(self, recorder: Recorder | None = None) -> Forwarder | None:
         """Make what carries keys and values from prompt to prompt; None on a rank alone."""
@@ -212,15 +207,17 @@ class ChainRunner:
             return whole
         return whole - compression.dropped_bytes(self._loaded, prompt.tokens, prompt.text)
 
-    def prefill(self, planned: PlannedPrompt, forwarder: Forwarder | None, *, keeps_all: bool = False) -> Prefill:
+    def prefill(
+        self, planned: PlannedPrompt, forwarder: Forwarder | None, write_layer: WriteLayer | None = None
+    ) -> Prefill:
         """Prefill over the chain; every rank of it gives the same prompts in the same order.
 
         Parameters
         ----------
         forwarder : Forwarder or None
             Of `open_forwarder`.
-        keeps_all : bool
-            The decode rank is to have the keys and values of all tokens, windows or not.
+        write_layer : callable or None
+            Takes each layer's of this rank's slice, if ranks store their own.
         """
         assert planned.partition is not None, "it goes alone"
         if self._is_stored(planned.prefix):
@@ -244,7 +241,8 @@ class ChainRunner:
             last=planned.decode_rank,
             forwarder=forwarder,
             spares_chain=True,
-            keeps_all=(keeps_all or bool(self._spec.output.kv)) and not self.is_spread,
+            keeps_all=bool(planned.shared_tokens) or (self._spec.output.kv is True and not self.writes_own(planned)),
+            write_layer=write_layer,
             is_spread=self.is_spread,
             window=self._setup.window_of(planned.prompt),
             chunk_tokens=planned.chunk_tokens,
@@ -265,7 +263,7 @@ class ChainRunner:
             return None
         if planned.partition is not None:
             alone = replace(planned, prompt=Prompt(ids), new_tokens=0)
-            prefill = self.prefill(alone, forwarder, keeps_all=True)
+            prefill = self.prefill(alone, forwarder)
         elif self.chain.rank == rank:
             (prefill,) = prefill_packed(self._loaded, [ids], prefix=planned.prefix)
         self._shared = SharedDocument(ids, rank, prefill if self.chain.rank == rank else None)

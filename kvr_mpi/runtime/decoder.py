@@ -97,7 +97,7 @@ class Decoder:
         if self._decodes and self._delivers(prefill):
             self._sink.report_prefill(request.document.id, prefill, request.work)
         if prefill.share is not None and not self._delivers(prefill) and request.document.is_final:
-            self._sink.write_share(request.document.begun_record(prefill), prefill.share, request.prompt)
+            self._sink.write_share(request.document.begun_record(prefill.partition), prefill.share, request.prompt)
         self._batch.add(request, prefill, request.prompt.ids, seed, request.document.generation)
         if not self._decodes:  # its record need not wait for the others
             self._step()

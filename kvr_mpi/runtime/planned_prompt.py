@@ -10,6 +10,7 @@ from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint
 from kvr_mpi.prefill.registry import Strategy
+from kvr_mpi.topology import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,16 @@ class PlannedPrompt:
     def row_tokens(self) -> int:
         """What it takes of a packed row."""
         return self.prompt.tokens - max(self.known_tokens, self.shared_tokens)
+
+    def has_slices(self, size: int) -> bool:
+        """Whether each rank of a chain of so many computes one slice of it; a zigzag ring's compute two."""
+        return self.partition is not None and not self.shared_tokens and 1 < size == self.partition.size
+
+    def bounds_on(self, rank: int) -> tuple[int, int]:
+        """Tokens of the slice that a rank of the chain has, where each has one; what is known is in the first."""
+        assert self.partition is not None
+        place = Rotation.bringing(self.partition.size, self.partition.size - 1, self.decode_rank).place_of(rank)
+        return self.partition.start(place), self.partition.stop(place)
 
     def goes_with(self, other: PlannedPrompt) -> bool:
         """Whether they go on from the same, in one packed row."""

@@ -24,11 +24,22 @@ from kvr_mpi.documents.templates import TEXT
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.store.outputs import Record
 
 # Rounds of answers about answers before a document is given up.
 MAX_REDUCTIONS = 8
+
+
+def seed_of(document: Document, job_seed: int) -> int:
+    """Give each document its own stream of random numbers, whatever rank it comes to.
+
+    A row with a seed of its own has the stream of that seed, as have all that name it.
+    """
+    own = document.generation.seed
+    text = f"{job_seed} {document.id}" if own is None else f"{own}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +229,12 @@ class DocumentRequest:
             cache=prefill.rolling,
         )
 
-    def begun_record(self, prefill: Prefill) -> Record:
-        """Say what is known of a document after the prefill of its final prompt."""
+    def begun_record(self, partition: Partition) -> Record:
+        """Say what is known of a document when its final prompt is prefilled, by the prompt's slices."""
         prompt = self.prompts[0]
         return replace(
             error_record(self.document, ""),
-            slices=prefill.partition.bounds,
+            slices=partition.bounds,
             prompt_sha256=prompt.sha256,
             prompt_tokens=prompt.tokens,
         )

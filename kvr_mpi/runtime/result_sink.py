@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
@@ -15,7 +18,7 @@ from kvr_mpi.store.head_rows import HeadRows
 from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.store.parts import part_record
-from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.shards import LayersWriter, ShardWriter
 from kvr_mpi.transport.counters import Counters
 
 
@@ -31,7 +34,7 @@ class ResultSink:
     keeps_kv : bool
         Whether keys and values are stored.
     parts : ShardWriter or None
-        Where this rank's keys and values go of prompts that stay spread over ranks (see ``store.parts``).
+        Where this rank's keys and values go of prompts whose answer another rank stores (see ``store.parts``).
     """
 
     def __init__(
@@ -72,6 +75,15 @@ class ResultSink:
             part = part_record(record, share.start, share.stop)
             self._parts.write(part, *_stored_share(share, record, prompt))
 
+    @contextmanager
+    def writing_slice(self, record: Record, bounds: tuple[int, int], prompt: Prompt) -> Iterator[LayersWriter]:
+        """Store this rank's keys and values of a prompt layer by layer, while it is prefilled."""
+        assert self._parts is not None, "jobs whose ranks store their own open it"
+        (start, stop), text = bounds, prompt.text
+        tokens = CachedTokens(prompt.ids[:stop], (min(text[0], stop), min(text[1], stop)), start)
+        with self._parts.writing(part_record(record, start, stop), tokens) as layers:
+            yield layers
+
     def write_record(self, record: Record, work: int) -> None:
         """Store a result without a cache, and tell of it."""
         self._writer.write(record)
@@ -90,7 +102,8 @@ def _stored_cache(
 ) -> tuple[list[KeysValues | None], CachedTokens | None]:
     """Say what is stored of a cache: keys and values, and whose they are, if of all tokens or chosen by a method."""
     cache, numbers = prefill.cache, range(len(prefill.cache.layers))
-    layers = [layer_kv(cache, layer) for layer in numbers]
+    first = prefill.stored_tokens
+    layers = [layer_kv(cache, layer, first) for layer in numbers]
     ids = (*prompt.ids, *record.token_ids)  # of the answer's last token there are none
     if prefill.retained is not None:
         kept = {layer: heads for layer in numbers if (heads := layer_positions(cache, layer)) is not None}
@@ -99,9 +112,9 @@ def _stored_cache(
             for layer, heads in kept.items()
         }
         return layers, CachedTokens(ids[: cache.length], prompt.text, 0, prefill.retained.method, rows)
-    ids = ids[: max((len(layer[0]) for layer in layers if layer is not None), default=0)]
-    whole = all(layer is None or len(layer[0]) == len(ids) for layer in layers)
-    return layers, CachedTokens(ids, prompt.text) if whole else None
+    ids = ids[: max((first + len(layer[0]) for layer in layers if layer is not None), default=0)]
+    whole = all(layer is None or first + len(layer[0]) == len(ids) for layer in layers)
+    return layers, CachedTokens(ids, prompt.text, first) if whole else None
 
 
 def _stored_share(share: Share, record: Record, prompt: Prompt) -> tuple[list[KeysValues | None], CachedTokens]:

@@ -7,7 +7,8 @@ them, the longest first, and held against the stored tokens themselves; its keys
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.runtime.asking import check_made_by
 from kvr_mpi.runtime.stored_prefix import open_prompt, prefix_of
 from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import BLOCK_TOKENS, open_whole_kv
+from kvr_mpi.store.kv import BLOCK_TOKENS
 from kvr_mpi.store.outputs import open_file
+from kvr_mpi.store.parts import PartIndexes, open_whole_kv
 from kvr_mpi.store.shares import find_runs, index_runs
 from kvr_mpi.transport import Transport, on_root, share_json, together
 
@@ -37,12 +39,14 @@ class StoredBeginnings:
     documents : of each its file's number and its group's name.
     hashes : of all tokens up to a block's end, and whose they are.
     passed_over : documents whose keys and values are not those that the model computes.
+    parts : where these are, if every rank wrote its own.
     """
 
     files: list[str]
     documents: list[tuple[int, str]]
     hashes: dict[str, int]
     passed_over: int = 0
+    parts: PartIndexes = field(default_factory=PartIndexes)
 
     def to_json(self) -> list[Any]:
         """Return what `StoredBeginnings` is made of."""
@@ -55,7 +59,7 @@ class StoredBeginnings:
             if number is not None:
                 file, key = self.documents[number]
                 path = Path(self.files[file])
-                return prefix_of(ids[: count * BLOCK_TOKENS], loaded, partial(open_prompt, path, key), path)
+                return prefix_of(ids[: count * BLOCK_TOKENS], loaded, partial(open_prompt, path, key, self.parts), path)
         return None
 
 
@@ -78,7 +82,7 @@ def scan_beginnings(path: str) -> StoredBeginnings:
         If the run cannot be read.
     """
     index, _ = index_runs(find_runs([Path(path)]))
-    places = index.by_file()
+    places, parts = index.by_file(), PartIndexes()
     found, passed_over = StoredBeginnings(list(map(str, places)), [], {}), 0
     for number, file in enumerate(places):
         with open_file(file) as stored:
@@ -87,13 +91,15 @@ def scan_beginnings(path: str) -> StoredBeginnings:
                 if not place.is_done:
                     continue
                 try:
-                    kv = open_whole_kv(group_in(documents, place.key))
+                    with ExitStack() as others:
+                        kv = open_whole_kv(group_in(documents, place.key), parts, others)
+                        rounded, whose = kv.error_of_8_bits, kv.tokens
                 except DataError:
                     continue  # not used; `kvr inspect` says what is wrong with it
-                if kv.compression or kv.error_of_8_bits:  # an answer, and what is stored of it, would not say so
+                if kv.compression or rounded:  # an answer, and what is stored of it, would not say so
                     passed_over += 1
-                elif kv.tokens is not None:
-                    for each in hash_blocks(kv.tokens.ids):
+                elif whose is not None:
+                    for each in hash_blocks(whose.ids):
                         found.hashes.setdefault(each, len(found.documents))
                     found.documents.append((number, place.key))
     return replace(found, passed_over=passed_over)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,8 +27,8 @@ from kvr_mpi.runtime.stored_prefix import StoredPrompt, compressed_prefix_of, op
 from kvr_mpi.schedule.plan import duration
 from kvr_mpi.store.folder import DamagedFile, Index
 from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import open_whole_kv
 from kvr_mpi.store.outputs import key_of, open_file, read_record
+from kvr_mpi.store.parts import PartIndexes, open_whole_kv
 from kvr_mpi.store.shares import find_runs, index_runs
 
 # Of stored keys and values, to see how fast they are read here.
@@ -139,7 +140,10 @@ def scan_stored(spec: JobSpec, *, cold: bool = False) -> StoredCorpus:
             f"{', '.join(spec.documents.path)}, such as {', '.join(map(repr, index.ids()[:3]))}"
         )
     done = [name for name in wanted if name in lost or index.places[name].is_done][: spec.documents.limit]
-    documents = tuple(lost[name] if name in lost else _look(index, name, is_sharded=questions.sharded) for name in done)
+    parts = PartIndexes()
+    documents = tuple(
+        lost[name] if name in lost else _look(index, name, parts, is_sharded=questions.sharded) for name in done
+    )
     if all(one.error is not None for one in documents):
         why = f": {documents[0].error}" if documents else ""
         raise (DataError if lost else CorpusError)(
@@ -148,7 +152,7 @@ def scan_stored(spec: JobSpec, *, cold: bool = False) -> StoredCorpus:
     if cold:
         for file in {one.file for one in documents}:
             drop_pages(file)
-    speed = _measure_reading(documents)
+    speed = _measure_reading(documents, parts)
     found = StoredCorpus(Corpus((), ()), documents, [], speed, len(wanted) - len(done))
     loads = [
         questions.reuse != "never"
@@ -185,6 +189,7 @@ class StoredSource:
         self._ask: Mapping[str, str] = questions.ask
         self._numbers = {entry.id: number for number, entry in enumerate(corpus.entries)}
         self._open: tuple[StoredPrompt, SharedPrefix | None] | None = None  # the last one
+        self._parts = PartIndexes()
         self._recomputes = bool(depends_on_length(setup.loaded.model))
 
     def read(self, number: int) -> Document:
@@ -211,7 +216,7 @@ class StoredSource:
         if self._open is None or self._open[0].record.id != document_id:
             self._open = None
             path = Path(self.corpus.files[entry.file].path)
-            stored = open_prompt(path, key_of(document_id))
+            stored = open_prompt(path, key_of(document_id), self._parts)
             prefix = self._prefix_of(stored, path) if self._loads[entry.place] else None
             self._open = stored, prefix
         if _seal(self._open[0].kv.seal(), self._ask[name]) != entry.sha256:
@@ -231,13 +236,13 @@ class StoredSource:
         return compressed_prefix_of(ids, loaded, lambda: stored, path, compression)
 
 
-def _look(index: Index, name: str, *, is_sharded: bool) -> StoredDocument:
+def _look(index: Index, name: str, parts: PartIndexes, *, is_sharded: bool) -> StoredDocument:
     """Find out what is stored of a document; nothing of its keys and values is read."""
     file = index.places[name].file
     try:
-        with open_file(file) as stored:
+        with open_file(file) as stored, ExitStack() as others:
             group = group_in(group_in(stored, "documents"), key_of(name))
-            record, kv = read_record(group), open_whole_kv(group)
+            record, kv = read_record(group), open_whole_kv(group, parts, others)
             seal, size = kv.seal(), kv.bytes
             rounded = kv.error_of_8_bits
     except DataError as error:
@@ -299,15 +304,15 @@ def _file(file: Path) -> CorpusFile:
     return CorpusFile(str(file), file.name, found.st_size, found.st_mtime_ns)
 
 
-def _measure_reading(documents: Sequence[StoredDocument]) -> float | None:
+def _measure_reading(documents: Sequence[StoredDocument], parts: PartIndexes) -> float | None:
     """Read some of what is stored, with its checksums, and return bytes per second."""
     read_bytes, began = 0, time.perf_counter()
     for document in documents:
         if document.error is None and read_bytes < SAMPLE_BYTES:
             try:
-                with open_file(document.file) as stored:
+                with open_file(document.file) as stored, ExitStack() as others:
                     group = group_in(group_in(stored, "documents"), key_of(document.id))
-                    for layer in open_whole_kv(group).layers:
+                    for layer in open_whole_kv(group, parts, others).layers:
                         layer.read()
                         read_bytes += layer.bytes
                         if read_bytes >= SAMPLE_BYTES:

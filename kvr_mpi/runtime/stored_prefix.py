@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,27 +15,32 @@ from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.store.hdf5 import explained, group_in, hold_open
-from kvr_mpi.store.kv import StoredKV, StoredLayer, open_whole_kv
 from kvr_mpi.store.outputs import Record, read_record
+from kvr_mpi.store.parts import PartIndexes, WholeKV, WholeLayer, open_whole_kv
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPrompt:
-    """A prompt in a file that is open as long as this is held.
+    """A prompt in files that are open as long as this is held.
 
     ids : its tokens, and those of its answer.
     text : bounds of the document's text among them.
     """
 
-    file: Any
+    files: Any
     record: Record
-    kv: StoredKV
+    kv: WholeKV
     ids: tuple[int, ...]
     text: tuple[int, int]
 
 
-def open_prompt(path: Path, key: str) -> StoredPrompt:
+def open_prompt(path: Path, key: str, parts: PartIndexes) -> StoredPrompt:
     """Open a stored prompt.
+
+    Parameters
+    ----------
+    parts : PartIndexes
+        Where its keys and values are, if every rank wrote its own.
 
     Raises
     ------
@@ -43,13 +49,13 @@ def open_prompt(path: Path, key: str) -> StoredPrompt:
     """
     if not path.is_file():
         raise DataError(f"{path} was there when the batch began, and is gone: was the run merged meanwhile?")
-    file = hold_open(path)
+    file, others = hold_open(path), ExitStack()
     with explained(path):
         group = group_in(group_in(file, "documents"), key)
-        record, kv = read_record(group), open_whole_kv(group)
+        record, kv = read_record(group), open_whole_kv(group, parts, others)
     if kv.tokens is None:
         raise DataError(f"{path}:/documents/{key} does not say whose keys and values it has")
-    return StoredPrompt(file, record, kv, tuple(kv.tokens.ids), kv.tokens.text)
+    return StoredPrompt((file, others), record, kv, tuple(kv.tokens.ids), kv.tokens.text)
 
 
 def prefix_of(
@@ -111,11 +117,11 @@ def compressed_prefix_of(
 
 def _opening(
     ids: Sequence[int], loaded: LoadedModel, open_stored: Callable[[], StoredPrompt]
-) -> Callable[[int], StoredLayer | None]:
+) -> Callable[[int], WholeLayer | None]:
     """Find layers of a stored prompt, which is opened and looked at when the first is asked for."""
     opened: list[StoredPrompt] = []
 
-    def open_layer(number: int) -> StoredLayer | None:
+    def open_layer(number: int) -> WholeLayer | None:
         if not opened:
             stored = open_stored()
             _check(stored, ids, loaded)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvr_mpi.decode.batch import MAX_SEQUENCES
@@ -25,7 +25,7 @@ from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.host_memory import HeapTrimmer
 from kvr_mpi.runtime.pace import Pace
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
-from kvr_mpi.runtime.requests import DocumentRequest, PromptOutcome, PromptRequest, error_record
+from kvr_mpi.runtime.requests import DocumentRequest, PromptOutcome, PromptRequest, error_record, seed_of
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.sources import Source
 from kvr_mpi.runtime.stopping import SharedStop
@@ -199,7 +199,7 @@ class ChainWorker:
             self._prefill_shared(request, plan)
         if plan.partition is not None and not plan.shared_tokens:
             self._context.trace.begin_prompt(request, plan, self._chain, self._runner.first_rank)
-            prefill = self._runner.prefill(plan, self._forwarder)
+            prefill = self._prefill_slice(request, plan)
             self._context.trace.end_prompt(prefill)
             request.document.prefix = None  # with the file it is loaded from
             self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
@@ -207,6 +207,21 @@ class ChainWorker:
                 self._start_decoding(request, prefill)
         elif self._chain.rank == plan.decode_rank:
             self._packed.append((request, plan))
+
+    def _prefill_slice(self, request: PromptRequest, plan: PlannedPrompt) -> Prefill:
+        """Prefill this rank's slice, and store its keys and values if every rank stores its own."""
+        if not self._runner.writes_own(plan) or not request.document.is_final:
+            return self._runner.prefill(plan, self._forwarder)
+        assert plan.partition is not None
+        bounds = plan.bounds_on(self._chain.rank)
+        if self._chain.rank == plan.decode_rank:  # its own are stored with the answer
+            return replace(self._runner.prefill(plan, self._forwarder), stored_tokens=bounds[0])
+        record = request.document.begun_record(plan.partition)
+        with self._context.sink.writing_slice(record, bounds, request.prompt) as layers:
+            prefill = self._runner.prefill(plan, self._forwarder, write_layer=layers.add_layer)
+            if prefill.error is not None:
+                layers.drop()
+        return prefill
 
     def _prefill_shared(self, request: PromptRequest, plan: PlannedPrompt) -> None:
         """Prefill what a prompt shares with others; nothing goes on any more from what was shared before."""
@@ -249,7 +264,7 @@ class ChainWorker:
             self._context.sink.write_record(error_record(request.document.document, reason), request.document.work)
 
     def _start_decoding(self, request: PromptRequest, prefill: Prefill) -> None:
-        self._context.decoder.start(request, prefill, self._runner.seed_of(request.document.document))
+        self._context.decoder.start(request, prefill, seed_of(request.document.document, self._runner.seed))
 
     def _decode_wave(self) -> None:
         """Decode what this rank holds; leave some of it for the next wave, if prompts wait for that."""

@@ -15,7 +15,8 @@ import numpy as np
 import xxhash
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.hdf5 import attribute_names, dataset_in, read_attribute, size_bytes, write_attribute
+from kvr_mpi.store.filters import compress, is_compressed
+from kvr_mpi.store.hdf5 import CHUNK_BYTES, attribute_names, dataset_in, read_attribute, size_bytes, write_attribute
 
 if TYPE_CHECKING:
     import torch
@@ -69,8 +70,13 @@ class StoredArray:
         return self.dtype or type_name(self.data)
 
     @property
+    def is_compressed(self) -> bool:
+        """Whether it takes less in the file."""
+        return is_compressed(self.data)
+
+    @property
     def bytes(self) -> int:
-        """As stored."""
+        """As stored, before it is compressed."""
         return size_bytes(self.data) + (0 if self.scales is None else size_bytes(self.scales))
 
     def bits(self, first: int, last: int) -> tuple[Bits, ...]:
@@ -146,8 +152,8 @@ def join(parts: Sequence[torch.Tensor | EightBit]) -> torch.Tensor | EightBit:
     )
 
 
-def write_tensor(group: h5py.Group, name: str, tensor: torch.Tensor) -> Bits:
-    """Write a tensor in one piece, in its own type; return its bits."""
+def write_tensor(group: h5py.Group, name: str, tensor: torch.Tensor, *, compressed: bool = False) -> Bits:
+    """Write a tensor in its own type, in one piece or by Blosc2 in chunks of some rows; return its bits."""
     import torch
 
     tensor = tensor.detach().cpu().contiguous()
@@ -155,17 +161,23 @@ def write_tensor(group: h5py.Group, name: str, tensor: torch.Tensor) -> Bits:
     kind = bfloat16_type() if tensor.dtype == torch.bfloat16 else h5py.h5t.py_create(bits.dtype, logical=True)
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    if compressed and bits.size:
+        plist.set_chunk((min(len(bits), max(1, CHUNK_BYTES // bits[0].nbytes)), *bits.shape[1:]))
+        compress(plist)
     dataset = h5py.h5d.create(group.id, name.encode(), kind, h5py.h5s.create_simple(bits.shape), dcpl=plist)
     if bits.size:
         dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, bits, kind)
     return bits
 
 
-def write_array(group: h5py.Group, name: str, content: torch.Tensor | EightBit) -> tuple[Bits, ...]:
+def write_array(
+    group: h5py.Group, name: str, content: torch.Tensor | EightBit, *, compressed: bool = False
+) -> tuple[Bits, ...]:
     """Write keys or values, in 8 bits with ``NAME_scales`` beside them; return what was written."""
     if not isinstance(content, EightBit):
-        return (write_tensor(group, name, content),)
-    written = write_tensor(group, name, content.codes), write_tensor(group, name + SCALES, content.scales)
+        return (write_tensor(group, name, content, compressed=compressed),)
+    codes = write_tensor(group, name, content.codes, compressed=compressed)
+    written = codes, write_tensor(group, name + SCALES, content.scales)
     write_attribute(group[name], "dtype", content.dtype)
     write_attribute(group[name], "error", content.error)
     return written

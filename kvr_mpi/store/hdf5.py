@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 
 from kvr_mpi.errors import DataError
+from kvr_mpi.store.filters import check_filters
 
 T = TypeVar("T", str, int, float)
 # HDF5's class of a type, and numpy's type to read it as; text is read in its own length.
@@ -229,6 +230,7 @@ def _check_data(dataset: Any, where: str) -> None:
             raise DataError(
                 f"{where} has chunks of {math.prod(chunk) * item_bytes} bytes; no more than {LARGEST_BYTES}"
             )
+        check_filters(dataset, where, LARGEST_BYTES)
         expected = math.prod(-(-size // part) for size, part in zip(shape, chunk, strict=True))
         complete = dataset.get_num_chunks() == expected
     else:

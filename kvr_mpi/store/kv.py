@@ -4,8 +4,9 @@
                                   first_token (0 if it is not there): of the first row; what stands before it is in
                                   parts (see ``parts``)
     kv/token_ids                  of the tokens whose keys and values these are (int64)
-    kv/layer_000/keys, values     (tokens, kv_heads, head_dim), in one piece; of 8 bits (int8) with attributes dtype and
-                                  error: the type they had, and the root mean square of what rounding changed, over
+    kv/layer_000/keys, values     (tokens, kv_heads, head_dim), in one piece, or in chunks by the filter Blosc2 (see
+                                  ``filters``); of 8 bits (int8) with attributes dtype and error: the type they
+                                  had, and the root mean square of what rounding changed, over
                                   that of what they were
     kv/layer_000/keys_scales      and values_scales: what a 1 of 8 bits is (float32, tokens x kv_heads)
     kv/layer_000/digests          XXH3 (64 bits) of every block of tokens of keys and values (int64, blocks x 2), with
@@ -177,6 +178,11 @@ class StoredKV:
         return max((max(layer.keys.error, layer.values.error) for layer in self.layers), default=0.0)
 
     @property
+    def is_compressed(self) -> bool:
+        """Whether its bytes take less in the file, by Blosc2."""
+        return any(layer.keys.is_compressed for layer in self.layers)
+
+    @property
     def bytes(self) -> int:
         """Of all layers."""
         return sum(layer.bytes for layer in self.layers)
@@ -193,7 +199,9 @@ class StoredKV:
         return _seal(self.tokens, map(_facts, self.layers))
 
 
-def write_kv(group: h5py.Group, layers: Iterable[Contents | None], tokens: CachedTokens | None) -> tuple[int, str]:
+def write_kv(
+    group: h5py.Group, layers: Iterable[Contents | None], tokens: CachedTokens | None, *, compressed: bool = False
+) -> tuple[int, str]:
     """Write a document's keys and values, layer by layer as they come.
 
     Parameters
@@ -204,6 +212,8 @@ def write_kv(group: h5py.Group, layers: Iterable[Contents | None], tokens: Cache
         Each layer's (tokens, kv_heads, head_dim), as they are or `quantise`d; None for a layer that has none.
     tokens : CachedTokens or None
         Whose they are; without that they can be looked at, but not gone on from.
+    compressed : bool
+        By Blosc2.
 
     Returns
     -------
@@ -218,7 +228,9 @@ def write_kv(group: h5py.Group, layers: Iterable[Contents | None], tokens: Cache
         if kv is None:
             kv = create_group(group, "kv")
         place = create_group(kv, f"layer_{number:03d}")
-        written = [write_array(place, name, content) for name, content in zip(KINDS, layer, strict=True)]
+        written = [
+            write_array(place, name, content, compressed=compressed) for name, content in zip(KINDS, layer, strict=True)
+        ]
         blocks = -(-max(len(bits[0]) for bits in written) // BLOCK_TOKENS)
         digests = np.zeros((blocks, len(KINDS)), np.int64)
         for column, bits in enumerate(written):
@@ -271,23 +283,6 @@ def open_kv(group: h5py.Group) -> StoredKV:
     if stored.bytes > MAX_INFLATION * group.file.id.get_filesize():
         raise DataError(
             f"{place} has {stored.bytes} bytes in a file of {group.file.id.get_filesize()}; that is no data"
-        )
-    return stored
-
-
-def open_whole_kv(group: h5py.Group) -> StoredKV:
-    """Find a document's keys and values as `open_kv` does, all of them in this file.
-
-    Raises
-    ------
-    DataError
-        If some are in parts, too.
-    """
-    stored = open_kv(group)
-    if stored.first_token:
-        raise DataError(
-            f"{where(group)} has the keys and values of tokens from {stored.first_token} on; those before are still "
-            f"in parts, as the ranks wrote them: put them together with `kvr merge` first"
         )
     return stored
 

@@ -30,7 +30,7 @@ from kvr_mpi.store.outputs import (
     start_file,
     write_record,
 )
-from kvr_mpi.store.parts import index_parts, open_parts, part_bytes, remove_parts, whole_tokens
+from kvr_mpi.store.parts import PARTS, index_parts, open_parts, part_bytes, remove_parts
 from kvr_mpi.store.shares import Runs, index_runs, read_header_of
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.store.survey import RESULTS
@@ -69,6 +69,8 @@ def merge_run(folder: Path, should_stop: Callable[[], bool] = lambda: False) -> 
     """
     files = run_files(folder)
     parts = part_bytes(folder)
+    if not run_files(folder / PARTS):  # no rank has written any
+        remove_parts(folder)
     size = sum(file.stat().st_size for file in files) + parts
     copies = len(files) > 1 or parts
     if not files or size > MERGE_MAX_BYTES or (copies and shutil.disk_usage(folder).free < 1.1 * size):
@@ -189,7 +191,8 @@ def copy_documents(
     without_kv : collection of str
         Ids of documents whose keys and values are left out.
     parts : Index or None
-        Where keys and values are that the records themselves do not have (see ``parts``).
+        Where keys and values are that the records themselves do not have (see ``parts``), to be put together; None:
+        they stay where they are.
 
     Raises
     ------
@@ -240,7 +243,7 @@ def _stretches(index: Index) -> Iterator[tuple[Path, list[str]]]:
 def _copy_document(
     groups: h5py.Group, name: str, merged: h5py.File, is_sealed: bool, drops_kv: bool, parts: Index | None
 ) -> Record:
-    """Copy a document, with its keys and values in one piece, or without them.
+    """Copy a document, with its keys and values, in one piece if its parts are told, or without them.
 
     Raises
     ------
@@ -255,17 +258,20 @@ def _copy_document(
     with contextlib.ExitStack() as files:
         layers: Iterable[Contents | None] = ()
         tokens: CachedTokens | None = None
-        if not drops_kv and kv.first_token:
-            layers, tokens = open_parts(group, record, parts or Index({}), files).layers(), whole_tokens(kv)
+        is_joined = bool(kv.first_token) and parts is not None and not drops_kv
+        if is_joined:
+            assert parts is not None
+            whole = open_parts(group, record, parts, files)
+            layers, tokens = whole.contents(), whole.tokens
         elif not drops_kv and not is_sealed:  # of version 1: written anew, with checksums
             found = {layer.number: layer for layer in kv.layers}
             numbers = map(found.get, range(max(found, default=-1) + 1))
             layers = (layer.read() if layer else None for layer in numbers)
         try:
-            if is_sealed and not drops_kv and not kv.first_token:
+            if is_sealed and not drops_kv and not is_joined:
                 group.file.copy(group, merged["documents"], name=key_of(name))
             else:
-                write_record(merged, record, layers, tokens)
+                write_record(merged, record, layers, tokens, compressed=kv.is_compressed)
         except (OSError, RuntimeError) as error:
             if os.strerror(errno.ENOSPC) in str(error):  # not the source's fault
                 raise _FullError(str(error)) from error

@@ -135,9 +135,14 @@ def read_software(file: h5py.File) -> dict[str, str]:
 
 
 def write_record(
-    file: h5py.File, record: Record, layers: Iterable[Contents | None] = (), tokens: CachedTokens | None = None
+    file: h5py.File,
+    record: Record,
+    layers: Iterable[Contents | None] = (),
+    tokens: CachedTokens | None = None,
+    *,
+    compressed: bool = False,
 ) -> None:
-    """Add a document's group, with each layer's keys and values (tokens, kv_heads, head_dim) if given, and whose."""
+    """Add a document's group, with each layer's keys and values if given, and whose, as `write_kv`."""
     group = create_group(file["documents"], key_of(record.id))
     values = {name: stored_text(value) if isinstance(value, str) else value for name, value in record.as_dict().items()}
     values = {name: value for name, value in values.items() if value or name not in ASKED_FOR}
@@ -147,7 +152,7 @@ def write_record(
     for name in TEXTS:
         if name in values:
             write_dataset(group, name, fixed_text(values[name]).reshape(1))
-    kv_bytes, kv_sha256 = write_kv(group, layers, tokens)
+    kv_bytes, kv_sha256 = write_kv(group, layers, tokens, compressed=compressed)
     announced = (len(values["answer"].encode()), len(values["token_ids"]), kv_bytes, kv_sha256)
     values |= dict(zip(ANNOUNCED, announced, strict=True))
     for name, value in values.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,10 +11,10 @@ from pathlib import Path
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import Index, index_run
 from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import open_whole_kv
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.merge import copy_documents, part_of
 from kvr_mpi.store.outputs import open_file, read_header, read_record
+from kvr_mpi.store.parts import PartIndexes, document_of, index_parts, open_whole_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,16 @@ def list_stored(index: Index) -> list[StoredKVOf]:
     DataError
         If a record cannot be read.
     """
-    found = []
+    found, parts = [], PartIndexes()
     for file, places in index.by_file().items():
         with open_file(file) as stored:
             documents = group_in(stored, "documents")
             for name, place in places.items():
                 if place.is_done:
                     group = group_in(documents, place.key)
-                    if size := open_whole_kv(group).bytes:
+                    with ExitStack() as others:
+                        size = open_whole_kv(group, parts, others).bytes
+                    if size:
                         found.append(StoredKVOf(name, size, _time(read_record(group).finished_at)))
     return sorted(found, key=lambda one: (one.finished_at, one.id))
 
@@ -93,14 +96,22 @@ def prune_kv(folder: Path, documents: Iterable[str]) -> None:
     index, gone = index_run(folder, verify=True), set(documents)
     if unknown := gone - index.places.keys():
         raise DataError(f"{folder} has no document {min(unknown)!r}")
+    _write_without(index, gone)
+    # The records first, which are whole without parts: the other way round a crash would leave some that are not.
+    parts = index_parts(folder)
+    _write_without(parts, {name for name in parts.places if document_of(name) in gone})
+
+
+def _write_without(index: Index, gone: Collection[str]) -> None:
+    """Write the files of a folder anew that have records with these keys and values, without them."""
     for file, here in index.by_file().items():
-        if gone.isdisjoint(here):
+        if here.keys().isdisjoint(gone):
             continue
         with open_file(file) as stored:
             header = read_header(stored)
         with part_of(file) as part:
             done, failed = copy_documents(replace(index, places=here), header, part, without_kv=gone)
-            LedgerWriter(folder, "pruned").publish(file, done, failed)
+            LedgerWriter(file.parent, "pruned").publish(file, done, failed)
 
 
 def _time(text: str) -> datetime:

@@ -194,9 +194,10 @@ def _recover(folder: Path, header: Header, say: Say) -> Survey:
 def _without_parts(folder: Path, header: Header, done: set[str], say: Say) -> set[str]:
     """Put right what crashes left of parts, and return the documents that have to be done again for want of some."""
     parts = folder / PARTS
-    if not parts.is_dir() or parts.is_symlink() or not done:
+    is_there = parts.is_dir() and not parts.is_symlink()
+    if not done or not (is_there or header.identity.get("kv")):
         return set()
-    there, _ = _recover(parts, header, say).documents()
+    there = _recover(parts, header, say).documents()[0] if is_there else set[str]()
     found = incomplete(folder, done, there)
     if found:
         say(f"{len(found)} document(s) lack keys and values of some rank, and are done again: {_some(sorted(found))}")

@@ -16,10 +16,13 @@ class OutputSettings(BaseModel):
     path: str = Field(min_length=1, description="folder for the results; created if missing")
     kv: bool | Literal["sharded"] = Field(
         False,
-        description="keep every prompt's keys and values; sharded: every rank holds and writes its own, none all",
+        description="keep every prompt's keys and values, each rank writing its own; sharded: it also holds no others",
     )
     kv_dtype: Literal["model", "int8"] = Field(
         "model", description="of stored keys and values; int8: rounded, a quarter or half of the size"
+    )
+    kv_compression: Literal["none", "blosc2"] = Field(
+        "none", description="of stored keys and values, bit for bit; blosc2: needs hdf5plugin to write and to read"
     )
     columns: list[str] = Field([], description="fields of the documents' rows that go into the results as they are")
     max_failed: int | float | str = Field(
@@ -32,6 +35,15 @@ class OutputSettings(BaseModel):
             raise ValueError(
                 f"output.kv_dtype = {self.kv_dtype!r} is of stored keys and values, and output.kv = false stores none: "
                 f"say output.kv = true, or leave kv_dtype out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compresses_what_is_stored(self) -> OutputSettings:
+        if self.kv_compression != "none" and not self.kv:
+            raise ValueError(
+                f"output.kv_compression = {self.kv_compression!r} is of stored keys and values, and output.kv = false "
+                f"stores none: say output.kv = true, or leave kv_compression out"
             )
         return self
 

@@ -13,7 +13,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -29,6 +29,7 @@ from kvr_mpi.store.kv import CachedTokens, Contents, KeysValues
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.outputs import Header, Record, drop_record, start_file, write_record
+from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.trace import Recorder
 
@@ -82,6 +83,24 @@ class _Shard:
         return self.path.with_name(self.path.name + PART)
 
 
+class LayersWriter:
+    """A document that is being written, layer by layer.
+
+    Parameters
+    ----------
+    add_layer : callable
+        Given each layer's keys and values (tokens, kv_heads, head_dim), on any device, or None if it has none. They
+        are copied, so they may change afterwards.
+    """
+
+    def __init__(self, add_layer: Callable[[KeysValues | None], None]) -> None:
+        self.add_layer, self.is_dropped = add_layer, False
+
+    def drop(self) -> None:
+        """Forget the document."""
+        self.is_dropped = True
+
+
 class ShardWriter:
     """Write finished documents of one rank.
 
@@ -97,8 +116,8 @@ class ShardWriter:
         Goes into every file.
     session : int or None
         Of the job; by default the one that has the folder.
-    eight_bit : bool
-        Whether keys and values are rounded to 8 bits.
+    settings : OutputSettings, optional
+        How keys and values are written: rounded, compressed; default: as they are.
     recorder : Recorder, optional
         Told of every document that is written, and of every shard that is made durable.
     """
@@ -110,11 +129,13 @@ class ShardWriter:
         header: Header,
         session: int | None = None,
         *,
-        eight_bit: bool = False,
+        settings: OutputSettings | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._recorder = Recorder() if recorder is None else recorder
-        self._folder, self._name, self._header, self._eight_bit = folder, name, header, eight_bit
+        self._folder, self._name, self._header = folder, name, header
+        self._eight_bit = settings is not None and settings.kv_dtype == "int8"
+        self._compressed = settings is not None and settings.kv_compression == "blosc2"
         self._session = session_of(folder) if session is None else session
         self._ledger = LedgerWriter(folder, name)
         self._shard: _Shard | None = None
@@ -148,15 +169,26 @@ class ShardWriter:
         tokens : CachedTokens or None
             Whose they are.
         """
+        with self.writing(record, tokens) as document:
+            for layer in layers:
+                document.add_layer(layer)
+
+    @contextlib.contextmanager
+    def writing(self, record: Record, tokens: CachedTokens | None) -> Iterator[LayersWriter]:
+        """Add a document whose layers come one by one, as `write`; nothing else may be written meanwhile.
+
+        If that ends by an exception, or the document is dropped, it is forgotten.
+        """
         self._check()
         self._tasks.put(_Document(record, tokens))
+        document = LayersWriter(lambda layer: self._tasks.put(self._copy(layer)))
         try:
-            for layer in layers:
-                self._tasks.put(self._copy(layer))
+            yield document
         except BaseException:
-            self._tasks.put(_Mark.DROP)
+            document.drop()
             raise
-        self._tasks.put(_Mark.END)
+        finally:
+            self._tasks.put(_Mark.DROP if document.is_dropped else _Mark.END)
 
     def flush(self) -> None:
         """Wait until all documents are durable."""
@@ -280,7 +312,8 @@ class ShardWriter:
                 self._check_space(record.bytes)
                 shard = self._shard = self._shard or self._open()
                 try:
-                    write_record(shard.file, record, self._contents(layers), tokens)
+                    contents = self._contents(layers)
+                    write_record(shard.file, record, contents, tokens, compressed=self._compressed)
                 except _DroppedError:
                     drop_record(shard.file, record.id)
                 else:

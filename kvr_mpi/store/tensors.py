@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from kvr_mpi.errors import DataError, MissingError, OutputError
 from kvr_mpi.store.folder import Index
 from kvr_mpi.store.hdf5 import create_hdf5, group_in
 from kvr_mpi.store.head_rows import refuse_compressed
-from kvr_mpi.store.kv import CachedTokens, KeysValues, open_whole_kv
+from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.merge import part_of
 from kvr_mpi.store.outputs import (
@@ -39,6 +40,7 @@ from kvr_mpi.store.outputs import (
     start_file,
     write_record,
 )
+from kvr_mpi.store.parts import PartIndexes, open_whole_kv
 from kvr_mpi.store.survey import RESULTS
 
 if TYPE_CHECKING:
@@ -64,21 +66,22 @@ def export_kv(index: Index, ids: Iterable[str], folder: Path, *, overwrite: bool
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
+    parts = PartIndexes()
     for name in ids:
         place = index.places[name]
-        with open_file(place.file) as stored:
+        with open_file(place.file) as stored, ExitStack() as others:
             group = group_in(group_in(stored, "documents"), place.key)
-            record, kv, header = read_record(group), open_whole_kv(group), read_header(stored)
+            record, kv, header = read_record(group), open_whole_kv(group, parts, others), read_header(stored)
             refuse_compressed(kv.compression, name, "kvr export --kv")
-            tensors = dict(_tensors(kv.layers))
+            tensors, whose = dict(_tensors(kv.layers)), kv.tokens
         if not tensors:
             continue
         about: dict[str, Any] = {**asdict(header), "record": record.as_dict(), "text": None}
-        if kv.tokens is not None:
+        if whose is not None:
             import torch
 
-            tensors["token_ids"] = torch.tensor(kv.tokens.ids)
-            about["text"] = list(kv.tokens.text)
+            tensors["token_ids"] = torch.tensor(whose.ids)
+            about["text"] = list(whose.text)
         file = folder / (place.key + SUFFIX)
         if file.exists() and not overwrite:
             raise OutputError(f"{file} exists; add --overwrite, or choose another folder")

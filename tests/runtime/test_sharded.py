@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from made_jobs import last_line
 from made_runs import stored_layers
 
+from kvr_mpi import open_results
+from kvr_mpi.store.filters import has_blosc2
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.kv import open_kv
-from kvr_mpi.store.outputs import Record, check_record, open_file
-from kvr_mpi.store.parts import PARTS
+from kvr_mpi.store.outputs import Record, check_record, open_file, read_record
+from kvr_mpi.store.parts import PARTS, index_parts, part_id
 
 SHARDED = ("output.kv=sharded", "prompt.max_tokens=400")
 
@@ -46,6 +49,19 @@ def truth(job: Path, tmp_path: Path, run_here: Any) -> Path:
 def unmerged(monkeypatch: pytest.MonkeyPatch, truth: Path) -> None:
     """From now on runs are too large to be put together at their end."""
     monkeypatch.setattr("kvr_mpi.store.merge.MERGE_MAX_BYTES", 0)
+
+
+def check_only_own(folder: Path) -> None:
+    """Every document's record has the last slice, and its parts the others, each written once."""
+    found = set(index_parts(folder).places)
+    for file in folder.glob("shard-*.h5"):
+        with open_file(file) as stored:
+            for group in stored["documents"].values():
+                record, kv = read_record(group), open_kv(group)
+                own = record.slices[-2] if len(record.slices) > 2 else 0
+                assert kv.first_token == own and {layer.tokens + own for layer in kv.layers} == {len(kv.tokens.ids)}
+                found -= {part_id(record.id, *bounds) for bounds in itertools.pairwise(record.slices[:-1])}
+    assert not found
 
 
 def check_same(folder: Path, truth: Path) -> None:
@@ -103,16 +119,18 @@ def test_prefill_only_sampling_and_texts_that_are_split(job: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("unmerged")
+@pytest.mark.parametrize("kv", ["true", pytest.param("sharded", marks=pytest.mark.long)])
 @pytest.mark.slow
-def test_parts_are_read_when_they_are_put_together(
-    job: Path, tmp_path: Path, truth: Path, run_here: Any, run_kvr: Any, tiny_model_dir: Path
+def test_what_every_rank_wrote_of_its_own_is_read_as_one(
+    job: Path, tmp_path: Path, truth: Path, run_here: Any, run_kvr: Any, tiny_model_dir: Path, kv: str
 ) -> None:
+    """Asked, exported, read from Python, gone on from and put together: as if one rank had written it all."""
     out = tmp_path / "out"
-    assert run_here(3, [job, *options(*SHARDED)]).returncode == 0
+    own = f"output.kv={kv}", SHARDED[1]
+    assert run_here(3, [job, *options(*own)]).returncode == 0
     files = sorted((out / PARTS).glob("shard-*.h5"))
-    assert len(files) >= 2 and {record.document for record in read_run(out / PARTS)} == {
-        f"doc-{number}.txt" for number in range(5)
-    }
+    cut = {record.id for record in read_run(out) if len(record.slices) > 2}  # others are too short for a chain
+    assert len(files) >= 2 and len(cut) >= 2 and {record.document for record in read_run(out / PARTS)} == cut
     for file in files:
         with open_file(file) as parts:
             for group in parts["documents"].values():
@@ -123,12 +141,25 @@ def test_parts_are_read_when_they_are_put_together(
         model.path = "{tiny_model_dir}"
         documents.path = "{out}"
         questions.ask = ["Who?"]
+        questions.reuse = "always"
         output.path = "{tmp_path / "asked"}"
         """
     )
-    refused = run_here(1, [asking])
-    assert refused.returncode == 78 and "kvr merge" in refused.stderr
-    again = run_here(2, [job, *options(*SHARDED), "--resume"])
+    check_only_own(out)
+    asked = run_here(2, [asking])
+    assert asked.returncode == 0, asked.stderr
+    answers = {name: record.token_ids for name, record in records(tmp_path / "asked").items()}
+    assert max(record.computed_tokens for record in records(tmp_path / "asked").values()) < 40
+    wanted = run_here(1, [asking, *options(f"documents.path={truth}"), "--overwrite"])
+    assert wanted.returncode == 0, wanted.stderr
+    assert answers == {name: record.token_ids for name, record in records(tmp_path / "asked").items()}
+    found, other = open_results(out), open_results(truth)
+    for name in found.ids():
+        here, there = found.kv(name), other.kv(name)
+        assert here.token_ids == there.token_ids and here.text == there.text
+        for number, pair in here.layers.items():
+            torch.testing.assert_close(pair, there.layers[number], rtol=1e-4, atol=1e-4)
+    again = run_here(2, [job, *options(*own), "--resume"])
     assert again.returncode == 0 and "5 of them done already" in again.stderr
     code, _, said = run_kvr("merge", out)
     assert code == 0, said
@@ -154,11 +185,48 @@ def test_a_part_that_is_lost_is_made_again(
     check_same(out, truth)
 
 
+@pytest.mark.parametrize(
+    ("kind", "ranks", "more"),
+    [
+        ("llama-gqa", 4, ("parallel.partition=ratio", "parallel.ratios=[4, 3, 2, 1]", "parallel.chunk_tokens=32")),
+        ("mistral-window", 3, ()),
+        ("gemma2-softcap", 2, ()),
+        ("llama4-chunks", 3, ()),
+        ("bloom-own-attention", 3, ()),
+        ("deepseek-latents", 2, ()),
+        ("llama-gqa", 3, ("parallel.strategy=ring",)),
+        ("llama-gqa", 2, ("output.kv_dtype=int8",)),
+        ("llama-gqa", 2, ("generation.max_new_tokens=0",)),
+        pytest.param(
+            "llama-gqa",
+            3,
+            ("output.kv_compression=blosc2",),
+            marks=pytest.mark.skipif(not has_blosc2(), reason="hdf5plugin is not installed (the extra blosc)"),
+        ),
+    ],
+)
+@pytest.mark.long
+def test_ranks_that_write_their_own_store_what_one_would(
+    job: Path, tmp_path: Path, run_here: Any, model_of: Any, kind: str, ranks: int, more: tuple[str, ...]
+) -> None:
+    """Of layers with windows all tokens, too, though the rank that decodes is sent only what it sees."""
+    own = (f"model.path={model_of(kind)}", "output.kv=true", SHARDED[1])
+    alone = [one for one in more if not one.startswith("parallel.")]
+    done = run_here(1, [job, *options(*own, *alone, f"output.path={tmp_path / 'one'}")])
+    assert done.returncode == 0, done.stderr
+    done = run_here(ranks, [job, *options(*own, *more)])
+    assert done.returncode == 0, done.stderr
+    if "int8" in str(more):
+        assert records(tmp_path / "out").keys() == records(tmp_path / "one").keys()
+    else:
+        check_same(tmp_path / "out", tmp_path / "one")
+
+
 @pytest.mark.usefixtures("unmerged")
 @pytest.mark.slow
 def test_a_damaged_part_is_never_used(job: Path, tmp_path: Path, truth: Path, run_here: Any, run_kvr: Any) -> None:
     out = tmp_path / "out"
-    assert run_here(2, [job, *options(*SHARDED)]).returncode == 0
+    assert run_here(2, [job, *options("output.kv=true", SHARDED[1])]).returncode == 0
     path = next((out / PARTS).glob("shard-*.h5"))
     with h5py.File(path) as file:
         dataset = next(iter(file["documents"].values()))["kv/layer_001/values"]
@@ -169,7 +237,7 @@ def test_a_damaged_part_is_never_used(job: Path, tmp_path: Path, truth: Path, ru
     path.write_bytes(data)
     code, _, said = run_kvr("merge", out)
     assert code == 65 and "damaged" in said and not (out / "results.h5").exists()
-    again = run_here(2, [job, *options(*SHARDED), "--resume"])
+    again = run_here(2, [job, *options("output.kv=true", SHARDED[1]), "--resume"])
     assert again.returncode == 0 and "is damaged" in again.stderr
     assert run_kvr("merge", out)[0] == 0
     check_same(out, truth)

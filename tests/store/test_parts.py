@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import h5py
 import pytest
 import torch
-from made_runs import HEADER, record, stored_layers
+from made_runs import HEADER, record, resume, stored_layers, take
 
 from kvr_mpi.errors import DataError
+from kvr_mpi.store.folder import index_run
+from kvr_mpi.store.hdf5 import hold_open
 from kvr_mpi.store.kv import CachedTokens, open_kv
 from kvr_mpi.store.merge import merge_files
 from kvr_mpi.store.outputs import Record, open_file
-from kvr_mpi.store.parts import PARTS, incomplete, part_record
+from kvr_mpi.store.parts import (
+    PARTS,
+    PartIndexes,
+    WholeKV,
+    incomplete,
+    open_whole_kv,
+    part_bytes,
+    part_record,
+)
+from kvr_mpi.store.prune import list_stored, prune_kv
 from kvr_mpi.store.run import RUN_FILE
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.shares import find_runs
@@ -95,3 +110,95 @@ def test_a_part_of_another_prompt_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is of another prompt"):
         merge_files(tmp_path)
     assert not (tmp_path / "results.h5").exists()
+
+
+def read_as_one(folder: Path, name: str = "a") -> WholeKV:
+    """Read where the document's record is; files close with the process."""
+    place = index_run(folder).places[name]
+    group = hold_open(place.file)["documents"][place.key]
+    return open_whole_kv(group, PartIndexes(), ExitStack())
+
+
+@pytest.mark.parametrize("slices", [(0, 5, TOKENS), (0, 1, 11, TOKENS), (0, 3, 6, 9, TOKENS)])
+def test_whoever_reads_reads_them_as_one(tmp_path: Path, slices: tuple[int, ...]) -> None:
+    """Any range of tokens, across the places where ranks took over from each other."""
+    write_all(tmp_path, slices)
+    kv = read_as_one(tmp_path)
+    assert kv.tokens == CachedTokens(tuple(range(TOKENS)), (1, 3))
+    assert [layer.number for layer in kv.layers] == [0, 2] and kv.bytes == 4 * KEYS.nbytes
+    for layer in kv.layers:
+        assert layer.keys.shape == tuple(KEYS.shape) and layer.keys.type_name == "float32"
+        for first, last in itertools.combinations_with_replacement(range(TOKENS + 1), 2):
+            keys, values = layer.read(first, last)
+            assert torch.equal(keys, KEYS[first:last]) and torch.equal(values, -KEYS[first:last])
+        with pytest.raises(DataError, match="were asked for"):
+            layer.read(3, TOKENS + 1)
+
+
+def test_a_flipped_bit_of_any_part_is_named_when_it_is_read(tmp_path: Path) -> None:
+    write_all(tmp_path, (0, 5, TOKENS))
+    path = next((tmp_path / PARTS).glob("shard-*.h5"))
+    with h5py.File(path, "r+") as file:
+        file["documents"]["a%2F0-5"]["kv/layer_002/keys"][2] += 1
+    kv = read_as_one(tmp_path)
+    kv.layers[0].read()
+    kv.layers[1].read(5, TOKENS)
+    with pytest.raises(DataError, match=f"{path.name}.*layer_002.*damaged"):
+        kv.layers[1].read(4, 6)
+
+
+def test_pruned_documents_lose_all_of_their_parts(tmp_path: Path) -> None:
+    """And the others none; a job that goes on finds nothing missing."""
+    write_all(tmp_path, (0, 5, TOKENS))
+    for start, stop, folder in ((0, 7, tmp_path / PARTS), (7, TOKENS, tmp_path)):
+        of = replace(whole((0, 7, TOKENS)), id="a/b")
+        writer = ShardWriter(folder, f"other-{start}", HEADER, session=1)
+        layer = KEYS[start:stop], -KEYS[start:stop]
+        tokens = CachedTokens(tuple(range(stop)), (1, 3), start)
+        writer.write(of if folder == tmp_path else part_record(of, start, stop), [layer], tokens)
+        writer.close()
+    assert [(one.id, one.bytes) for one in list_stored(index_run(tmp_path))] == [
+        ("a", 4 * KEYS.nbytes),
+        ("a/b", 2 * KEYS.nbytes),
+    ]
+    size = part_bytes(tmp_path)
+    prune_kv(tmp_path, ["a"])
+    assert part_bytes(tmp_path) < size
+    assert [one.id for one in list_stored(index_run(tmp_path))] == ["a/b"]
+    assert incomplete(tmp_path, ["a", "a/b"], index_run(tmp_path / PARTS, verify=True).places) == set()
+    assert torch.equal(read_as_one(tmp_path, "a/b").layers[0].read()[0], KEYS)
+    with open_file(merge_files(tmp_path)) as file:
+        assert not open_kv(file["documents/a"]).layers and len(open_kv(file["documents/a%2Fb"]).layers) == 1
+
+
+def test_what_is_dropped_while_it_is_written_leaves_nothing(tmp_path: Path) -> None:
+    """A prompt that fails on this rank, or ends in an exception; the next one is written as ever."""
+    (tmp_path / PARTS).mkdir()
+    writer = ShardWriter(tmp_path / PARTS, "0000", HEADER, session=1)
+    part, tokens = part_record(whole((0, 5, TOKENS)), 0, 5), CachedTokens(tuple(range(5)), (1, 3))
+    with writer.writing(part, tokens) as layers:
+        layers.add_layer((KEYS[:5], KEYS[:5]))
+        layers.drop()
+    with pytest.raises(ValueError, match="in the model"), writer.writing(part, tokens) as layers:
+        layers.add_layer((KEYS[:5], KEYS[:5]))
+        raise ValueError("in the model")
+    with writer.writing(part, tokens) as layers:
+        layers.add_layer((KEYS[:5], -KEYS[:5]))
+    writer.close()
+    index = index_run(tmp_path / PARTS, verify=True)
+    assert list(index.places) == ["a/0-5"]
+    with open_file(index.places["a/0-5"].file) as file:
+        assert list(file["documents"]) == ["a%2F0-5"]
+        assert torch.equal(stored_layers(file["documents/a%2F0-5"])[0][1], -KEYS[:5])
+
+
+def test_parts_that_are_gone_altogether_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if their folder is: nothing in it could say what is missing."""
+    header = replace(HEADER, identity={**HEADER.identity, "kv": True})
+    monkeypatch.setattr(f"{__name__}.HEADER", header)
+    take(tmp_path, mode="new", header=header).close()
+    write_all(tmp_path, (0, 5, TOKENS))
+    assert resume(tmp_path, header=header)[0] == {"a"}
+    shutil.rmtree(tmp_path / PARTS)
+    done, _, said = resume(tmp_path, header=header)
+    assert done == set() and "lack keys and values of some rank" in " ".join(said)

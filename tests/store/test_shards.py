@@ -148,10 +148,10 @@ def test_what_waits_to_be_written_is_bounded(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(shards_module, "IN_FLIGHT_BYTES", 3 * 8192)
     seen, real = [], shards_module.write_record
 
-    def watched(file: Any, each: Any, layers: Any, tokens: Any) -> None:
+    def watched(file: Any, each: Any, layers: Any, tokens: Any, **how: bool) -> None:
         time.sleep(0.02)
         seen.append(writer._waiting_bytes)
-        real(file, each, layers, tokens)
+        real(file, each, layers, tokens, **how)
 
     monkeypatch.setattr(shards_module, "write_record", watched)
     writer = ShardWriter(tmp_path, "0000", HEADER)

@@ -1,0 +1,79 @@
+"""What is stored of a prompt, by however many ranks: going on from it gives the bits that going on from memory gives.
+
+So answers can differ from a fresh prefill's only by what the number and bounds of slices round differently.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_runs import HEADER
+from models import prompt, tiny
+
+from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefix_of_cache
+from kvr_mpi.prefill.packed import prefill_packed
+from kvr_mpi.runtime.stored_prefix import open_prompt, prefix_of
+from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.parts import PARTS, PartIndexes, part_record
+from kvr_mpi.store.record import Record
+from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.local import run_local
+
+TOKENS, QUESTION = 290, 12
+
+
+def write_slices(folder: Path, loaded: LoadedModel, ids: list[int], bounds: tuple[int, ...]) -> Path:
+    """Prefill over threads, each of which writes its own slice as the ranks of a job do; returns the record's file."""
+    partition, last = Partition(bounds), len(bounds) - 2
+    of = Record("a", "done", slices=bounds, prompt_sha256="0" * 64, prompt_tokens=len(ids))
+    (folder / PARTS).mkdir(parents=True)
+
+    def work(chain: Transport) -> None:
+        start, stop = bounds[chain.rank], bounds[chain.rank + 1]
+        tokens = CachedTokens(ids[:stop], (0, stop), start)
+        where = folder if chain.rank == last else folder / PARTS
+        writer = ShardWriter(where, f"{chain.rank:04d}", HEADER, session=1)
+        if chain.rank == last:
+            done = prefill_kvr(loaded, ids, partition, chain)
+            layers = [layer_kv(done.cache, layer, start) for layer in range(len(done.cache.layers))]
+            writer.write(of, layers, tokens)
+        else:
+            with writer.writing(part_record(of, start, stop), tokens) as document:
+                prefill_kvr(loaded, ids, partition, chain, write_layer=document.add_layer)
+        writer.close()
+
+    run_local(len(bounds) - 1, work)
+    return next(folder.glob("shard-*.h5"))
+
+
+def go_on(loaded: LoadedModel, ids: list[int], prefix: Any) -> Prefill:
+    (done,) = prefill_packed(loaded, [ids], prefix=prefix, reserve_tokens=1)
+    return done
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bounds", [(0, 290), (0, 170, 290), (0, 100, 101, 290), (0, 90, 160, 230, 290)])
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gemma2-softcap"])
+def test_to_the_bit_what_memory_gives(tmp_path: Path, name: str, bounds: tuple[int, ...], dtype: torch.dtype) -> None:
+    loaded = tiny(name, dtype)
+    ids = prompt(TOKENS + QUESTION)
+    prepare_model(loaded.model, chain=True)
+    file = write_slices(tmp_path, loaded, ids[:TOKENS], bounds)
+    partition = Partition(bounds)
+    kept = run_local(partition.size, lambda chain: prefill_kvr(loaded, ids[:TOKENS], partition, chain, keeps_all=True))[
+        -1
+    ]
+    stored = prefix_of(ids[:TOKENS], loaded, lambda: open_prompt(file, "a", PartIndexes()), file)
+    one, other = (go_on(loaded, ids, each) for each in (prefix_of_cache(ids[:TOKENS], kept.cache), stored))
+    assert one.logits is not None and other.logits is not None and torch.equal(one.logits, other.logits)
+    for layer in range(len(one.cache.layers)):
+        for here, there in zip(layer_kv(one.cache, layer), layer_kv(other.cache, layer), strict=True):
+            assert torch.equal(here, there)
