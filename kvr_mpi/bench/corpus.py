@@ -32,6 +32,7 @@ from kvr_mpi.runtime.prepare import prepare
 from kvr_mpi.runtime.rounds import share_out
 from kvr_mpi.runtime.setup import JobSetup, Machine
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
+from kvr_mpi.runtime.stages import JobRanks
 from kvr_mpi.runtime.stopping import SharedStop, Stop
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.store.shards import ShardWriter
@@ -215,7 +216,7 @@ def _ours(
         with closing(ShardWriter(folder, f"{control.rank:04d}", prepared.header())) as writer:
             source, stop = open_source(prepared, corpus), SharedStop(Stop(), counters)
             context = open_context(prepared, source, counters, writer, quiet, stop)
-            work_through(prepared, ranks, shares, context, counters, Log(1).line)
+            work_through(prepared, JobRanks(ranks, ranks), shares, context, counters, Log(1).line)
         control.barrier()
         seconds = time.perf_counter() - began
         done = counters.read()[Slot.DONE]

@@ -5,7 +5,7 @@ All that is done once, before the first document. `ChainRunner` takes it from th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.prepacked import prepacked_bytes
 from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.model.stage import Stage, alone
 from kvr_mpi.model.tensor_parallel import twin_bytes
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
@@ -44,8 +45,9 @@ from kvr_mpi.runtime.rates import costs_of, describe_rates, rates_of, table_of
 from kvr_mpi.runtime.reuse import find_beginnings
 from kvr_mpi.runtime.setup import EXAMPLE_TOKENS, JobSetup, Machine
 from kvr_mpi.runtime.shared_document import describe_sharing
+from kvr_mpi.runtime.stages import JobRanks, describe_stages
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
-from kvr_mpi.topology import Topology, cores_per_rank
+from kvr_mpi.topology import Topology, cores_per_rank, least_of_each
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 
 # Instructions shorter than this are computed with every prompt: to copy them would take as long.
@@ -53,7 +55,14 @@ LEAST_PREFIX_TOKENS = 32
 
 
 def prepare(
-    spec: JobSpec, machine: Machine, world: Transport, chain: Transport, say: Say, *, loaded: LoadedModel | None = None
+    spec: JobSpec,
+    machine: Machine,
+    world: Transport,
+    chain: Transport,
+    say: Say,
+    *,
+    loaded: LoadedModel | None = None,
+    ranks: JobRanks | None = None,
 ) -> JobSetup:
     """Make a job's model ready; every rank calls this.
 
@@ -62,11 +71,13 @@ def prepare(
     spec : JobSpec
     machine : Machine
     world, chain : Transport
-        All ranks of the job, and those that share this chain's prompts.
+        All ranks of the job, and those that share this chain's prompts: of several in a stage one.
     say : callable
         For a line of text; called on rank 0 of the job only.
     loaded : LoadedModel, optional
         The job's model, if it is loaded already.
+    ranks : JobRanks, optional
+        Where a stage is several ranks: how they meet.
 
     Raises
     ------
@@ -74,18 +85,22 @@ def prepare(
         If model, prompt or generation settings do not work together.
     """
     say = say if world.rank == 0 else _say_nothing
+    ranks = ranks or JobRanks(world, world)
     if loaded is None:
-        loaded = _load(spec, machine, world, say)
-        say(_describe(spec, loaded, world, chain))
+        loaded = _load(spec, machine, ranks, say)
+        say(_describe(spec, loaded, ranks.lane, chain))
+        describe_stages(ranks, loaded, say)
     plain = spec.parallel.strategy == "single"
     if not plain:
         say("checking on a few tokens that chains give this model's own logits")
-    loaded, frame, reduce_frame, generation = together(world, partial(_check, spec, loaded, say))
+    # Checks run chains of threads, which only a model alone can; what holds for some of the heads holds for all.
+    check_together = partial(_together_alone, world, loaded.stage)
+    loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, say))
     compression = together(world, partial(_open_compression, spec, loaded))
-    strategies, left_out = together(world, partial(_check_strategies, spec, loaded))
+    strategies, left_out = check_together(partial(_check_strategies, spec, loaded))
     for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression)):
         say(line)
-    why_alone = None if plain else together(world, partial(why_not_packed, loaded))
+    why_alone = None if plain else check_together(partial(why_not_packed, loaded))
     if why_alone is not None:
         say(f"documents are decoded one by one: {why_alone}")
     sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_combined(spec) or why_alone))
@@ -95,19 +110,19 @@ def prepare(
     if any(len(each.shared_head) >= LEAST_PREFIX_TOKENS for each in frames):
         say("computing the instructions that all prompts begin with")
     prefixes = together(world, partial(_compute_prefixes, loaded, frames))
-    footprint = None if plain else together(world, partial(_footprint_of, loaded, strategies))
-    free_bytes: list[int] = share_json(
-        world, gather_json(world, _free_bytes(spec, loaded, ranks_on_device(world, loaded.device), sharing))
-    )
+    footprint = None if plain else check_together(partial(_footprint_of, loaded, strategies))
+    own_bytes = _free_bytes(spec, loaded, ranks_on_device(world, loaded.device), sharing)
+    # What a stage has room for, its rank with the least memory has.
+    free_bytes = least_of_each(share_json(world, gather_json(world, own_bytes)), ranks.lane.size)
     is_packed = why_alone is None and not plain
-    arena = together(world, partial(open_arena, spec, loaded, free_bytes[world.rank], say, is_packed=is_packed))
+    arena = check_together(partial(open_arena, spec, loaded, free_bytes[ranks.lane.rank], say, is_packed=is_packed))
     are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
     is_decoding_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
     are_needed = world.size > 1 and (spec.parallel.planned or are_chosen or is_decoding_chosen)
     costs = costs_of(loaded, world, say) if are_needed else None
-    rates = rates_of(spec, loaded, world, chain, costs, say)
+    rates = rates_of(spec, loaded, ranks.lane, chain, costs, say)
     if rates:
-        mine = rates if spec.parallel.planned else rates[world.rank - chain.rank :][: chain.size]
+        mine = rates if spec.parallel.planned else rates[ranks.lane.rank - chain.rank :][: chain.size]
         say(describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
     return JobSetup(
         spec=spec,
@@ -136,8 +151,20 @@ def _say_nothing(text: str) -> None:
     """Stand in for rank 0's voice on other ranks."""
 
 
-def _load(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> LoadedModel:
-    """Load the model on every rank."""
+def _together_alone(world: Transport, stage: Stage | None, work: Callable[[], Any]) -> Any:
+    """Do something on every rank, each with its part of the model by itself, and fail on all if it fails on any."""
+    with alone(stage):
+        return together(world, work)
+
+
+def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, say: Say) -> LoadedModel:
+    """Load the model on every rank, or of a stage its part."""
+    world = ranks.world
+    if spec.parallel.ranks_per_stage > 1 and ranks.stage is None:
+        raise ConfigError(
+            f"parallel.ranks_per_stage = {spec.parallel.ranks_per_stage}: only jobs run stages of several ranks "
+            f"(kvr-run); set it to 1 here"
+        )
     threads = spec.parallel.threads or machine.threads
     torch.set_num_threads(threads or cores_per_rank(machine.cores, world.local_size))
     source = spec.model
@@ -146,15 +173,17 @@ def _load(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> Loaded
     arguments |= {"cache_dir": machine.cache_dir, "device_index": world.local_rank}
     say(f"loading {source.path}")
     with staged_model(source.path, machine.stage_in, world, say) as path:
-        loaded = load_on_all(world, path, packs=spec.parallel.strategy != "single", say=say, **arguments)
+        packs = spec.parallel.strategy != "single"
+        loaded = load_on_all(world, path, packs=packs, say=say, stage=ranks.stage, **arguments)
     return replace(loaded, name=source.path)
 
 
-def _describe(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport) -> str:
+def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transport) -> str:
     """Say in a line what is loaded, and on what."""
-    chains = f"{Topology(world.size, chain.size).chains} chain(s) of {chain.size} rank(s)"
+    unit = "rank(s)" if loaded.stage is None else f"stage(s) of {loaded.stage.size} ranks"
+    chains = f"{Topology(lane.size, chain.size).chains} chain(s) of {chain.size} {unit}"
     if spec.parallel.planned:
-        chains = f"{world.size} rank(s) in chains as planned"
+        chains = f"{lane.size} rank(s) in chains as planned"
     copied = prepacked_bytes(loaded.model)
     weights = f", weights laid out for it ({copied / 1e9:.2f} GB more)" if copied else ""
     return (
