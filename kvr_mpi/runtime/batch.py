@@ -119,10 +119,11 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
             log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0, files=files
         ) as progress,
     ):
-        check = None if run is None else run.check
         source = open_source(prepared, corpus, plan)
-        shared_stop = SharedStop(stop, counters, check)
-        context = open_context(prepared, source, counters, writer, progress, shared_stop, parts, trace, ranks)
+        shared_stop = SharedStop(stop, counters, None if run is None else run.check, ranks.peers)
+        kv = bool(spec.output.kv)
+        sink = ResultSink(writer, counters, progress, keeps_kv=kv, parts=parts, tells=ranks.tells)
+        context = open_context(prepared, source, sink, shared_stop, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
     world.barrier()
     left = len(todo) - counters.read()[Slot.DONE]
@@ -138,19 +139,9 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
 
 
 def open_context(
-    setup: JobSetup,
-    source: Source,
-    counters: Counters,
-    writer: ShardWriter,
-    progress: Progress,
-    stop: SharedStop,
-    parts: ShardWriter | None = None,
-    trace: Trace | None = None,
-    ranks: JobRanks | None = None,
+    setup: JobSetup, source: Source, sink: ResultSink, stop: SharedStop, trace: Trace | None = None
 ) -> WorkerContext:
     """Put together what this rank works with: documents, results, answers under way."""
-    tells = ranks is None or ranks.tells
-    sink = ResultSink(writer, counters, progress, keeps_kv=bool(setup.spec.output.kv), parts=parts, tells=tells)
     tally, trace = Tally(), trace or Trace(Recorder())
     new_tokens = setup.spec.generation.max_new_tokens
     decoder = Decoder(
@@ -159,7 +150,6 @@ def open_context(
         stop,
         tally,
         decodes=new_tokens > 0,
-        peers=None if ranks is None else ranks.peers,
         compression=setup.compression,
         recorder=trace.recorder,
     )

@@ -40,9 +40,7 @@ class Decoder:
     chain : Transport or None
         The ranks that decode together. Where keys and values stay spread over them (SharesBatch) all make the same
         calls, and the one with a prompt's last share delivers its answer; where they share heads (HeadParallelWave)
-        each starts and delivers its own prompts, and all call `decode`. None: a rank decodes alone, or its stage does.
-    peers : Transport or None
-        The ranks of its stage, which decode the same with other heads of it: all make the same calls.
+        each starts and delivers its own prompts, and all call `decode`. None: a rank decodes alone.
     compression : Compression or None
         Which keys and values are kept when a prompt is through.
     recorder : Recorder, optional
@@ -58,14 +56,13 @@ class Decoder:
         *,
         decodes: bool,
         chain: Transport | None = None,
-        peers: Transport | None = None,
         compression: Compression | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._compression = compression
         self._recorder = Recorder() if recorder is None else recorder
         self._batch, self._sink, self._stop, self._tally, self._decodes = batch, sink, stop, tally, decodes
-        self._chain, self._peers = chain, peers
+        self._chain = chain
         self._wave = batch if isinstance(batch, HeadParallelWave) else None
         self._spread_over = None if self._wave is not None else chain
         self._outcomes: list[tuple[str, PromptOutcome]] = []
@@ -132,8 +129,8 @@ class Decoder:
 
     def _is_over(self) -> bool:
         """Whether there is no time left; ranks that decode together have to see it at once."""
-        is_over, ranks = self._stop.is_over, self._chain or self._peers
-        return is_over if ranks is None else bool(share_json(ranks, is_over))
+        is_over = self._stop.is_over
+        return is_over if self._chain is None else bool(share_json(self._chain, is_over))
 
     def _compress(self, compression: Compression, request: PromptRequest, prefill: Prefill) -> bool:
         """Let a prompt's cache keep what the method chooses; say whether there was memory for that."""

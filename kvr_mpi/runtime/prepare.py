@@ -86,13 +86,8 @@ def prepare(
     """
     say = say if world.rank == 0 else _say_nothing
     ranks = ranks or JobRanks(world, world)
-    if loaded is None:
-        loaded = _load(spec, machine, ranks, say)
-        say(_describe(spec, loaded, ranks.lane, chain))
-        describe_stages(ranks, loaded, say)
+    loaded = loaded or _load(spec, machine, ranks, chain, say)
     plain = spec.parallel.strategy == "single"
-    if not plain:
-        say("checking on a few tokens that chains give this model's own logits")
     # Checks run chains of threads, which only a model alone can; what holds for some of the heads holds for all.
     check_together = partial(_together_alone, world, loaded.stage)
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, say))
@@ -107,19 +102,12 @@ def prepare(
     weights = _hash_weights(spec, machine, world, say)
     question_frames = together(world, partial(_question_frames, spec, loaded, weights, say))
     frames = _repeated_frames(spec, frame, reduce_frame, question_frames)
-    if any(len(each.shared_head) >= LEAST_PREFIX_TOKENS for each in frames):
-        say("computing the instructions that all prompts begin with")
-    prefixes = together(world, partial(_compute_prefixes, loaded, frames))
+    prefixes = together(world, partial(_compute_prefixes, loaded, frames, say))
     footprint = None if plain else check_together(partial(_footprint_of, loaded, strategies))
-    own_bytes = _free_bytes(spec, loaded, ranks_on_device(world, loaded.device), sharing)
-    # What a stage has room for, its rank with the least memory has.
-    free_bytes = least_of_each(share_json(world, gather_json(world, own_bytes)), ranks.lane.size)
+    free_bytes = _room(spec, loaded, ranks, sharing)
     is_packed = why_alone is None and not plain
     arena = check_together(partial(open_arena, spec, loaded, free_bytes[ranks.lane.rank], say, is_packed=is_packed))
-    are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
-    is_decoding_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
-    are_needed = world.size > 1 and (spec.parallel.planned or are_chosen or is_decoding_chosen)
-    costs = costs_of(loaded, world, say) if are_needed else None
+    costs = costs_of(loaded, world, say) if _needs_costs(spec, world, chain, strategies, sharing) else None
     rates = rates_of(spec, loaded, ranks.lane, chain, costs, say)
     if rates:
         mine = rates if spec.parallel.planned else rates[ranks.lane.rank - chain.rank :][: chain.size]
@@ -157,8 +145,8 @@ def _together_alone(world: Transport, stage: Stage | None, work: Callable[[], An
         return together(world, work)
 
 
-def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, say: Say) -> LoadedModel:
-    """Load the model on every rank, or of a stage its part."""
+def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, say: Say) -> LoadedModel:
+    """Load the model on every rank, or of a stage its part, and say what it is."""
     world = ranks.world
     if spec.parallel.ranks_per_stage > 1 and ranks.stage is None:
         raise ConfigError(
@@ -175,7 +163,10 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, say: Say) -> LoadedM
     with staged_model(source.path, machine.stage_in, world, say) as path:
         packs = spec.parallel.strategy != "single"
         loaded = load_on_all(world, path, packs=packs, say=say, stage=ranks.stage, **arguments)
-    return replace(loaded, name=source.path)
+    loaded = replace(loaded, name=source.path)
+    say(_describe(spec, loaded, ranks.lane, chain))
+    describe_stages(ranks, loaded, say)
+    return loaded
 
 
 def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transport) -> str:
@@ -199,6 +190,7 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     if spec.parallel.strategy == "single":
         prepare_model(loaded.model, chain=False)
     else:
+        say("checking on a few tokens that chains give this model's own logits")
         loaded = check_chain(loaded, say=say)
     if spec.is_spread:
         check_shareable(loaded)
@@ -276,11 +268,13 @@ def _repeated_frames(
     return (frame, *question_frames.values(), *((reduce_frame,) if spec.prompt.too_long == "split" else ()))
 
 
-def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame]) -> tuple[SharedPrefix, ...]:
+def _compute_prefixes(loaded: LoadedModel, frames: Sequence[Frame], say: Say) -> tuple[SharedPrefix, ...]:
     """Compute once what all prompts begin with, for each frame: its instructions before the text."""
     if depends_on_length(loaded.model):  # then so do those
         return ()
     heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
+    if heads:
+        say("computing the instructions that all prompts begin with")
     return tuple(compute_prefix(loaded, head) for head in sorted(heads, key=len, reverse=True))
 
 
@@ -301,6 +295,25 @@ def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footpr
     except ModelError:
         return replace(footprint, takes_chunks=False)
     return footprint
+
+
+def _needs_costs(
+    spec: JobSpec,
+    world: Transport,
+    chain: Transport,
+    strategies: Sequence[Strategy],
+    sharing: HeadSharing | str | None,
+) -> bool:
+    """Whether chains are planned, or strategies or ways to decode chosen, by what ranks and links take."""
+    are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
+    is_decoding_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
+    return world.size > 1 and (spec.parallel.planned or are_chosen or is_decoding_chosen)
+
+
+def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadSharing | str | None) -> list[int]:
+    """Bytes each stage may take for prompts: what its rank with the least memory may."""
+    mine = _free_bytes(spec, loaded, ranks_on_device(ranks.world, loaded.device), sharing)
+    return least_of_each(share_json(ranks.world, gather_json(ranks.world, mine)), ranks.lane.size)
 
 
 def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int, sharing: HeadSharing | str | None) -> int:
