@@ -108,9 +108,8 @@ def why_not_staged(config: Any) -> str | None:
     return None
 
 
-def why_not_by(config: Any, size: int) -> str | None:
-    """Say why a model's heads cannot be divided among so many ranks; None if they can."""
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+def why_not_divided(heads: int, kv_heads: int, size: int) -> str | None:
+    """Say why heads cannot be divided among so many ranks; None if they can, or ranks can share a KV head."""
     if heads % size or (kv_heads % size and size % kv_heads):
         fitting = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
         return f"{heads} query heads and {kv_heads} KV heads cannot be divided by it; choose one of {fitting}"
@@ -130,11 +129,12 @@ def part_of(config: Any, rank: int, size: int) -> Part:
     name = type(config).__name__.removesuffix("Config")
     if why := why_not_staged(config):
         raise ModelError(f"{name}: {why}, so it cannot be divided among the ranks of a stage; use ranks_per_stage = 1")
-    if why := why_not_by(config, size):
-        raise ConfigError(f"parallel.ranks_per_stage = {size}: {name}: {why}")
     heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if why := why_not_divided(heads, kv_heads, size):
+        raise ConfigError(f"parallel.ranks_per_stage = {size}: {name}: {why}")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Part(rank, size, heads, getattr(config, "num_key_value_heads", None) or heads, head_dim)
+    return Part(rank, size, heads, kv_heads, head_dim)
 
 
 def part_config(config: Any, part: Part) -> Any:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import find_model
-from kvr_mpi.model.stage_weights import why_not_by
+from kvr_mpi.model.stage_weights import why_not_divided
 
 
 def check_stages(spec: JobSpec) -> None:
@@ -75,7 +74,7 @@ def _why_not_heads(path: str, size: int) -> str | None:
     except (OSError, ValueError, RecursionError):
         return None
     heads = found.get("num_attention_heads") if isinstance(found, dict) else None
-    kv_heads = found.get("num_key_value_heads", heads) if isinstance(found, dict) else None
+    kv_heads = found.get("num_key_value_heads") or heads if isinstance(found, dict) else None
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or min(heads, kv_heads) < 1:
         return None
-    return why_not_by(SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads), size)
+    return why_not_divided(heads, kv_heads, size)
