@@ -130,6 +130,11 @@ def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
     return first, first + each + (rank < left)
 
 
+def whole_stages(ranks: int, ranks_per_stage: int) -> int:
+    """Count the stages that so many ranks make up."""
+    return ranks // ranks_per_stage
+
+
 def first_of_each(items: Sequence[T], stages: int) -> list[T]:
     """Of what there is one for each rank of some stages, keep that of each stage's first rank."""
     return list(items[:: len(items) // stages])

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import meta_model, on_meta, probe_shape
+from kvr_mpi.model.stage_weights import why_not_divided
 
 # Functions that multiply matrices, and which of their tensors is the left factor.
 MULTIPLICATIONS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1, "baddbmm": 1}
@@ -129,6 +130,18 @@ SHAPES = {
 
 # Other names of the same.
 ALIASES = {"Llama 7B MHA": "Llama 7B", "Llama 7B GQA": "Llama 7B GQA8"}
+
+
+def check_heads(work: Workload, ranks_per_stage: int) -> None:
+    """Refuse stages that do not divide a model's heads.
+
+    Raises
+    ------
+    ConfigError
+        Listing those that do.
+    """
+    if why := why_not_divided(work.heads, work.kv_heads, ranks_per_stage):
+        raise ConfigError(f"ranks_per_stage = {ranks_per_stage}: {work.name}: {why}")
 
 
 def _words(name: str) -> list[str]:

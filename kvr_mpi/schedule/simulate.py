@@ -13,10 +13,9 @@ from kvr_mpi.costs.costmodel import RelayKind, best_split, lower_bound_seconds, 
 from kvr_mpi.costs.equations import ttft_star
 from kvr_mpi.costs.hardware import Hardware, load_hardware
 from kvr_mpi.costs.layer_costs import Costs, costs_of
-from kvr_mpi.costs.workload import SHAPES, Workload, named_workload, workload_of
+from kvr_mpi.costs.workload import SHAPES, Workload, check_heads, named_workload, workload_of
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import PACKAGE, find_model
-from kvr_mpi.model.stage_weights import why_not_divided
 from kvr_mpi.prefill.registry import AUTO, KVR, STRATEGIES, candidates, fastest
 
 HARDWARE = "h100-80gb"
@@ -223,18 +222,6 @@ def simulate_stages(
                 )
             )
     return rows
-
-
-def check_heads(work: Workload, ranks_per_stage: int) -> None:
-    """Refuse stages that do not divide a model's heads.
-
-    Raises
-    ------
-    ConfigError
-        Listing those that do.
-    """
-    if why := why_not_divided(work.heads, work.kv_heads, ranks_per_stage):
-        raise ConfigError(f"ranks_per_stage = {ranks_per_stage}: {work.name}: {why}")
 
 
 def _row(
