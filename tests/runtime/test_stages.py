@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from made_jobs import answers, with_settings
+import torch
+from made_jobs import answers, spec_of, with_settings
 
+from kvr_mpi.errors import ConfigError, KvrError
+from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.runtime.preflight import check_job, lay_out
 from kvr_mpi.store.folder import read_run
 
 TOKENS = "generation.max_new_tokens=32"
@@ -36,3 +42,75 @@ def test_stages_of_two_ranks_give_the_answers_of_one_process(answered: Any, stag
     found, log = answered(2 * stages, "parallel.ranks_per_stage=2")
     assert found == wanted and all(len(tokens) == 32 for tokens in found.values())
     assert f"1 chain(s) of {stages} stage(s) of 2 ranks" in log
+
+
+def test_a_run_goes_on_with_other_stages(job: Path, tmp_path: Path, run_here: Any, answered: Any) -> None:
+    """What was answered by stages stays, and one process does the rest."""
+    wanted, _ = answered(1)
+    folder = tmp_path / "out-resumed"
+    settings = with_settings(f"output.path={folder}", TOKENS)
+    first = [*settings, *with_settings("documents.limit=2", "parallel.ranks_per_stage=2")]
+    assert run_here(4, [job, *first]).returncode == 0
+    early = answers(folder)
+    done = run_here(1, [job, *settings, "--resume"])
+    assert done.returncode == 0, done.stderr
+    assert len(early) == 2 and answers(folder) == wanted
+
+
+def test_no_memory_on_one_rank_is_an_error_record(
+    job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest document finds none on the second rank of the first stage: the others are answered as ever."""
+    alone, folder = tmp_path / "out-alone", tmp_path / "out-failing"
+    assert run_here(1, [job, *with_settings(f"output.path={alone}")]).returncode == 0
+    wanted = {record.id: record for record in read_run(alone)}
+    longest = max(wanted.values(), key=lambda record: record.prompt_tokens)
+
+    def no_memory(model: Any, ids: torch.Tensor, cache: SliceCache, **options: Any) -> torch.Tensor:
+        partition = getattr(cache.exchange, "partition", None)
+        if threading.current_thread().name == "rank 1" and partition and partition.tokens == longest.prompt_tokens:
+            raise MemoryError("out of memory (on purpose)")
+        return run_model(model, ids, cache, **options)
+
+    monkeypatch.setattr("kvr_mpi.prefill.one_prompt.run_model", no_memory)
+    done = run_here(4, [job, *with_settings(f"output.path={folder}", "parallel.ranks_per_stage=2")])
+    assert done.returncode == 65, done.stderr
+    found = {record.id: record for record in read_run(folder)}
+    assert found.keys() == wanted.keys()
+    assert "ran out of memory" in (found.pop(longest.id).error or "")
+    assert all(record.token_ids == wanted[name].token_ids for name, record in found.items())
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("parallel.strategy=ring", "choose strategy = 'kvr'"),
+        ("parallel.ranks_per_chain=auto", "name a number of ranks"),
+        ("output.kv=true", "leave output.kv = false"),
+        ("output.kv=sharded", "leave output.kv = false"),
+        ("compress.method=streaming-llm", r"\[compress\] chooses among all heads"),
+        ("decode.mode=head-parallel", "shared out already"),
+        ("report.trace=true", "leave report.trace = false"),
+        ("documents.reuse=runs/other", "documents.reuse goes on from stored"),
+        ("model.adapter=adapters/mine", "merge it into a folder"),
+        ("model.path=org/name", "name the folder"),
+        ("parallel.ranks_per_stage=3", r"cannot be divided by it; choose one of \[1, 2, 4\]"),
+        ("parallel.ranks_per_chain=3", "cannot be divided into chains of 3"),
+    ],
+)
+def test_what_does_not_go_with_stages_is_refused_before_anything_is_loaded(job: Path, setting: str, words: str) -> None:
+    with pytest.raises(KvrError, match=words):
+        check_job(spec_of(job, "parallel.ranks_per_stage=2", setting), 4, goes_on=False, offline=True)
+
+
+@pytest.mark.parametrize(("ranks", "stage", "words"), [(4, 3, r"choose one of \[1, 2, 4\]"), (6, 4, "stages of 4")])
+def test_ranks_that_stages_do_not_divide_are_refused(job: Path, ranks: int, stage: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        lay_out(spec_of(job, f"parallel.ranks_per_stage={stage}"), ranks)
+
+
+def test_one_weight_a_stage(job: Path) -> None:
+    weights = ("parallel.partition=ratio", "parallel.ratios=[1, 2]", "parallel.ranks_per_stage=2")
+    assert lay_out(spec_of(job, *weights), 4).stages == 2
+    with pytest.raises(ConfigError, match="in stages of 2; give one for each stage"):
+        lay_out(spec_of(job, *weights), 8)
