@@ -47,10 +47,15 @@ def make_folder(folder: Path, kind: str) -> tuple[Path, Any]:
     for name, weights in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(weights)
+    return save_folder(folder, model), model
+
+
+def save_folder(folder: Path, model: Any) -> Path:
+    """Save a model with a tokenizer of one word."""
     model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     tf.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
-    return folder, model
+    return folder
 
 
 def ids_of(tokens: int, step: int = 7) -> list[int]:
