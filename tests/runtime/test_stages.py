@@ -14,7 +14,9 @@ from made_jobs import answers, spec_of, with_settings
 from kvr_mpi.errors import ConfigError, KvrError
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.runtime.planning import plan_job
 from kvr_mpi.runtime.preflight import check_job, lay_out
+from kvr_mpi.runtime.setup import Machine
 from kvr_mpi.store.folder import read_run
 
 TOKENS = "generation.max_new_tokens=32"
@@ -106,3 +108,15 @@ def test_one_weight_a_stage(job: Path) -> None:
     assert lay_out(spec_of(job, *weights), 4).stages == 2
     with pytest.raises(ConfigError, match="in stages of 2; give one for each stage"):
         lay_out(spec_of(job, *weights), 8)
+
+
+def test_a_job_of_stages_is_planned_as_one_of_stages(job: Path, tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    made = plan_job(spec_of(job, "parallel.ranks_per_stage=2"), machine, 8, "h100-80gb")
+    whole = plan_job(spec_of(job), machine, 4, "h100-80gb")
+    assert (made.ranks, made.schedule.ranks, whole.schedule.ranks) == (8, 4, 4)
+    assert made.written_s is not None and made.forecast.costs.kv_bytes == whole.forecast.costs.kv_bytes / 2
+    part, all_of_it = made.forecast.memory(300, 4), whole.forecast.memory(300, 4)
+    assert part is not None and all_of_it is not None and part < all_of_it
+    with pytest.raises(ConfigError, match="cannot be divided into stages of 2"):
+        plan_job(spec_of(job, "parallel.ranks_per_stage=2"), machine, 7, "h100-80gb")
