@@ -132,6 +132,9 @@ class ParallelSection(Section):
     ranks_per_chain: int | Literal["all", "auto"] = Field(
         "all", description="ranks that share one prompt; auto: planned for each document"
     )
+    ranks_per_stage: int = Field(
+        1, ge=1, description="ranks that hold one copy of the model among them, and share each slice of a prompt"
+    )
     min_efficiency: float = Field(
         0.5, ge=0, le=1, description="auto: of the ideal speed-up a chain is to reach, unless the batch suffers"
     )

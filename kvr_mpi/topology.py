@@ -1,6 +1,6 @@
 """All rank arithmetic: chains and stages of a job, who shares a device, and who is before and after whom.
 
-Ranks are numbered by MPI. A *stage* is the ranks that hold one copy of the model's weights among them (today one); a
+Ranks are numbered by MPI. A *stage* is the ranks that hold one copy of the model's weights among them; a
 *chain* is stages that share prompts, next to each other; a job's chains lie side by side. Within a prompt a stage has a
 *place*, that of its slice: places turn round the chain from prompt to prompt, so that each stage decodes its share.
 
@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvr_mpi.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,15 @@ class Topology:
         """Tell which stage of its chain a rank is in."""
         return rank % self.ranks_per_chain // self.ranks_per_stage
 
+    def stage_number(self, rank: int) -> int:
+        """Tell which stage a rank is in, of all chains one after the other."""
+        return rank // self.ranks_per_stage
+
+    @property
+    def by_stage(self) -> Topology:
+        """The stages of this one, as if each were a rank."""
+        return Topology(self.ranks // self.ranks_per_stage, self.stages)
+
     def rank_in_stage(self, rank: int) -> int:
         """Tell which shard of the weights a rank holds."""
         return rank % self.ranks_per_chain % self.ranks_per_stage
@@ -109,6 +121,29 @@ class Rotation:
     def place_of(self, rank: int) -> int:
         """Tell which slice a rank has."""
         return (rank - self.first) % self.size
+
+
+def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
+    """First and last, not included, of a rank's share of what is divided evenly; the first ranks have one more."""
+    each, left = divmod(count, size)
+    first = rank * each + min(rank, left)
+    return first, first + each + (rank < left)
+
+
+def whole_stages(ranks: int, ranks_per_stage: int) -> int:
+    """Count the stages that so many ranks make up."""
+    return ranks // ranks_per_stage
+
+
+def first_of_each(items: Sequence[T], stages: int) -> list[T]:
+    """Of what there is one for each rank of some stages, keep that of each stage's first rank."""
+    return list(items[:: len(items) // stages])
+
+
+def least_of_each(items: Sequence[int], stages: int) -> list[int]:
+    """Of what there is one for each rank of some stages, keep the least of each stage."""
+    size = len(items) // stages
+    return [min(items[first : first + size]) for first in range(0, len(items), size)]
 
 
 def divides(ranks_per_chain: int, ranks: int) -> bool:

@@ -12,11 +12,15 @@ from kvr_mpi.topology import (
     Topology,
     device_index,
     divides,
+    first_of_each,
     following,
+    least_of_each,
     others_after,
     others_before,
     preceding,
+    share_of,
     share_of_cores,
+    whole_stages,
 )
 
 
@@ -80,3 +84,31 @@ def test_devices_and_cores_are_shared_evenly(ranks: int, devices: int) -> None:
     assert all(shares) and set().union(*shares) <= set(range(devices))
     if ranks <= devices:
         assert sum(map(len, shares)) == len(set().union(*shares)), "no core belongs to two"
+
+
+@given(topologies())
+def test_stages_seen_as_ranks_are_those_of_the_chains(topology: Topology) -> None:
+    seen = topology.by_stage
+    assert (seen.chains, seen.stages) == (topology.chains, topology.stages)
+    for rank in range(topology.ranks):
+        if (chain := topology.chain_of(rank)) is not None:
+            number = topology.stage_number(rank)
+            assert (seen.chain_of(number), seen.stage_of(number)) == (chain, topology.stage_of(rank))
+
+
+@given(st.integers(0, 99), st.integers(1, 9))
+def test_shares_follow_each_other_and_differ_by_one(count: int, size: int) -> None:
+    shares = [share_of(count, rank, size) for rank in range(size)]
+    assert shares[0][0] == 0 and shares[-1][1] == count
+    assert all(one[1] == other[0] for one, other in zip(shares, shares[1:], strict=False))
+    lengths = [last - first for first, last in shares]
+    assert max(lengths) - min(lengths) <= 1 and lengths == sorted(lengths, reverse=True)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.data())
+def test_of_each_stage_the_first_or_the_least(stages: int, size: int, data: st.DataObject) -> None:
+    values = data.draw(st.lists(st.integers(0, 9), min_size=stages * size, max_size=stages * size))
+    own = [values[stage * size : (stage + 1) * size] for stage in range(stages)]
+    assert first_of_each(values, stages) == [one[0] for one in own]
+    assert least_of_each(values, stages) == [min(one) for one in own]
+    assert whole_stages(stages * size, size) == stages

@@ -29,9 +29,11 @@ from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.batch import open_context, open_source, work_through
 from kvr_mpi.runtime.preflight import choose_chain_size
 from kvr_mpi.runtime.prepare import prepare
+from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import share_out
 from kvr_mpi.runtime.setup import JobSetup, Machine
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
+from kvr_mpi.runtime.stages import JobRanks
 from kvr_mpi.runtime.stopping import SharedStop, Stop
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.store.shards import ShardWriter
@@ -214,8 +216,9 @@ def _ours(
         quiet = Progress(Log(control.rank), len(numbers), shares.work, silent=True)
         with closing(ShardWriter(folder, f"{control.rank:04d}", prepared.header())) as writer:
             source, stop = open_source(prepared, corpus), SharedStop(Stop(), counters)
-            context = open_context(prepared, source, counters, writer, quiet, stop)
-            work_through(prepared, ranks, shares, context, counters, Log(1).line)
+            sink = ResultSink(writer, counters, quiet, keeps_kv=bool(prepared.spec.output.kv))
+            context = open_context(prepared, source, sink, stop)
+            work_through(prepared, JobRanks(ranks, ranks), shares, context, counters, Log(1).line)
         control.barrier()
         seconds = time.perf_counter() - began
         done = counters.read()[Slot.DONE]

@@ -49,7 +49,8 @@ def plan(
     With output.kv it measures how fast files are read where the results will be (64 MB are written there, and removed),
     and says from which length on asking stored documents again is faster than prefilling them.
 
-    A job runs as planned with parallel.ranks_per_chain = "auto"; there the costs are measured on its own ranks.
+    A job runs as planned with parallel.ranks_per_chain = "auto"; there the costs are measured on its own ranks. With
+    parallel.ranks_per_stage = n it is planned for stages of n ranks, and all its chains have one length.
     """  # noqa: D301
     from dataclasses import asdict
 
@@ -57,11 +58,18 @@ def plan(
 
     made = read_and_plan(job, settings, ranks or (launched_size(os.environ) or ("", 0))[1], hardware, exact=exact)
     found, forecast, outline = made.schedule, made.forecast, made.outline
-    nodes = allocation_of(made.spec, found.ranks, **node, hardware=hardware)
+    nodes = allocation_of(made.spec, made.ranks, **node, hardware=hardware)
     if as_json:
         used, stored = nodes.used(found.makespan_s), _stored(made)[0]
         decoding = None if made.decoding is None else asdict(made.decoding)
-        told = {**_as_json(found, forecast), "nodes": nodes.nodes, **used, "stored": stored, "decoding": decoding}
+        told = {
+            **_as_json(found, forecast),
+            "ranks_per_stage": made.ranks_per_stage,
+            "nodes": nodes.nodes,
+            **used,
+            "stored": stored,
+            "decoding": decoding,
+        }
         click.echo(json.dumps(told, indent=1))
         return
     click.echo(f"model      {outline.name} ({outline.shape.architecture}, {str(outline.dtype).removeprefix('torch.')})")
@@ -69,6 +77,10 @@ def plan(
     if forecast.rolling is not None:
         click.echo(f"cache      {forecast.rolling.name}, each document on one rank")
     click.echo(f"corpus     {len(made.texts)} documents, {made.counted}\n")
+    if made.ranks_per_stage > 1:
+        click.echo(
+            f"what is called a rank here is a stage of {made.ranks_per_stage} ranks: {made.ranks} ranks in all\n"
+        )
     _print_rows(found, forecast, limit_rows)
     _print_summary(made)
     if made.decoding is not None:
@@ -208,14 +220,13 @@ def _print_summary(made: PlannedJob) -> None:
     others = [count for count in (found.ranks // 2, found.ranks * 2) if 0 < count <= COMPARED_RANKS]
     times = [(count, plan_documents(spec, texts, count, forecast).makespan_s) for count in others]
     times.append((found.ranks, found.makespan_s))
-    hours = {count: count * seconds / 3600 for count, seconds in times}
+    hours = {count: count * made.ranks_per_stage * seconds / 3600 for count, seconds in times}
     shown = {count: f"{spent:.2g}" if spent < 10 else f"{spent:.0f}" for count, spent in hours.items()}
     costs = [f"{count}: {duration(seconds)} ({shown[count]} rank hours)" for count, seconds in sorted(times)]
     click.echo("by number of ranks: " + "; ".join(costs))
     if not spec.parallel.planned and spec.parallel.strategy != "single":
+        runs = "; with 'auto' it runs as planned above" if made.ranks_per_stage == 1 else ""
         wanted = spec.parallel.ranks_per_chain
         seconds = made.written_s
         takes = "does not fit, or not divide the ranks" if seconds is None else f"takes {duration(seconds)}"
-        click.echo(
-            f"the job as written, with ranks_per_chain = {wanted!r}, {takes}; with 'auto' it runs as planned above"
-        )
+        click.echo(f"the job as written, with ranks_per_chain = {wanted!r}, {takes}{runs}")

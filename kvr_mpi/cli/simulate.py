@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvr_mpi.costs.hardware import Hardware
     from kvr_mpi.costs.layer_costs import Costs
     from kvr_mpi.costs.workload import Workload
-    from kvr_mpi.schedule.simulate import ForecastRow
+    from kvr_mpi.schedule.simulate import ForecastRow, Outlook
 
 # An option that prints, or writes where a file is named.
 PRINT = "-"
@@ -33,6 +33,7 @@ class SimulateOptions:
     link_gigabytes_per_s: float | None
     relay: RelayKind | None
     chunk_tokens: int | None
+    ranks_per_stage: int
     paper: bool
     score: Path | None
     json_file: str | None
@@ -66,6 +67,13 @@ class SimulateOptions:
     "--chunk-tokens",
     type=click.IntRange(1),
     help="Let chains compute their slices in chunks of so many tokens.  [default: at once]",
+)
+@click.option(
+    "--ranks-per-stage",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Chains of stages of so many ranks that hold the model among them, beside tensor parallelism alone and rings.",
 )
 @click.option("--paper", is_flag=True, help="Compare forecasts with the paper's measurements instead.")
 @click.option("--score", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
@@ -126,9 +134,13 @@ def simulate(**given: Any) -> None:
     from kvr_mpi.schedule.simulate import look_out
     from kvr_mpi.schedule.simulate import simulate as forecast
 
-    found = look_out(options.model, options.hardware, options.link_gigabytes_per_s, options.relay, _is_offline)
+    size, link = options.ranks_per_stage, options.link_gigabytes_per_s
+    found = look_out(options.model, options.hardware, link, options.relay, _is_offline, size)
     work, profile, costs, relay = found.work, found.hardware, found.costs, found.relay
     contexts, ranks = _numbers("--contexts", options.contexts), _numbers("--ranks", options.ranks)
+    if size > 1:
+        _simulate_stages(options, found, contexts, ranks)
+        return
     rows = forecast(work, costs, contexts, ranks, relay=relay, chunk_tokens=options.chunk_tokens)
     if options.plot is not None:
         from kvr_mpi.report.plots import plot_forecast, plot_slices
@@ -144,6 +156,40 @@ def simulate(**given: Any) -> None:
     _write(options.json_file, options.csv_file, {"model": work.name, "hardware": profile.name, "relay": relay,
                                  "link_bytes_per_s": costs.link_bytes_per_s,
                                  "rows": [row.as_json() for row in rows]}, columns)  # fmt: skip
+
+
+def _simulate_stages(options: SimulateOptions, found: Outlook, contexts: list[int], ranks: list[int]) -> None:
+    """Print or write forecasts of chains of stages."""
+    from dataclasses import asdict
+
+    from kvr_mpi.errors import ConfigError
+    from kvr_mpi.schedule.simulate import simulate_stages
+
+    if options.plot is not None or options.chunk_tokens is not None:
+        raise ConfigError("--ranks-per-stage does not go with --plot or --chunk-tokens; leave one of the two out")
+    size = options.ranks_per_stage
+    rows = simulate_stages(found, contexts, ranks, size)
+    if options.json_file is not None or options.csv_file is not None:
+        about = {"model": found.work.name, "hardware": found.hardware.name, "relay": found.relay}
+        columns: list[dict[str, object]] = [asdict(row) for row in rows]
+        _write(options.json_file, options.csv_file, about | {"rows": columns}, columns)
+        return
+    bytes_per_s, _ = found.hardware.stage_link(size)
+    click.echo(f"{found.work.name} on {found.hardware.name} ({found.hardware.source})")
+    click.echo(
+        f"stages of {size} ranks, sums at {bytes_per_s / 1e9:g} GB/s; links between stages "
+        f"{found.costs.link_bytes_per_s / 1e9:g} GB/s a rank; weights of a rank {rows[0].weight_bytes / 1e9:.1f} GB"
+    )
+    click.echo("forecast seconds to the first token: kvr-s and ring over stages; tensor parallelism alone, and a ring")
+    click.echo("of ranks that have the whole model each, over as many ranks\n")
+    click.echo(
+        f"{'tokens':>9}  {'ranks':>5}  {'stages':>8}  {'kvr-s':>8}  {'ring':>8}  {'tensor':>8}  {'ranks ring':>10}"
+    )
+    for row in rows:
+        fits = row.whole_bytes <= row.memory_bytes
+        times = "  ".join(f"{value:>8.4g}" for value in (row.kvr_s, row.ring_s, row.tensor_s))
+        told = f"{row.ranks_ring_s:>10.4g}" + ("" if fits else f"  ({row.whole_bytes / 1e9:.0f} GB do not fit a rank)")
+        click.echo(f"{row.context_tokens:>9}  {row.ranks:>5}  {f'{row.stages} x {size}':>8}  {times}  {told}")
 
 
 def _is_offline() -> bool:

@@ -57,10 +57,27 @@ class Hardware(BaseModel):
     link_latency_s: NotNegative
     memory_bytes_per_s: Positive
     memory_bytes: Positive
+    host_ranks: Annotated[int, Field(ge=1, le=1 << 20)] = Field(1, description="ranks that share a host")
+    host_link_bytes_per_s: Positive | None = Field(
+        None, description="links within a host, one direction, which carry a stage's sums; default: link_bytes_per_s"
+    )
+    host_link_latency_s: NotNegative | None = Field(None, description="the same; default: link_latency_s")
     for_models: dict[str, ModelRates] = Field(
         default_factory=dict,
         description="other rates for models whose name starts so, since another implementation runs them",
     )
+
+    def stage_link(self, ranks: int) -> tuple[float, float]:
+        """Bytes a second and latency of what joins the ranks of a stage.
+
+        Links within a host, if it has so many. Over several hosts a collective library sums in as many rings as a host
+        has adapters, so that all of them carry the sums, as far as the links within a host do.
+        """
+        speed, latency_s = self.host_link_bytes_per_s, self.host_link_latency_s
+        speed = self.link_bytes_per_s if speed is None else speed
+        if ranks <= self.host_ranks:
+            return speed, self.link_latency_s if latency_s is None else latency_s
+        return min(speed, self.host_ranks * self.link_bytes_per_s), self.link_latency_s
 
     def as_run_by(self, model: str) -> Hardware:
         """Rates with which a model runs here."""

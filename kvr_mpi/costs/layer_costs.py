@@ -77,14 +77,35 @@ class Costs:
         return replace(self, launch_floor_s=chunks * self.launch_floor_s, has_states=True)
 
 
-def costs_of(work: Workload, hardware: Hardware, *, link_bytes_per_s: float | None = None) -> Costs:
+def costs_of(
+    work: Workload, hardware: Hardware, *, link_bytes_per_s: float | None = None, ranks_per_stage: int = 1
+) -> Costs:
     """Divide a model's work by a machine's rates.
 
     Parameters
     ----------
+    work : Workload
+        Of the whole model.
     link_bytes_per_s : float, optional
         Instead of the profile's.
+    ranks_per_stage : int
+        Ranks that do it together. A layer sums twice over them: of the states 2 (n - 1) / n go over every link
+        (Patarasuk and Yuan 2009), in at least 2 log2(n) steps. The links between stages carry a lane each, of its own
+        heads.
     """
+    if link_bytes_per_s is not None:
+        hardware = hardware.model_copy(update={"link_bytes_per_s": link_bytes_per_s})
+    if ranks_per_stage > 1:
+        costs = costs_of(work.of_stage(ranks_per_stage), hardware)
+        bytes_per_s, latency_s = hardware.stage_link(ranks_per_stage)
+        carried = 2 * (ranks_per_stage - 1) / ranks_per_stage * work.hidden_size * work.dtype_bytes
+        steps = 2 * math.ceil(math.log2(ranks_per_stage))
+        return replace(
+            costs,
+            rest_token_s=costs.rest_token_s + 2 * carried / bytes_per_s,
+            # However short the prompt; those of earlier stages lie beside the last one's.
+            head_s=costs.head_s + 2 * steps * work.layers * latency_s,
+        )
     hardware = hardware.as_run_by(work.name)
     eager = hardware.attention == "eager"
     pair_s = work.pair_flop / hardware.attention_flop_per_s + (work.heads * hardware.score_s if eager else 0.0)
@@ -100,7 +121,7 @@ def costs_of(work: Workload, hardware: Hardware, *, link_bytes_per_s: float | No
         layer_s=hardware.layer_overhead_s,
         launch_floor_s=hardware.launch_floor_s,
         kv_bytes=work.kv_bytes,
-        link_bytes_per_s=link_bytes_per_s or hardware.link_bytes_per_s,
+        link_bytes_per_s=hardware.link_bytes_per_s,
         link_latency_s=hardware.link_latency_s,
         copy_token_s=hardware.kv_copies * 2 * work.kv_bytes / hardware.memory_bytes_per_s,  # read and written
         head_s=head_s,

@@ -7,11 +7,12 @@ configuration, or taken from a named shape: those of the paper's tables and a fe
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import meta_model, on_meta, probe_shape
+from kvr_mpi.model.stage_weights import why_not_divided
 
 # Functions that multiply matrices, and which of their tensors is the left factor.
 MULTIPLICATIONS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1, "baddbmm": 1}
@@ -32,6 +33,7 @@ class Workload:
     weight_bytes : all weights.
     max_tokens : longest context, None where there is no limit.
     has_states : some layers are recurrent: a rank begins a layer when the one before it has ended it.
+    hidden_size, kv_heads, dtype_bytes : what a stage of several ranks sums and shares is counted by them.
     """
 
     name: str
@@ -45,6 +47,30 @@ class Workload:
     weight_bytes: float
     max_tokens: int | None = None
     has_states: bool = False
+    hidden_size: int = 0
+    kv_heads: int = 1
+    dtype_bytes: int = 2
+
+    def of_stage(self, ranks: int) -> Workload:
+        """Count the work of one of the ranks that hold the model among them; of too few KV heads several have one.
+
+        Norms, and what chooses experts, every rank has; they are next to nothing.
+        """
+        if ranks == 1:
+            return self
+        kv_share = 1 / min(ranks, self.kv_heads)
+        kv_flop = 2 * self.hidden_size * self.kv_bytes / self.dtype_bytes
+        kv_weights = self.layers * kv_flop / 2 * self.dtype_bytes
+        return replace(
+            self,
+            qkv_flop=(self.qkv_flop - kv_flop) / ranks + kv_flop * kv_share,
+            rest_flop=self.rest_flop / ranks,
+            pair_flop=self.pair_flop / ranks,
+            heads=max(1, self.heads // ranks),
+            kv_bytes=self.kv_bytes * kv_share,
+            head_flop=self.head_flop / ranks,
+            weight_bytes=(self.weight_bytes - kv_weights) / ranks + kv_weights * kv_share,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +105,8 @@ class Shape:
             head_flop=2 * self.vocab * self.hidden,
             weight_bytes=2 * (self.layers * (qkv + rest) + embeddings),
             max_tokens=self.max_tokens,
+            hidden_size=self.hidden,
+            kv_heads=self.kv_heads,
         )
 
 
@@ -102,6 +130,18 @@ SHAPES = {
 
 # Other names of the same.
 ALIASES = {"Llama 7B MHA": "Llama 7B", "Llama 7B GQA": "Llama 7B GQA8"}
+
+
+def check_heads(work: Workload, ranks_per_stage: int) -> None:
+    """Refuse stages that do not divide a model's heads.
+
+    Raises
+    ------
+    ConfigError
+        Listing those that do.
+    """
+    if why := why_not_divided(work.heads, work.kv_heads, ranks_per_stage):
+        raise ConfigError(f"ranks_per_stage = {ranks_per_stage}: {work.name}: {why}")
 
 
 def _words(name: str) -> list[str]:
@@ -164,6 +204,9 @@ def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
         weight_bytes=float(sum(weight.numel() for weight in model.parameters()) * dtype_bytes),
         max_tokens=shape.max_tokens,
         has_states=shape.has_states,
+        hidden_size=shape.hidden_size,
+        kv_heads=max(1, *(layer.num_kv_heads for layer in shape.layers)),
+        dtype_bytes=dtype_bytes,
     )
 
 

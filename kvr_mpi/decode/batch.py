@@ -23,6 +23,7 @@ from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
+from kvr_mpi.model.stage import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, run_next
@@ -170,7 +171,8 @@ class DecodeBatch(Generic[K]):
     def _score(self, document: _Running[K], prompt_tokens: int, texts: Sequence[str]) -> str | None:
         """Score continuations of a prompt; say why that cannot be done, if so."""
         try:
-            document.writing.scores = score_continuations(self._loaded, document.prefill, prompt_tokens, texts)
+            with guarded(self._loaded.stage):
+                document.writing.scores = score_continuations(self._loaded, document.prefill, prompt_tokens, texts)
         except DocumentError as error:
             return str(error)
         except (RuntimeError, MemoryError) as error:
@@ -226,7 +228,8 @@ class DecodeBatch(Generic[K]):
     def _step(self, group: list[_Running[K]]) -> None:
         """Write one token of each of a group; if there is no memory for that, in halves, from now on."""
         try:
-            logits = self._run(group)
+            with guarded(self._loaded.stage):
+                logits = self._run(group)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -293,7 +296,8 @@ class DecodeBatch(Generic[K]):
         length = cache.length
         cache.note_states()
         try:
-            return run_next(self._loaded.model, prefill, ids)
+            with guarded(self._loaded.stage):
+                return run_next(self._loaded.model, prefill, ids)
         except BaseException:
             cache.step_back(length)
             raise

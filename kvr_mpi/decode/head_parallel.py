@@ -35,6 +35,7 @@ from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.tensor_parallel import share_model, why_not_shared
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import decode_packed, why_never_packed
+from kvr_mpi.topology import share_of
 from kvr_mpi.transport import Transport
 
 K = TypeVar("K")
@@ -326,10 +327,3 @@ def why_not_head_parallel(loaded: LoadedModel) -> str | None:
     if why is None and begins_anew_at(loaded.model) is not None:
         why = "its rotary embedding has it compute the whole cache anew at some length"
     return why
-
-
-def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
-    """First and last, not included, of a rank's share, as ``tensor_split`` divides."""
-    shares = torch.arange(count).tensor_split(size)
-    first = sum(len(share) for share in shares[:rank])
-    return first, first + len(shares[rank])

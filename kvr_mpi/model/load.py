@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model.checks import check_config, check_dtype, check_loaded
 from kvr_mpi.model.shape import BUILDING, ModelShape, probe_shape
+from kvr_mpi.model.stage import Stage
 from kvr_mpi.topology import device_index
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class LoadedModel:
     cuts_last_layer: bool = True  # its code bears that after the last attention only the last token goes on
     attends_in_parts: bool = True  # a chain takes its attention over; else its own attends to the whole prefix at once
     streamed: StreamedWeights | None = None  # its layers come from disk, pass by pass; None: all weights are held
+    stage: Stage | None = None  # the ranks that have the other parts, if the model is a part
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
     partial.mkdir()  # with the modes of one's own umask, so that colleagues can read a shared cache
     try:
         # The conversion draws a bar of its own, which has no place in a batch log.
-        with _explained(str(gguf)), BUILDING, contextlib.redirect_stderr(io.StringIO()):
+        with explained(str(gguf)), BUILDING, contextlib.redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
                 source.location, gguf_file=source.gguf_file, dtype=torch.float32, local_files_only=True
             )
@@ -203,12 +205,12 @@ def load_model(
     ModelError
         If the model is missing, incomplete, damaged or of no known architecture.
     """
-    source, options = _locate(path, offline, revision, trust_remote_code, cache_dir)
+    source, options = locate(path, offline, revision, trust_remote_code, cache_dir)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     target = choose_device(device, device_index)
-    with _explained(path):
+    with explained(path):
         config = AutoConfig.from_pretrained(source.location, **options)
         if not source.is_hub and not any(Path(source.location).glob("*.safetensors")):
             raise ModelError(
@@ -226,7 +228,7 @@ def load_model(
                 use_safetensors=True,
                 output_loading_info=True,
                 **options,
-                **_placement(target),
+                **placement(target),
             )
             tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
         check_loaded(model, info)
@@ -238,13 +240,13 @@ def load_model(
         tokenizer=tokenizer,
         shape=replace(shape, dtype_bytes=model.dtype.itemsize),
         name=path,
-        fingerprint=_fingerprint(source, model.config),
+        fingerprint=fingerprint_of(source, model.config),
         dtype=model.dtype,
         device=target,
     )
 
 
-def _placement(device: torch.device) -> dict[str, Any]:
+def placement(device: torch.device) -> dict[str, Any]:
     """Say how weights come to a GPU without a copy of all of them in host memory, if `accelerate` is there for it."""
     if device.type != "cuda" or importlib.util.find_spec("accelerate") is None:
         return {}
@@ -261,21 +263,21 @@ def load_outline(
     cache_dir: Path,
 ) -> Outline:
     """Load configuration and tokenizer only; parameters and errors are those of `load_model`."""
-    source, options = _locate(path, offline, revision, trust_remote_code, cache_dir)
+    source, options = locate(path, offline, revision, trust_remote_code, cache_dir)
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
-    with _explained(path):
+    with explained(path):
         config = AutoConfig.from_pretrained(source.location, **options)
         check_config(config)
         tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
         own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
         chosen: torch.dtype = own if dtype == "auto" else getattr(torch, dtype)
         shape = probe_shape(config, chosen)
-    return Outline(config, tokenizer, shape, path, _fingerprint(source, config), chosen)
+    return Outline(config, tokenizer, shape, path, fingerprint_of(source, config), chosen)
 
 
-def _locate(
+def locate(
     path: str, offline: bool, revision: str | None, trust_remote_code: bool, cache_dir: Path
 ) -> tuple[ModelSource, dict[str, Any]]:
     """Find a model's files, converted if need be, and the options transformers reads them with."""
@@ -327,11 +329,11 @@ def hash_weights(path: str, *, offline: bool, revision: str | None, cache_dir: P
     """
     import xxhash
 
-    source, options = _locate(path, offline, revision, trust_remote_code, cache_dir)
+    source, options = locate(path, offline, revision, trust_remote_code, cache_dir)
     if source.is_hub:
         from transformers import AutoConfig
 
-        return _fingerprint(source, AutoConfig.from_pretrained(source.location, **options))
+        return fingerprint_of(source, AutoConfig.from_pretrained(source.location, **options))
     digest = xxhash.xxh3_128()
     for file in [Path(source.location) / "config.json", *sorted(Path(source.location).glob("*.safetensors"))]:
         digest.update(f"{file.name}:{file.stat().st_size}:".encode())
@@ -354,7 +356,7 @@ def _hash_files(files: list[Path], sample_bytes: int = 1 << 20) -> str:
     return digest.hexdigest()
 
 
-def _fingerprint(source: ModelSource, config: Any) -> str:
+def fingerprint_of(source: ModelSource, config: Any) -> str:
     """Identity of the weights: the same on every host, different for another model or revision."""
     if source.is_hub:
         commit = getattr(config, "_commit_hash", None)
@@ -364,7 +366,7 @@ def _fingerprint(source: ModelSource, config: Any) -> str:
 
 
 @contextlib.contextmanager
-def _explained(path: str) -> Iterator[None]:
+def explained(path: str) -> Iterator[None]:
     """Turn what transformers raises about a model's files into one `ModelError`."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError

@@ -27,6 +27,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model, run_plain, takes
 from kvr_mpi.model.layer_chunks import cut_layers
 from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.model.stage import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.all_gather import AllGather
 from kvr_mpi.prefill.failure import agree, is_out_of_memory, is_spared, play_on
@@ -335,13 +336,14 @@ def _run_slice(
     mine = [token for first, last in cache.exchange.owned for token in ids[first:last]]
     logits = None
     try:
-        cache.keep_in(options.get("arena"))
-        cache.write_with(options.get("write_layer"))
-        cache.begin()
-        with contextlib.suppress(SliceDoneError):
-            row, chunks = torch.tensor([mine], device=loaded.device), cache.chunk_lengths
-            logits = run_model(loaded.model, row, cache, chunks=chunks)[0]
-        cache.settle()
+        with guarded(loaded.stage):
+            cache.keep_in(options.get("arena"))
+            cache.write_with(options.get("write_layer"))
+            cache.begin()
+            with contextlib.suppress(SliceDoneError):
+                row, chunks = torch.tensor([mine], device=loaded.device), cache.chunk_lengths
+                logits = run_model(loaded.model, row, cache, chunks=chunks)[0]
+            cache.settle()
     except BaseException as error:
         if not options.get("spares_chain", False) or not is_spared(error):
             if forwarder is not None:

@@ -18,6 +18,7 @@ from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.transfers import Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.model.stage import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.after_compressed import prefill_after_compressed
 from kvr_mpi.prefill.failure import is_out_of_memory
@@ -72,7 +73,8 @@ def prefill_packed(
             for ids, reserve in zip(prompts, reserves, strict=True)
         ]
     try:
-        return _prefill_row(loaded, prompts, reserves, prefix, arena)
+        with guarded(loaded.stage):
+            return _prefill_row(loaded, prompts, reserves, prefix, arena)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -140,13 +142,14 @@ def decode_packed(loaded: LoadedModel, cache: PackedCache, tokens: Sequence[int]
     if full:
         raise ValueError(f"a cache of {full[0]} tokens is full; reserve room for the tokens to be decoded")
     try:
-        return run_model(
-            loaded.model,
-            torch.tensor([list(tokens)], device=device),
-            cache,
-            positions=torch.tensor([positions], device=device) + loaded.shape.first_position,
-            keep=torch.arange(len(tokens), device=device),
-        )
+        with guarded(loaded.stage):
+            return run_model(
+                loaded.model,
+                torch.tensor([list(tokens)], device=device),
+                cache,
+                positions=torch.tensor([positions], device=device) + loaded.shape.first_position,
+                keep=torch.arange(len(tokens), device=device),
+            )
     except BaseException:
         cache.take_back()
         raise

@@ -28,7 +28,7 @@ from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.decoding import choose_modes, with_decoder
 from kvr_mpi.runtime.inputs import prompts_of, row_format
-from kvr_mpi.runtime.preflight import choose_chain_size
+from kvr_mpi.runtime.preflight import lay_out
 from kvr_mpi.runtime.prepare import prepare
 from kvr_mpi.runtime.rates import Say
 from kvr_mpi.runtime.requests import error_record
@@ -37,6 +37,7 @@ from kvr_mpi.runtime.rounds import Shares, share_out
 from kvr_mpi.runtime.setup import JobSetup, Machine
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
 from kvr_mpi.runtime.sources import Source, TextSource
+from kvr_mpi.runtime.stages import JobRanks, join_stages
 from kvr_mpi.runtime.stopping import STOP_SIGNALS, SharedStop, Stop, listening
 from kvr_mpi.runtime.stored import StoredSource, scan_stored
 from kvr_mpi.runtime.stored_size import check_stored_size
@@ -51,7 +52,6 @@ from kvr_mpi.store.parts import PARTS
 from kvr_mpi.store.run import Run, known_corpus, open_run
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.states import remove_states
-from kvr_mpi.topology import Topology
 from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport, warm_up
@@ -88,15 +88,16 @@ def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> i
 
 
 def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder: Path, stop: Stop) -> int:
-    topology = together(world, lambda: Topology(world.size, choose_chain_size(spec, world.size)))
+    topology = together(world, lambda: lay_out(spec, world.size))
     log.root("reading the documents")
     listed, plan = share_json(world, on_root(world, lambda: _scan(spec, folder, options, log)))
     corpus = Corpus.from_json(listed)
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
-    ranks, reason = open_transport(world, spec.parallel.transport, device, cache_dir=options.machine.cache_dir)
+    links, reason = open_transport(world, spec.parallel.transport, device, cache_dir=options.machine.cache_dir)
     log.root(reason)
-    chain = ranks.split(topology.group_of(ranks.rank))
-    prepared = prepare(spec, options.machine, ranks, chain, log.line)
+    ranks = join_stages(links, world, topology, device)
+    chain = ranks.lane.split(topology.by_stage.group_of(ranks.lane.rank))
+    prepared = prepare(spec, options.machine, links, chain, log.line, ranks=ranks)
     if spec.questions is not None and (kinds := depends_on_length(prepared.loaded.model)):
         log.root(f"all documents are prefilled again: the rotary embedding ({kinds}) depends on the prompt's length")
     run = on_root(world, lambda: _open(folder, prepared, corpus, options, log))
@@ -107,7 +108,7 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     if spec.output.kv and spec.questions is None:
         about = share_json(world, on_root(world, lambda: check_stored_size(prepared, corpus, todo, folder)))
         log.root(about)
-    shares = share_out(prepared, corpus, todo, ranks, log)
+    shares = share_out(prepared, corpus, todo, ranks.lane, log)
     files = ProgressFiles(folder, log.line) if spec.report.metrics and world.rank == 0 else None
     name = f"{world.rank:04d}"
     counters = open_counters(world, FIRST_LIST + shares.slots)
@@ -120,17 +121,19 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
             log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0, files=files
         ) as progress,
     ):
-        check = None if run is None else run.check
         source = open_source(prepared, corpus, plan)
-        shared_stop = SharedStop(stop, counters, check)
-        context = open_context(prepared, source, counters, writer, progress, shared_stop, parts, trace)
+        shared_stop = SharedStop(stop, counters, None if run is None else run.check, ranks.peers)
+        kv = bool(spec.output.kv)
+        sink = ResultSink(writer, counters, progress, keeps_kv=kv, parts=parts, tells=ranks.tells)
+        context = open_context(prepared, source, sink, shared_stop, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
     world.barrier()
     if run is not None:
         _forget_states(run, folder)
     left = len(todo) - counters.read()[Slot.DONE]
     counters.close()
-    tallies = [Tally(**one) for one in share_json(world, gather_json(world, asdict(context.tally)))]
+    # The first lane's, whose first rank is the job's: the others have done the same.
+    tallies = [Tally(**one) for one in share_json(world, gather_json(ranks.lane, asdict(context.tally)))]
     if spec.report.metrics and world.rank == 0:
         progress.end(left)
         write_metrics(folder, [asdict(one) for one in tallies], len(todo) - left, progress.elapsed_s, log.line)
@@ -140,17 +143,9 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
 
 
 def open_context(
-    setup: JobSetup,
-    source: Source,
-    counters: Counters,
-    writer: ShardWriter,
-    progress: Progress,
-    stop: SharedStop,
-    parts: ShardWriter | None = None,
-    trace: Trace | None = None,
+    setup: JobSetup, source: Source, sink: ResultSink, stop: SharedStop, trace: Trace | None = None
 ) -> WorkerContext:
     """Put together what this rank works with: documents, results, answers under way."""
-    sink = ResultSink(writer, counters, progress, keeps_kv=bool(setup.spec.output.kv), parts=parts)
     tally, trace = Tally(), trace or Trace(Recorder())
     trace.follow(tally)
     new_tokens = setup.spec.generation.max_new_tokens
@@ -181,23 +176,25 @@ def _open_parts(setup: JobSetup, folder: Path, world: Transport) -> Iterator[Sha
 
 
 def work_through(
-    setup: JobSetup, ranks: Transport, shares: Shares, context: WorkerContext, counters: Counters, say: Say
+    setup: JobSetup, ranks: JobRanks, shares: Shares, context: WorkerContext, counters: Counters, say: Say
 ) -> None:
     """Do this rank's part of all rounds; every rank calls this."""
-    for number in list(shares.does_not_fit)[ranks.rank :: ranks.size]:
+    lane = ranks.lane
+    for number in list(shares.does_not_fit)[lane.rank :: lane.size]:
         context.sink.write_record(error_record(context.source.read(number), shares.does_not_fit[number]), 0)
     # All of them before any work: making chains waits for all ranks.
-    chains = [ranks.split(part.topology.group_of(ranks.rank)) for part in shares.rounds]
+    chains = [lane.split(part.topology.group_of(lane.rank)) for part in shares.rounds]
+    members = [ranks.members_of(part.topology, chain) for part, chain in zip(shares.rounds, chains, strict=True)]
     for chain in chains:  # its ring is closed by a link that no longer chain has
         warm_up(chain, setup.loaded.device, every_pair=setup.decodes_together)
-    choices = choose_modes(setup, ranks, shares.rounds, chains, say)
+    choices = choose_modes(setup, lane, shares.rounds, chains, say)
     first_slot = FIRST_LIST
-    for part, chain, choice in zip(shares.rounds, chains, choices, strict=True):
-        own = part.topology.chain_of(ranks.rank)
+    for part, chain, everyone, choice in zip(shares.rounds, chains, members, choices, strict=True):
+        own = part.topology.chain_of(lane.rank)
         if own is not None:
             queue = WorkQueue(part.lists, part.works, own, counters, first_slot)
             runner = ChainRunner(setup, chain, part.topology.ranks_of(own), say)
-            ChainWorker(runner, queue, with_decoder(context, setup, chain, choice)).run()
+            ChainWorker(runner, queue, with_decoder(context, setup, chain, choice), everyone).run()
         first_slot += len(part.lists)
     context.trace.tell("decoding", answers_text(context.decoder.running))
     context.decoder.decode()

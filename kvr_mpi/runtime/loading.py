@@ -23,11 +23,15 @@ import xxhash
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import LoadedModel, find_model, load_model
 from kvr_mpi.model.adapter import merge_adapter
+from kvr_mpi.model.load_part import load_part
+from kvr_mpi.model.stage import Stage, alone
 from kvr_mpi.runtime.host_memory import free_bytes, keep_heap, ranks_on_device
 from kvr_mpi.transport import Transport, host_by_host, share_json, together
 from kvr_mpi.tuning.kernels import choose_kernels
 
 PIECE_BYTES = 16 << 20
+# Of `load_model`, what `load_part` takes; jobs with the others are refused beside stages.
+PART_ARGUMENTS = ("dtype", "device", "cache_dir", "device_index")
 PREFIX = "kvr-model-"
 # Weights that are never loaded, and may be as large as those that are.
 UNUSED = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".msgpack", ".h5", ".ot", ".tflite"}
@@ -42,6 +46,7 @@ def load_on_all(
     adapter: str | None = None,
     kernels: str = "measured",
     say: Callable[[str], None] | None = None,
+    stage: Stage | None = None,
     **arguments: Any,
 ) -> LoadedModel:
     """Load a model on every rank, as fast as it runs there; every rank calls this.
@@ -54,14 +59,23 @@ def load_on_all(
         What chains compute with, as `model.kernels` of a job.
     say : callable, optional
         For a line of text about that.
+    stage : Stage, optional
+        The ranks that hold the model among them: each loads its part.
     **arguments
         Of `load_model`.
     """
-    loaded = host_by_host(world, lambda: merge_adapter(load_model(path, **arguments), adapter))
+    if stage is None:
+        loaded = host_by_host(world, lambda: merge_adapter(load_model(path, **arguments), adapter))
+    else:
+        some = {name: arguments[name] for name in PART_ARGUMENTS if name in arguments}
+        loaded = host_by_host(world, lambda: load_part(path, stage, **some))
     keep_heap()
     if kernels != "plain":
         free = free_bytes(loaded.device, ranks_on_device(world, loaded.device))
-        choose_kernels(loaded, world, free, arguments["cache_dir"], say or _say_nothing, compiles=kernels == "compiled")
+        with alone(stage):  # a part's rows are tried without the sums over its stage
+            choose_kernels(
+                loaded, world, free, arguments["cache_dir"], say or _say_nothing, compiles=kernels == "compiled"
+            )
     return loaded
 
 

@@ -21,15 +21,21 @@ from kvr_mpi.model.tensor_parallel import why_not_by_config
 from kvr_mpi.runtime.cache_checks import check_cache
 from kvr_mpi.runtime.decode_checks import why_not_combined
 from kvr_mpi.runtime.inputs import parse_templates, row_format
+from kvr_mpi.runtime.preflight import lay_out
 from kvr_mpi.runtime.setup import Machine
+from kvr_mpi.runtime.stage_checks import check_stages
 from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of
 from kvr_mpi.schedule.placement import Schedule
 from kvr_mpi.schedule.plan import plan_documents
+from kvr_mpi.topology import whole_stages
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """A job's plan and what it was made from; `counted` says how the tokens of `texts` were."""
+    """A job's plan and what it was made from; `counted` says how the tokens of `texts` were.
+
+    Where a stage is several ranks it is what the plan takes for a rank.
+    """
 
     spec: JobSpec
     outline: Outline
@@ -46,7 +52,18 @@ class PlannedJob:
             return self.schedule.makespan_s
         if self.spec.parallel.strategy == "single":
             return self.schedule.data_parallel_s
-        return dict(self.schedule.fixed_s).get(self.schedule.ranks if wanted == "all" else int(wanted))
+        length = self.schedule.ranks if wanted == "all" else whole_stages(int(wanted), self.ranks_per_stage)
+        return dict(self.schedule.fixed_s).get(length)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks of what the plan takes for one."""
+        return self.spec.parallel.ranks_per_stage
+
+    @property
+    def ranks(self) -> int:
+        """All ranks of the job."""
+        return self.schedule.ranks * self.ranks_per_stage
 
     @property
     def decoding(self) -> DecodeChoice | None:
@@ -63,6 +80,7 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
         If nothing says how fast a rank is.
     """
     parse_templates(spec)
+    check_stages(spec)
     if spec.prompts:
         raise ConfigError(
             "[[prompts]]: several prompts about a document are not planned yet; plan one as prompt.template"
@@ -88,9 +106,10 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
     if (rolling := rolling_of(spec.cache)) is not None:
         check_held(outline.shape, rolling, in_parts=outline.shape.why_whole is None)
     frame = frame_of(spec, outline.tokenizer, outline.shape, spec.prompt.template)
-    forecast = forecast_of(spec, outline, frame, ranks, hardware)
+    stages = ranks if spec.parallel.ranks_per_stage == 1 else lay_out(spec, ranks).by_stage.ranks
+    forecast = forecast_of(spec, outline, frame, stages, hardware)
     found = _count(spec, outline.tokenizer, exact)
-    schedule = plan_documents(spec, found.texts, ranks, forecast)
+    schedule = plan_documents(spec, found.texts, stages, forecast)
     return PlannedJob(spec, outline, forecast, found.texts, found.how, schedule)
 
 

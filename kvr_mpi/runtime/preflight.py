@@ -23,10 +23,11 @@ from kvr_mpi.model.adapter import check_adapter
 from kvr_mpi.runtime.cache_checks import check_cache
 from kvr_mpi.runtime.decode_checks import check_decode
 from kvr_mpi.runtime.inputs import check_answers, check_format, check_prompts, check_schema, templates_of
+from kvr_mpi.runtime.stage_checks import check_stages
 from kvr_mpi.runtime.stream_checks import check_streaming
 from kvr_mpi.store.filters import check_blosc2
 from kvr_mpi.store.folder import check_fresh
-from kvr_mpi.topology import divides
+from kvr_mpi.topology import Topology, divides
 from kvr_mpi.tuning.table import load_table, table_files
 
 # Files that are looked into for the text field before it is held to be wrong.
@@ -89,12 +90,26 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
             f"parallel.ranks_per_chain = {size}: {ranks} ranks cannot be divided into chains of {size}; "
             f"choose one of {divisors}, 'auto' (planned for each document), or start a multiple of {size} ranks"
         )
-    ratios = spec.parallel.ratios
-    if ratios is not None and len(ratios) != size:
+    stage = 1 if alone else spec.parallel.ranks_per_stage
+    if not divides(stage, size):
+        fitting = [each for each in range(1, size + 1) if divides(each, size)]
         raise ConfigError(
-            f"parallel.ratios = {ratios}: {len(ratios)} weights for a chain of {size} ranks; give one for each rank"
+            f"parallel.ranks_per_stage = {stage}: chains of {size} rank(s) cannot be divided into stages of {stage}; "
+            f"choose one of {fitting}, or start chains x stages x {stage} ranks"
+        )
+    ratios = spec.parallel.ratios
+    if ratios is not None and len(ratios) * stage != size:
+        of = f"a chain of {size} ranks" if stage == 1 else f"a chain of {size} ranks in stages of {stage}"
+        raise ConfigError(
+            f"parallel.ratios = {ratios}: {len(ratios)} weights for {of}; give one for each "
+            f"{'rank' if stage == 1 else 'stage'}"
         )
     return size
+
+
+def lay_out(spec: JobSpec, ranks: int) -> Topology:
+    """Lay a job's chains out, all of one length, in stages; errors are those of `choose_chain_size`."""
+    return Topology(ranks, choose_chain_size(spec, ranks), spec.parallel.ranks_per_stage)
 
 
 def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterator[KvrError]:
@@ -106,6 +121,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         partial(check_streaming, spec, ranks),
         partial(_check_compress, spec),
         partial(_check_decode, spec, ranks),
+        partial(check_stages, spec),
         *(partial(_check_template, spec, key, template) for key, template in templates_of(spec).items()),
         partial(check_format, spec),
         partial(check_prompts, spec),

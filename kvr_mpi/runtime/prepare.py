@@ -5,7 +5,7 @@ All that is done once, before the first document. `ChainRunner` takes it from th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import kernel_bytes
 from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.model.stage import Stage, alone
 from kvr_mpi.model.tensor_parallel import twin_bytes
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
@@ -46,9 +47,10 @@ from kvr_mpi.runtime.rates import costs_of, describe_rates, rates_of, table_of
 from kvr_mpi.runtime.reuse import find_beginnings
 from kvr_mpi.runtime.setup import EXAMPLE_TOKENS, JobSetup, Machine
 from kvr_mpi.runtime.shared_document import describe_sharing
+from kvr_mpi.runtime.stages import JobRanks, describe_stages
 from kvr_mpi.runtime.streaming_weights import check_streamed, load_in_blocks
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
-from kvr_mpi.topology import Topology, cores_per_rank
+from kvr_mpi.topology import Topology, cores_per_rank, least_of_each
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 
 # Instructions shorter than this are computed with every prompt: to copy them would take as long.
@@ -56,7 +58,14 @@ LEAST_PREFIX_TOKENS = 32
 
 
 def prepare(
-    spec: JobSpec, machine: Machine, world: Transport, chain: Transport, say: Say, *, loaded: LoadedModel | None = None
+    spec: JobSpec,
+    machine: Machine,
+    world: Transport,
+    chain: Transport,
+    say: Say,
+    *,
+    loaded: LoadedModel | None = None,
+    ranks: JobRanks | None = None,
 ) -> JobSetup:
     """Make a job's model ready; every rank calls this.
 
@@ -65,11 +74,13 @@ def prepare(
     spec : JobSpec
     machine : Machine
     world, chain : Transport
-        All ranks of the job, and those that share this chain's prompts.
+        All ranks of the job, and those that share this chain's prompts: of several in a stage one.
     say : callable
         For a line of text; called on rank 0 of the job only.
     loaded : LoadedModel, optional
         The job's model, if it is loaded already.
+    ranks : JobRanks, optional
+        Where a stage is several ranks: how they meet.
 
     Raises
     ------
@@ -77,19 +88,18 @@ def prepare(
         If model, prompt or generation settings do not work together.
     """
     say = say if world.rank == 0 else _say_nothing
-    if loaded is None:
-        loaded = _load(spec, machine, world, say)
-        say(_describe(spec, loaded, world, chain))
+    ranks = ranks or JobRanks(world, world)
+    loaded = loaded or _load(spec, machine, ranks, chain, say)
     plain = spec.parallel.strategy == "single"
-    if not plain:
-        say("checking on a few tokens that chains give this model's own logits")
-    loaded, frame, reduce_frame, generation = together(world, partial(_check, spec, loaded, say))
+    # Checks run chains of threads, which only a model alone can; what holds for some of the heads holds for all.
+    check_together = partial(_together_alone, world, loaded.stage)
+    loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, say))
     compression = together(world, partial(_open_compression, spec, loaded))
-    strategies, left_out = together(world, partial(_check_strategies, spec, loaded))
+    strategies, left_out = check_together(partial(_check_strategies, spec, loaded))
     for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression)):
         say(line)
     rolling = together(world, partial(_open_rolling, spec, loaded, say))
-    why_alone = None if plain else together(world, partial(_why_alone, loaded, rolling))
+    why_alone = None if plain else check_together(partial(_why_alone, loaded, rolling))
     if why_alone is not None:
         say(f"documents are decoded one by one: {why_alone}")
     sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_combined(spec) or why_alone))
@@ -97,19 +107,14 @@ def prepare(
     question_frames = together(world, partial(_question_frames, spec, loaded, weights, say))
     frames = _repeated_frames(spec, frame, reduce_frame, question_frames)
     prefixes = together(world, partial(_compute_prefixes, loaded, frames, say))
-    footprint = None if plain else together(world, partial(_footprint_of, loaded, strategies))
-    free_bytes: list[int] = share_json(
-        world, gather_json(world, _free_bytes(spec, loaded, ranks_on_device(world, loaded.device), sharing))
-    )
+    footprint = None if plain else check_together(partial(_footprint_of, loaded, strategies))
+    free_bytes = _room(spec, loaded, ranks, sharing)
     is_packed = why_alone is None and not plain
-    arena = together(world, partial(open_arena, spec, loaded, free_bytes[world.rank], say, is_packed=is_packed))
-    are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
-    is_decoding_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
-    are_needed = world.size > 1 and (spec.parallel.planned or are_chosen or is_decoding_chosen)
-    costs = costs_of(loaded, world, say) if are_needed else None
-    rates = rates_of(spec, loaded, world, chain, costs, say)
+    arena = check_together(partial(open_arena, spec, loaded, free_bytes[ranks.lane.rank], say, is_packed=is_packed))
+    costs = costs_of(loaded, world, say) if _needs_costs(spec, world, chain, strategies, sharing) else None
+    rates = rates_of(spec, loaded, ranks.lane, chain, costs, say)
     if rates:
-        mine = rates if spec.parallel.planned else rates[world.rank - chain.rank :][: chain.size]
+        mine = rates if spec.parallel.planned else rates[ranks.lane.rank - chain.rank :][: chain.size]
         say(describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
     return JobSetup(
         spec=spec,
@@ -139,8 +144,20 @@ def _say_nothing(text: str) -> None:
     """Stand in for rank 0's voice on other ranks."""
 
 
-def _load(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> LoadedModel:
-    """Load the model on every rank."""
+def _together_alone(world: Transport, stage: Stage | None, work: Callable[[], Any]) -> Any:
+    """Do something on every rank, each with its part of the model by itself, and fail on all if it fails on any."""
+    with alone(stage):
+        return together(world, work)
+
+
+def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, say: Say) -> LoadedModel:
+    """Load the model on every rank, or of a stage its part, and say what it is."""
+    world = ranks.world
+    if spec.parallel.ranks_per_stage > 1 and ranks.stage is None:
+        raise ConfigError(
+            f"parallel.ranks_per_stage = {spec.parallel.ranks_per_stage}: only jobs run stages of several ranks "
+            f"(kvr-run); set it to 1 here"
+        )
     threads = spec.parallel.threads or machine.threads
     torch.set_num_threads(threads or cores_per_rank(machine.cores, world.local_size))
     source = spec.model
@@ -152,15 +169,19 @@ def _load(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> Loaded
     if source.stream_weights:
         return load_in_blocks(spec, world, offline=arguments["offline"], cache_dir=machine.cache_dir, say=say)
     with staged_model(source.path, machine.stage_in, world, say) as path:
-        loaded = load_on_all(world, path, kernels=kernels, say=say, **arguments)
-    return replace(loaded, name=source.path)
+        loaded = load_on_all(world, path, kernels=kernels, say=say, stage=ranks.stage, **arguments)
+    loaded = replace(loaded, name=source.path)
+    say(_describe(spec, loaded, ranks.lane, chain))
+    describe_stages(ranks, loaded, say)
+    return loaded
 
 
-def _describe(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport) -> str:
+def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transport) -> str:
     """Say in a line what is loaded, and on what."""
-    chains = f"{Topology(world.size, chain.size).chains} chain(s) of {chain.size} rank(s)"
+    unit = "rank(s)" if loaded.stage is None else f"stage(s) of {loaded.stage.size} ranks"
+    chains = f"{Topology(lane.size, chain.size).chains} chain(s) of {chain.size} {unit}"
     if spec.parallel.planned:
-        chains = f"{world.size} rank(s) in chains as planned"
+        chains = f"{lane.size} rank(s) in chains as planned"
     copied = kernel_bytes(loaded.model)
     weights = f", weights laid out for it ({copied / 1e9:.2f} GB more)" if copied else ""
     return (
@@ -178,6 +199,7 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     elif loaded.streamed is not None:
         loaded = check_streamed(loaded, say)
     else:
+        say("checking on a few tokens that chains give this model's own logits")
         loaded = check_chain(loaded, say=say)
     if spec.is_spread:
         check_shareable(loaded)
@@ -312,6 +334,25 @@ def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footpr
     except ModelError:
         return replace(footprint, takes_chunks=False)
     return footprint
+
+
+def _needs_costs(
+    spec: JobSpec,
+    world: Transport,
+    chain: Transport,
+    strategies: Sequence[Strategy],
+    sharing: HeadSharing | str | None,
+) -> bool:
+    """Whether chains are planned, or strategies or ways to decode chosen, by what ranks and links take."""
+    are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
+    is_decoding_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
+    return world.size > 1 and (spec.parallel.planned or are_chosen or is_decoding_chosen)
+
+
+def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadSharing | str | None) -> list[int]:
+    """Bytes each stage may take for prompts: what its rank with the least memory may."""
+    mine = _free_bytes(spec, loaded, ranks_on_device(ranks.world, loaded.device), sharing)
+    return least_of_each(share_json(ranks.world, gather_json(ranks.world, mine)), ranks.lane.size)
 
 
 def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int, sharing: HeadSharing | str | None) -> int:

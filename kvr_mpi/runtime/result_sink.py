@@ -35,6 +35,8 @@ class ResultSink:
         Whether keys and values are stored.
     parts : ShardWriter or None
         Where this rank's keys and values go of prompts whose answer another rank stores (see ``store.parts``).
+    tells : bool
+        Whether this rank stores and tells what it is given: of a stage one does, since all have the same.
     """
 
     def __init__(
@@ -45,21 +47,27 @@ class ResultSink:
         *,
         keeps_kv: bool,
         parts: ShardWriter | None = None,
+        tells: bool = True,
     ) -> None:
         self._writer, self._counters, self._progress, self._keeps_kv = writer, counters, progress, keeps_kv
-        self._parts = parts
+        self._parts, self._tells = parts, tells
 
     def begin_document(self, document_id: str) -> None:
         """Take note that a document is in flight from now on."""
-        self._writer.begin([document_id])
+        if self._tells:
+            self._writer.begin([document_id])
 
     def report_prefill(self, document_id: str, prefill: Prefill, work: int) -> None:
         """Tell of a prompt whose answer is yet to come, and how much of the document's work its tokens are."""
+        if not self._tells:
+            return
         prefilled = self._counters.add(Slot.PREFILLED, work) + work
         self._progress.prefilled(document_id, prefill.partition.tokens, prefill.seconds, prefilled)
 
     def write_answer(self, record: Record, work: int, prefill: Prefill, prompt: Prompt) -> None:
         """Store an answer, and with it what the prompt's cache holds if that is wanted, and tell of it."""
+        if not self._tells:
+            return
         if self._keeps_kv and prefill.share is not None:
             self._writer.write(record, *_stored_share(prefill.share, record, prompt))
         elif self._keeps_kv:
@@ -86,6 +94,8 @@ class ResultSink:
 
     def write_record(self, record: Record, work: int) -> None:
         """Store a result without a cache, and tell of it."""
+        if not self._tells:
+            return
         self._writer.write(record)
         self._tell(record, work)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvr_mpi.documents import Corpus
 from kvr_mpi.report.log import Log
-from kvr_mpi.runtime.preflight import choose_chain_size
+from kvr_mpi.runtime.preflight import lay_out
 from kvr_mpi.runtime.setup import JobSetup
 from kvr_mpi.schedule.placement import deal
 from kvr_mpi.schedule.plan import agree, count_tokens, describe, plan_documents
@@ -57,10 +57,14 @@ class Shares:
 
 
 def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Transport, log: Log) -> Shares:
-    """Share documents among chains: as planned, or so that all chains of one length have as much; every rank alike."""
+    """Share documents among chains: as planned, or so that all chains of one length have as much; every rank alike.
+
+    `ranks` are those that documents are planned for, one of each stage.
+    """
     if prepared.costs is not None and prepared.spec.parallel.planned:
         return _planned(prepared, corpus, todo, ranks, log)
-    return Shares([_round(corpus, todo, Topology(ranks.size, choose_chain_size(prepared.spec, ranks.size)))])
+    each = prepared.spec.parallel.ranks_per_stage
+    return Shares([_round(corpus, todo, lay_out(prepared.spec, ranks.size * each).by_stage)])
 
 
 def _round(corpus: Corpus, todo: Sequence[int], topology: Topology) -> Round:

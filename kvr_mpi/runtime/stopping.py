@@ -15,6 +15,7 @@ from types import FrameType
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.runtime.slots import Slot
+from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.counters import Counters
 
 # What a batch system sends before the end, and what it sends at it (SLURM: --signal=USR2@..., then TERM).
@@ -75,16 +76,25 @@ class SharedStop:
         Those of `Slot`.
     check : callable, optional
         Raises if this job must not go on.
+    peers : Transport, optional
+        The ranks of this rank's stage, which decode together: all see at once that the time is over.
     """
 
-    def __init__(self, stop: Stop, counters: Counters, check: Callable[[], None] | None = None) -> None:
-        self._stop, self._counters, self._check = stop, counters, check
+    def __init__(
+        self,
+        stop: Stop,
+        counters: Counters,
+        check: Callable[[], None] | None = None,
+        peers: Transport | None = None,
+    ) -> None:
+        self._stop, self._counters, self._check, self._peers = stop, counters, check, peers
         self._has_told = False
 
     @property
     def is_over(self) -> bool:
         """Whether there is no time left even for what is begun."""
-        return self._stop.is_over
+        is_over = self._stop.is_over
+        return is_over if self._peers is None else bool(share_json(self._peers, is_over))
 
     def has_time_for(self, seconds: float) -> bool:
         """Whether something that will take so long can be begun."""

@@ -33,7 +33,8 @@ from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import EndWave, Held, PrefillPrompt, RefuseDocument, TakeDocument, WaveScheduler
 from kvr_mpi.runtime.work_queue import WorkQueue
-from kvr_mpi.transport import gather_json, share_json
+from kvr_mpi.topology import first_of_each
+from kvr_mpi.transport import Transport, gather_json, share_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,16 @@ class ChainWorker:
     queue : WorkQueue
         Which documents this chain takes.
     context : WorkerContext
+    members : Transport or None
+        All ranks of the chain, where its stages are several: `runner` has one rank of each of them. What is decided and
+        told is so among all.
     """
 
-    def __init__(self, runner: ChainRunner, queue: WorkQueue, context: WorkerContext) -> None:
+    def __init__(
+        self, runner: ChainRunner, queue: WorkQueue, context: WorkerContext, members: Transport | None = None
+    ) -> None:
         self._runner, self._queue, self._context, self._chain = runner, queue, context, runner.chain
+        self._members = members or runner.chain
         self._forwarder = runner.open_forwarder(context.trace.recorder)
         self._pace, self._heap = Pace(time.monotonic()), HeapTrimmer()
         self._packed: list[tuple[PromptRequest, PlannedPrompt]] = []  # to be prefilled by this rank alone
@@ -121,7 +128,7 @@ class ChainWorker:
 
     def _is_over(self) -> bool:
         """Say whether the chain has no time left; its first rank looks at the clock for all."""
-        return bool(share_json(self._chain, self._context.stop.is_over))
+        return bool(share_json(self._members, self._context.stop.is_over))
 
     def _prefill_wave(self) -> None:
         """Prefill until a decision ends the wave."""
@@ -142,11 +149,11 @@ class ChainWorker:
         """Let the chain's first rank decide what comes next, for all of them."""
         word = None
         self._context.trace.tell("waiting", "for its chain's next document")
-        if self._chain.rank == 0:
+        if self._members.rank == 0:
             wave_s = time.monotonic() - self._pace.wave_began_s
             decision = self._scheduler.decide(wave_s=wave_s, has_documents=self._has_documents)
             word = _to_wire(self._take_document() if isinstance(decision, TakeDocument) else decision)
-        return self._from_wire(share_json(self._chain, word))
+        return self._from_wire(share_json(self._members, word))
 
     def _take_document(self) -> OpenDocument | NoDocuments:
         """Take the next document, unless there is none, or no time for it."""
@@ -189,7 +196,7 @@ class ChainWorker:
 
     def _write_error(self, document: Document, work: int, reason: str) -> None:
         """Store an error that all ranks of the chain know of: one of them does."""
-        if self._chain.rank == 0:
+        if self._members.rank == 0:
             self._context.sink.write_record(error_record(document, reason), work)
 
     def _prefill(self, plan: PlannedPrompt) -> None:
@@ -289,8 +296,9 @@ class ChainWorker:
         self._context.trace.tell("waiting", "for its chain's other ranks")
         held = self._context.decoder.held(self._runner.held_bytes)
         outcomes = [(key, asdict(outcome)) for key, outcome in self._context.decoder.take_outcomes()]
-        self._chain.barrier()  # it sleeps, so that those that still decode have their cores
-        ranks = share_json(self._chain, gather_json(self._chain, [asdict(held), outcomes]))
+        self._members.barrier()  # it sleeps, so that those that still decode have their cores
+        ranks = share_json(self._members, gather_json(self._members, [asdict(held), outcomes]))
+        ranks = first_of_each(ranks, self._chain.size)
         self._scheduler.begin_wave(Held(**each) for each, _ in ranks)
         for _, told in ranks:
             for key, outcome in told:

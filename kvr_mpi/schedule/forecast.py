@@ -16,13 +16,14 @@ from typing import Any, Literal
 from kvr_mpi.costs.costmodel import chain_seconds, equal_time_lengths
 from kvr_mpi.costs.hardware import load_hardware, profiles
 from kvr_mpi.costs.layer_costs import Costs, costs_of
-from kvr_mpi.costs.workload import workload_of
+from kvr_mpi.costs.workload import check_heads, workload_of
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.documents.prompts import Frame, count_parts, make_frame
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.model import ModelShape, Outline
+from kvr_mpi.model.stage_weights import part_config, part_of
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
 from kvr_mpi.prefill.packed import PACK_TOKENS
@@ -242,7 +243,8 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
     ConfigError
         If neither is there, with the choices.
     """
-    tables = _tables(spec, outline)
+    size = spec.parallel.ranks_per_stage
+    tables = _tables(spec, outline) if size == 1 else []  # they are of ranks that have the whole model
     machines = sorted({table.key.hardware for table in tables})
     if hardware is None and len(machines) != 1:
         measured = f"{' or '.join(machines)} (measured, in tables), " if machines else ""
@@ -259,17 +261,23 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
             return forecast
         return replace(forecast, cut=lambda tokens, ranks: choose_slices(best, tokens, ranks).partition)
     profile = load_hardware(hardware)
-    work = workload_of(outline.config, outline.dtype.itemsize)
-    forecast = forecast_measured(spec, costs_of(work, profile), frame, f"profile {profile.name}: {profile.source}")
+    whole = workload_of(outline.config, outline.dtype.itemsize)
+    check_heads(whole, size)
+    work, costs = whole.of_stage(size), costs_of(whole, profile, ranks_per_stage=size)
+    forecast = forecast_measured(spec, costs, frame, f"profile {profile.name}: {profile.source}")
     forecast = replace(
         forecast,
         step_s=max(forecast.step_s, work.weight_bytes / profile.memory_bytes_per_s),
         launch_s=work.layers * forecast.costs.launch_floor_s,
-        step_token_s=outline.shape.kv_bytes_per_token / profile.memory_bytes_per_s,
+        step_token_s=work.layers * work.kv_bytes / profile.memory_bytes_per_s,
     )
     if forecast.plain:  # plain transformers' memory is not predicted
         return forecast
-    footprint = footprint_of(outline.config, outline.dtype, on_gpu=True)  # profiles are of GPUs
+    config = outline.config
+    if size > 1:
+        config = part_config(config, part_of(config, 0, size))
+        config.vocab_size = outline.config.vocab_size  # of logits every rank has all
+    footprint = footprint_of(config, outline.dtype, on_gpu=True)  # profiles are of GPUs
     return with_memory(forecast, footprint, MEMORY_SHARE * profile.memory_bytes, held_bytes=work.weight_bytes)
 
 

@@ -13,16 +13,16 @@ from kvr_mpi.model import load, load_model
 
 def test_only_gpus_are_loaded_to_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 1)
-    assert load._placement(gpu) == {"device_map": {"": gpu}} and load._placement(torch.device("cpu")) == {}
+    assert load.placement(gpu) == {"device_map": {"": gpu}} and load.placement(torch.device("cpu")) == {}
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
-    assert load._placement(gpu) == {}
+    assert load.placement(gpu) == {}
 
 
 def test_the_same_weights_come_either_way(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truth = load_model(str(tiny_model_dir), device="cpu", cache_dir=tmp_path)
-    monkeypatch.setattr(load, "_placement", lambda device: {"device_map": {"": device}})
+    monkeypatch.setattr(load, "placement", lambda device: {"device_map": {"": device}})
     found = load_model(str(tiny_model_dir), device="cpu", cache_dir=tmp_path)
     mine, theirs = found.model.state_dict(), truth.model.state_dict()
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)

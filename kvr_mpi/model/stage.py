@@ -1,0 +1,149 @@
+"""The ranks that hold one copy of a model's weights among them, as the model's code meets them.
+
+Each rank of a stage runs the same tokens through its heads and its share of the rest, at once with the others: they
+meet in every sum over the stage (Megatron-LM, Shoeybi et al. 2019, section 3). A rank that fails on its way would leave
+the others waiting there. So before a sum all tell each other, in a word, that they are here, and a rank that fails says
+that instead; the others then fail, too, in the same place. What failed for want of memory they take for their own want
+of memory, so that all of a stage go on alike: in halves, or with the next prompt.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from kvr_mpi.errors import KvrError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
+# The word that a rank tells the others.
+GOES_ON, NO_MEMORY, FAILED = 0, 1, 2
+
+
+class OtherRankMemoryError(MemoryError):
+    """Memory ran out on another rank of this stage, which all its ranks take for their own."""
+
+
+class StageError(KvrError):
+    """A stage cannot go on: one of its ranks has failed, or they have lost each other."""
+
+
+class Stage:
+    """This rank's place in a stage.
+
+    Parameters
+    ----------
+    rank, size : int
+        Which of the stage's ranks this is.
+    reduce : callable
+        Sums a contiguous tensor over the stage's ranks, in place, to the same bits on all of them.
+    tell : callable
+        Tells a word to all of them, and returns every rank's, in rank order.
+    is_memory_error : callable
+        Says whether an error is for want of memory.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        reduce: Callable[[torch.Tensor], None],
+        tell: Callable[[int], Sequence[int]],
+        is_memory_error: Callable[[BaseException], bool],
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._reduce, self._tell, self._is_memory_error = reduce, tell, is_memory_error
+        self.is_alone = False
+        self._has_told = False
+        self._thread = threading.get_ident()
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over the stage; return it, or where it was not contiguous its copy.
+
+        Raises
+        ------
+        OtherRankMemoryError, StageError
+            If another rank has failed, and does not come.
+        """
+        if self.is_alone:
+            return tensor
+        total = tensor.contiguous()
+        total.new_empty(total.numel() + 1)  # what the sum takes beside: if there is no memory for that, fail here
+        if threading.get_ident() != self._thread:  # the others could not tell its sums from those of another thread
+            raise StageError("ranks of a stage meet in one thread each, and a chain of threads was to run on them")
+        self._meet(GOES_ON)
+        try:
+            self._reduce(total)
+        except Exception as error:  # the others wait for data, and hear nothing else
+            raise StageError(f"a sum over the {self.size} ranks of a stage failed: {error}") from error
+        return total
+
+    def agree_on(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give every rank the first rank's tensor."""
+        if self.rank and not self.is_alone:
+            tensor = tensor.new_zeros(tensor.shape)
+        return self.all_reduce(tensor)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Run something that all ranks of the stage run, and fail on all of them if it fails on any.
+
+        What is undone after a failure has to be undone around this, and what may fail be within it; one may be in
+        another.
+
+        Raises
+        ------
+        OtherRankMemoryError
+            Where memory ran out on another rank only.
+        StageError
+            Where another rank failed in another way.
+        """
+        if self.is_alone:
+            yield
+            return
+        self._has_told = False
+        try:
+            yield
+            self._meet(GOES_ON)
+        except (OtherRankMemoryError, StageError):  # all know
+            self._has_told = True
+            raise
+        except Exception as error:
+            if not self._has_told:  # by one within this one
+                self._has_told = True
+                self._tell(NO_MEMORY if self._is_memory_error(error) else FAILED)
+            raise
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Run this rank's part of the model as a model of its own, with nobody waiting for it."""
+        self.is_alone = True
+        try:
+            yield
+        finally:
+            self.is_alone = False
+
+    def _meet(self, word: int) -> None:
+        """Tell the others that this rank goes on, and hear whether they do."""
+        words = list(self._tell(word))
+        if FAILED in words:
+            raise StageError(f"rank {words.index(FAILED)} of the {self.size} ranks of this stage failed")
+        if NO_MEMORY in words:
+            raise OtherRankMemoryError(
+                f"out of memory on rank {words.index(NO_MEMORY)} of the {self.size} ranks of this stage"
+            )
+
+
+def guarded(stage: Stage | None) -> AbstractContextManager[Any]:
+    """Run something on all ranks of a stage, if there is one (`Stage.guarded`)."""
+    return nullcontext() if stage is None else stage.guarded()
+
+
+def alone(stage: Stage | None) -> AbstractContextManager[Any]:
+    """Run a rank's part as a model of its own, if it is in a stage (`Stage.alone`)."""
+    return nullcontext() if stage is None else stage.alone()

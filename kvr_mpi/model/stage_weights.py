@@ -1,0 +1,337 @@
+"""A rank's part of a model's weights, read as slices: no rank of a stage ever holds a whole matrix that is shared.
+
+The part is a model of the same architecture with fewer heads, a narrower MLP and fewer tokens, made by its
+configuration. What is divided, and where ranks have to sum, is read from transformers' own plan for the architecture
+(``base_model_tp_plan``); the shapes of the whole and of the part are held against it, name by name, so that what the
+plan does not say, or says in words that are not known here, is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.model.shape import meta_model
+from kvr_mpi.model.stage import Stage
+from kvr_mpi.topology import share_of
+
+if TYPE_CHECKING:
+    import torch
+
+ATTENTION = "layers.*.self_attn."
+MLP = "layers.*.mlp."
+# Of transformers' plans, what is known here: a part of the rows, a part of the columns whose products are summed, or
+# all of a norm of each head by itself.
+KNOWN = {
+    **{f"{ATTENTION}{name}_proj": "colwise" for name in "qkv"},
+    f"{ATTENTION}o_proj": "rowwise",
+    **{f"{ATTENTION}{name}_norm": "replicated_with_grad_allreduce" for name in "qk"},
+    f"{MLP}gate_proj": "colwise",
+    f"{MLP}up_proj": "colwise",
+    f"{MLP}down_proj": "rowwise",
+    f"{MLP}experts.gate_up_proj": "packed_colwise",
+    f"{MLP}experts.down_proj": "rowwise",
+    f"{MLP}experts": "moe_tp_experts",
+}
+HEAD = {"lm_head": "colwise_gather_output"}
+EXPERTS = f"{MLP}experts"
+# Matrices as files name them, and the dimension that is shared.
+SHARED_DIMS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "embed_tokens", "lm_head"), 0),
+    **dict.fromkeys(("o_proj", "down_proj", "w2"), 1),
+}
+IN_FILES = re.compile(
+    r"(?:^|\.)(?:layers\.\d+\.(?:self_attn\.(?:[qkvo]_proj)|mlp\.(?:gate|up|down)_proj"
+    r"|(?:mlp|block_sparse_moe)\.experts\.\d+\.(?:w[123]|(?:gate|up|down)_proj))|embed_tokens|lm_head)\.(?:weight|bias)$"
+)
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which heads and which share of the rest are a rank's.
+
+    heads, kv_heads, head_dim : of the whole model.
+    """
+
+    rank: int
+    size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def own_heads(self) -> tuple[int, int]:
+        """First and last query head, not included."""
+        return share_of(self.heads, self.rank, self.size)
+
+    @property
+    def own_kv_heads(self) -> tuple[int, int]:
+        """Those that the query heads attend to: of fewer KV heads than ranks several ranks have the same."""
+        first, last = self.own_heads
+        each = self.heads // self.kv_heads
+        return first // each, -(-last // each)
+
+    def bounds(self, name: str, length: int) -> tuple[int, int]:
+        """First and last row or column, not included, of a matrix by its name in its layer."""
+        if name in ("q_proj", "o_proj"):
+            first, last = self.own_heads
+        elif name in ("k_proj", "v_proj"):
+            first, last = self.own_kv_heads
+        else:
+            return share_of(length, self.rank, self.size)
+        return first * self.head_dim, last * self.head_dim
+
+
+def why_not_staged(config: Any) -> str | None:
+    """Say why transformers' plan for a model cannot be followed here; None if it can, as far as the plan shows."""
+    text = config.get_text_config()
+    if text is not config:
+        return "it is more than a language model"
+    if getattr(config, "quantization_config", None) is not None:
+        return "its weights are quantised"
+    plan = dict(getattr(text, "base_model_tp_plan", None) or {})
+    if not plan:
+        return "transformers has no plan for it"
+    unknown = {name: way for name, way in plan.items() if KNOWN.get(name) != way}
+    if unknown:
+        name, way = next(iter(unknown.items()))
+        return f"transformers' plan has {name} {way}, which is not known here"
+    if missing := {f"{ATTENTION}{name}_proj" for name in "qkvo"} - plan.keys():
+        return f"transformers' plan does not say how {min(missing)} is divided"
+    return None
+
+
+def why_not_divided(heads: int, kv_heads: int, size: int) -> str | None:
+    """Say why heads cannot be divided among so many ranks; None if they can, or ranks can share a KV head."""
+    if heads % size or (kv_heads % size and size % kv_heads):
+        fitting = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
+        return f"{heads} query heads and {kv_heads} KV heads cannot be divided by it; choose one of {fitting}"
+    return None
+
+
+def part_of(config: Any, rank: int, size: int) -> Part:
+    """Say what is a rank's of a model.
+
+    Raises
+    ------
+    ConfigError
+        If the heads cannot be divided so.
+    ModelError
+        If it is not known how to divide this model.
+    """
+    name = type(config).__name__.removesuffix("Config")
+    if why := why_not_staged(config):
+        raise ModelError(f"{name}: {why}, so it cannot be divided among the ranks of a stage; use ranks_per_stage = 1")
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if why := why_not_divided(heads, kv_heads, size):
+        raise ConfigError(f"parallel.ranks_per_stage = {size}: {name}: {why}")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Part(rank, size, heads, kv_heads, head_dim)
+
+
+def part_config(config: Any, part: Part) -> Any:
+    """Make the configuration of a rank's part of a model; tokens that a rank has not are no padding to it."""
+    mine = copy.deepcopy(config)
+    mine.head_dim = part.head_dim
+    mine.num_key_value_heads = part.own_kv_heads[1] - part.own_kv_heads[0]
+    mine.num_attention_heads = part.own_heads[1] - part.own_heads[0]
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        if isinstance(width := getattr(config, name, None), int):
+            first, last = share_of(width, part.rank, part.size)
+            setattr(mine, name, last - first)
+    first, last = share_of(config.vocab_size, part.rank, part.size)
+    mine.vocab_size, mine.pad_token_id = last - first, None
+    return mine
+
+
+def check_part(config: Any, mine: Any, part: Part) -> None:
+    """Hold the shapes of a part's matrices against those of the whole, as the plan divides them; nothing is loaded.
+
+    Raises
+    ------
+    ModelError
+        Naming the first that is not as planned.
+    """
+    import torch
+
+    whole_model, part_model = meta_model(config, torch.bfloat16), meta_model(mine, torch.bfloat16)
+    if dict(getattr(whole_model, "_tp_plan", None) or {}).get("lm_head") != HEAD["lm_head"]:
+        raise ModelError(f"{type(whole_model).__name__}: its vocabulary cannot be divided among the ranks of a stage")
+    plan: Mapping[str, str] = config.base_model_tp_plan
+    whole, found = whole_model.state_dict(), part_model.state_dict()
+    for name in whole.keys() | found.keys():
+        if name not in whole or name not in found or found[name].shape != _planned(name, whole[name], plan, part):
+            shapes = " and ".join(str(tuple(one[name].shape)) for one in (whole, found) if name in one)
+            raise ModelError(
+                f"{type(whole_model).__name__}: {name} of shape {shapes} is not divided as transformers' plan says; "
+                f"use ranks_per_stage = 1"
+            )
+
+
+def _planned(name: str, whole: torch.Tensor, plan: Mapping[str, str], part: Part) -> tuple[int, ...]:
+    """Shape of a rank's part of a parameter."""
+    module, _, kind = _NUMBER.sub(".*", name).rpartition(".")
+    module = module.removeprefix("model.")
+    shape, leaf = list(whole.shape), module.rpartition(".")[2]
+    if (path := f"{module}.{kind}") in plan and module == EXPERTS:  # (experts, out, in), named without a module
+        dim, packs = (1, 2) if plan[path] == "packed_colwise" else (2, 1)
+        first, last = part.bounds(kind, shape[dim] // packs)
+        shape[dim] = packs * (last - first)
+    elif plan.get(module) in ("colwise", "rowwise") or leaf in ("embed_tokens", "lm_head"):
+        dim = SHARED_DIMS[leaf]
+        if dim < len(shape):  # not the bias of summed products
+            first, last = part.bounds(leaf, shape[dim])
+            shape[dim] = last - first
+    return tuple(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlice:
+    """A rank's slice of a tensor in a file, in the way transformers reads one.
+
+    tensor : of safetensors, not read yet.
+    dim : the one that is divided; None: all of it is the rank's.
+    is_zero : the bias of summed products, which one rank adds.
+    """
+
+    tensor: Any
+    dim: int | None
+    first: int = 0
+    last: int = 0
+    is_zero: bool = False
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Read it; its memory is its own, so that what lies around it in the file is not held."""
+        found: torch.Tensor
+        if self.dim is None:
+            found = self.tensor[...].clone()
+            return found.zero_() if self.is_zero else found
+        found = self.tensor[self.first : self.last] if self.dim == 0 else self.tensor[:, self.first : self.last]
+        return found.clone()
+
+    def get_dtype(self) -> str:
+        """Name the type as the file does."""
+        return str(self.tensor.get_dtype())
+
+    def get_shape(self) -> list[int]:
+        """Shape of the slice."""
+        shape = list(self.tensor.get_shape())
+        if self.dim is not None:
+            shape[self.dim] = self.last - self.first
+        return shape
+
+
+def sliced_weights(files: list[Path], part: Part, opened: ExitStack) -> dict[str, WeightSlice]:
+    """Open a model's files, and say of every tensor in them what is this rank's; nothing is read."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in files:
+        stream = opened.enter_context(safe_open(str(file), framework="pt"))
+        for name in stream.keys():  # noqa: SIM118  (it is no mapping)
+            found[name] = _slice_of(name, stream.get_slice(name), part)
+    return found
+
+
+def _slice_of(name: str, tensor: Any, part: Part) -> WeightSlice:
+    if not IN_FILES.search(name):
+        return WeightSlice(tensor, None)
+    leaf, shape = name.split(".")[-2], list(tensor.get_shape())
+    dim = SHARED_DIMS[leaf]
+    if dim >= len(shape):
+        return WeightSlice(tensor, None, is_zero=part.rank > 0)
+    return WeightSlice(tensor, dim, *part.bounds(leaf, shape[dim]))
+
+
+def join_stage(model: Any, config: Any, stage: Stage) -> None:
+    """Let a rank's part of a model sum its products with the other parts, and stand for the whole.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Of `part_config`; changed in place.
+    config : PreTrainedConfig
+        Of the whole model, whose vocabulary is the model's from now on.
+    stage : Stage
+    """
+    first, last = share_of(config.vocab_size, stage.rank, stage.size)
+    modules = dict(model.base_model.named_modules())
+    for name, module in modules.items():
+        if (way := config.base_model_tp_plan.get(_NUMBER.sub(".*", f"{name}.")[:-1])) in ("rowwise", "moe_tp_experts"):
+            module.register_forward_hook(lambda part, given, made: stage.all_reduce(made))
+        if way == "moe_tp_experts":
+            router = modules.get(f"{name.rpartition('.')[0]}.gate")
+            if router is None:
+                raise ModelError(f"{type(model).__name__}: what chooses the experts of {name} is not known here")
+            # One token sent to other experts on another rank, by a rounding, would be a sum of two halves of nothing.
+            router.register_forward_hook(lambda part, given, made: tuple(map(stage.agree_on, made)))
+    model.set_input_embeddings(_shared_embedding(model.get_input_embeddings(), stage, first, last))
+    model.set_output_embeddings(_shared_head(model.get_output_embeddings(), stage, (first, last), config.vocab_size))
+    model.config.vocab_size, model.config.pad_token_id = config.vocab_size, config.pad_token_id
+    for owner in (model, model.base_model):
+        if hasattr(owner, "vocab_size"):
+            owner.vocab_size = config.vocab_size
+
+
+def _shared_embedding(embedding: Any, stage: Stage, first: int, last: int) -> torch.nn.Module:
+    """Make the embedding of all tokens of one that has some of them."""
+    import torch
+
+    class SharedEmbedding(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = embedding
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            """Embed tokens (1, tokens) to (1, tokens, hidden_size)."""
+            if stage.is_alone:  # a model of fewer tokens
+                rows: torch.Tensor = self.part(ids % (last - first))
+                return rows
+            is_own = (ids >= first) & (ids < last)
+            rows = self.part(torch.where(is_own, ids - first, 0)).masked_fill(~is_own.unsqueeze(-1), 0)
+            return stage.all_reduce(rows)
+
+    return SharedEmbedding()
+
+
+def _shared_head(head: Any, stage: Stage, own: tuple[int, int], vocab_size: int) -> torch.nn.Module:
+    """Make the head of all tokens of one that has some of them."""
+    import torch
+
+    class SharedHead(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = head
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            """Compute logits (..., vocab_size) of states (..., hidden_size)."""
+            share = self.part(hidden)
+            logits: torch.Tensor = share.new_zeros(*share.shape[:-1], vocab_size)
+            logits[..., own[0] : own[1]] = share
+            return stage.all_reduce(logits)
+
+    return SharedHead()
+
+
+def part_files(folder: Path) -> Iterator[Path]:
+    """List the files that hold a model's weights."""
+    import json
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        yield from (folder / name for name in names)
+    elif (folder / "model.safetensors").is_file():
+        yield folder / "model.safetensors"
+    else:
+        raise ModelError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json: expected one of them"
+        )

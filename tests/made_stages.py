@@ -1,0 +1,90 @@
+"""Tiny models in folders, and their parts on ranks that are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from models import COMMON, CONFIGS, VOCAB
+from tokenizers import Tokenizer, models
+
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.load_part import load_part
+from kvr_mpi.prefill.one_prompt import prefill_single, run_next
+from kvr_mpi.runtime.stages import JobRanks, join_stages
+from kvr_mpi.topology import Topology
+from kvr_mpi.transport.local import LocalTransport, run_local
+
+CPU = torch.device("cpu")
+KINDS: dict[str, Callable[[], Any]] = {
+    "llama": CONFIGS["llama-gqa"],
+    "qwen3": lambda: tf.Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True),
+    "mixtral": CONFIGS["mixtral-moe"],
+    "qwen2": CONFIGS["qwen2"],
+    "qwen3-moe": lambda: tf.Qwen3MoeConfig(
+        **COMMON,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        mlp_only_layers=[1],
+    ),
+    "gemma2": CONFIGS["gemma2-softcap"],
+    "mistral": CONFIGS["mistral-window"],
+    "llama-biases": lambda: tf.LlamaConfig(**COMMON, num_key_value_heads=2, attention_bias=True, mlp_bias=True),
+}
+
+
+def make_folder(folder: Path, kind: str) -> tuple[Path, Any]:
+    """Save a random model of a kind, biases included, with a tokenizer of one word; return it, too."""
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(KINDS[kind](), dtype=torch.float32).eval()
+    for name, weights in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weights)
+    return save_folder(folder, model), model
+
+
+def save_folder(folder: Path, model: Any) -> Path:
+    """Save a model with a tokenizer of one word."""
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tf.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
+def ids_of(tokens: int, step: int = 7) -> list[int]:
+    return [(step * position * position + 31 * position + 3) % VOCAB for position in range(tokens)]
+
+
+@torch.inference_mode()
+def truth_of(model: Any, ids: Sequence[int], new_tokens: int) -> tuple[torch.Tensor, list[int]]:
+    """Logits of plain transformers after a prompt, and its greedy answer."""
+    prepare_model(model, chain=False)
+    prefill = prefill_single(model, ids, CPU)
+    assert prefill.logits is not None
+    logits, answer = prefill.logits, []
+    while len(answer) < new_tokens:
+        answer.append(int(logits.argmax()))
+        logits = run_next(model, prefill, torch.tensor([answer[-1:]]))
+    return prefill.logits, answer
+
+
+def on_stages(
+    folder: Path, stages: int, size: int, work: Callable[[JobRanks, LoadedModel], Any], device: torch.device = CPU
+) -> list[Any]:
+    """Do something on every rank of a chain of stages, each with its part of a model, ready for chains."""
+
+    def rank(world: LocalTransport) -> Any:
+        ranks = join_stages(world, world, Topology(world.size, world.size, size), device)
+        assert ranks.stage is not None
+        loaded = load_part(str(folder), ranks.stage, device="cpu", cache_dir=folder)
+        prepare_model(loaded.model, chain=True)
+        return work(ranks, loaded)
+
+    return run_local(stages * size, rank)
