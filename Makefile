@@ -104,7 +104,7 @@ test-slurm: $(stamp)
 	$(in_venv) KVR_TEST_SLURM=1 python -m pytest tests/slurm
 
 test-faults: $(stamp)
-	$(in_venv) KVR_TEST_SEEDS=$(SEEDS) python -m pytest tests/faults
+	$(in_venv) KVR_TEST_WARM=1 KVR_TEST_SEEDS=$(SEEDS) python -m pytest -n $(WORKERS) tests/faults/test_faults.py
 
 test-many: $(stamp)
 	$(in_venv) KVR_TEST_DOCUMENTS=$(DOCUMENTS) python -m pytest -s tests/faults/test_many_documents.py

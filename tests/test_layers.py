@@ -52,14 +52,7 @@ CONTACTS = {
         "doctor/hdf5.py",
     },
     # The caches are one rank's of one prompt; a row of several prompts has to look like a cache to the model, too.
-    "transformers.cache_utils": {
-        "kv/cache.py",
-        "kv/layer.py",
-        "kv/states.py",
-        "kv/packed_row.py",
-        "kv/shares.py",
-        "kv/rolling.py",
-    },
+    "transformers.cache_utils": {"kv/cache.py", "kv/layer.py", "kv/states.py", "kv/row.py"},
     "click": {"cli"},
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvr_mpi.cli.environment import load_kernels_first
+from kvr_mpi.cli.environment import tell_libraries
 from kvr_mpi.errors import EXIT_BUG, KvrError
 from kvr_mpi.report.log import Log
 from kvr_mpi.transport import FailedTogetherError, Transport
@@ -27,7 +27,7 @@ def join_ranks(comm: Any = None) -> Transport:
     TransportError
         If launcher and MPI do not match, or the communicator is none that can be used.
     """
-    load_kernels_first()
+    tell_libraries()
     if comm is None:
         return connect()
     return comm if isinstance(comm, LocalTransport) else adopt(comm)

@@ -29,12 +29,12 @@ def guarded(world: Transport, work: Callable[[], int]) -> int:
 
     What failed is said in the end, and what the exit code means.
     """
-    from kvr_mpi.cli.environment import load_kernels_first
+    from kvr_mpi.cli.environment import tell_libraries
     from kvr_mpi.errors import EXIT_BUG, KvrError, exit_line
     from kvr_mpi.report.log import Log
     from kvr_mpi.transport import FailedTogetherError
 
-    load_kernels_first()
+    tell_libraries()
     log = Log(world.rank)
 
     def tell(error: Exception, code: int) -> None:

@@ -7,36 +7,31 @@ positions. A `PackedCache` takes every layer's keys and values apart again and g
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_documents, takes_flash
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.paged_row import PagedRow
 from kvr_mpi.kv.ragged import RaggedLayout, attend_row, write_row
+from kvr_mpi.kv.row import RowCache, RowLayer
 from kvr_mpi.model.attention_hook import AttentionParams
 
 Merge = Callable[[PartialAttention], PartialAttention]
 
 
-class PackedLayer(CacheLayerMixin):
+class PackedLayer(RowLayer):
     """One layer of all documents of a packed row."""
 
-    is_sliding = False
+    cache: PackedCache
 
     def __init__(self, cache: PackedCache, layer_idx: int, documents: Sequence[SliceLayer]) -> None:
-        super().__init__()
-        self.cache = cast("PackedCache", weakref.proxy(cache))  # see `SliceLayer`
-        self.layer_idx, self.documents, self.shape = layer_idx, documents, documents[0].shape
-        self.attended = True
+        super().__init__(cache, layer_idx, documents[0].shape)
+        self.documents = documents
         # Views of whole buffers, (kv_heads, capacity, head_dim): narrowing these is all there is to do for a token.
         # None where heads keep tokens of their own.
         self._whole = [
@@ -133,23 +128,12 @@ class PackedLayer(CacheLayerMixin):
             outs.append(part.finish(params))
         return torch.cat(outs, dim=2).to(query.dtype)
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the documents have their buffers."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys a query sees; no mask is made of them."""
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Nothing that could be said of all documents: models are given every token's position."""
-        return 0
-
     def get_max_length(self) -> int:
         """Most tokens any of the buffers holds."""
         return max(layer.cache.capacity for layer in self.documents)
 
 
-class PackedCache(Cache):
+class PackedCache(RowCache):
     """The caches of several documents, seen by the model as one.
 
     Parameters
@@ -162,8 +146,6 @@ class PackedCache(Cache):
         Joins attention to what is held here with that of other ranks; of one document, whose tokens they divide.
     """
 
-    in_parts = True
-
     def __init__(self, documents: Sequence[SliceCache], tokens: Sequence[int], merge: Merge | None = None) -> None:
         assert merge is None or len(documents) == 1, "the tokens of one document are divided"
         self.documents, self.merge = documents, merge
@@ -174,32 +156,16 @@ class PackedCache(Cache):
         self.decodes = not any(document.prefilling for document in documents)
         assert not self.decodes or all(count == 1 for count in tokens), "one token of each answer at a time"
         self.lengths = [0] * len(documents)  # of the documents, before this row
-        self.tail = contextlib.ExitStack()  # nothing is cut
-        self.current: PackedLayer | None = None
         self.paged = _in_pages(documents) if self.decodes and len(documents) > 1 else None
         count = len(documents[0].layers)
         layers = [PackedLayer(self, idx, [document.layers[idx] for document in documents]) for idx in range(count)]
-        super().__init__(layers=layers)
+        super().__init__(layers)
         self.take_up()
-
-    @property
-    def attending(self) -> PackedLayer:
-        """The layer that was updated and has not attended yet."""
-        if self.current is None or self.current.attended:
-            raise ModelError("a layer attends without having updated the cache")
-        return self.current
 
     @property
     def prefilling(self) -> bool:
         """Whether prompts begin; otherwise answers go on."""
         return not self.decodes
-
-    def after_attention(self, layer: PackedLayer) -> None:
-        """Nothing to do: of a packed row several tokens are read."""
-
-    @property
-    def positions(self) -> None:
-        """Nothing: whoever packs a row gives the tokens' positions."""
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """Of each document: its tokens in the row, and its length with them."""
@@ -221,12 +187,6 @@ class PackedCache(Cache):
         self.current = None
         for document, length in zip(self.documents, self.lengths, strict=True):
             document.step_back(length)
-
-    def enter(self, layer: PackedLayer) -> None:
-        """Let a layer be the one that attends next."""
-        if self.current is not None and not self.current.attended:
-            raise ModelError(f"layer {layer.layer_idx}: the layer before it never attended to its keys")
-        self.current, layer.attended, layer.is_initialized = layer, False, True
 
 
 def _in_pages(documents: Sequence[SliceCache]) -> PagedRow | None:

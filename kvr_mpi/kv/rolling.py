@@ -9,18 +9,16 @@ keep their positions in the prompt: keys come to a cache with the positions in t
 
 from __future__ import annotations
 
-import contextlib
-import weakref
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv.attention import PartialAttention, attend
 from kvr_mpi.kv.layer import attend_ranges
 from kvr_mpi.kv.layout import UniformLayout
+from kvr_mpi.kv.row import RowCache, RowLayer
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.masks import Visibility
@@ -70,18 +68,15 @@ class Rolling:
         return f"rolling cache of {self.cache_tokens} + {self.step_tokens} tokens ({kind})"
 
 
-class RollingLayer(CacheLayerMixin):
+class RollingLayer(RowLayer):
     """One layer's sinks, if it has any, and last tokens."""
 
-    is_sliding = False
+    cache: RollingCache
 
     def __init__(self, cache: RollingCache, layer_idx: int, shape: LayerShape) -> None:
-        super().__init__()
-        self.cache = cast("RollingCache", weakref.proxy(cache))  # see `SliceLayer`
-        self.layer_idx, self.shape = layer_idx, shape
+        super().__init__(cache, layer_idx, shape)
         self.length = 0  # of the prompt so far
         self.fresh = 0  # tokens last appended
-        self.attended = True
         rolling = cache.rolling
         self.sinks = 0 if rolling.holds(shape.visibility) else rolling.sinks
         rows = rolling.cache_tokens + rolling.step_tokens
@@ -114,8 +109,7 @@ class RollingLayer(CacheLayerMixin):
         count, buffer = key_states.shape[2], self._layout.buffer
         if count > self.cache.rolling.step_tokens:
             raise ModelError(f"layer {self.layer_idx}: {count} tokens in a step of {self.cache.rolling.step_tokens}")
-        if self.cache.current is not None and not self.cache.current.attended:
-            raise ModelError(f"layer {self.layer_idx}: the layer before it never attended to its keys")
+        self.cache.enter(self)
         at = self.length - self._base + self.sinks if self.length > self.sinks else self.length
         if at + count > len(buffer):
             kept = self.cache.rolling.cache_tokens - self.sinks
@@ -123,8 +117,6 @@ class RollingLayer(CacheLayerMixin):
             self._base, at = self.length - kept, self.sinks + kept
         self._layout.write(at, key_states, value_states)
         self.length, self.fresh = self.length + count, count
-        self.is_initialized, self.attended = True, False
-        self.cache.current = self
         return key_states, value_states
 
     def attend(
@@ -158,13 +150,6 @@ class RollingLayer(CacheLayerMixin):
         )
         return part.merge(attend(query, *self.rows(0, self.sinks), params))
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the buffer is there."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys a query sees; no mask is made of them."""
-        return self.length + query_length, 0
-
     def get_seq_length(self) -> int:
         """Tokens of the prompt before the ones to come."""
         return self.length
@@ -174,7 +159,7 @@ class RollingLayer(CacheLayerMixin):
         return -1
 
 
-class RollingCache(Cache):
+class RollingCache(RowCache):
     """The rolling cache of a whole model.
 
     Parameters
@@ -190,34 +175,16 @@ class RollingCache(Cache):
         If the model sees more than is held, and no approximation was asked for; or cannot be run so at all.
     """
 
-    in_parts = True
-
     def __init__(self, loaded: LoadedModel, rolling: Rolling, prompt_tokens: int) -> None:
         check_rolling(loaded, rolling)
         self.rolling, self.prompt_tokens = rolling, prompt_tokens
         self.dtype, self.device = loaded.dtype, loaded.device
-        self.tail = contextlib.ExitStack()  # nothing is cut
-        self.current: RollingLayer | None = None
-        super().__init__(layers=[RollingLayer(self, idx, shape) for idx, shape in enumerate(loaded.shape.layers)])
+        super().__init__([RollingLayer(self, idx, shape) for idx, shape in enumerate(loaded.shape.layers)])
 
     @property
     def prefilling(self) -> bool:
         """Whether a prompt's tokens are run."""
         return bool(self.layers[0].length <= self.prompt_tokens)
-
-    @property
-    def attending(self) -> RollingLayer:
-        """The layer that was updated and has not attended yet."""
-        if self.current is None or self.current.attended:
-            raise ModelError("a layer attends without having updated the cache")
-        return self.current
-
-    def after_attention(self, layer: RollingLayer) -> None:
-        """Nothing to do."""
-
-    @property
-    def positions(self) -> None:
-        """Nothing: the model counts on from what the layers say."""
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """Of the tokens to be run: how many, and the prompt's length, or the answer's end."""

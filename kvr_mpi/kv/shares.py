@@ -10,22 +10,20 @@ Of a layer with a window or chunks the last share has all that is seen, and the 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvr_mpi.errors import DataError, ModelError
+from kvr_mpi.errors import DataError
 from kvr_mpi.kv.attention import PartialAttention, attend, merge_over_ranks
 from kvr_mpi.kv.layer import SliceLayer, attend_ranges
 from kvr_mpi.kv.layout import UniformLayout
 from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import ReadRows
+from kvr_mpi.kv.row import RowCache, RowLayer
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.transport import Transport
@@ -169,16 +167,10 @@ class Share:
         return keys[0].transpose(0, 1), values[0].transpose(0, 1)
 
 
-class SharedLayer(CacheLayerMixin):
+class SharedLayer(RowLayer):
     """One layer of some prompts, of each this rank's share."""
 
-    is_sliding = False
-
-    def __init__(self, cache: SharesCache, layer_idx: int, shape: LayerShape) -> None:
-        super().__init__()
-        self.cache = cast("SharesCache", weakref.proxy(cache))  # see `SliceLayer`
-        self.layer_idx, self.shape = layer_idx, shape
-        self.attended = True
+    cache: SharesCache
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -230,23 +222,12 @@ class SharedLayer(CacheLayerMixin):
             part = own if part is None else own.merge(part)
         return part
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: shares have their buffers."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys a query sees; no mask is made of them."""
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Nothing that could be said of all prompts: models are given every token's position."""
-        return 0
-
     def get_max_length(self) -> int:
         """Most tokens any of the shares has room for."""
         return max(share.capacity for share in self.cache.shares)
 
 
-class SharesCache(Cache):
+class SharesCache(RowCache):
     """Some prompts that are spread over the ranks of a chain, seen by the model as one; every rank makes it alike.
 
     Parameters
@@ -260,33 +241,19 @@ class SharesCache(Cache):
         The ranks that have the other shares.
     """
 
-    in_parts = True
-
     def __init__(self, loaded: LoadedModel, shares: Sequence[Share], tokens: Sequence[int], chain: Transport) -> None:
         self.shares, self.chain, self._first_position = shares, chain, loaded.shape.first_position
         stops = list(itertools.accumulate(tokens))
         self.bounds = list(zip([0, *stops], stops, strict=False))
-        self.tail = contextlib.ExitStack()  # nothing is cut
-        self.current: SharedLayer | None = None
         for share, count in zip(shares, tokens, strict=True):
             if share.is_last and share.length + count > share.capacity:
                 raise ValueError(f"a share with room for {share.capacity} tokens is full; reserve room for more")
-        super().__init__(layers=[SharedLayer(self, idx, shape) for idx, shape in enumerate(loaded.shape.layers)])
+        super().__init__([SharedLayer(self, idx, shape) for idx, shape in enumerate(loaded.shape.layers)])
 
     @property
     def prefilling(self) -> bool:
         """Whether a prompt's tokens are run: what stands after its stored beginning."""
         return any(last - first > 1 for first, last in self.bounds)
-
-    @property
-    def attending(self) -> SharedLayer:
-        """The layer that was updated and has not attended yet."""
-        if self.current is None or self.current.attended:
-            raise ModelError("a layer attends without having updated the cache")
-        return self.current
-
-    def after_attention(self, layer: SharedLayer) -> None:
-        """Nothing to do: every token's output is computed."""
 
     @property
     def positions(self) -> torch.Tensor:
@@ -299,12 +266,6 @@ class SharesCache(Cache):
         """Of each prompt: its tokens in the row, and its length with them."""
         rows = zip(self.shares, self.bounds, strict=True)
         return [(last - first, share.length + last - first) for share, (first, last) in rows]
-
-    def enter(self, layer: SharedLayer) -> None:
-        """Let a layer be the one that attends next."""
-        if self.current is not None and not self.current.attended:
-            raise ModelError(f"layer {layer.layer_idx}: the layer before it never attended to its keys")
-        self.current, layer.attended, layer.is_initialized = layer, False, True
 
     def lengthen(self) -> None:
         """Count the new tokens in, when they have gone through all layers."""

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import h5py
@@ -102,9 +102,13 @@ def write_questions(folder: Path, model: Path, run: Path) -> Path:
     return job
 
 
+# What `mpirun` starts, before the program's name.
+starter = [sys.executable]
+
+
 def launch(job: Path, output: Path, ranks: int, clock: str = "") -> subprocess.Popen[str]:
     """Start ``kvr-run`` under a real mpirun, by a clock that jumps if that is wanted."""
-    command = [LAUNCHER, "-n", str(ranks), sys.executable, Path(__file__).parent / "run_job.py", job]
+    command = [LAUNCHER, "-n", str(ranks), *starter, Path(__file__).parent / "run_job.py", job]
     return subprocess.Popen(
         [*map(str, command), "--resume", "--set", f"output.path={output}"],
         stdout=subprocess.DEVNULL,
@@ -125,7 +129,8 @@ def end(process: subprocess.Popen[str], case: Case) -> tuple[int, str]:
             os.kill(pid, signal.SIGUSR1)
         time.sleep(2)
         for pid in [*(pid for pid, _ in left), process.pid]:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         _, told = process.communicate()
         raise AssertionError(_tell(case, f"the job hangs; ranks that were left: {left}\n{told}")) from None
     return process.returncode, told

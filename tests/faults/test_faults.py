@@ -7,11 +7,15 @@ One case again: ``make test-faults SEEDS=17``.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
+from disturb import IS_WARM
 from harness import make_reference, run_case, write_job, write_questions
+from warm import server
 
 # "1-1000" or "3,17"; of these, or else of the first hundred, the quick ones are run by `make test`.
 SEEDS = os.environ.get("KVR_TEST_SEEDS", "")
@@ -25,6 +29,17 @@ def seeds(text: str) -> list[int]:
     """Read "1-1000" or "3,17"."""
     ends = [part.partition("-") for part in text.split(",")]
     return [seed for first, _, last in ends for seed in range(int(first), int(last or first) + 1)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def start() -> Iterator[None]:
+    """Let ranks be forked from a process that has imported everything, if that is wanted."""
+    if IS_WARM:
+        with server() as starter:
+            harness.starter[:] = starter
+            yield
+    else:
+        yield
 
 
 @pytest.fixture(scope="module")

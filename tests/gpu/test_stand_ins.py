@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvr_mpi.cli.environment import load_kernels_first
+from kvr_mpi.cli.environment import tell_libraries
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv import attention, ragged
 from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
@@ -24,7 +24,7 @@ from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.staging import StagedSend, Staging
 
-CPU = torch.device("cpu")
+CPU, CUDA_0 = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,10 @@ def test_memory_is_shared_by_the_ranks_of_one_gpu(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 * gib)
     expected = [(count, (free[gpu] + 2 * gib) // count) for gpu, count in zip(uuids, sharers, strict=True)]
     assert run_local(4, room) == expected
+    by_host = run_local(4, lambda rank: (rank.local_size, free_bytes(CUDA_0, rank.local_size)))
+    assert by_host != expected, (
+        "counted by host, as it once was, every one of these cases has less room than it may use"
+    )
     assert run_local(4, lambda rank: ranks_on_device(rank, CPU)) == [4] * 4
 
 
@@ -99,8 +103,8 @@ def test_fewer_gpus_than_ranks_are_shared_and_none_is_refused(monkeypatch: pytes
 def test_kernels_are_loaded_when_cuda_starts_unless_the_user_says_otherwise() -> None:
     for given, expected in (({}, "EAGER"), ({"CUDA_MODULE_LOADING": "LAZY"}, "LAZY")):
         environ = dict(given)
-        load_kernels_first(environ)
-        assert environ == {"CUDA_MODULE_LOADING": expected}
+        tell_libraries(environ)
+        assert environ["CUDA_MODULE_LOADING"] == expected
 
 
 def test_threads_that_touch_a_gpu_say_which(monkeypatch: pytest.MonkeyPatch) -> None:
