@@ -103,7 +103,7 @@ def main() -> int:
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="peers-", dir=options.folder) as made:
         folder = Path(made)
-        task = Task(folder / "requests.jsonl", model, options.ranks)
+        task = Task(folder / "requests.jsonl", model, options.ranks, compiles=not options.eager)
         ids = write_batch_file(task.requests, ROOT / "jobs" / "demo", options.rows)
         for name in options.peers or known:
             if why_not := known[name].why_not():
@@ -140,6 +140,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=100, help="requests in the file (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="of ours (default: %(default)s)")
     parser.add_argument("--killed-only", action="store_true", help="leave out the undisturbed runs, which are timed")
+    parser.add_argument("--eager", action="store_true", help="vLLM does not compile: it starts sooner, and is slower")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one life (default: %(default)s)")
     parser.add_argument("--rivals", type=Path, default=Path(".rivals"), help="their environments (default: .rivals)")
     parser.add_argument("--folder", type=Path, default=Path(), help="where a temporary folder is made (default: here)")

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -29,11 +31,13 @@ class Task:
     requests : a file of OpenAI's batch format.
     model : a folder of safetensors in float32.
     ranks : of ours, one core each; the others' threads.
+    compiles : whether vLLM may compile the model before it begins.
     """
 
     requests: Path
     model: Path
     ranks: int
+    compiles: bool = True
 
 
 class Peer(Protocol):
@@ -108,7 +112,8 @@ class VllmRunBatch:
         """It has no way to go on: the same command again."""
         files = ["-i", str(task.requests), "-o", str(output / "answers.jsonl")]
         model = ["--model", str(task.model), "--served-model-name", "peer", "--dtype", "float32"]
-        return [str(self.folder / "bin" / "vllm"), "run-batch", *files, *model, "--max-model-len", str(CONTEXT_TOKENS)]
+        speed = ["--max-model-len", str(CONTEXT_TOKENS), *["--enforce-eager"] * (not task.compiles)]
+        return [str(self.folder / "bin" / "vllm"), "run-batch", *files, *model, *speed]
 
     def environment(self, task: Task) -> dict[str, str]:
         """Threads, and that nothing is looked for on the network."""
@@ -141,7 +146,8 @@ class Datatrove:
         """A pipeline in its own environment; started again it goes on from its checkpoints."""
         python = str(self.folder / "bin" / "python")
         program = str(HERE / "run_datatrove.py")
-        return [python, program, str(task.requests), str(task.model), str(output), str(CONTEXT_TOKENS)]
+        how = [str(CONTEXT_TOKENS), "compiles" if task.compiles else "eager"]
+        return [python, program, str(task.requests), str(task.model), str(output), *how]
 
     def environment(self, task: Task) -> dict[str, str]:
         """That of its server, which it looks for on the path."""
@@ -154,10 +160,12 @@ class Datatrove:
     def kept(self, output: Path) -> dict[str, str]:
         """By what it looks at when it starts: its cache of requests, and its chunks; at the end by what it wrote."""
         found: dict[str, str] = {}
-        for database in output.glob("checkpoints/*/replay.sqlite3"):
-            with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as cache:
-                rows = cache.execute("SELECT doc_id, result FROM request_cache WHERE result IS NOT NULL").fetchall()
-            found |= {name: json.loads(result)["text"] for name, result in rows}
+        for folder in output.glob("checkpoints/*/"):
+            # A killed writer leaves a journal that whoever opens the database has to apply: to a copy.
+            with tempfile.TemporaryDirectory() as copies:
+                for file in folder.glob("replay.sqlite3*"):
+                    shutil.copy(file, copies)
+                found |= _cached(Path(copies) / "replay.sqlite3")
         for file in (*output.glob("checkpoints/*/chunk_*.jsonl"), *output.glob("answers/*.jsonl")):
             for row in _lines(file.read_text()):
                 found[row["id"]] = row["metadata"]["rollout_results"][0]["text"]
@@ -177,6 +185,15 @@ def _vllm_environment(folder: Path) -> dict[str, str]:
 
 def _why_no(path: Path) -> str | None:
     return None if path.exists() else f"there is no {path}; `make .rivals/vllm/.installed` makes it"
+
+
+def _cached(database: Path) -> dict[str, str]:
+    """Read the answers in a cache of requests."""
+    with closing(sqlite3.connect(database)) as cache:
+        if not cache.execute("SELECT 1 FROM sqlite_master WHERE name = 'request_cache'").fetchall():
+            return {}  # killed before it was made
+        rows = cache.execute("SELECT doc_id, result FROM request_cache WHERE result IS NOT NULL").fetchall()
+    return {name: json.loads(result)["text"] for name, result in rows}
 
 
 def _responses(text: str) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """datatrove's inference runner over a batch file, with a local vLLM server: a pipeline as its documentation has it.
 
 Runs with the Python of an environment that has ``datatrove`` and ``vllm``; imports nothing of this project.
-Usage: run_datatrove.py REQUESTS MODEL OUTPUT CONTEXT_TOKENS
+Usage: run_datatrove.py REQUESTS MODEL OUTPUT CONTEXT_TOKENS compiles|eager
 """
 
 import sys
@@ -36,7 +36,7 @@ async def answer(document: Document, generate: Any) -> Any:
 
 def main() -> None:
     """Run the pipeline; the same call goes on with what a killed one left."""
-    requests, model, output, context_tokens = sys.argv[1:]
+    requests, model, output, context_tokens, how = sys.argv[1:]
     folder, _, name = requests.rpartition("/")
     runner = CountingRunner(
         rollout_fn=answer,
@@ -44,7 +44,7 @@ def main() -> None:
             server_type="vllm",
             model_name_or_path=model,
             model_max_context=int(context_tokens),
-            model_kwargs={"dtype": "float32"},
+            model_kwargs={"dtype": "float32"} | ({"enforce-eager": True} if how == "eager" else {}),
             server_start_timeout_sec=600,
         ),
         output_writer=JsonlWriter(f"{output}/answers", "${rank}_${chunk_index}.jsonl", compression=None),

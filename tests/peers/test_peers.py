@@ -121,6 +121,28 @@ def test_answers_of_datatrove_are_in_its_cache_and_its_chunks(tmp_path: Path) ->
     assert Datatrove(tmp_path).kept(tmp_path) == {"a": "one", "c": "two"}
 
 
+def test_what_a_killed_writer_was_about_is_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "00000"
+    folder.mkdir(parents=True)
+    assert Datatrove(tmp_path).kept(tmp_path) == {}
+    code = """
+import os, sqlite3, sys
+cache = sqlite3.connect(sys.argv[1])
+cache.execute("CREATE TABLE request_cache (doc_id TEXT, result BLOB, error_message TEXT)")
+cache.execute("INSERT INTO request_cache VALUES ('kept', '{\\"text\\": \\"one\\"}', NULL)")
+cache.commit()
+cache.execute("PRAGMA cache_size = 1")  # so that what is not committed goes to the disk, too
+cache.executemany("INSERT INTO request_cache VALUES (?, ?, NULL)", ((str(n), "x" * 5000) for n in range(99)))
+os._exit(0)
+"""
+    database = folder / "replay.sqlite3"
+    subprocess.run([sys.executable, "-c", code, database], check=True)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert set(before) == {"replay.sqlite3", "replay.sqlite3-journal"} and len(before["replay.sqlite3"]) > 100_000
+    assert Datatrove(tmp_path).kept(tmp_path) == {"kept": "one"}
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
 def test_our_log_names_each_answer_once() -> None:
     lines = (
         "[2026-11-22 18:24:06] 1/20 row-000: 200 tokens, first token 1.71 s, 8 written",
