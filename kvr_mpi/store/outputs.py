@@ -34,10 +34,12 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -82,17 +84,20 @@ MAX_TOP = 20
 
 def software() -> dict[str, str]:
     """Versions of everything the answers came through."""
-    import torch
-    import transformers
-
     return {
         "kvr_mpi": __version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "torch": _version_of("torch"),
+        "transformers": _version_of("transformers"),
         "h5py": h5py.__version__,
         "hdf5": h5py.version.hdf5_version,
     }
+
+
+def _version_of(package: str) -> str:
+    """Version of what is loaded, which says more (``+cu130``); else of what is installed: loading takes seconds."""
+    loaded = sys.modules.get(package)
+    return str(loaded.__version__) if loaded is not None else metadata.version(package)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,15 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import h5py
 import pandas
 import pytest
+import torch
+import transformers
 from click.testing import CliRunner, Result
 from constants import TESTS
 from made_runs import HEADER, corpus_of, record, take, write
@@ -64,6 +68,20 @@ def test_shares_make_one_parquet_file(array: Path, tmp_path: Path, run_kvr: Kvr)
     target = tmp_path / "all.parquet"
     assert run_kvr("export", array, "--format", "parquet", "-o", target).return_value == EXIT_OK
     assert list(pandas.read_parquet(target)["id"]) == NAMES
+
+
+def test_gathering_loads_no_models_libraries(array: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from kvr_mpi.cli import group; group(sys.argv[1:], standalone_mode=False); "
+        "print([name for name in ('torch', 'transformers', 'mpi4py') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, "merge", array, "-o", tmp_path / "all.h5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    with h5py.File(tmp_path / "all.h5") as merged:
+        software = json.loads(merged.attrs["software"])
+    assert software["transformers"] == transformers.__version__
+    assert torch.__version__.startswith(software["torch"])  # not loaded: without its build, such as +cu130
 
 
 def test_missing_shares_are_named(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
