@@ -96,12 +96,10 @@ def prepare(
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, say))
     compression = together(world, partial(_open_compression, spec, loaded))
     strategies, left_out = check_together(partial(_check_strategies, spec, loaded))
-    for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression)):
-        say(line)
     rolling = together(world, partial(_open_rolling, spec, loaded, say))
     why_alone = None if plain else check_together(partial(_why_alone, loaded, rolling))
-    if why_alone is not None:
-        say(f"documents are decoded one by one: {why_alone}")
+    for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression, why_alone)):
+        say(line)
     sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_combined(spec) or why_alone))
     weights = _hash_weights(spec, machine, world, say)
     question_frames = together(world, partial(_question_frames, spec, loaded, weights, say))
@@ -167,10 +165,11 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
     kernels = "plain" if spec.parallel.strategy == "single" else source.kernels
     say(f"loading {source.path}")
     if source.stream_weights:
-        return load_in_blocks(spec, world, offline=arguments["offline"], cache_dir=machine.cache_dir, say=say)
-    with staged_model(source.path, machine.stage_in, world, say) as path:
-        loaded = load_on_all(world, path, kernels=kernels, say=say, stage=ranks.stage, **arguments)
-    loaded = replace(loaded, name=source.path)
+        loaded = load_in_blocks(spec, world, offline=arguments["offline"], cache_dir=machine.cache_dir, say=say)
+    else:
+        with staged_model(source.path, machine.stage_in, world, say) as path:
+            loaded = load_on_all(world, path, kernels=kernels, say=say, stage=ranks.stage, **arguments)
+        loaded = replace(loaded, name=source.path)
     say(_describe(spec, loaded, ranks.lane, chain))
     describe_stages(ranks, loaded, say)
     return loaded
@@ -220,13 +219,17 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     return loaded, frame, reduce_frame, generation
 
 
-def _describe_prompts(spec: JobSpec, longest_tokens: int, compression: Compression | None) -> Iterator[str]:
+def _describe_prompts(
+    spec: JobSpec, longest_tokens: int, compression: Compression | None, why_alone: str | None
+) -> Iterator[str]:
     """Say what is not usual of how prompts run: chunks, and if that is none; what is kept for decoding."""
     if compression is not None:
         yield f"keys and values are compressed before answers are decoded ({compression.describe()})"
     if (chunk_tokens := spec.parallel.chunk_tokens) != "auto":
         whole = f"; no prompt is longer than {longest_tokens}, so that no slice is cut"
         yield f"slices are computed in chunks of {chunk_tokens} tokens{whole if chunk_tokens >= longest_tokens else ''}"
+    if why_alone is not None:
+        yield f"documents are decoded one by one: {why_alone}"
 
 
 def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say) -> dict[str, Frame]:
