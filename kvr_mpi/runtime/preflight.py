@@ -117,6 +117,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
     checks: list[Callable[[], object]] = [
         partial(choose_chain_size, spec, ranks),
         partial(_check_table, spec, ranks),
+        partial(_check_kernels, spec),
         partial(check_cache, spec, ranks),
         partial(check_streaming, spec, ranks),
         partial(_check_compress, spec),
@@ -158,6 +159,15 @@ def _check_table(spec: JobSpec, ranks: int) -> None:
         f"parallel.table = {str(path)!r} does not fit chains of {size} rank(s): {found}. Start as many ranks as a "
         f"table is for, make one with kvr search, or name one file and set parallel.table_force = true"
     )
+
+
+def _check_kernels(spec: JobSpec) -> None:
+    """Refuse to compile kernels that nothing would compute with."""
+    if spec.model.kernels == "compiled" and spec.parallel.strategy == "single":
+        raise ConfigError(
+            "model.kernels = 'compiled': strategy = 'single' is plain transformers, and computes with the model's own "
+            "code; leave model.kernels out, or choose parallel.strategy = 'kvr', which runs on one rank, too"
+        )
 
 
 def _check_compress(spec: JobSpec) -> None:

@@ -38,6 +38,10 @@ def check_streaming(spec: JobSpec, ranks: int) -> None:
         f"parallel.chunk_tokens = {parallel.chunk_tokens}": (parallel.chunk_tokens != "auto", "leave it out"),
         "cache.kind = 'rolling'": (spec.cache.is_rolling, "each of its steps would read all weights; leave it out"),
         "model.device = 'cuda'": (model.device == "cuda", "layers are read into the host's memory; set 'cpu'"),
+        "model.kernels = 'compiled'": (
+            model.kernels == "compiled",
+            "layers that come and go compute with the model's own code; leave it out",
+        ),
         "model.adapter": (model.adapter is not None, "merge the adapter into the files first"),
         "model.trust_remote_code = true": (model.trust_remote_code, "only transformers' own models are streamed"),
         "output.kv = 'sharded'": (spec.output.kv == "sharded", "it is for chains; set output.kv = true"),
