@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from constants import MPI_ENVIRONMENT, SMOLLM, Kvr
+from warm import server
 
 # Modules that assert on behalf of tests, so that a failure shows what was compared there, too.
 pytest.register_assert_rewrite("job_files", "made_corpora", "made_facts", "made_prompts", "untrusted")
@@ -78,11 +80,17 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
-def mpirun() -> Launch:
-    """Run a command on some ranks: ``mpirun(2, ["kvr-run", "job.toml"])``."""
+def mpirun() -> Iterator[Launch]:
+    """Run a command on some ranks: ``mpirun(2, ["kvr-run", "job.toml"])``.
+
+    Ranks of ``kvr-run`` are forked from a process that has imported everything (``warm``), unless they are given an
+    environment of their own, which decides what is imported how.
+    """
     launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if launcher is None:
         pytest.fail("no mpirun: `pip install mpich` into this environment, or load an MPI")
+
+    stack, starter = ExitStack(), list[str]()
 
     def launch(
         ranks: int,
@@ -92,8 +100,12 @@ def mpirun() -> Launch:
         env: dict[str, str] | None = None,
         **options: Any,
     ) -> subprocess.CompletedProcess[str]:
+        words = [str(word) for word in command]
+        if env is None and Path(words[0]).name == "kvr-run":
+            starter.extend([] if starter else stack.enter_context(server()))
+            words = [*starter, *words]
         return subprocess.run(
-            [str(launcher), "-n", str(ranks), *map(str, command)],
+            [str(launcher), "-n", str(ranks), *words],
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -102,7 +114,8 @@ def mpirun() -> Launch:
             **options,
         )
 
-    return launch
+    with stack:
+        yield launch
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_a_planned_job_over_nccl(
     load = prepare.load_on_all
 
     def load_there(world: Any, path: str, **arguments: Any) -> Any:
-        return gpus.move(load(world, path, **arguments | {"device": "cpu", "packs": False}), _own())
+        return gpus.move(load(world, path, **arguments | {"device": "cpu", "kernels": "plain"}), _own())
 
     def open_there(world: Any, *arguments: Any, **more: Any) -> tuple[Any, str]:
         ranks = TorchDistTransport(world, "nccl", _own())
