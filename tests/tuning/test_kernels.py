@@ -209,7 +209,8 @@ def test_a_job_says_whether_they_are_used(
     assert len(said) == lines and bool(kernels_of(found.model)) == bool(lines)
 
 
-def test_every_way_is_measured_at_every_number_of_rows(loaded: Any) -> None:
+def test_every_way_is_measured_at_every_number_of_rows(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MOST_CALL_S", float("inf"))  # on a busy machine any call may look as if it took long
     pieces = kernels._product_pieces(loaded.model, ROOM)
     found = measure_gains(pieces)
     assert all(len(row) == len(ROWS) and min(row) > 0 for ways in found.values() for row in ways.values())
