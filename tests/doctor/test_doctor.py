@@ -23,6 +23,7 @@ def findings_of(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return {one["check"]: one for one in report["findings"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_doctor_under_mpirun(size: int, mpirun: Any, kvr: Path, tmp_path: Path) -> None:
     tried = "host" if size == 2 else "auto"

@@ -48,6 +48,7 @@ def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
     return write_job(tmp_path, text=TEXT.replace("{{text}}", "TEXT").format(**words).replace("TEXT", "{text}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_planned_job_over_nccl(
     size: int,

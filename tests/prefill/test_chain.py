@@ -26,7 +26,9 @@ TOKENS = 60
 BOUNDS = [(0, 60), (0, 30, 60), (0, 44, 60), (0, 1, 59, 60), (0, 20, 40, 60), (0, 58, 59, 60), (0, 23, 38, 50, 60)]
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *WHOLE, *STATES])
+@pytest.mark.parametrize(
+    "name", [*CONFIGS, *(pytest.param(name, marks=pytest.mark.slow) for name in [*WHOLE, *STATES])]
+)
 def test_logits_tokens_and_kv_equal_one_process(name: str) -> None:
     loaded, ids = tiny(name), prompt(TOKENS)
     truth = single(loaded, ids)

@@ -42,6 +42,7 @@ def chunked(loaded: LoadedModel, ids: Sequence[int], bounds: Sequence[int], chun
     )[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.filterwarnings("ignore")  # a configuration made up for tests makes transformers warn
 def test_chunks_give_what_one_process_gives(name: str) -> None:
@@ -223,6 +224,7 @@ def test_a_chain_in_chunks_is_forecast_to_run_a_layer_behind() -> None:
     assert COSTS.in_chunks(1) == COSTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2])
 def test_jobs_run_in_chunks_and_answer_the_same(
     ranks: int, tmp_path: Path, tiny_model_dir: Path, run_here: Any

@@ -41,6 +41,7 @@ def test_prompts_of_a_pipeline_are_exact_though_some_fail(size: int) -> None:
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "transport"),
     [

@@ -126,6 +126,7 @@ def test_rings_split_and_reduce(job: Any, tmp_path: Path, run_here: Any) -> None
     assert record.strategy in ("ring", "ring+kvr")
 
 
+@pytest.mark.slow
 def test_memory_that_is_full_begins_a_new_wave_of_rings(
     job: Any,
     tmp_path: Path,
@@ -140,6 +141,7 @@ def test_memory_that_is_full_begins_a_new_wave_of_rings(
     assert none.returncode == 65 and "does not fit: rank" in none.stderr
 
 
+@pytest.mark.slow
 def test_auto_takes_what_a_table_forecasts_to_be_faster(job: Any, expected: Any, tmp_path: Path, run_here: Any) -> None:
     """Slices of 19 to 1 leave the second rank with nothing to do; on a slow link a ring waits in every layer."""
     path = job(LENGTHS)

@@ -84,6 +84,7 @@ def ask_fresh(job: Path, folder: Path, run_here: Any, *settings: str) -> dict[st
     return fresh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "ranks", "more"),
     [
@@ -132,6 +133,7 @@ def run(job: Path, tmp_path: Path, run_here: Any) -> Path:
     return tmp_path / "out"
 
 
+@pytest.mark.slow
 def test_prefilling_again_gives_the_same(
     job: Path, run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
 ) -> None:
@@ -146,6 +148,7 @@ def test_prefilling_again_gives_the_same(
             assert record.computed_tokens == record.prompt_tokens == truth.prompt_tokens
 
 
+@pytest.mark.slow
 def test_some_documents_a_file_of_questions_and_resuming(
     run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
 ) -> None:
@@ -165,6 +168,7 @@ def test_some_documents_a_file_of_questions_and_resuming(
     assert again.returncode == 0 and "8 of them done already" in again.stderr
 
 
+@pytest.mark.slow
 def test_the_answer_may_be_asked_about_again(run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path) -> None:
     """What is asked is stored like any prompt, if that is wanted."""
     job = ask_job(tmp_path, tiny_model_dir, run)
@@ -203,6 +207,7 @@ def test_a_damaged_document_is_named_and_never_answered_and_the_others_are(
     assert cut.returncode == 65 and "results.h5" in cut.stderr and "Traceback" not in cut.stderr
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_opened_is_named_for_each_of_its_documents_and_the_others_are_asked(
     job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_profile_is_known_by_what_it_says(job: Path, tmp_path: Path, run_here:
     assert other.returncode != 0 and "is of 1 layers of 2 KV heads" in other.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["data-parallel", pytest.param("head-parallel", marks=pytest.mark.long)])
 def test_no_memory_to_compress_is_one_documents_error(
     job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch, mode: str

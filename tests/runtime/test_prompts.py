@@ -62,6 +62,7 @@ MORE_WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [WAYS, pytest.param(MORE_WAYS, marks=pytest.mark.long)])
 def test_answers_are_those_of_each_prompt_alone(
     job: Path, tmp_path: Path, run_here: Any, alone: Any, ways: dict[str, tuple[int, tuple[str, ...]]]

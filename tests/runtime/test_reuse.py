@@ -43,6 +43,7 @@ def grown(job: Path, tmp_path: Path, run_here: Any) -> Path:
     return tmp_path / "old"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [

@@ -36,6 +36,7 @@ WAYS: dict[str, tuple[int, tuple[str, ...]]] = {"2": (2, ()), "alone": (1, ("doc
 MORE_WAYS: dict[str, tuple[int, tuple[str, ...]]] = {"3": (3, ()), "plain": (1, ("parallel.strategy=single",))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [WAYS, pytest.param(MORE_WAYS, marks=pytest.mark.long)], ids=["some", "more"])
 def test_samples_do_not_depend_on_ranks_or_company(
     job: Path, tmp_path: Path, run_here: Any, ways: dict[str, tuple[int, tuple[str, ...]]]

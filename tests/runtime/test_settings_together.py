@@ -268,6 +268,7 @@ def test_every_refusal_is_of_settings_that_are_there() -> None:
     assert {name for left, right, _ in REFUSED for name in f"{left} {right}".split()} <= SETTINGS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", OFTEN, ids="+".join)
 def test_two_settings_are_refused_or_change_nothing(bench: Bench, pair: tuple[str, str]) -> None:
     check_pair(bench, pair)

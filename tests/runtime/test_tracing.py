@@ -59,6 +59,7 @@ def test_every_rank_says_what_it_did_and_the_answers_stay_the_same(job: Path, tm
                 assert {span.layer for span in mine if span.kind == "send"} >= {0, 1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "asked"),
     [

@@ -67,6 +67,7 @@ def test_how_ranks_would_decode_is_said_where_the_job_leaves_it_open(job: Path) 
     assert shown.stdout.count("decode.mode = 'auto': data-parallel, since for 14 document(s)") == 1
 
 
+@pytest.mark.slow
 def test_a_slow_machine_makes_a_chain(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = {
         "name": "slow",

@@ -65,6 +65,7 @@ def test_a_planned_job_goes_on_with_another_number_of_ranks(
     assert answers(tmp_path / "out") == after
 
 
+@pytest.mark.slow
 def test_documents_without_room_are_refused_and_the_rest_is_done(
     job: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
