@@ -46,7 +46,7 @@ class HeapTrimmer:
     def __init__(self) -> None:
         library = ctypes.CDLL(None)
         self._trim = getattr(library, "malloc_trim", None)
-        self._trimmed_s = time.monotonic()
+        self._trimmed_s = float("-inf")  # loading and measuring have left something
 
     def trim(self) -> None:
         """Give it back, if that was not done in the last minute."""

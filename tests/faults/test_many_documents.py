@@ -80,7 +80,7 @@ def done(out: Path) -> int:
 
 def begin(job: Path, log: Path) -> subprocess.Popen[bytes]:
     """Start a job in processes of its own."""
-    command = [str(LAUNCHER), "-n", str(RANKS), str(KVR_RUN), str(job)]
+    command = [str(LAUNCHER), "-n", str(RANKS), str(KVR_RUN), str(job), "--resume"]
     with log.open("wb") as stream:
         return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **MPI_ENVIRONMENT})
 
