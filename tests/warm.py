@@ -97,8 +97,9 @@ def serve(address: str) -> NoReturn:
             if key.fileobj is listening:
                 _begin(listening.accept()[0], watched)
             elif isinstance(key.fileobj, socket.socket):  # who asked for the rank is gone, or says what it has to say
-                _relay(key.fileobj, key.data)
-                watched.unregister(key.fileobj)
+                if key.fileobj.fileno() >= 0:  # otherwise the rank has ended in the same moment
+                    _relay(key.fileobj, key.data)
+                    watched.unregister(key.fileobj)
             else:
                 _end(key, watched)
 
@@ -130,7 +131,8 @@ def _relay(asking: socket.socket, pid: int) -> None:
     """Nobody stands for the rank any more."""
     with suppress(OSError):
         asking.recv(1)
-    os.kill(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _end(key: selectors.SelectorKey, watched: selectors.BaseSelector) -> None:
