@@ -1,4 +1,4 @@
-"""Ranks that start in a tenth of a second: forked from a process that has imported torch and transformers already.
+"""Ranks that start without importing: forked from a process that has imported torch and transformers already.
 
 Most of a disturbed job's time is importing, several times over, on every rank. Here a rank is started by a real
 ``mpirun`` as ever, but what it starts (``run_warm.py``) hands its place on: a server forks a rank that has its
