@@ -15,7 +15,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.load_part import load_part
 from kvr_mpi.prefill.one_prompt import prefill_single, run_next
-from kvr_mpi.runtime.stages import JobRanks, join_stages
+from kvr_mpi.setup.stages import JobRanks, join_stages
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport.local import LocalTransport, run_local
 

@@ -19,10 +19,10 @@ from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec, make_job
 from kvr_mpi.model import choose_device
 from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.requests.document_request import DocumentRequest, PromptRequest
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
-from kvr_mpi.runtime.prepare import prepare
-from kvr_mpi.runtime.requests import DocumentRequest, PromptRequest
+from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.transport import share_json, together
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import release

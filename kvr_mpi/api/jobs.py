@@ -21,7 +21,7 @@ from kvr_mpi.transport import on_root, share_json
 
 if TYPE_CHECKING:
     from kvr_mpi.costs.costmodel import RelayKind
-    from kvr_mpi.runtime.planning import PlannedJob
+    from kvr_mpi.setup.planning import PlannedJob
 
 # What errors call a job that is in no file.
 GIVEN = "the job given"
@@ -128,7 +128,7 @@ def plan(
     if ranks < 1:
         raise ConfigError(f"ranks = {ranks}: how many ranks will the job have? Expected 1 or more")
     from kvr_mpi.cli.launch import quiet_libraries
-    from kvr_mpi.runtime.planning import plan_job
+    from kvr_mpi.setup.planning import plan_job
 
     spec = read_job(job, settings)
     quiet_libraries()

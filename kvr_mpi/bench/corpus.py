@@ -24,18 +24,18 @@ from kvr_mpi.bench.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec
+from kvr_mpi.preflight.checks import choose_chain_size
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.batch import open_context, open_source, work_through
-from kvr_mpi.runtime.preflight import choose_chain_size
-from kvr_mpi.runtime.prepare import prepare
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import share_out
-from kvr_mpi.runtime.setup import JobSetup, Machine
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
-from kvr_mpi.runtime.stages import JobRanks
 from kvr_mpi.runtime.stopping import SharedStop, Stop
 from kvr_mpi.runtime.tally import Tally
+from kvr_mpi.setup.job_setup import JobSetup, Machine
+from kvr_mpi.setup.prepare import prepare
+from kvr_mpi.setup.stages import JobRanks
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json

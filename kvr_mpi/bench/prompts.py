@@ -28,7 +28,7 @@ from kvr_mpi.prefill.one_prompt import Prefill, prefill_single
 from kvr_mpi.prefill.registry import STRATEGIES as REGISTRY
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.runtime.host_memory import held_bytes, peak_bytes, reset_peak
+from kvr_mpi.setup.host_memory import held_bytes, peak_bytes, reset_peak
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json
 from kvr_mpi.tuning.grid import interpolate
 from kvr_mpi.tuning.measure import follow, leading, measure_costs

@@ -50,7 +50,7 @@ def ask(**given: Any) -> int:
     wishes |= {name: given.pop(name) for name in ("max_new_tokens", "reuse", "sharded", "dry_run")}
     told = RunArguments(**given)
     if wishes["dry_run"]:
-        from kvr_mpi.runtime.asking import complete_questions
+        from kvr_mpi.stored.asking import complete_questions
 
         _describe(complete_questions(_make_job(wishes, told.settings)[0]))
         return 0
@@ -95,7 +95,7 @@ def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str,
 def _describe(spec: JobSpec) -> None:
     """Print what a job with questions would do."""
     from kvr_mpi.report.table import print_table
-    from kvr_mpi.runtime.stored import scan_stored
+    from kvr_mpi.runtime.stored_source import scan_stored
 
     found, cold = scan_stored(spec), scan_stored(spec, cold=True)
     rows: list[tuple[object, ...]] = []

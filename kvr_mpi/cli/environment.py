@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvr_mpi.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvr_mpi.runtime.setup import Machine
+    from kvr_mpi.setup.job_setup import Machine
     from kvr_mpi.store.lock import Owner
 
 
@@ -32,7 +32,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     ``TMPDIR``, ``/tmp``) of each node; under SLURM models are only taken from local files, and the job's end is the
     deadline.
     """
-    from kvr_mpi.runtime.setup import Machine
+    from kvr_mpi.setup.job_setup import Machine
 
     caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     threads, deadline = environ.get("OMP_NUM_THREADS", ""), environ.get("SLURM_JOB_END_TIME", "")

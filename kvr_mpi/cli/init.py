@@ -89,7 +89,7 @@ def init(
     """  # noqa: D301
     from kvr_mpi.cli.environment import is_offline
     from kvr_mpi.errors import OutputError
-    from kvr_mpi.runtime.preflight import check_job
+    from kvr_mpi.preflight.checks import check_job
 
     if job.exists():
         raise OutputError(f"{job} exists and is left as it is; name another file")

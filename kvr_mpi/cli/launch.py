@@ -97,7 +97,7 @@ def load_everywhere(
     import torch
 
     from kvr_mpi.cli.environment import read_environment
-    from kvr_mpi.runtime.loading import load_on_all
+    from kvr_mpi.setup.loading import load_on_all
     from kvr_mpi.topology import cores_per_rank
 
     quiet_libraries()

@@ -12,9 +12,9 @@ import click
 from kvr_mpi.cli.allocation import allocation_of, node_options
 
 if TYPE_CHECKING:
-    from kvr_mpi.runtime.planning import PlannedJob
     from kvr_mpi.schedule.forecast import Forecast
     from kvr_mpi.schedule.placement import Placement, Schedule
+    from kvr_mpi.setup.planning import PlannedJob
 
 # Half and twice the ranks are planned, too, up to this number: forecasts of longer chains take seconds.
 COMPARED_RANKS = 128
@@ -98,7 +98,7 @@ def read_and_plan(
     from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.job import load_job
-    from kvr_mpi.runtime.planning import plan_job
+    from kvr_mpi.setup.planning import plan_job
 
     spec, _ = load_job(job, settings)
     if not ranks:
@@ -149,8 +149,8 @@ def _stored(made: PlannedJob) -> tuple[list[dict[str, Any]], list[str]]:
     """Say when it pays to ask what a job stores, for JSON and for people; nothing if it stores no keys and values."""
     from dataclasses import asdict
 
-    from kvr_mpi.runtime.break_even import describe_break_even, list_lengths, measure_reading
-    from kvr_mpi.runtime.stored_size import stored_bytes_per_token
+    from kvr_mpi.setup.stored_size import stored_bytes_per_token
+    from kvr_mpi.stored.break_even import describe_break_even, list_lengths, measure_reading
 
     output = made.spec.output
     if not output.kv or made.spec.compress is not None:  # what is compressed is never prefilled again for speed

@@ -35,9 +35,9 @@ def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     from kvr_mpi.disk import replacing
     from kvr_mpi.errors import OutputError
     from kvr_mpi.job import load_job
+    from kvr_mpi.preflight.checks import check_job
     from kvr_mpi.report.plots import plot_heads
     from kvr_mpi.runtime.head_sample import sample_heads
-    from kvr_mpi.runtime.preflight import check_job
 
     spec, _ = load_job(job, settings)
     check_job(spec, 1, goes_on=True, offline=is_offline())

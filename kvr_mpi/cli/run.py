@@ -146,15 +146,15 @@ def run_on(world: Transport, name: str, told: RunArguments, load: Callable[[], t
     """Run a job on these ranks, which all call this; returns the exit code. The rest is as in `run_as_told`."""
     from kvr_mpi.cli.environment import is_offline, read_environment, restart_count
     from kvr_mpi.job import JobSpec, show_job
+    from kvr_mpi.preflight.checks import check_job
     from kvr_mpi.report.log import Log
-    from kvr_mpi.runtime.preflight import check_job
     from kvr_mpi.runtime.stopping import parse_time_limit
     from kvr_mpi.transport import on_root, share_json
 
     def load_here() -> str:
         spec, sources = load()
         if spec.questions is not None:
-            from kvr_mpi.runtime.asking import complete_questions
+            from kvr_mpi.stored.asking import complete_questions
 
             spec = complete_questions(spec)
         if told.show_config:

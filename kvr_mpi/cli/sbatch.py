@@ -192,8 +192,8 @@ def _time_limit(options: SbatchOptions, nodes: Allocation) -> str:
     """Forecast the job as it is written, or the longest of its shares, and leave a margin."""
     from kvr_mpi.cli.plan import read_and_plan
     from kvr_mpi.errors import ConfigError
-    from kvr_mpi.runtime.planning import plan_shares
     from kvr_mpi.schedule.plan import duration
+    from kvr_mpi.setup.planning import plan_shares
 
     made = read_and_plan(options.job, options.settings, options.ranks, options.hardware)
     shares = [made] if options.array is None else plan_shares(made, options.array)

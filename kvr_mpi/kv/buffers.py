@@ -3,7 +3,7 @@
 The rank that keeps everything gets one piece of memory for all layers, at once: made layer by layer, buffers that stay
 would lie between activations that go, and the holes they leave are lost to the next layer. The other ranks use the few
 buffers that are in flight again and again. On a CPU they are pages of their own, outside of the C library's heap, which
-is left to activations (see `runtime.host_memory.keep_heap`), and go back to the system when they are let go.
+is left to activations (see `setup.host_memory.keep_heap`), and go back to the system when they are let go.
 """
 
 from __future__ import annotations

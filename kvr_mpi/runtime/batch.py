@@ -19,32 +19,32 @@ from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, ConfigError, Co
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import choose_device
 from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.preflight.checks import lay_out
+from kvr_mpi.preflight.inputs import prompts_of, row_format
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.metrics import ProgressFiles, write_metrics
 from kvr_mpi.report.perfetto import describe_trace
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
+from kvr_mpi.requests.document_request import error_record
+from kvr_mpi.requests.sources import Source, TextSource
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.decoding import choose_modes, with_decoder
-from kvr_mpi.runtime.inputs import prompts_of, row_format
-from kvr_mpi.runtime.preflight import lay_out
-from kvr_mpi.runtime.prepare import prepare
-from kvr_mpi.runtime.rates import Say
-from kvr_mpi.runtime.requests import error_record
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
-from kvr_mpi.runtime.setup import JobSetup, Machine
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
-from kvr_mpi.runtime.sources import Source, TextSource
-from kvr_mpi.runtime.stages import JobRanks, join_stages
 from kvr_mpi.runtime.stopping import STOP_SIGNALS, SharedStop, Stop, listening
-from kvr_mpi.runtime.stored import StoredSource, scan_stored
-from kvr_mpi.runtime.stored_size import check_stored_size
+from kvr_mpi.runtime.stored_source import StoredSource, scan_stored
 from kvr_mpi.runtime.tally import Tally, describe_throughput
 from kvr_mpi.runtime.tracing import Trace, open_states, open_trace
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker, WorkerContext, answers_text
+from kvr_mpi.setup.job_setup import JobSetup, Machine
+from kvr_mpi.setup.prepare import prepare
+from kvr_mpi.setup.rates import Say
+from kvr_mpi.setup.stages import JobRanks, join_stages
+from kvr_mpi.setup.stored_size import check_stored_size
 from kvr_mpi.store.folder import Index, check_writable, index_run, read_records, run_files
 from kvr_mpi.store.lock import Owner, session_of
 from kvr_mpi.store.merge import merge_run

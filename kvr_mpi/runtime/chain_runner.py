@@ -22,14 +22,14 @@ from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.registry import KVR, STRATEGIES, Strategy, choose_chunks
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
+from kvr_mpi.requests.document_request import PromptRequest
+from kvr_mpi.requests.shared_document import SharedDocument, why_not_shared
 from kvr_mpi.runtime.own_ways import has_own_way, prefill_own_way
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
-from kvr_mpi.runtime.rates import Say
-from kvr_mpi.runtime.requests import PromptRequest
-from kvr_mpi.runtime.setup import JobSetup
-from kvr_mpi.runtime.shared_document import SharedDocument, why_not_shared
 from kvr_mpi.schedule.partitioner import Partitioner
 from kvr_mpi.schedule.strategy_choice import Choice, choose_strategies
+from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.setup.rates import Say
 from kvr_mpi.topology import Rotation
 from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport

@@ -16,7 +16,7 @@ from kvr_mpi.decode.head_parallel_wave import HeadParallelWave
 from kvr_mpi.decode.shares_batch import SharesBatch
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.runtime.requests import PromptOutcome, PromptRequest, error_record
+from kvr_mpi.requests.document_request import PromptOutcome, PromptRequest, error_record
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.stopping import SharedStop
 from kvr_mpi.runtime.tally import Tally

@@ -15,12 +15,12 @@ from kvr_mpi.decode.head_parallel import HeadParallelBatch
 from kvr_mpi.decode.head_parallel_wave import HeadParallelWave
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.decode.shares_batch import SharesBatch
+from kvr_mpi.requests.document_request import PromptRequest
 from kvr_mpi.runtime.decoder import Decoder
-from kvr_mpi.runtime.rates import Say
-from kvr_mpi.runtime.requests import PromptRequest
 from kvr_mpi.runtime.rounds import Round
-from kvr_mpi.runtime.setup import JobSetup
 from kvr_mpi.runtime.worker import WorkerContext
+from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.setup.rates import Say
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.tuning.decode_probe import measure_decoding
 

@@ -22,9 +22,9 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.runtime.batch import open_source, scan_documents
-from kvr_mpi.runtime.prepare import prepare
-from kvr_mpi.runtime.rates import Say
-from kvr_mpi.runtime.setup import JobSetup, Machine
+from kvr_mpi.setup.job_setup import JobSetup, Machine
+from kvr_mpi.setup.prepare import prepare
+from kvr_mpi.setup.rates import Say
 from kvr_mpi.store.outputs import software
 from kvr_mpi.transport.local import LocalTransport
 

@@ -8,7 +8,7 @@ from kvr_mpi.prefill.in_pass import prefill_in_pass
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.streaming import prefill_rolling
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
-from kvr_mpi.runtime.setup import JobSetup
+from kvr_mpi.setup.job_setup import JobSetup
 
 
 def has_own_way(setup: JobSetup) -> bool:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvr_mpi.documents import Corpus
+from kvr_mpi.preflight.checks import lay_out
 from kvr_mpi.report.log import Log
-from kvr_mpi.runtime.preflight import lay_out
-from kvr_mpi.runtime.setup import JobSetup
 from kvr_mpi.schedule.placement import deal
 from kvr_mpi.schedule.plan import agree, count_tokens, describe, plan_documents
+from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport import Transport
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.log import Log
+from kvr_mpi.requests.document_request import PromptRequest
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
-from kvr_mpi.runtime.requests import PromptRequest
-from kvr_mpi.runtime.setup import JobSetup
 from kvr_mpi.runtime.tally import Tally
+from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.states import StateWriter, remove_states
 from kvr_mpi.store.traces import TracedPrompt, TraceHeader, TraceWriter, trace_files

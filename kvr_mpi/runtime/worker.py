@@ -20,19 +20,19 @@ from kvr_mpi.documents import Document
 from kvr_mpi.errors import DataError, DocumentError
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS
+from kvr_mpi.requests.document_request import DocumentRequest, PromptOutcome, PromptRequest, error_record, seed_of
+from kvr_mpi.requests.sources import Source
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
-from kvr_mpi.runtime.host_memory import HeapTrimmer
 from kvr_mpi.runtime.pace import Pace
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
-from kvr_mpi.runtime.requests import DocumentRequest, PromptOutcome, PromptRequest, error_record, seed_of
 from kvr_mpi.runtime.result_sink import ResultSink
-from kvr_mpi.runtime.sources import Source
 from kvr_mpi.runtime.stopping import SharedStop
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import EndWave, Held, PrefillPrompt, RefuseDocument, TakeDocument, WaveScheduler
 from kvr_mpi.runtime.work_queue import WorkQueue
+from kvr_mpi.setup.host_memory import HeapTrimmer
 from kvr_mpi.topology import first_of_each
 from kvr_mpi.transport import Transport, gather_json, share_json
 

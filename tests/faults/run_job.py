@@ -11,7 +11,7 @@ import os
 import signal
 import time
 
-import kvr_mpi.runtime.stored_size as stored_size
+import kvr_mpi.setup.stored_size as stored_size
 import kvr_mpi.store.lock as lock
 import kvr_mpi.store.shards as shards
 from kvr_mpi.cli import kvr_run

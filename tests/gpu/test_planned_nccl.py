@@ -14,9 +14,9 @@ from made_jobs import answers, spec_of
 from pretended_cuda import PretendedCuda
 
 from kvr_mpi.report.log import Log
-from kvr_mpi.runtime import prepare
 from kvr_mpi.runtime.batch import RunOptions, run_job
-from kvr_mpi.runtime.setup import Machine
+from kvr_mpi.setup import prepare
+from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.store.lock import this_process
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.local import run_local

@@ -19,7 +19,7 @@ from kvr_mpi.model import LayerShape, choose_device
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.checks import check_dtype
 from kvr_mpi.prefill import one_prompt
-from kvr_mpi.runtime.host_memory import free_bytes, ranks_on_device
+from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.staging import StagedSend, Staging

@@ -22,7 +22,7 @@ from kvr_mpi.model.stage_weights import check_part, part_config, part_of, why_no
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.runtime.stages import JobRanks
+from kvr_mpi.setup.stages import JobRanks
 from kvr_mpi.transport.local import run_local
 
 NEW_TOKENS, PROMPT = 32, ids_of(50)

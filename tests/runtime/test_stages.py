@@ -14,9 +14,9 @@ from made_jobs import answers, spec_of, with_settings
 from kvr_mpi.errors import ConfigError, KvrError
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model.attention_hook import run_model
-from kvr_mpi.runtime.planning import plan_job
-from kvr_mpi.runtime.preflight import check_job, lay_out
-from kvr_mpi.runtime.setup import Machine
+from kvr_mpi.preflight.checks import check_job, lay_out
+from kvr_mpi.setup.job_setup import Machine
+from kvr_mpi.setup.planning import plan_job
 from kvr_mpi.store.folder import read_run
 
 TOKENS = "generation.max_new_tokens=32"

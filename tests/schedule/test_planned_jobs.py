@@ -12,7 +12,7 @@ from made_jobs import with_settings as options
 
 from kvr_mpi.report.log import Log
 from kvr_mpi.runtime.batch import RunOptions, run_job
-from kvr_mpi.runtime.setup import Machine
+from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.lock import this_process
 from kvr_mpi.transport.local import run_local
@@ -71,7 +71,7 @@ def test_documents_without_room_are_refused_and_the_rest_is_done(
 ) -> None:
     spec = spec_of(job, "documents.limit=10")
     options = RunOptions(Machine(cache_dir, cores=2, offline=True), this_process())
-    monkeypatch.setattr("kvr_mpi.runtime.prepare.free_bytes", lambda device, sharers: 1_000_000)
+    monkeypatch.setattr("kvr_mpi.setup.prepare.free_bytes", lambda device, sharers: 1_000_000)
     codes = run_local(2, lambda rank: run_job(spec, options, rank, Log(rank.rank, rank.size, io.StringIO())))
     assert codes == [65, 65]
     records = {record.id: record for record in read_run(tmp_path / "out")}

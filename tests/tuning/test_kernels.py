@@ -16,7 +16,7 @@ from models import prompt, tiny
 from kvr_mpi.model.kernels import PLAIN, ROWS, forget_kernels, kernel_bytes, kernels_of
 from kvr_mpi.model.prepacked import MULTIPLY, PREPACKED, PrepackedProduct, prepackable
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.runtime.loading import load_on_all
+from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning import kernels
 from kvr_mpi.tuning.kernels import choose_kernels, choose_ways, measure_gains

@@ -10,7 +10,7 @@ from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.prompts import encode_text
 from kvr_mpi.errors import OutputError
 from kvr_mpi.model import ModelShape
-from kvr_mpi.runtime.setup import JobSetup
+from kvr_mpi.setup.job_setup import JobSetup
 
 # Documents tokenised, and characters of each, to see how many characters a token has.
 SAMPLED, SAMPLED_CHARS = 32, 20_000

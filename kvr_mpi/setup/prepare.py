@@ -36,20 +36,20 @@ from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
 from kvr_mpi.prefill.registry import AUTO, Strategy, candidates, check_takes_chunks
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
-from kvr_mpi.runtime.arena import open_arena
-from kvr_mpi.runtime.asking import frame_questions
-from kvr_mpi.runtime.decode_checks import why_not_combined
-from kvr_mpi.runtime.host_memory import free_bytes, ranks_on_device
-from kvr_mpi.runtime.inputs import prompts_of
-from kvr_mpi.runtime.loading import load_on_all, staged_model
-from kvr_mpi.runtime.rates import Say as Say
-from kvr_mpi.runtime.rates import costs_of, describe_rates, rates_of, table_of
-from kvr_mpi.runtime.reuse import find_beginnings
-from kvr_mpi.runtime.setup import EXAMPLE_TOKENS, JobSetup, Machine
-from kvr_mpi.runtime.shared_document import describe_sharing
-from kvr_mpi.runtime.stages import JobRanks, describe_stages
-from kvr_mpi.runtime.streaming_weights import check_streamed, load_in_blocks
+from kvr_mpi.preflight.decode_checks import why_not_combined
+from kvr_mpi.preflight.inputs import prompts_of
+from kvr_mpi.requests.shared_document import describe_sharing
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
+from kvr_mpi.setup.arena import open_arena
+from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
+from kvr_mpi.setup.job_setup import EXAMPLE_TOKENS, JobSetup, Machine
+from kvr_mpi.setup.loading import load_on_all, staged_model
+from kvr_mpi.setup.rates import Say as Say
+from kvr_mpi.setup.rates import costs_of, describe_rates, rates_of, table_of
+from kvr_mpi.setup.stages import JobRanks, describe_stages
+from kvr_mpi.setup.streaming_weights import check_streamed, load_in_blocks
+from kvr_mpi.stored.asking import frame_questions
+from kvr_mpi.stored.reuse import find_beginnings
 from kvr_mpi.topology import Topology, cores_per_rank, least_of_each
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 

@@ -16,8 +16,8 @@ from kvr_mpi.model.streamed import BLOCKS_HELD, StreamedWeights
 from kvr_mpi.prefill.in_pass import pass_bytes_per_token
 from kvr_mpi.prefill.memory_budget import GIB
 from kvr_mpi.prefill.self_check import Say, check_chain
-from kvr_mpi.runtime.host_memory import free_bytes, keep_heap, ranks_on_device
 from kvr_mpi.schedule.forecast import MEMORY_SHARE
+from kvr_mpi.setup.host_memory import free_bytes, keep_heap, ranks_on_device
 from kvr_mpi.transport import Transport, together
 
 # Of the memory that is left, what blocks may take: prompts get the rest.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvr_mpi.errors import OutputError
-from kvr_mpi.runtime.break_even import ReadSpeed, StoredLength, describe_break_even, measure_reading
+from kvr_mpi.stored.break_even import ReadSpeed, StoredLength, describe_break_even, measure_reading
 
 
 def lengths(load_s: float, prefill_s: float) -> list[StoredLength]:

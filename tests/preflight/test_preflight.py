@@ -16,7 +16,7 @@ from made_tables import a_table
 
 from kvr_mpi.errors import ConfigError, KvrError
 from kvr_mpi.job import load_job
-from kvr_mpi.runtime.preflight import check_job
+from kvr_mpi.preflight.checks import check_job
 from kvr_mpi.tuning.table import save_table
 
 

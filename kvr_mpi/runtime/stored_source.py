@@ -21,15 +21,15 @@ from kvr_mpi.errors import ConfigError, CorpusError, DataError, DocumentError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model.rope import depends_on_length
-from kvr_mpi.runtime.requests import DocumentRequest
-from kvr_mpi.runtime.setup import JobSetup
-from kvr_mpi.runtime.stored_prefix import StoredPrompt, compressed_prefix_of, open_prompt, prefix_of
+from kvr_mpi.requests.document_request import DocumentRequest
 from kvr_mpi.schedule.plan import duration
+from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.folder import DamagedFile, Index
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.outputs import key_of, open_file, read_record
 from kvr_mpi.store.parts import PartIndexes, open_whole_kv
 from kvr_mpi.store.shares import find_runs, index_runs
+from kvr_mpi.stored.prompt import StoredPrompt, compressed_prefix_of, open_prompt, prefix_of
 
 # Of stored keys and values, to see how fast they are read here.
 SAMPLE_BYTES = 128 << 20

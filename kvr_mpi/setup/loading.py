@@ -25,7 +25,7 @@ from kvr_mpi.model import LoadedModel, find_model, load_model
 from kvr_mpi.model.adapter import merge_adapter
 from kvr_mpi.model.load_part import load_part
 from kvr_mpi.model.stage import Stage, alone
-from kvr_mpi.runtime.host_memory import free_bytes, keep_heap, ranks_on_device
+from kvr_mpi.setup.host_memory import free_bytes, keep_heap, ranks_on_device
 from kvr_mpi.transport import Transport, host_by_host, share_json, together
 from kvr_mpi.tuning.kernels import choose_kernels
 

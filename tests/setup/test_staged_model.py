@@ -13,8 +13,8 @@ from made_jobs import answers
 
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, ConfigError, KvrError, ModelError
-from kvr_mpi.runtime import loading
-from kvr_mpi.runtime.loading import staged_model
+from kvr_mpi.setup import loading
+from kvr_mpi.setup.loading import staged_model
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 

@@ -18,15 +18,15 @@ from kvr_mpi.kv.rolling import check_held, rolling_of
 from kvr_mpi.model import Outline, load_outline
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.tensor_parallel import why_not_by_config
-from kvr_mpi.runtime.decode_checks import why_not_combined
-from kvr_mpi.runtime.inputs import parse_templates, row_format
-from kvr_mpi.runtime.own_way_checks import check_cache
-from kvr_mpi.runtime.preflight import lay_out
-from kvr_mpi.runtime.setup import Machine
-from kvr_mpi.runtime.stage_checks import check_stages
+from kvr_mpi.preflight.checks import lay_out
+from kvr_mpi.preflight.decode_checks import why_not_combined
+from kvr_mpi.preflight.inputs import parse_templates, row_format
+from kvr_mpi.preflight.own_way_checks import check_cache
+from kvr_mpi.preflight.stage_checks import check_stages
 from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of
 from kvr_mpi.schedule.placement import Schedule
 from kvr_mpi.schedule.plan import plan_documents
+from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.topology import whole_stages
 
 

@@ -19,11 +19,11 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.report.log import Log
-from kvr_mpi.runtime import arena as arenas
-from kvr_mpi.runtime import prepare
-from kvr_mpi.runtime.arena import TRIAL_PAGES, open_arena
 from kvr_mpi.runtime.batch import RunOptions, run_job
-from kvr_mpi.runtime.setup import Machine
+from kvr_mpi.setup import arena as arenas
+from kvr_mpi.setup import prepare
+from kvr_mpi.setup.arena import TRIAL_PAGES, open_arena
+from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.store.lock import this_process
 from kvr_mpi.transport.local import run_local
 

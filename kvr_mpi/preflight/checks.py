@@ -20,10 +20,10 @@ from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, Outpu
 from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
 from kvr_mpi.model.adapter import check_adapter
-from kvr_mpi.runtime.decode_checks import check_decode
-from kvr_mpi.runtime.inputs import check_answers, check_format, check_prompts, check_schema, templates_of
-from kvr_mpi.runtime.own_way_checks import check_cache, check_streaming
-from kvr_mpi.runtime.stage_checks import check_stages
+from kvr_mpi.preflight.decode_checks import check_decode
+from kvr_mpi.preflight.inputs import check_answers, check_format, check_prompts, check_schema, templates_of
+from kvr_mpi.preflight.own_way_checks import check_cache, check_streaming
+from kvr_mpi.preflight.stage_checks import check_stages
 from kvr_mpi.store.filters import check_blosc2
 from kvr_mpi.store.folder import check_fresh
 from kvr_mpi.topology import Topology, divides

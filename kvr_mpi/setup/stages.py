@@ -17,7 +17,7 @@ import torch
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.stage import Stage
 from kvr_mpi.prefill.failure import is_out_of_memory
-from kvr_mpi.runtime.rates import Say
+from kvr_mpi.setup.rates import Say
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.choose import warm_up

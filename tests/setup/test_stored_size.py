@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import kvr_mpi.runtime.stored_size as stored_size
-from kvr_mpi.runtime.stored_size import in_words
+import kvr_mpi.setup.stored_size as stored_size
+from kvr_mpi.setup.stored_size import in_words
 from kvr_mpi.store.folder import read_run
 
 KV = ["--set", "output.kv=true"]

@@ -14,7 +14,7 @@ from models import CONFIGS, tiny
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, check_fits, footprint_of, ranks_that_fit
-from kvr_mpi.runtime import host_memory as memory
+from kvr_mpi.setup import host_memory as memory
 
 # Models without windows, softcaps or sinks, whose attention is one kernel.
 FLASH = ("llama-gqa", "llama-mha", "qwen2", "gpt2", "falcon-mqa", "falcon-mha", "falcon-gqa", "stablelm", "phi3", "opt")

@@ -14,7 +14,7 @@ from kvr_mpi.documents.prompts import Prompt, encode_text, fit_prompt
 from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.runtime.requests import DocumentRequest, PromptConfig
+from kvr_mpi.requests.document_request import DocumentRequest, PromptConfig
 
 NO_PROMPTS: Mapping[str, str] = MappingProxyType({})
 FindPrefix = Callable[[Sequence[int]], SharedPrefix | None]

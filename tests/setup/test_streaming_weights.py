@@ -14,8 +14,8 @@ from made_jobs import spec_of, with_settings
 import kvr_mpi
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model.streamed import StreamedWeights
-from kvr_mpi.runtime.own_way_checks import check_streaming
-from kvr_mpi.runtime.streaming_weights import split_blocks
+from kvr_mpi.preflight.own_way_checks import check_streaming
+from kvr_mpi.setup.streaming_weights import split_blocks
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
 

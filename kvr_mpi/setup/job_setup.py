@@ -26,12 +26,12 @@ from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.prefill.in_pass import pass_bytes_per_token
 from kvr_mpi.prefill.memory_budget import Footprint
 from kvr_mpi.prefill.registry import Strategy
-from kvr_mpi.runtime.inputs import passed_columns, prompts_of
-from kvr_mpi.runtime.rates import Say as Say
-from kvr_mpi.runtime.requests import PromptConfig, PromptRequest
-from kvr_mpi.runtime.reuse import StoredBeginnings
+from kvr_mpi.preflight.inputs import passed_columns, prompts_of
+from kvr_mpi.requests.document_request import PromptConfig, PromptRequest
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured, with_memory
+from kvr_mpi.setup.rates import Say as Say
 from kvr_mpi.store.outputs import Header
+from kvr_mpi.stored.reuse import StoredBeginnings
 from kvr_mpi.tuning.table import Table
 
 # Slices are shown for this length if the model names no context.

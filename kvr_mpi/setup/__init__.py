@@ -1,0 +1,1 @@
+"""A job made ready on all ranks: planned, its ranks laid out, its model loaded, its machine measured."""
