@@ -172,13 +172,18 @@ def open_rival(name: str, model: Path, longest: int, folder: Path) -> Iterator[R
 
 @torch.inference_mode()
 def exactness_of(rival: Rival, loaded: LoadedModel, ids: Sequence[int]) -> str:
-    """Hold an engine's first token, and its log-probability, against plain transformers on this rank."""
+    """Hold an engine's first token, and its log-probability, against plain transformers on this rank.
+
+    Says how many cores the engine kept busy, too: one that is not given what it could use is beaten easily.
+    """
     answer = rival.answer([ids], 1, None)
     with all_cores(), plain(loaded):
+        cores = len(os.sched_getaffinity(0))
         logits = prefill_single(loaded.model, ids, loaded.device).logits
     assert logits is not None
     logprobs = logits.double().log_softmax(-1).flatten()
     token = answer.tokens[0][0]
     same = "the same first token" if token == int(logprobs.argmax()) else "another first token"
     error = abs(answer.logprobs[0] - float(logprobs[token]))
-    return f"{rival.name} {rival.version}: {same} as transformers, its log-probability off by {error:.1e}"
+    busy = f"{answer.cpu_s / answer.seconds:.1f} of {cores} core(s) kept busy"
+    return f"{rival.name} {rival.version}: {same} as transformers, its log-probability off by {error:.1e}; {busy}"

@@ -12,17 +12,17 @@ TOKENS = 96
 
 
 def test_every_product_is_counted_once() -> None:
-    loaded = tiny("llama")
+    loaded = tiny("llama-gqa")
     config = loaded.model.config
     (found,) = measure_rooflines(loaded, LocalTransport(), [TOKENS])
     products, attention, rest = found.parts
     assert [part.name for part in found.parts] == [PRODUCTS, ATTENTION, REST]
 
     hidden, heads, size = config.hidden_size, config.num_attention_heads, config.head_dim
-    keys_values = 2 * hidden * config.num_key_value_heads * size
-    others = 2 * hidden * heads * size + 3 * hidden * config.intermediate_size
-    whole = TOKENS * (config.num_hidden_layers - 1) * (keys_values + others)
-    last = TOKENS * keys_values + others  # one query is all that is asked of it
+    before = hidden * (heads + 2 * config.num_key_value_heads) * size
+    after = hidden * heads * size + 3 * hidden * config.intermediate_size
+    whole = TOKENS * (config.num_hidden_layers - 1) * (before + after)
+    last = TOKENS * before + after  # the last query is all that is asked of it
     assert products.flop == 2 * (whole + last + hidden * config.vocab_size)
 
     pairs = (config.num_hidden_layers - 1) * TOKENS * (TOKENS + 1) // 2 + TOKENS
