@@ -161,7 +161,7 @@ def bench_corpus(
         If a way is unknown, there is no document, or it is asked for what some way cannot do.
     """
     rivals = rivals or {}
-    _check(spec, corpus, comparison.ways, rivals)
+    check_ways(spec, corpus, comparison.ways, list(rivals))
     ways, batch_size = [*comparison.ways, *rivals], comparison.batch_size
     with pinned(ranks) as cores:
         ours = next(way for way in OURS if way in ways)
@@ -198,7 +198,14 @@ def bench_corpus(
     return list(rows.values())
 
 
-def _check(spec: JobSpec, corpus: Corpus, ways: Sequence[str], rivals: Mapping[str, Rival | None]) -> None:
+def check_ways(spec: JobSpec, corpus: Corpus, ways: Sequence[str], rivals: Sequence[str]) -> None:
+    """Refuse what cannot be compared, before anything is loaded or started.
+
+    Raises
+    ------
+    ConfigError
+        If a way is unknown, there is no document, or the job asks for what some way or engine cannot do.
+    """
     for way in ways:
         if way not in WAYS:
             raise ConfigError(f"--ways {way!r}: expected some of {', '.join(WAYS)}")

