@@ -306,7 +306,8 @@ def _on_root(ranks: Transport, run: Callable[[], CorpusRun]) -> CorpusRun:
 
 def _read_prompts(prepared: JobSetup, corpus: Corpus) -> list[Sequence[int]]:
     """Token ids of all prompts; documents that cannot be read are left out."""
-    prompts, source = [], open_source(prepared, corpus)
+    source = open_source(prepared, corpus)
+    prompts: list[Sequence[int]] = []
     for number in range(len(corpus)):
         try:
             prompts += [prompt.ids for prompt in source.request(source.read(number), 0).prompts]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,7 +181,7 @@ def _product_peak(loaded: LoadedModel, world: Transport) -> float:
     rates = []
     for side in SIDES:
         left, right = (torch.randn(side, side, dtype=loaded.dtype) for _ in range(2))
-        rates.append(2.0 * side**3 / _fastest(world, lambda left=left, right=right: left @ right))
+        rates.append(2.0 * side**3 / _fastest(world, partial(torch.mm, left, right)))
     return max(rates)
 
 
@@ -195,10 +196,7 @@ def _attention_peak(loaded: LoadedModel, world: Transport) -> float:
         queries = torch.randn(1, work.heads, rows, layer.key_dim, dtype=loaded.dtype)
         keys = torch.randn(1, work.heads, rows, layer.key_dim, dtype=loaded.dtype)
         values = torch.randn(1, work.heads, rows, layer.value_dim, dtype=loaded.dtype)
-
-        def attend(queries: Any = queries, keys: Any = keys, values: Any = values) -> Any:
-            return torch.nn.functional.scaled_dot_product_attention(queries, keys, values)
-
+        attend = partial(torch.nn.functional.scaled_dot_product_attention, queries, keys, values)
         rates.append(work.pair_flop * rows * rows / _fastest(world, attend))
     return max(rates)
 

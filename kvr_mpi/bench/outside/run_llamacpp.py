@@ -10,9 +10,11 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import xllamacpp
 
+Found = dict[str, Any]
 # Kept free of each prompt's part of the cache, beside the prompt and its answer.
 SPARE_TOKENS = 8
 
@@ -59,9 +61,9 @@ def answer(
     ends : tokens that end an answer; it ends at those that the model's file names. None for nothing does.
     """
 
-    def one(prompt: list[int], tokens: int) -> dict:
+    def one(prompt: list[int], tokens: int) -> Found:
         asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1, "cache_prompt": False}
-        found = server.handle_completions(asked | {"ignore_eos": ends is None})
+        found: Found = server.handle_completions(asked | {"ignore_eos": ends is None})
         if "choices" not in found:
             raise RuntimeError(f"llama.cpp: {json.dumps(found)[:500]}")
         return found
@@ -80,9 +82,10 @@ def answer(
     }
 
 
-def content(found: dict) -> list[dict]:
+def content(found: Found) -> list[Found]:
     """Tokens of an answer."""
-    return (found["choices"][0].get("logprobs") or {}).get("content") or []
+    tokens: list[Found] = (found["choices"][0].get("logprobs") or {}).get("content") or []
+    return tokens
 
 
 main()
