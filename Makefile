@@ -160,11 +160,17 @@ bench-planner: $(stamp)
 	$(in_venv) mpirun -n $(RANKS) kvr search --contexts 1k,2k,4k,8k --check 5 --replace --output runs/planner $(ARGS)
 
 # Other engines for `kvr bench --rivals`, each in an environment of its own.
-rivals: .rivals/openvino/.installed
+rivals: .rivals/openvino/.installed .rivals/llama.cpp/.installed
 
 .rivals/openvino/.installed:
 	$(PYTHON) -m venv .rivals/openvino
 	.rivals/openvino/bin/python -m pip install --quiet --disable-pip-version-check openvino-genai==2026.4.1.0
+	touch $@
+
+# llama.cpp's own server as a wheel: nothing is compiled.
+.rivals/llama.cpp/.installed:
+	$(PYTHON) -m venv .rivals/llama.cpp
+	.rivals/llama.cpp/bin/python -m pip install --quiet --disable-pip-version-check xllamacpp==2026.10.11549
 	touch $@
 
 # vLLM needs torch for CPUs, version 2.13.0+cpu: an index that has it may have to be named to pip (PIP_EXTRA_INDEX_URL).

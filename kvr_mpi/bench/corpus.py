@@ -1,16 +1,17 @@
-"""A whole corpus side by side: documents an hour of our ways to share it, and of transformers' ``generate``.
+"""A whole corpus side by side: documents an hour of our ways to share it, of transformers' ``generate``, of engines.
 
 Every way has all cores of the machine, the same prompts and the same settings, and answers every document. Ours stores
-the answers, too, durably, as a job does; ``generate`` only makes them.
+the answers, too, durably, as a job does; the others only make them.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +22,9 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvr_mpi.bench.cores import all_cores, pinned, plain
 from kvr_mpi.bench.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_of, ratios_of
+from kvr_mpi.bench.rivals import Rival
 from kvr_mpi.documents import Corpus
+from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.preflight.checks import choose_chain_size
@@ -49,6 +52,8 @@ WAYS: dict[str, str | int | None] = {
     "generate": None,
     "padded": None,
 }
+# What other engines can be told of [generation]: how many tokens, and nothing else.
+GREEDY = GenerationSection().model_dump(exclude={"max_new_tokens"})
 OURS = tuple(way for way, chain in WAYS.items() if chain is not None)
 
 
@@ -138,6 +143,7 @@ def bench_corpus(
     ranks: Transport,
     comparison: Comparison,
     log: Log,
+    rivals: Mapping[str, Rival | None] | None = None,
 ) -> list[CorpusRow]:
     """Answer a job's corpus in every way, in pairs with ours; every rank calls this.
 
@@ -146,22 +152,17 @@ def bench_corpus(
     control, ranks : Transport
         All ranks as they met, and what carries tensors between them.
     comparison : Comparison
+    rivals : mapping of str to Rival, optional
+        Other engines that take part, by name; None in place of each on all ranks but the first.
 
     Raises
     ------
     ConfigError
-        If a way is unknown, there is no document, or documents would be split: ``generate`` cannot do that.
+        If a way is unknown, there is no document, or it is asked for what some way cannot do.
     """
-    ways, batch_size = comparison.ways, comparison.batch_size
-    for way in ways:
-        if way not in WAYS:
-            raise ConfigError(f"--ways {way!r}: expected some of {', '.join(WAYS)}")
-    if not set(OURS) & set(ways):
-        raise ConfigError(f"--ways {','.join(ways)}: expected at least one of {', '.join(OURS)} to compare with")
-    if not corpus.entries:
-        raise ConfigError(f"documents.shard = {spec.documents.shard!r}: no document is in it; expected at least one")
-    if spec.prompt.too_long == "split":
-        raise ConfigError("prompt.too_long = 'split': generate cannot do that; compare with 'truncate' or 'error'")
+    rivals = rivals or {}
+    check_ways(spec, corpus, comparison.ways, list(rivals))
+    ways, batch_size = [*comparison.ways, *rivals], comparison.batch_size
     with pinned(ranks) as cores:
         ours = next(way for way in OURS if way in ways)
         log.root(f"{ranks.size} rank(s), {cores} core(s) each; {len(corpus)} documents; in pairs with {ours}")
@@ -180,8 +181,10 @@ def bench_corpus(
         def measure(way: str) -> CorpusRun:
             if way in OURS:
                 run = _ours(ready[way], corpus, range(len(corpus)), control, ranks)
+            elif way in rivals:
+                run = _on_root(ranks, lambda: _engine(first, corpus, rivals[way]))
             else:
-                run = _generate(first, corpus, ranks, batch_size if way == "padded" else 1)
+                run = _on_root(ranks, lambda: _generate(first, corpus, batch_size if way == "padded" else 1))
             rows[way].runs.append(run)
             log.root(f"{way}: {run.documents} documents in {run.seconds:.1f} s")
             return run
@@ -193,6 +196,30 @@ def bench_corpus(
     if drift := drift_of([run.seconds for run in rows[ours].runs]):
         log.root(f"{ours} {drift}")
     return list(rows.values())
+
+
+def check_ways(spec: JobSpec, corpus: Corpus, ways: Sequence[str], rivals: Sequence[str]) -> None:
+    """Refuse what cannot be compared, before anything is loaded or started.
+
+    Raises
+    ------
+    ConfigError
+        If a way is unknown, there is no document, or the job asks for what some way or engine cannot do.
+    """
+    for way in ways:
+        if way not in WAYS:
+            raise ConfigError(f"--ways {way!r}: expected some of {', '.join(WAYS)}")
+    if not set(OURS) & set(ways):
+        raise ConfigError(f"--ways {','.join(ways)}: expected at least one of {', '.join(OURS)} to compare with")
+    if not corpus.entries:
+        raise ConfigError(f"documents.shard = {spec.documents.shard!r}: no document is in it; expected at least one")
+    if spec.prompt.too_long == "split":
+        raise ConfigError("prompt.too_long = 'split': generate cannot do that; compare with 'truncate' or 'error'")
+    if rivals and spec.generation.model_dump(exclude={"max_new_tokens"}) != GREEDY:
+        asked = spec.generation.model_dump(exclude={"max_new_tokens"}, exclude_defaults=True)
+        raise ConfigError(
+            f"--rivals {','.join(rivals)}: [generation] {asked}: they answer greedily, and are told no more"
+        )
 
 
 def _seconds(run: CorpusRun) -> float:
@@ -267,30 +294,58 @@ class _FirstToken(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def _generate(prepared: JobSetup, corpus: Corpus, ranks: Transport, batch_size: int) -> CorpusRun:
-    """Answer the corpus with transformers' generate on rank 0, with all cores of its host."""
+def _on_root(ranks: Transport, run: Callable[[], CorpusRun]) -> CorpusRun:
+    """Answer the corpus on rank 0, with all cores of its host."""
     found = None
     if ranks.rank == 0:
-        with all_cores(), plain(prepared.loaded):
-            found = asdict(_generate_here(prepared, corpus, batch_size))
+        with all_cores():
+            found = asdict(run())
     ranks.barrier()
     return CorpusRun(**share_json(ranks, found))
 
 
-def _generate_here(prepared: JobSetup, corpus: Corpus, batch_size: int) -> CorpusRun:
-    model, device = prepared.loaded.model, prepared.loaded.device
-    began = time.perf_counter()
-    prompts, source = [], open_source(prepared, corpus)
+def _read_prompts(prepared: JobSetup, corpus: Corpus) -> list[Sequence[int]]:
+    """Token ids of all prompts; documents that cannot be read are left out."""
+    source = open_source(prepared, corpus)
+    prompts: list[Sequence[int]] = []
     for number in range(len(corpus)):
         try:
             prompts += [prompt.ids for prompt in source.request(source.read(number), 0).prompts]
         except DocumentError:
             continue
-    prompts.sort(key=len)  # alike lengths together: the least padding
+    return prompts
+
+
+def _ends_of(prepared: JobSetup) -> list[int]:
+    ends = prepared.generation.eos_token_id
+    return [token for token in (ends if isinstance(ends, list) else [ends]) if token is not None]
+
+
+def _engine(prepared: JobSetup, corpus: Corpus, rival: Rival | None) -> CorpusRun:
+    """Answer the corpus with another engine, which is given all prompts at once."""
+    assert rival is not None, "on rank 0"
+    began, ends = time.perf_counter(), _ends_of(prepared)
+    prompts = _read_prompts(prepared, corpus)
+    answer = rival.answer(prompts, prepared.spec.generation.max_new_tokens, ends)
+    seconds = time.perf_counter() - began
+    new_tokens = sum(sum(token not in ends for token in row) for row in answer.tokens)
+    busy = answer.cpu_s / answer.seconds / (os.cpu_count() or 1)
+    return CorpusRun(seconds, len(prompts), sum(map(len, prompts)), new_tokens, 0.0, 0.0, (busy,), busy)
+
+
+def _generate(prepared: JobSetup, corpus: Corpus, batch_size: int) -> CorpusRun:
+    """Answer the corpus with transformers' generate."""
+    with plain(prepared.loaded):
+        return _generate_here(prepared, corpus, batch_size)
+
+
+def _generate_here(prepared: JobSetup, corpus: Corpus, batch_size: int) -> CorpusRun:
+    model, device = prepared.loaded.model, prepared.loaded.device
+    began = time.perf_counter()
+    prompts = sorted(_read_prompts(prepared, corpus), key=len)  # alike lengths together: the least padding
     prefill_s, new_tokens = 0.0, 0
-    config = prepared.generation
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] or 0)
+    config, ends = prepared.generation, _ends_of(prepared)
+    pad = config.pad_token_id if config.pad_token_id is not None else next(iter(ends), 0)
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
         longest = max(map(len, batch))

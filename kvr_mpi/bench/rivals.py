@@ -25,7 +25,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import prefill_single
 
 # Programs by name of the engine.
-PROGRAMS = {"openvino": "run_openvino.py"}
+PROGRAMS = {"openvino": "run_openvino.py", "llama.cpp": "run_llamacpp.py"}
 # Where the environments are, unless it is said.
 FOLDER = Path(".rivals")
 TIMEOUT_S = 1800.0
@@ -125,7 +125,7 @@ def _drain(stream: IO[str], take: Any) -> None:
 
 
 @contextmanager
-def open_rival(name: str, model: Path, longest: int, folder: Path) -> Iterator[Rival]:
+def open_rival(name: str, model: Path, longest: int, folder: Path, at_once: int = 1) -> Iterator[Rival]:
     """Start an engine on all cores of the host.
 
     Parameters
@@ -133,9 +133,11 @@ def open_rival(name: str, model: Path, longest: int, folder: Path) -> Iterator[R
     model : Path
         A ``.gguf`` file, which engines read as it is.
     longest : int
-        Tokens of the longest prompt.
+        Tokens of the longest prompt, with its answer.
     folder : Path
         Of the environments, each under its engine's name.
+    at_once : int
+        Prompts for which an engine that wants to know it beforehand keeps room.
 
     Raises
     ------
@@ -153,7 +155,7 @@ def open_rival(name: str, model: Path, longest: int, folder: Path) -> Iterator[R
     with all_cores():
         threads = len(os.sched_getaffinity(0))
         process = subprocess.Popen(
-            [python, "-I", program, model, str(threads), str(longest)],
+            [python, "-I", program, model, str(threads), str(longest), str(at_once)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -172,13 +174,18 @@ def open_rival(name: str, model: Path, longest: int, folder: Path) -> Iterator[R
 
 @torch.inference_mode()
 def exactness_of(rival: Rival, loaded: LoadedModel, ids: Sequence[int]) -> str:
-    """Hold an engine's first token, and its log-probability, against plain transformers on this rank."""
+    """Hold an engine's first token, and its log-probability, against plain transformers on this rank.
+
+    Says how many cores the engine kept busy, too: one that is not given what it could use is beaten easily.
+    """
     answer = rival.answer([ids], 1, None)
     with all_cores(), plain(loaded):
+        cores = len(os.sched_getaffinity(0))
         logits = prefill_single(loaded.model, ids, loaded.device).logits
     assert logits is not None
     logprobs = logits.double().log_softmax(-1).flatten()
     token = answer.tokens[0][0]
     same = "the same first token" if token == int(logprobs.argmax()) else "another first token"
     error = abs(answer.logprobs[0] - float(logprobs[token]))
-    return f"{rival.name} {rival.version}: {same} as transformers, its log-probability off by {error:.1e}"
+    busy = f"{answer.cpu_s / answer.seconds:.1f} of {cores} core(s) kept busy"
+    return f"{rival.name} {rival.version}: {same} as transformers, its log-probability off by {error:.1e}; {busy}"

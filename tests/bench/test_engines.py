@@ -26,7 +26,7 @@ def environment(folder: Path, script: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "model", "words"),
     [
-        ("vllm", "model.gguf", "'vllm': expected some of openvino"),
+        ("vllm", "model.gguf", "'vllm': expected some of openvino, llama.cpp"),
         ("openvino", "folder", "folder is no .gguf file"),
         ("openvino", "model.gguf", "ended with 3: no such library"),
     ],
@@ -55,14 +55,49 @@ def test_an_engine_that_dies_at_work_is_said_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_openvino_takes_part(tmp_path: Path, mpirun: Any, kvr: Path) -> None:
+@pytest.mark.parametrize("name", ["openvino", "llama.cpp"])
+def test_an_engine_takes_part(name: str, tmp_path: Path, mpirun: Any, kvr: Path) -> None:
     subprocess.run(["make", "rivals"], cwd=ROOT, check=True, capture_output=True)
     command = [kvr, "bench", "--model", SMOLLM, "--contexts", "256", "--strategies", "kvr-e", "--repeats", "1"]
-    run = mpirun(
-        2, [*command, "--rivals", "openvino", "--rivals-folder", ROOT / ".rivals", "--json", tmp_path / "rows"]
-    )
+    run = mpirun(2, [*command, "--rivals", name, "--rivals-folder", ROOT / ".rivals", "--json", tmp_path / "rows"])
     assert run.returncode == 0, run.stderr
     ours, theirs = json.loads((tmp_path / "rows").read_text())
-    assert (ours["strategy"], theirs["strategy"]) == ("kvr-e", "openvino")
+    assert (ours["strategy"], theirs["strategy"]) == ("kvr-e", name)
     assert theirs["pairs"] == 1 and theirs["ttft_s"] > 0 and theirs["cpu_s"] > 0 and theirs["peak_bytes"] > 1e8
     assert "the same first token as transformers" in theirs["exactness"]
+
+
+@pytest.mark.long
+def test_engines_answer_a_corpus_as_we_do(tmp_path: Path, mpirun: Any, kvr: Path) -> None:
+    subprocess.run(["make", "rivals"], cwd=ROOT, check=True, capture_output=True)
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(3):
+        (corpus / f"{number}.txt").write_text("The ferry left at seven and the harbour was quiet. " * (3 + number))
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f"""
+        [model]
+        path = "{SMOLLM}"
+        dtype = "float32"
+        [documents]
+        path = "{corpus}"
+        [prompt]
+        template = "Summarise: {{text}} Summary:"
+        [generation]
+        max_new_tokens = 8
+        [output]
+        path = "{tmp_path / "out"}"
+        """
+    )
+    rivals = ["--rivals", "openvino,llama.cpp", "--rivals-folder", ROOT / ".rivals", "--repeats", "1"]
+    command = [kvr, "bench", "--batch", job, "--ways", "chains", *rivals, "--json", tmp_path / "rows"]
+    run = mpirun(2, command, timeout_s=400)
+    assert run.returncode == 0, run.stderr
+    rows = {row["way"]: row for row in json.loads((tmp_path / "rows").read_text())}
+    assert list(rows) == ["chains", "openvino", "llama.cpp"]
+    for row in rows.values():
+        assert row["documents"] == 3 and row["prompt_tokens"] == rows["chains"]["prompt_tokens"]
+        assert 0 < row["new_tokens"] <= 24 and row["seconds"] > 0
+    sampled = mpirun(2, [*command, "--set", "generation.temperature=0.7"], timeout_s=100)
+    assert sampled.returncode == 78 and "they only answer greedily" in " ".join(sampled.stderr.split())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from kvr_mpi.transport import FailedTogetherError, gather_json, mpi, on_root, sh
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import connect
 
+WORK_S = 0.4
 mpi.CHUNK_BYTES = 1000  # so that small messages travel in pieces, as large ones do
 world, reason = open_transport(
     connect(), sys.argv[1], torch.device("cpu"), cache_dir=Path("/nonexistent"), every_pair=True
@@ -82,6 +84,10 @@ except FailedTogetherError as error:
     assert error.exit_code == 78
     assert (error.cause is not None) == (world.rank == 1)
 assert on_root(world, lambda: world.rank) == (0 if world.rank == 0 else None)
+# Those that wait leave their cores to the one that works: an engine beside them may have it (`bench.rivals`).
+began_s = time.process_time()
+on_root(world, lambda: time.sleep(WORK_S))
+assert time.process_time() - began_s < WORK_S / 4, "a rank that waits spins"
 try:
     world.isend(torch.zeros(4, 4).t(), after, 0)
     raise AssertionError("a strided tensor was sent")

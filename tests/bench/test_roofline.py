@@ -1,0 +1,41 @@
+"""What a prefill is made of, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+from models import tiny
+
+from kvr_mpi.bench.roofline import ATTENTION, PRODUCTS, REST, attention_flop, measure_rooflines
+from kvr_mpi.transport.local import LocalTransport
+
+TOKENS = 96
+
+
+def test_every_product_is_counted_once() -> None:
+    loaded = tiny("llama-gqa")
+    config = loaded.model.config
+    (found,) = measure_rooflines(loaded, LocalTransport(), [TOKENS])
+    products, attention, rest = found.parts
+    assert [part.name for part in found.parts] == [PRODUCTS, ATTENTION, REST]
+
+    hidden, heads, size = config.hidden_size, config.num_attention_heads, config.head_dim
+    before = hidden * (heads + 2 * config.num_key_value_heads) * size
+    after = hidden * heads * size + 3 * hidden * config.intermediate_size
+    whole = TOKENS * (config.num_hidden_layers - 1) * (before + after)
+    last = TOKENS * before + after  # the last query is all that is asked of it
+    assert products.flop == 2 * (whole + last + hidden * config.vocab_size)
+
+    pairs = (config.num_hidden_layers - 1) * TOKENS * (TOKENS + 1) // 2 + TOKENS
+    assert attention.flop == 4 * heads * size * pairs
+    assert products.seconds > 0 and attention.seconds > 0 and rest.flop == 0
+    assert found.seconds > found.least_s > 0
+
+
+def test_keys_out_of_the_window_are_not_counted() -> None:
+    loaded = tiny("mistral-window")
+    window = loaded.model.config.sliding_window
+    assert window < TOKENS
+    pair = attention_flop(loaded, 1) / loaded.model.config.num_hidden_layers
+    layers = loaded.model.config.num_hidden_layers
+    seen = window * (window + 1) // 2 + (TOKENS - window) * window
+    assert attention_flop(loaded, TOKENS) == pytest.approx(pair * ((layers - 1) * seen + window))
