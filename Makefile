@@ -26,7 +26,7 @@ stamp   := $(VENV)/.installed-$(MPI)
 spread  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 in_venv := . $(VENV)/bin/activate &&
 
-.PHONY: help install demo test test-all test-long test-versions verify-architectures test-slurm test-faults test-many test-fuzz test-gpu bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts bench-chunks bench-extend bench-streaming bench-trace bench-peers rivals figures check clean
+.PHONY: help install demo test test-all test-long test-versions verify-architectures test-slurm test-faults test-many test-fuzz test-gpu bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts bench-chunks bench-extend bench-streaming bench-trace bench-peers rivals figures reference docs check clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
@@ -57,6 +57,8 @@ help:
 	@echo "make bench-streaming  a rolling cache against a whole one in chunks, in pairs; memory of 10k and 100k tokens"
 	@echo "make bench-trace  what recording a trace costs, in pairs"
 	@echo "make figures   the docs' tables and plots from stored measurements (docs/data); says which are older than their code"
+	@echo "make reference  the docs' pages of commands, keys, variables, exit codes and schema, from the code"
+	@echo "make docs      the docs as a site, in build/docs; a link that leads nowhere is an error"
 	@echo "make bench-planner  search slices, sweep around them, forecast lengths between: an hour on a quiet machine"
 	@echo "make clean     remove the environment and all results"
 
@@ -152,6 +154,13 @@ bench-extend: $(stamp)
 
 figures: $(stamp)
 	$(in_venv) python docs/figures.py $(ARGS)
+
+reference: $(stamp)
+	$(in_venv) python docs/reference.py $(ARGS)
+
+docs: $(stamp)
+	$(in_venv) sphinx-build --quiet --fail-on-warning --keep-going --fresh-env --conf-dir docs . build/docs
+	@echo "the site: build/docs/index.html"
 
 bench-streaming: $(stamp)
 	$(in_venv) python tests/programs/bench_streaming.py $(ARGS)

@@ -22,15 +22,18 @@ EXIT_BAD_DATA = 65
 EXIT_NO_TRANSPORT = 69
 EXIT_STOPPED = 75  # no error: told to stop, or out of time; the job can be resumed
 EXIT_CONFIG = 78
+EXIT_INTERRUPTED = 130  # by Ctrl-C
 
 # What a job's last line says; more is said above it.
 MEANINGS = {
     EXIT_OK: "done",
     EXIT_BUG: "a bug in kvr-mpi, or a fault of the machine",
+    EXIT_USAGE: "wrong arguments",
     EXIT_BAD_DATA: "done, but some documents have error records",
     EXIT_NO_TRANSPORT: "the ranks cannot talk",
     EXIT_STOPPED: "stopped before the end; the same command with --resume goes on",
     EXIT_CONFIG: "the job cannot be run as written",
+    EXIT_INTERRUPTED: "interrupted",
 }
 
 

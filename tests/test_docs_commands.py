@@ -62,10 +62,12 @@ def check(program: str, arguments: list[str]) -> None:
         assert name in COMMANDS, f"kvr {name}"
         command = group.get_command(click.Context(group), name)
     assert command is not None
+    # As the command is called: click keeps the help option that it makes for the first context.
+    context = click.Context(command, **command.context_settings)
     try:
-        command.make_parser(click.Context(command)).parse_args(list(arguments))
+        command.make_parser(context).parse_args(list(arguments))
     except click.BadOptionUsage:  # a sentence names an option without its value
-        command.make_parser(click.Context(command)).parse_args([*arguments, "VALUE"])
+        command.make_parser(context).parse_args([*arguments, "VALUE"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

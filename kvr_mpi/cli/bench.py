@@ -180,7 +180,7 @@ class BenchOptions:
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows as JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (.png, .svg, .pdf).")
 def bench(**given: Any) -> int:
-    """Time to first token of every strategy at every length, or documents an hour; in pairs with ours.
+    """Time the strategies side by side: seconds to the first token for each length, or documents an hour.
 
     \b
     mpirun -n 2 kvr bench --contexts 4096,8192 --repeats 5 --json bench.json
@@ -189,7 +189,7 @@ def bench(**given: Any) -> int:
     mpirun -n 2 kvr bench --batch jobs/demo.toml --repeats 1
 
     single is plain transformers with all cores of a host; tsp-dense, tsp-causal and ring are the rivals. Each of them
-    runs beside ours (kvr-s, else kvr-p, kvr-e), back to back, in turn first; what is shown is the median of the pairs'
+    runs beside ours (kvr-s, else kvr-p, kvr-e), back to back, in either order. Shown is the median of the pairs'
     ratios with a 95 % bootstrap interval, since a shared machine drifts more in minutes than strategies differ.
     """  # noqa: D301
     options = BenchOptions(**given)

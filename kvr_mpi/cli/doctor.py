@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     type=click.Choice(["auto", "host", "cuda", "no"]),
     default="auto",
     show_default=True,
-    help="Hand MPI buffers of this kind in a process that may crash; auto: GPU buffers if MPI claims to take them.",
+    help="Hand MPI buffers of this kind, in a process that may crash; auto: a GPU's if MPI claims to take them.",
 )
 def doctor(as_json: bool, output_dir: Path, share_gpu: bool, try_transfers: str) -> int:
     """Examine launcher, cores, GPUs, MPI, links, HDF5, clocks and SLURM, and say what to do.

@@ -1,4 +1,4 @@
-"""The one place that reads environment variables, and sets two (``KVR_SECTION__KEY`` is read in ``job``)."""
+"""The one place that reads environment variables (but for ``KVR_SECTION__KEY``: ``job``), lists them, and sets two."""
 
 from __future__ import annotations
 
@@ -13,6 +13,44 @@ from kvr_mpi.errors import ConfigError
 if TYPE_CHECKING:
     from kvr_mpi.setup.job_setup import Machine
     from kvr_mpi.store.lock import Owner
+
+
+# Variables that people set, by who reads them, with what they say; docs/reference.py makes a page of it. What launchers
+# and SLURM set to say where a process is, is not among them.
+VARIABLES: dict[str, dict[str, str]] = {
+    "commands": {
+        "KVR_SECTION__KEY": "a setting of the job, such as `KVR_GENERATION__SEED=7`: stronger than the job file, "
+        "weaker than `--set`",
+        "KVR_CACHE": "folder for converted models, kernels, and what was measured of them; default: `kvr-mpi` in "
+        "`XDG_CACHE_HOME`, or in `~/.cache`",
+        "KVR_STAGE_MODEL": "1: copy a model's folder to each node's own disk before its ranks load it",
+        "KVR_LOCAL": "a folder on each node for that, and for what the job scripts' ranks compile and convert; "
+        "default: `SLURM_TMPDIR`, `TMPDIR`, or `/tmp`",
+        "OMP_NUM_THREADS": "CPU threads of a rank, unless `parallel.threads` says; default: its share of the cores",
+        "HF_HUB_OFFLINE": "1: take models from local files only, as always under SLURM",
+        "SLURM_JOB_END_TIME": "when the job has to be done (Unix time), unless `--time-limit` says; SLURM, or the job "
+        "script, sets it",
+        "CUDA_MODULE_LOADING": "set to `EAGER` unless it is set: no kernel is loaded while a transfer waits",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "set to 64 unless it is set: with 1024 a rank grows over prompts of many "
+        "lengths",
+    },
+    "job scripts": {
+        "KVR_SITE": "the site file; default: `site.sh` beside the scripts",
+        "KVR_VENV": "the virtual environment to activate; default: the checkout's `.venv`, if there is no `kvr` yet",
+        "KVR_CONTAINER": "what stands before every command, such as `apptainer exec --nv kvr.sif`",
+        "KVR_MPI_TYPE": "what `srun --mpi=` is given; default: what goes with the MPI that mpi4py loads",
+        "KVR_LAUNCHER": "what starts the ranks in place of `srun`, with its options, such as `mpirun`",
+        "KVR_SHARES": "into how many shares `kvr_array.sh` cuts the corpus; default: one for each task",
+        "KVR_MAX_REQUEUES": "how often a job that was stopped early is queued again; default: 20",
+        "KVR_SLURM_DIR": "folder of the scripts; default: asked of SLURM",
+    },
+    "libraries": {
+        "HF_HOME": "where models of the hub are kept: fill it on a login node",
+        "CUDA_VISIBLE_DEVICES": "which GPUs a process sees; a rank takes the one of its number on the host",
+        "MPICH_GPU_SUPPORT_ENABLED": "1: Cray's MPICH takes GPU memory",
+        "NCCL_MAX_CTAS": "blocks of a GPU that a transfer of NCCL's takes; default here: 4",
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,9 @@ COMPARED_RANKS = 128
 @click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job.")
 @click.option("--ranks", type=click.IntRange(1), help="Ranks the job will have; default: those of this allocation.")
 @click.option(
-    "--hardware", metavar="NAME_OR_FILE", help="How fast a rank is: a profile, a JSON file, or a table's hardware."
+    "--hardware",
+    metavar="NAME_OR_FILE",
+    help="How fast a rank is: a profile, such as h200, a JSON file, or a table's hardware.",
 )
 @node_options
 @click.option("--exact", is_flag=True, help="Count the tokens of large corpora, too, rather than estimate them.")

@@ -48,7 +48,12 @@ class SbatchOptions:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job.")
-@click.option("--ranks", type=click.IntRange(1), required=True, help="Ranks of the job: one a GPU, or for a few cores.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(1),
+    required=True,
+    help="Ranks of the job: one for each GPU, or for a few cores each.",
+)
 @node_options
 @click.option("--time", "limit", metavar="TIME", help="Time limit as sbatch takes it; default: from the forecast.")
 @click.option("--hardware", metavar="NAME_OR_FILE", help="How fast a rank is, as in kvr plan.")

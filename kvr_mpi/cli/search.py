@@ -46,9 +46,19 @@ class SearchOptions:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, or id on the hub.")
 @click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="float32", show_default=True
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="auto: the model's own.",
 )
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: a GPU if there is one.",
+)
 @transport_option
 @click.option("--contexts", default="1k,2k,4k,8k", show_default=True, help="Prompt lengths in tokens.")
 @click.option(
@@ -59,7 +69,7 @@ class SearchOptions:
     help="refit: at most 4 instrumented runs a length; grid: the paper's grid search; model: no run.",
 )
 @click.option("--max-runs", type=click.IntRange(2), help="Runs allowed for one length.")
-@click.option("--hardware", help="Name of this machine in the table; default: made of the device's.")
+@click.option("--hardware", help="Name of this machine in the table; default: the device's.")
 @click.option("--profile", help="With --method model: a hardware profile or file, instead of measuring here.")
 @click.option(
     "--ranks", type=click.IntRange(2), help="With --profile: ranks of the chain; default: those that are here."

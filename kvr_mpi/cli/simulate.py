@@ -49,10 +49,12 @@ class SimulateOptions:
 @click.option(
     "--model", default="Llama 3.1 8B", show_default=True, help="A named shape, a model's folder, .gguf file or hub id."
 )
-@click.option("--hardware", metavar="NAME_OR_FILE", help="A profile or a JSON file.  [default: h100-80gb]")
+@click.option(
+    "--hardware", metavar="NAME_OR_FILE", help="A profile, such as h200, or a JSON file.  [default: h100-80gb]"
+)
 @click.option("--ranks", default="1,2,4,8", show_default=True, help="Numbers of ranks.")
 @click.option(
-    "--contexts", default="8k,32k,128k", show_default=True, help="Prompt lengths in tokens; k is 1024, m its square."
+    "--contexts", default="8k,32k,128k", show_default=True, help="Prompt lengths in tokens; 8k is 8192, 1m is 1048576."
 )
 @click.option(
     "--link-gigabytes-per-s", type=float, help="Bandwidth of each link in one direction; default: the profile's."

@@ -35,9 +35,19 @@ class VerifyOptions:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, or id on the hub.")
 @click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="float32", show_default=True
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="auto: the model's own.",
 )
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: a GPU if there is one.",
+)
 @click.option("--lengths", default="64,512", show_default=True, help="Prompt lengths in tokens.")
 @click.option(
     "--longest", type=click.IntRange(1), help="The longest length, always checked; default: the model's context."

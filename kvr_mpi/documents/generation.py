@@ -23,14 +23,18 @@ class GenerationSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     do_sample: bool = Field(False, description="sample; false: greedy")
-    temperature: float | None = Field(None, gt=0)
-    top_k: int | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
-    no_repeat_ngram_size: int | None = Field(None, ge=0)
-    min_new_tokens: int | None = Field(None, ge=0)
-    max_new_tokens: int = Field(128, ge=0, description="0: prefill only")
+    temperature: float | None = Field(None, gt=0, description="below 1: likely tokens become likelier; above: less so")
+    top_k: int | None = Field(None, ge=0, description="sample among so many of the likeliest tokens")
+    top_p: float | None = Field(None, gt=0, le=1, description="sample among the likeliest tokens that have this share")
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="leave out tokens below this share of the likeliest one's"
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, description="above 1: tokens that were there become less likely"
+    )
+    no_repeat_ngram_size: int | None = Field(None, ge=0, description="no run of so many tokens comes twice")
+    min_new_tokens: int | None = Field(None, ge=0, description="the answer ends no sooner")
+    max_new_tokens: int = Field(128, ge=0, description="longest answer; 0: prefill only")
     stop: list[str] = Field([], description="the answer ends before the first of these")
     seed: int = Field(0, ge=0, description="for sampling; each document has its own stream")
     n: int = Field(1, ge=1, le=MAX_SAMPLES, description="answers to each prompt, sampled from one prefill")

@@ -3,14 +3,15 @@
     kv                            attributes: block_tokens, text_start, text_stop (the document's text in the prompt),
                                   first_token (0 if it is not there): of the first row; what stands before it is in
                                   parts (see ``parts``)
-    kv/token_ids                  of the tokens whose keys and values these are (int64)
-    kv/layer_000/keys, values     (tokens, kv_heads, head_dim), in one piece, or in chunks by the filter Blosc2 (see
-                                  ``filters``); of 8 bits (int8) with attributes dtype and error: the type they
-                                  had, and the root mean square of what rounding changed, over
-                                  that of what they were
+    kv/token_ids                  of the tokens whose keys and values these are: the prompt, and all but the last new
+                                  one (int64)
+    kv/layer_000/keys, values     (tokens, kv_heads, head_dim), in one piece, or in chunks by the filter Blosc2
+                                  (32026, see ``filters``); of 8 bits (int8) with attributes dtype and error: the
+                                  type they had, and the root mean square of what rounding changed, over that of
+                                  what they were
     kv/layer_000/keys_scales      and values_scales: what a 1 of 8 bits is (float32, tokens x kv_heads)
-    kv/layer_000/digests          XXH3 (64 bits) of every block of tokens of keys and values (int64, blocks x 2), with
-                                  their scales
+    kv/layer_000/digests          XXH3 (64 bits, big-endian, as signed numbers) of every block of tokens of keys and
+                                  values, with their scales (int64, blocks x 2)
 
 What compression has left has rows of its own for each head: see ``head_rows``.
 

@@ -4,12 +4,14 @@
                            the answers depend on), model (name, architecture, dtype), software (versions);
                            header_sha256 of all these
     /documents/KEY         one group per document; KEY is its id, percent-encoded
-        attributes         id, status ("done" | "error"), document, question, error, columns (of the document's row,
-                           as JSON), document_sha256, prompt_sha256, prompt_tokens, computed_tokens, dropped_tokens,
-                           new_tokens, finish_reason, strategy, ttft_s, prefill_tokens_per_s, wait_s, decode_s, parts,
-                           compression, retained_tokens, retained_bytes, finished_at; what is to be read:
-                           answer_bytes, answer_tokens, kv_bytes, kv_sha256; and record_sha256 of all these and of
-                           answer, token_ids and slices
+        attributes         id, status ("done" | "error"), document and question (of ``kvr ask``), error, columns (of
+                           the document's row, as JSON), document_sha256, prompt_sha256, prompt_tokens,
+                           computed_tokens (of them; the others' keys and values were there already), dropped_tokens
+                           (of the text, cut off because the prompt was too long), new_tokens, finish_reason,
+                           strategy, ttft_s, prefill_tokens_per_s, wait_s, decode_s, parts, compression (by which keys
+                           and values were dropped; empty: none), retained_tokens, retained_bytes, finished_at; what
+                           is to be read: answer_bytes, answer_tokens, kv_bytes, kv_sha256; and record_sha256 of all
+                           these and of answer, token_ids and slices
         answer             text (UTF-8 string), one element
         token_ids          of the answer (int64)
         slices             bounds of the prompt over the ranks (int64, ranks + 1)

@@ -1,0 +1,100 @@
+"""The reference is what the code says: commands, keys of a job, environment variables, exit codes, the HDF5 schema."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from constants import ROOT
+from pydantic import BaseModel
+
+sys.path.insert(0, str(ROOT / "docs"))
+
+import reference
+
+from kvr_mpi import errors
+from kvr_mpi.cli import COMMANDS
+from kvr_mpi.cli.environment import VARIABLES
+from kvr_mpi.job import JobSpec
+from kvr_mpi.store import head_rows, kv, outputs
+from kvr_mpi.store.record import DATASETS, Record
+
+LISTED = {name for variables in VARIABLES.values() for name in variables}
+
+
+def test_the_pages_say_what_the_code_says() -> None:
+    assert not reference.differing(), "`make reference` writes them anew"
+
+
+def test_a_page_that_differs_is_named_and_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in reference.PAGES:
+        (tmp_path / name).write_text((ROOT / "docs" / name).read_text())
+    (tmp_path / "exit-codes.md").write_text("# Exit codes\n\n| 0 | done |\n")
+    (tmp_path / "schema.md").unlink()
+    monkeypatch.setattr(reference, "DOCS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["reference.py", "--check"])
+    assert reference.main() == 1
+    said = capsys.readouterr().out
+    assert "docs/exit-codes.md" in said and "docs/schema.md" in said and "docs/commands.md" not in said
+    monkeypatch.setattr(sys, "argv", ["reference.py"])
+    assert reference.main() == 0 and not reference.differing()
+
+
+def test_every_command_and_option_is_there() -> None:
+    page = reference.commands()
+    assert re.findall(r"^## kvr (.+)$", page, re.MULTILINE) == list(COMMANDS)
+    assert "--retry-failed" in page and "Usage: kvr ask [OPTIONS] RUN..." in page
+
+
+def test_every_key_is_there_and_says_what_it_is() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", reference.job_keys(), re.MULTILINE)
+    assert [row[0] for row in rows] == list(keys_of_a_job())
+    assert not [row[0] for row in rows if not (row[1] and row[3])]
+    assert ("max_new_tokens", "whole number at least 0", "`128`") in {row[:3] for row in rows}
+    assert ("mode", '`"data-parallel"`, `"head-parallel"`, `"auto"`', '`"data-parallel"`') in {row[:3] for row in rows}
+
+
+def keys_of_a_job() -> Iterator[str]:
+    """In the order of the sections."""
+    for field in JobSpec.model_fields.values():
+        kinds = (*get_args(field.annotation), field.annotation)
+        section = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+        yield from section.model_fields
+
+
+def test_every_variable_of_ours_is_listed() -> None:
+    sources = [*ROOT.glob("kvr_mpi/**/*.py"), *ROOT.glob("slurm/*")]
+    used = {name for path in sources for name in re.findall(r"\bKVR_[A-Z_]*[A-Z]\b", path.read_text(encoding="utf-8"))}
+    ours = {name for name in LISTED if name.startswith("KVR_")}
+    assert {name for name in used if "__" not in name} == ours - {"KVR_SECTION__KEY"}
+
+
+def test_every_variable_that_is_read_is_told_of() -> None:
+    code = (ROOT / "kvr_mpi/cli/environment.py").read_text(encoding="utf-8")
+    read = set(re.findall(r'environ\.(?:get|setdefault)\("(\w+)"|"(\w+)" in environ', code))
+    names = {first or second for first, second in read} - {"SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "SLURM_RESTART_COUNT"}
+    assert len(names) > 6 and not [name for name in names if name not in reference.environment()]
+
+
+def test_every_exit_code_has_a_meaning() -> None:
+    codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert codes == set(errors.MEANINGS)
+    table = reference.exit_codes()
+    assert "| 78 | the job cannot be run as written | `MissingError`, `ConfigError`, `CorpusError`" in table
+    shown = re.findall(r"^\| `(\w+)` \| [A-Z].*\. \|$", table, re.MULTILINE)
+    assert set(shown) == {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+
+
+def test_the_schema_names_all_that_is_stored() -> None:
+    page = reference.schema()
+    stored = {field.name for field in fields(Record)} | {*outputs.HEADER_FIELDS, *outputs.ANNOUNCED, *DATASETS}
+    stored |= {outputs.RECORD_SEAL, outputs.HEADER_SEAL, *kv.MEMBERS, *head_rows.NAMES}
+    assert len(stored) > 40 and not [name for name in stored if not re.search(rf"\b{name}\b", page)]
+    assert f"schema_version = {outputs.SCHEMA_VERSION}," in page and f"Version {outputs.SCHEMA_VERSION}." in page
