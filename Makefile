@@ -26,7 +26,7 @@ stamp   := $(VENV)/.installed-$(MPI)
 spread  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 in_venv := . $(VENV)/bin/activate &&
 
-.PHONY: help install demo test test-all test-long test-versions verify-architectures test-slurm test-faults test-many test-fuzz test-gpu bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts bench-chunks bench-extend bench-streaming bench-trace bench-peers rivals figures reference docs check clean
+.PHONY: help install demo test test-all test-long test-versions verify-architectures test-slurm test-faults test-many test-fuzz test-gpu bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts bench-chunks bench-slow-chunks bench-extend bench-streaming bench-rolling-chain bench-trace bench-peers rivals figures reference docs check clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
@@ -53,8 +53,10 @@ help:
 	@echo "make bench-peers  a batch file through us, vLLM's run-batch and datatrove, each killed at half (ARGS=--help)"
 	@echo "make rivals    other engines for kvr bench --rivals, each in an environment of its own (openvino)"
 	@echo "make bench-chunks  a slice computed in chunks against at once, in pairs"
+	@echo "make bench-slow-chunks  chunks against at once on a chain of hosts with 100 Mbit/s between them, in pairs; needs root, iproute2"
 	@echo "make bench-extend  a document that grew, from its stored keys and values, against prefilling it again"
 	@echo "make bench-streaming  a rolling cache against a whole one in chunks, in pairs; memory of 10k and 100k tokens"
+	@echo "make bench-rolling-chain  a rolling cache on a chain of $(RANKS) ranks against one rank, in pairs"
 	@echo "make bench-trace  what recording a trace costs, in pairs"
 	@echo "make figures   the docs' tables and plots from stored measurements (docs/data); says which are older than their code"
 	@echo "make reference  the docs' pages of commands, keys, variables, exit codes and schema, from the code"
@@ -149,6 +151,9 @@ bench-prompts: $(stamp)
 bench-chunks: $(stamp)
 	$(in_venv) mpirun -n 1 python tests/programs/bench_chunks.py $(ARGS)
 
+bench-slow-chunks: $(stamp)
+	$(in_venv) python tests/network/bench_slow_chunks.py $(ARGS)
+
 bench-extend: $(stamp)
 	$(in_venv) python tests/programs/bench_extend.py $(ARGS)
 
@@ -164,6 +169,9 @@ docs: $(stamp)
 
 bench-streaming: $(stamp)
 	$(in_venv) python tests/programs/bench_streaming.py $(ARGS)
+
+bench-rolling-chain: $(stamp)
+	$(in_venv) mpirun -n $(RANKS) python tests/programs/bench_streaming.py $(ARGS)
 
 bench-planner: $(stamp)
 	$(in_venv) mpirun -n $(RANKS) kvr search --contexts 1k,2k,4k,8k --check 5 --replace --output runs/planner $(ARGS)

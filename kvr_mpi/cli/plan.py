@@ -77,7 +77,7 @@ def plan(
     click.echo(f"model      {outline.name} ({outline.shape.architecture}, {str(outline.dtype).removeprefix('torch.')})")
     click.echo(f"costs      {forecast.source}")
     if forecast.rolling is not None:
-        click.echo(f"cache      {forecast.rolling.name}, each document on one rank")
+        click.echo(f"cache      {forecast.rolling.name}, on each rank of a chain")
     click.echo(f"corpus     {len(made.texts)} documents, {made.counted}\n")
     if made.ranks_per_stage > 1:
         click.echo(

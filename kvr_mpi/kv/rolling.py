@@ -16,8 +16,10 @@ import torch
 
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv.attention import PartialAttention, attend
+from kvr_mpi.kv.cache import SliceDoneError
 from kvr_mpi.kv.layer import attend_ranges
 from kvr_mpi.kv.layout import UniformLayout
+from kvr_mpi.kv.rolling_relay import RollingRelay
 from kvr_mpi.kv.row import RowCache, RowLayer
 from kvr_mpi.kv.settings import CacheSettings
 from kvr_mpi.model import LayerShape, LoadedModel, ModelShape
@@ -62,9 +64,14 @@ class Rolling:
         """Whether all that such a layer sees is held."""
         return visibility.size is not None and visibility.size <= self.cache_tokens + 1
 
+    @property
+    def rows(self) -> int:
+        """Tokens there is room for in a layer."""
+        return self.cache_tokens + self.step_tokens
+
     def kv_bytes(self, shape: ModelShape) -> int:
         """Bytes of keys and values, whatever the prompt's length."""
-        return (self.cache_tokens + self.step_tokens) * shape.kv_bytes_per_token
+        return self.rows * shape.kv_bytes_per_token
 
     @property
     def name(self) -> str:
@@ -78,15 +85,17 @@ class RollingLayer(RowLayer):
 
     cache: RollingCache
 
-    def __init__(self, cache: RollingCache, layer_idx: int, shape: LayerShape) -> None:
+    def __init__(self, cache: RollingCache, layer_idx: int, shape: LayerShape, memory: torch.Tensor | None) -> None:
         super().__init__(cache, layer_idx, shape)
-        self.length = 0  # of the prompt so far
+        self.length = 0  # position of the token after the last that is held
         self.fresh = 0  # tokens last appended
         rolling = cache.rolling
         self.sinks = 0 if rolling.holds(shape.visibility) else rolling.sinks
-        rows = rolling.cache_tokens + rolling.step_tokens
         self._base = self.sinks  # position of the first token after the sinks that is held
-        self._layout = UniformLayout(torch.empty(rows, shape.elements, dtype=cache.dtype, device=cache.device), shape)
+        size = rolling.rows, shape.elements
+        if memory is None:
+            memory = torch.empty(size, dtype=cache.dtype, device=cache.device)
+        self._layout = UniformLayout(memory.view(-1)[: rolling.rows * shape.elements].view(size), shape)
 
     @property
     def visibility(self) -> Visibility:
@@ -95,11 +104,35 @@ class RollingLayer(RowLayer):
             return self.shape.visibility
         return Visibility(window=self.cache.rolling.cache_tokens - self.sinks)
 
+    def first_seen(self, position: int) -> int:
+        """Position of the first token after the sinks that a token at a position sees, or one after it."""
+        return self.sinks + self.visibility.first_key(max(0, position - self.sinks))
+
     def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of tokens that are held, by their positions, as views (1, kv_heads, tokens, head_dim)."""
         assert last <= self.sinks or first >= self._base, "these were dropped"
-        less = 0 if last <= self.sinks else self._base - self.sinks
-        return self._layout.rows(first - less, last - less)
+        at = self._row(first)
+        return self._layout.rows(at, at + last - first)
+
+    def held_rows(self, first: int, last: int) -> torch.Tensor:
+        """Memory of tokens that are held, or for which there is room (tokens, elements)."""
+        at = self._row(first)
+        return self._layout.buffer[at : at + last - first]
+
+    def begin_stretch(self, start: int) -> None:
+        """Drop what no token from `start` on sees, and leave room for what is missing before it."""
+        first, buffer = self.first_seen(start), self._layout.buffer
+        if first > self._base:
+            at, held = self._row(first), self.length - first
+            if held > 0 and not self.cache.is_void:
+                buffer[self.sinks : self.sinks + held] = buffer[at : at + held].clone()
+            self._base = first
+            if self.cache.relay is not None:  # what comes is not to be faster than that
+                self.cache.relay.transfers.waits.clock.catch_up()
+        self.length = start
+
+    def _row(self, position: int) -> int:
+        return position if position < self.sinks else position - self._base + self.sinks
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -111,24 +144,33 @@ class RollingLayer(RowLayer):
         ModelError
             If there are more than a step has.
         """
-        count, buffer = key_states.shape[2], self._layout.buffer
+        count, relay = key_states.shape[2], self.cache.relay
         if count > self.cache.rolling.step_tokens:
             raise ModelError(f"layer {self.layer_idx}: {count} tokens in a step of {self.cache.rolling.step_tokens}")
         self.cache.enter(self)
-        at = self.length - self._base + self.sinks if self.length > self.sinks else self.length
-        if at + count > len(buffer):
-            kept = self.cache.rolling.cache_tokens - self.sinks
-            buffer[self.sinks : self.sinks + kept] = buffer[at - kept : at].clone()
-            self._base, at = self.length - kept, self.sinks + kept
-        self._layout.write(at, key_states, value_states)
+        if relay is None and self._row(self.length) + count > self.cache.rolling.rows:
+            self.begin_stretch(self.length)
+        self._layout.write(self._row(self.length), key_states, value_states)
         self.length, self.fresh = self.length + count, count
+        if relay is not None:
+            relay.share(self)
         return key_states, value_states
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend from a step's tokens to sinks and last tokens; (1, heads, tokens, value_dim) in the query's dtype."""
+        """Attend from a step's tokens to sinks and last tokens; (1, heads, tokens, value_dim) in the query's dtype.
+
+        Raises
+        ------
+        SliceDoneError
+            To leave the model where nobody reads what the rest of it would compute.
+        """
         self.attended, first = True, self.length - self.fresh
+        if self.layer_idx == self.cache.left_after:
+            raise SliceDoneError
+        if (relay := self.cache.relay) is not None:
+            relay.collect(self.layer_idx)
         if query.shape[2] != self.fresh and self.fresh > 1:
             raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
         part: PartialAttention | None = None
@@ -163,7 +205,7 @@ class RollingLayer(RowLayer):
         ModelError
             If what the next token would see was dropped for those after it.
         """
-        needed = max(self.sinks, length - self.cache.rolling.cache_tokens + self.sinks)
+        needed = self.first_seen(length)
         if self._base > needed:
             raise ModelError(f"layer {self.layer_idx}: tokens from {needed} on are needed, and held from {self._base}")
         self.length = min(self.length, length)
@@ -173,7 +215,7 @@ class RollingLayer(RowLayer):
 
     def get_seq_length(self) -> int:
         """Tokens of the prompt before the ones to come."""
-        return self.length
+        return max(self.length, self.cache.start)
 
     def get_max_length(self) -> int:
         """There is no most: the oldest are dropped."""
@@ -189,6 +231,15 @@ class RollingCache(RowCache):
     rolling : Rolling
     prompt_tokens : int
         Of the whole prompt.
+    relay : RollingRelay or None
+        The prompt's way over this rank, while it is prefilled by a chain; None on a rank alone.
+    is_void : bool
+        There is no memory for it: all layers are given that of one, and what is in it has no meaning.
+
+    Attributes
+    ----------
+    start : int
+        Position of the first token of this rank's stretch.
 
     Raises
     ------
@@ -198,11 +249,63 @@ class RollingCache(RowCache):
 
     is_ragged = False
 
-    def __init__(self, loaded: LoadedModel, rolling: Rolling, prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        rolling: Rolling,
+        prompt_tokens: int,
+        relay: RollingRelay | None = None,
+        *,
+        is_void: bool = False,
+    ) -> None:
         check_rolling(loaded, rolling)
-        self.rolling, self.prompt_tokens = rolling, prompt_tokens
+        self.rolling, self.prompt_tokens, self.relay, self.is_void = rolling, prompt_tokens, relay, is_void
         self.dtype, self.device = loaded.dtype, loaded.device
-        super().__init__([RollingLayer(self, idx, shape) for idx, shape in enumerate(loaded.shape.layers)])
+        self.start, self.left_after = 0, -1
+        shapes, memory = loaded.shape.layers, None
+        if is_void:
+            size = rolling.rows * max(shape.elements for shape in shapes)
+            memory = torch.empty(size, dtype=self.dtype, device=self.device)
+        super().__init__([RollingLayer(self, idx, shape, memory) for idx, shape in enumerate(shapes)])
+
+    def begin_step(self, *, is_read: bool, step: int | None = None) -> None:
+        """Begin a step; if nobody reads what it gives, the model is left when its last layer's keys are there.
+
+        Parameters
+        ----------
+        step : int or None
+            Its number, in a chain.
+        """
+        self.left_after = -1 if is_read else len(self.layers) - 1
+        if self.relay is not None and step is not None:
+            self.relay.begin_step(step)
+            self.start = self.relay.bounds[0]
+            self._post(0)
+
+    def pass_on(self) -> None:
+        """Take part in what is left of a step's transfers, and compute nothing."""
+        assert self.relay is not None
+        for layer in self.layers:
+            self.relay.post(layer)
+            self.relay.share(layer)
+            self.relay.collect(layer.layer_idx)
+            if self.is_void:  # the next layer has the same memory
+                self.relay.wait_through(layer.layer_idx)
+
+    def leave_chain(self) -> None:
+        """End the prefill; from now on tokens are decoded here, or nothing is."""
+        self.relay, self.left_after = None, -1
+
+    def enter(self, layer: RowLayer) -> None:
+        """Let a layer be the one that attends next; errors are those of `RowCache.enter`."""
+        super().enter(layer)
+        if self.relay is not None:
+            self._post(layer.layer_idx)
+
+    def _post(self, layer_idx: int) -> None:
+        assert self.relay is not None
+        for layer in self.layers[layer_idx : layer_idx + 1 + self.relay.layers_ahead]:
+            self.relay.post(layer)
 
     @property
     def length(self) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.topology import Rotation
 
 
@@ -54,10 +55,17 @@ def play_on(cache: SliceCache) -> None:
         layer.release(wait=True)
 
 
-def agree(cache: SliceCache, has_failed: bool) -> list[int]:
+def agree(
+    transfers: PromptTransfers | None, place: int, decode_place: int, device: torch.device, *, has_failed: bool
+) -> list[int]:
     """Tell the rank that keeps the prompt whether this one has failed; every rank calls it when its part is computed.
 
     Words go the way of the segments, from each place of the slices to the next, and end at the decode rank.
+
+    Parameters
+    ----------
+    place, decode_place : int
+        Of this rank's slice, and of the decode rank's.
 
     Returns
     -------
@@ -65,27 +73,26 @@ def agree(cache: SliceCache, has_failed: bool) -> list[int]:
         On the decode rank the places whose ranks have failed, first slice first; on the others only whether they have
         themselves.
     """
-    transfers, place = cache.transfers, cache.exchange.rank
     if transfers is None:
         return [place] if has_failed else []
-    forwarder, size, decode_rank = transfers.forwarder, transfers.forwarder.transport.size, cache.exchange.decode_rank
+    forwarder, size = transfers.forwarder, transfers.forwarder.transport.size
     # Of the way: the decode rank is at the last one, the rank after it at the first.
-    way = Rotation.ending_at(size, decode_rank)
+    way = Rotation.ending_at(size, decode_place)
     step = way.place_of(place)
 
     def tag(step: int) -> int:
         return transfers.tag(transfers.layers, step)
 
-    after = None if place == decode_rank else transfers.rank_of(place + 1)
+    after = None if place == decode_place else transfers.rank_of(place + 1)
     if after is not None:
         forwarder.announce(after, tag(step))
     words, receives = [], []
     for source in reversed(range(step)):
-        word = torch.zeros(1, dtype=torch.int64, device=cache.device)
+        word = torch.zeros(1, dtype=torch.int64, device=device)
         receives.append(forwarder.receive(word, transfers.rank_of(place - 1), tag(source), after))
         words.append((way.rank_of(source), word))
     if after is not None:
-        forwarder.send(torch.full((1,), int(has_failed), dtype=torch.int64, device=cache.device), after, tag(step))
+        forwarder.send(torch.full((1,), int(has_failed), dtype=torch.int64, device=device), after, tag(step))
         return [place] if has_failed else []
     for receive in receives:
         forwarder.wait(receive)

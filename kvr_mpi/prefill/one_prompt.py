@@ -254,7 +254,8 @@ def prefill_by(
     logits, failure = _run_slice(loaded, ids, cache, forwarder, options)
     if failure is not None:  # and the error, with all that it held, is forgotten
         play_on(cache)
-    failed = agree(cache, failure is not None) if spares_chain else []
+    has_failed, decode_place = failure is not None, exchange.decode_rank
+    failed = agree(transfers, exchange.rank, decode_place, cache.device, has_failed=has_failed) if spares_chain else []
     wait_for_compute(loaded.device)
     seconds = time.perf_counter() - began
     layer_times_s, waits = cache.layer_times_s, transfers.waits if transfers else None

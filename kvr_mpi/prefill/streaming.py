@@ -1,18 +1,20 @@
 """Prefill a prompt of any length in memory that does not depend on it: a few tokens at a time, by a rolling cache.
 
-One rank does it alone. For models all of whose layers have windows (or chunks) that fit this is exact; for others it is
-StreamingLLM's approximation, if that is asked for by name (`kv.rolling`).
+One rank does it alone; what several do is in ``rolling_chain``. For models all of whose layers have windows (or chunks)
+that fit this is exact; for others it is StreamingLLM's approximation, if that is asked for by name (`kv.rolling`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.cache import SliceDoneError
 from kvr_mpi.kv.rolling import Rolling, RollingCache, check_rolling
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
@@ -20,8 +22,9 @@ from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import Partition, cut_range
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
+from kvr_mpi.prefill.rolling_chain import prefill_rolling_chain
 from kvr_mpi.prefill.self_check import FAILURES, allowed_error, error_share
-from kvr_mpi.transport.local import LocalTransport
+from kvr_mpi.transport.local import LocalTransport, run_local
 
 # Of the check before a job, and of each of its steps.
 CHECKED_TOKENS, CHECKED_STEP = 12, 5
@@ -54,12 +57,12 @@ def prefill_streaming(
     """
     rolling = rolling or Rolling()
     loaded.shape.check_ids(ids)
-    cache = RollingCache(loaded, rolling, len(ids))
-    logits, nobody = torch.empty(0), torch.empty(0, dtype=torch.long, device=loaded.device)
+    cache, logits = RollingCache(loaded, rolling, len(ids)), torch.empty(0)
     for first, last in cut_range(0, len(ids), rolling.step_tokens):
-        keep = None if last == len(ids) else nobody  # the LM head is for the last token
-        logits = run_model(loaded.model, torch.tensor([ids[first:last]], device=loaded.device), cache, keep=keep)
-    return logits[0], cache
+        cache.begin_step(is_read=last == len(ids))
+        with contextlib.suppress(SliceDoneError):
+            logits = run_model(loaded.model, torch.tensor([ids[first:last]], device=loaded.device), cache)[0]
+    return logits, cache
 
 
 def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> Prefill:
@@ -80,8 +83,13 @@ def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -
     return Prefill(partition, cache, logits, seconds, error=error, began_s=began, rolling=rolling.name)
 
 
-def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
+def prove_rolling(loaded: LoadedModel, rolling: Rolling, *, in_chain: bool = False) -> None:
     """Make sure that a rolling cache holds what a model sees, and on a few tokens that it gives this model's logits.
+
+    Parameters
+    ----------
+    in_chain : bool
+        By the ranks of a chain, too.
 
     Raises
     ------
@@ -100,16 +108,31 @@ def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
     tried = replace(rolling, cache_tokens=max(rolling.cache_tokens, tokens), step_tokens=CHECKED_STEP)
     ids = loaded.shape.sample_ids(tokens)
     truth = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport()).logits
-    try:
-        found, _ = prefill_streaming(loaded, ids, tried)
-    except FAILURES as failure:
-        raise ModelError(
-            f"{name} does not run a few tokens at a time: {type(failure).__name__}: {failure}"
-        ) from failure
     assert truth is not None
-    error, allowed = error_share(found, truth), allowed_error(loaded.dtype)
-    if not error <= allowed:
-        raise ModelError(
-            f"{name}: on {tokens} tokens a rolling cache differs from a whole one by {error:.1e} of the logits' spread "
-            f"(allowed {allowed:.0e})"
-        )
+    ways: dict[str, Callable[[], torch.Tensor]] = {"a rolling cache": lambda: prefill_streaming(loaded, ids, tried)[0]}
+    if in_chain:
+        ways["a chain's rolling cache"] = lambda: _logits_of_chain(loaded, ids, replace(tried, step_tokens=2))
+    for way, compute in ways.items():
+        try:
+            found = compute()
+        except FAILURES as failure:
+            raise ModelError(
+                f"{name} does not run a few tokens at a time: {type(failure).__name__}: {failure}"
+            ) from failure
+        error, allowed = error_share(found, truth), allowed_error(loaded.dtype)
+        if not error <= allowed:
+            raise ModelError(
+                f"{name}: on {tokens} tokens {way} differs from a whole one by {error:.1e} of the logits' spread "
+                f"(allowed {allowed:.0e})"
+            )
+
+
+def _logits_of_chain(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> torch.Tensor:
+    """Run a chain of threads; logits of the last token (vocab_size,), float32."""
+    cut = Partition.even(len(ids), min(3, len(ids)))
+    ranks = run_local(
+        cut.size, lambda rank: prefill_rolling_chain(loaded, ids, rolling, cut, rank).logits, loaded.device
+    )
+    logits = ranks[-1]
+    assert logits is not None
+    return logits

@@ -117,7 +117,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         partial(choose_chain_size, spec, ranks),
         partial(_check_table, spec, ranks),
         partial(_check_kernels, spec),
-        partial(check_cache, spec, ranks),
+        partial(check_cache, spec),
         partial(check_streaming, spec, ranks),
         partial(_check_compress, spec),
         partial(_check_decode, spec, ranks),

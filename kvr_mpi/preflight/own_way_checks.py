@@ -8,13 +8,8 @@ from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec
 
 
-def check_cache(spec: JobSpec, ranks: int) -> None:
+def check_cache(spec: JobSpec) -> None:
     """Refuse a rolling cache beside what it would be ignored by, or would make wrong.
-
-    Parameters
-    ----------
-    ranks : int
-        Of the whole job.
 
     Raises
     ------
@@ -27,12 +22,12 @@ def check_cache(spec: JobSpec, ranks: int) -> None:
     wrong = {
         f"parallel.strategy = {parallel.strategy!r}": (
             parallel.strategy in ("single", "ring"),
-            "it has another cache; choose 'kvr', and parallel.ranks_per_chain = 1",
+            "it has another cache; choose 'kvr'",
         ),
-        f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r} with {ranks} rank(s)": (
-            parallel.planned or (ranks > 1 and parallel.ranks_per_chain != 1),
-            "a step goes through all layers before the next one, so that the ranks of a chain would compute one after "
-            "the other; set parallel.ranks_per_chain = 1: each rank takes documents of its own",
+        "parallel.partition = 'table'": (
+            parallel.partition == "table",
+            "tables are of chains that hold whole prompts, each rank one slice of them; choose 'even', 'ratio' or "
+            "'equal_time'",
         ),
         f"parallel.chunk_tokens = {parallel.chunk_tokens}": (
             parallel.chunk_tokens != "auto",

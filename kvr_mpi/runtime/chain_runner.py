@@ -24,7 +24,7 @@ from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.requests.document_request import PromptRequest
 from kvr_mpi.requests.shared_document import SharedDocument, why_not_shared
-from kvr_mpi.runtime.own_ways import has_own_way, prefill_own_way
+from kvr_mpi.runtime.own_ways import goes_own_way, prefill_own_way, prefill_rolling_over
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.schedule.partitioner import Partitioner
 from kvr_mpi.schedule.strategy_choice import Choice, choose_strategies
@@ -103,6 +103,9 @@ class ChainRunner:
         if self._is_stored(prefix):
             partition = share_out_stored(known, prompt.tokens, self.chain.size)
             return PlannedPrompt(prompt, prefix, decode_rank, KVR, partition, new_tokens)
+        if (rolling := self._setup.rolling) is not None:
+            partition = self._partitioner.share_out(prompt.tokens, decode_rank, rolling.cache_tokens)
+            return PlannedPrompt(prompt, None, decode_rank, KVR, partition, new_tokens)
         strategy = self._choose_strategy(prompt.tokens, known, new_tokens)
         partition = self._cut(strategy, prompt.tokens, known, decode_rank)
         if window is not None:
@@ -141,15 +144,9 @@ class ChainRunner:
         """Make a prompt's plan of what the chain's first rank tells of it."""
         partition = None if bounds is None else Partition(tuple(bounds))
         prefix, new_tokens = self._prefix_of(request), request.document.new_tokens
+        way = STRATEGIES[strategy]
         return PlannedPrompt(
-            request.prompt,
-            prefix,
-            decode_rank,
-            STRATEGIES[strategy],
-            partition,
-            new_tokens,
-            shared_tokens,
-            chunk_tokens,
+            request.prompt, prefix, decode_rank, way, partition, new_tokens, shared_tokens, chunk_tokens
         )
 
     def why_too_large(self, plan: PlannedPrompt) -> str | None:
@@ -184,6 +181,8 @@ class ChainRunner:
         own += footprint.activation_bytes(max(PACK_TOKENS, plan.row_tokens if self.in_passes else 0))
         if self._is_stored(plan.prefix):
             needs = [plan.share_bytes(footprint)] * self.chain.size
+        elif self._setup.rolling is not None and plan.partition is not None:
+            needs = [footprint.rolling_bytes(self._setup.rolling)] * self.chain.size
         elif plan.partition is None or self.goes_on(plan):
             needs = [0] * self.chain.size
             needs[plan.decode_rank] = own + self._setup.kv_bytes(plan.shared_tokens)
@@ -220,6 +219,8 @@ class ChainRunner:
             Takes each layer's of this rank's slice, if ranks store their own.
         """
         assert planned.partition is not None, "it goes alone"
+        if self._setup.rolling is not None:
+            return prefill_rolling_over(self._setup, planned, self.chain, forwarder)
         if self._is_stored(planned.prefix):
             assert planned.prefix is not None
             return prefill_stored(
@@ -280,7 +281,7 @@ class ChainRunner:
 
     def prefill_packed(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
         """Prefill short prompts that begin with the same prefix in one forward, on this rank alone."""
-        if has_own_way(self._setup):
+        if goes_own_way(self._setup):
             return prefill_own_way(self._setup, row)
         windows = [self._setup.window_of(planned.prompt) for planned in row]
         if any(windows):  # prompts that are observed run one by one
@@ -316,7 +317,7 @@ class ChainRunner:
         before_window : int or None
             How many of them stand before those whose queries compression asks for.
         """
-        if has_own_way(self._setup):
+        if self.in_passes or (self._setup.rolling is not None and self.chain.size == 1):
             return True
         if self._strategy.is_plain or self.is_spread:
             return False

@@ -146,7 +146,8 @@ def open_trace(
         return
     left = share_json(world, on_root(world, lambda: wanted.trace_mib * 2**20 - _written_bytes(folder)))
     origin = time.perf_counter()
-    rates = setup.rates[world.rank] if setup.rates else None
+    # By a rolling cache a token attends to fewer than there are before it, and a rank has no one slice.
+    rates = setup.rates[world.rank] if setup.rates and setup.rolling is None else None
     layers = len(setup.loaded.shape.layers)
     header = TraceHeader(
         rank=world.rank,

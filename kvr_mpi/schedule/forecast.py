@@ -85,7 +85,7 @@ class Forecast:
     strategies : what may run a prompt; of several the fastest, as in `registry.fastest`.
     chunk_tokens : of the chunks in which slices are computed; auto: `chunks` says.
     chunks : in which chunks (tokens, ranks) are computed, if they do not fit at once; None if that is unknown.
-    rolling : the cache that prompts go through, each on one rank; None: a whole one.
+    rolling : the cache that prompts go through, one on each rank of a chain; None: a whole one.
     """
 
     source: str
@@ -128,7 +128,7 @@ class Forecast:
     def strategy(self, tokens: int, ranks: int) -> Strategy:
         """Say what runs a prompt on so many ranks; on one rank all that is not plain is a chain of one."""
         known = [one for one in self.strategies if one.is_plain or 1 < ranks * one.stretches <= tokens]
-        if ranks == 1 or not known:
+        if ranks == 1 or not known or self.rolling is not None:
             return self.strategies[0] if self.strategies[0].is_plain else KVR
         if len(known) == 1:
             return known[0]
@@ -140,6 +140,8 @@ class Forecast:
 
     def cut_for(self, strategy: Strategy, tokens: int, ranks: int) -> Partition:
         """Cut a prompt as so many ranks would under a strategy."""
+        if self.rolling is not None:
+            return Partition.even(tokens, ranks)
         if not strategy.has_cuts:
             return strategy.cut_evenly(tokens, ranks)
         if self.cut is not None and ranks > 1:
@@ -150,7 +152,7 @@ class Forecast:
     def ttft_s(self, tokens: int, ranks: int) -> float:
         """Time to the first token of one prompt; one shorter than the chain is done by its last rank."""
         if self.rolling is not None:
-            return self._rolling_s(tokens, self.rolling)
+            return self._rolling_s(tokens, self.rolling, ranks if ranks <= tokens else 1)
         if 1 < ranks <= tokens:
             strategy = self.strategy(tokens, ranks)
             return strategy.seconds(self.costs_for(tokens, ranks), self.cut_for(strategy, tokens, ranks))
@@ -160,13 +162,23 @@ class Forecast:
         saved_s = 0.0 if costs.eager or self.plain else costs.pair_s * tokens**2 / 2
         return max(whole_s - saved_s, costs.layers * costs.launch_floor_s)
 
-    def _rolling_s(self, tokens: int, rolling: Rolling) -> float:
-        """Time of the steps of a rolling cache: each reads all weights, and attends to what is held."""
-        costs, steps, held = self.costs, math.ceil(tokens / rolling.step_tokens), min(tokens, rolling.cache_tokens)
-        pairs = held * (tokens - held / 2)
+    def _rolling_s(self, tokens: int, rolling: Rolling, ranks: int) -> float:
+        """Time of the steps of a rolling cache: each reads all weights, and attends to what is held.
+
+        On a chain each rank computes its share of them, and is handed those of the tokens held that are of others while
+        it computes the layer before; each rank begins one transfer after the rank before it.
+        """
+        costs, held, own = self.costs, min(tokens, rolling.cache_tokens), tokens / ranks
+        steps, pairs = math.ceil(own / rolling.step_tokens), held * (tokens - held / 2) / ranks
         token_s = costs.qkv_token_s + costs.rest_token_s
-        computed_s = costs.layers * (tokens * token_s + pairs * costs.pair_s) + steps * costs.head_s
-        return max(computed_s, steps * self.step_s)
+        computed_s = costs.layers * (own * token_s + pairs * costs.pair_s) + steps * costs.head_s
+        stretch = min(own, rolling.step_tokens)
+
+        def transfer_s(handed: float) -> float:
+            return costs.link_latency_s + handed * costs.kv_bytes / costs.link_bytes_per_s
+
+        handed_s = steps * costs.layers * transfer_s(min(held, (ranks - 1) * stretch)) if ranks > 1 else 0.0
+        return max(computed_s, steps * self.step_s, handed_s) + (ranks - 1) * transfer_s(stretch)
 
     def parts(self, tokens: int) -> list[int]:
         """Tokens of a document's prompts: one, or those of its parts and then the one about their answers."""
@@ -205,8 +217,6 @@ class Forecast:
 
     def fits(self, tokens: int, ranks: int) -> bool:
         """Whether the ranks of a chain can run a document, and have the memory; yes where that is unknown."""
-        if self.rolling is not None and ranks > 1:
-            return False
         needed = self.memory(tokens, ranks) if tokens and self.memory_bytes is not None else None
         return needed is None or self.memory_bytes is None or needed <= self.memory_bytes
 

@@ -91,7 +91,7 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
             "reads, how long that takes, and for how many tokens, before its first document"
         )
     check_system(spec.prompt.system)
-    check_cache(spec, ranks)
+    check_cache(spec)
     source = spec.model
     outline = load_outline(
         source.path,

@@ -33,7 +33,7 @@ from kvr_mpi.model.stage import Stage, alone
 from kvr_mpi.model.tensor_parallel import twin_bytes
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
-from kvr_mpi.prefill.registry import AUTO, Strategy, candidates, check_takes_chunks
+from kvr_mpi.prefill.registry import AUTO, KVR, Strategy, candidates, check_takes_chunks
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.preflight.decode_checks import why_not_combined
@@ -96,7 +96,7 @@ def prepare(
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, say))
     compression = together(world, partial(_open_compression, spec, loaded))
     strategies, left_out = check_together(partial(_check_strategies, spec, loaded))
-    rolling = together(world, partial(_open_rolling, spec, loaded, say))
+    rolling = together(world, partial(_open_rolling, spec, loaded, chain, say))
     why_alone = None if plain else check_together(partial(_why_alone, loaded, rolling))
     for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression, why_alone)):
         say(line)
@@ -111,7 +111,7 @@ def prepare(
     arena = check_together(partial(open_arena, spec, loaded, free_bytes[ranks.lane.rank], say, is_packed=is_packed))
     costs = costs_of(loaded, world, say) if _needs_costs(spec, world, chain, strategies, sharing) else None
     rates = rates_of(spec, loaded, ranks.lane, chain, costs, say)
-    if rates:
+    if rates and rolling is None:
         mine = rates if spec.parallel.planned else rates[ranks.lane.rank - chain.rank :][: chain.size]
         say(describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
     return JobSetup(
@@ -256,7 +256,8 @@ def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -
 
 def _check_strategies(spec: JobSpec, loaded: LoadedModel) -> tuple[tuple[Strategy, ...], list[str]]:
     """Make sure that the model runs as asked for; where that is left open, say what it cannot run, and why."""
-    asked, fitting, left_out = spec.parallel.strategy, [], []
+    asked = KVR.name if spec.cache.is_rolling else spec.parallel.strategy  # there is nothing to choose then
+    fitting, left_out = [], []
     for strategy in candidates(asked):
         try:
             strategy.check(loaded)
@@ -307,7 +308,7 @@ def _why_alone(loaded: LoadedModel, rolling: Rolling | None) -> str | None:
     return why_not_packed(loaded) if rolling is None else "rolling caches are not put together in a row yet"
 
 
-def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | None:
+def _open_rolling(spec: JobSpec, loaded: LoadedModel, chain: Transport, say: Say) -> Rolling | None:
     """Make the rolling cache that the job asks for, if it does, and prove that the model runs by it.
 
     Raises
@@ -318,8 +319,11 @@ def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | Non
     rolling = rolling_of(spec.cache)
     try:
         if rolling is not None:
-            prove_rolling(loaded, rolling)
+            has_chains = chain.size > 1 or spec.parallel.planned
+            prove_rolling(loaded, rolling, in_chain=has_chains)
             say(f"prompts go through a {rolling.name}; their memory does not depend on their length")
+            if has_chains:
+                say("the ranks of a chain take turns at a prompt, and are handed the last tokens' keys and values only")
     except ModelError as error:
         raise ConfigError(f"cache.kind = 'rolling' (cache.tokens, cache.approximation): {error}") from error
     return rolling

@@ -1,10 +1,12 @@
 """Prompts through a rolling cache against chunks with a whole one, in turn; and the memory of short and long ones.
 
     python tests/programs/bench_streaming.py --tokens 4096 --memory-tokens 10000 100000
+    mpirun -n 2 python tests/programs/bench_streaming.py
 
 The model has windows of as many tokens as the cache holds, so that both compute the same: the first token's speed is
 compared with that of `chunk_tokens` as long as a step. Memory is the most that a process of its own has held, as the
-system tells it, for each of the lengths.
+system tells it, for each of the lengths. On several ranks the prompt's time on the chain of all is held against one
+rank's, while the others wait.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import argparse
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import transformers as tf
 
+from kvr_mpi.bench.pairs import ratio_of
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.prefill.rolling_chain import prefill_rolling_chain
 from kvr_mpi.prefill.streaming import prefill_rolling
+from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.local import LocalTransport
+from kvr_mpi.transport.mpi import connect
 
+# What is to be reached: of the tokens/s of a whole cache, and over the memory of the shortest prompt.
+LEAST_SPEED, MOST_GROWTH = 0.85, 0.02
 # Of SmolLM2-135M, with fewer layers: what is measured is the same in each.
 SIZES: dict[str, Any] = {
     "vocab_size": 49152,
@@ -60,6 +68,41 @@ def most_bytes(tokens: int, arguments: list[str]) -> int:
     return int(subprocess.run(program, capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
+def in_turn(count: int, first: Callable[[], float], second: Callable[[], float]) -> list[tuple[float, float]]:
+    """Run two ways in pairs, each first by turns, since the machine drifts; seconds of both."""
+    first(), second()  # the first touch of memory
+    pairs = []
+    for number in range(count):
+        order = (first, second) if number % 2 else (second, first)
+        took = {each: each() for each in order}
+        pairs.append((took[first], took[second]))
+    return pairs
+
+
+def over_chain(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling, world: Transport) -> float:
+    """Prefill over all ranks; seconds of the slowest."""
+    world.barrier()
+    even = Partition.even(len(ids), world.size)
+    seconds = prefill_rolling_chain(loaded, ids, rolling, even, world).seconds
+    return float(max(share_json(world, gather_json(world, seconds))))
+
+
+def compare_chain(world: Transport, count: int, alone: Callable[[], float], together: Callable[[], float]) -> None:
+    """Measure and print what a chain takes beside one rank."""
+
+    def by_first() -> float:
+        world.barrier()
+        return float(share_json(world, alone() if world.rank == 0 else 0.0))
+
+    pairs = in_turn(count, by_first, together)
+    ratio = ratio_of([one / chain for one, chain in pairs])
+    if world.rank == 0:
+        print(
+            f"a chain of {world.size} ranks: {ratio.median:.2f} x as fast as one rank ({ratio.low:.2f} to "
+            f"{ratio.high:.2f}, {count} pairs)"
+        )
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -67,7 +110,7 @@ def main() -> None:
     parser.add_argument("--cache", type=int, default=448, help="old tokens that are held")
     parser.add_argument("--step", type=int, default=64, help="new tokens of a step, and of a chunk")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--memory-tokens", type=int, nargs="*", default=[10_000, 100_000])
     parser.add_argument("--only-memory-of", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--json", help="file for the figures")
@@ -78,7 +121,7 @@ def main() -> None:
         prefill_rolling(loaded, loaded.shape.sample_ids(given.only_memory_of), rolling)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return
-    ids, partition = loaded.shape.sample_ids(given.tokens), Partition((0, given.tokens))
+    ids, partition, world = loaded.shape.sample_ids(given.tokens), Partition((0, given.tokens)), connect()
 
     def rolled() -> float:
         return prefill_rolling(loaded, ids, rolling).seconds
@@ -86,25 +129,29 @@ def main() -> None:
     def chunked() -> float:
         return prefill_kvr(loaded, ids, partition, LocalTransport(), chunk_tokens=given.step).seconds
 
-    rolled(), chunked()  # the first touch of memory
-    pairs = []
-    for number in range(given.pairs):  # the machine drifts: whichever is first is so by turns
-        order = (rolled, chunked) if number % 2 else (chunked, rolled)
-        took = {each: each() for each in order}
-        pairs.append((took[rolled], took[chunked]))
-    ratios = [whole / held for held, whole in pairs]
+    if world.size > 1:
+        compare_chain(world, given.pairs, rolled, lambda: over_chain(loaded, ids, rolling, world))
+        return
+    pairs = in_turn(given.pairs, rolled, chunked)
+    speed = ratio_of([whole / held for held, whole in pairs])
+    reached = "within" if speed.low >= LEAST_SPEED else "under" if speed.high < LEAST_SPEED else "not told from"
     print(
-        f"{given.tokens} tokens, {given.cache} + {given.step} held: {statistics.median(ratios):.3f} of the tokens/s of "
-        f"a whole cache in chunks of {given.step} ({min(ratios):.3f} to {max(ratios):.3f}, {given.pairs} pairs)"
+        f"{given.tokens} tokens, {given.cache} + {given.step} held: {speed.median:.3f} of the tokens/s of a whole "
+        f"cache in chunks of {given.step} ({speed.low:.3f} to {speed.high:.3f}, {given.pairs} pairs), {reached} "
+        f"{LEAST_SPEED}"
     )
     sizes = ["--cache", str(given.cache), "--step", str(given.step), "--layers", str(given.layers)]
     memory = {tokens: most_bytes(tokens, sizes) for tokens in given.memory_tokens}
     least = min(memory.values(), default=1)
     for tokens, size in memory.items():
-        print(f"{tokens} tokens: {size / 1e6:.0f} MB at most, {100 * (size / least - 1):.1f} % over the least")
+        flat = "within" if size <= (1 + MOST_GROWTH) * least else "over"
+        print(
+            f"{tokens} tokens: {size / 1e6:.0f} MB at most, {100 * (size / least - 1):.1f} % over the least, "
+            f"{flat} {100 * MOST_GROWTH:g} %"
+        )
     if given.json:
         figures = {"tokens": given.tokens, "cache": given.cache, "step": given.step, "layers": given.layers}
-        Path(given.json).write_text(json.dumps({**figures, "pairs": pairs, "memory_bytes": memory}, indent=1))
+        Path(given.json).write_text(json.dumps({**figures, "pairs_s": pairs, "memory_bytes": memory}, indent=1))
 
 
 if __name__ == "__main__":

@@ -56,6 +56,51 @@ def test_windows_that_fit_are_answered_as_by_the_plain_job(
     assert any(record.parts > 1 for record in held.values()) == in_parts
 
 
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (3, ["parallel.ranks_per_chain=all", "parallel.partition=even"]),
+        pytest.param(
+            4,
+            ["parallel.ranks_per_chain=2", "parallel.partition=ratio", "parallel.ratios=[3,1]"],
+            marks=pytest.mark.long,
+        ),
+        pytest.param(3, ["parallel.ranks_per_chain=auto"], marks=pytest.mark.long),
+        pytest.param(2, ["parallel.ranks_per_chain=all", "parallel.strategy=auto"], marks=pytest.mark.long),
+    ],
+)
+def test_chains_give_the_plain_jobs_answers(
+    run: Any, model_of: Callable[[str], Path], tmp_path: Path, ranks: int, settings: list[str]
+) -> None:
+    model = f"model.path={model_of('mistral-window')}"
+    run("whole", model)
+    held = run("chained", model, *ROLLING, "cache.step_tokens=8", *settings, ranks=ranks)
+    assert answers(tmp_path / "chained") == answers(tmp_path / "whole")
+    chained = [record for record in held.values() if len(record.slices) > 2]
+    assert chained or "parallel.ranks_per_chain=auto" in settings, "what is too short for a chain is one rank's"
+    for record in chained:
+        size = len(record.slices) - 1
+        assert record.cache == f"rolling cache of 40 + 8 tokens (exact) on each of {size} ranks"
+        assert record.slices[-1] == record.prompt_tokens
+
+
+@pytest.mark.long
+def test_chains_by_real_ranks_give_what_one_rank_gives(
+    job: Path, tmp_path: Path, mpirun: Any, run_here: Any, kvr_run: Path
+) -> None:
+    """An approximation: its sinks are handed on, too."""
+    for name, words, launch in (
+        ("alone", ["parallel.ranks_per_chain=1"], lambda words: run_here(1, [job, *words])),
+        ("three", ["parallel.ranks_per_chain=all"], lambda words: mpirun(3, [kvr_run, job, *words])),
+    ):
+        done = launch(with_settings(*APPROXIMATE, "cache.step_tokens=5", f"output.path={tmp_path / name}", *words))
+        assert done.returncode == 0, done.stderr
+    assert answers(tmp_path / "three") == answers(tmp_path / "alone")
+    caches = {record.cache for record in read_run(tmp_path / "three") if len(record.slices) == 4}
+    assert caches == {"rolling cache of 40 + 5 tokens (streaming-llm, 4 sinks) on each of 3 ranks"}
+    assert "take turns at a prompt" in done.stderr
+
+
 def test_an_approximation_is_asked_for_by_name_and_recorded(
     run: Any, job: Path, tmp_path: Path, run_here: Any, run_kvr: Kvr
 ) -> None:
@@ -138,9 +183,7 @@ def test_no_memory_for_a_step_is_one_documents_error(
     [
         (("parallel.strategy=single",), "parallel.strategy = 'single'"),
         (("parallel.strategy=ring",), "parallel.strategy = 'ring'"),
-        (("parallel.ranks_per_chain=2",), "parallel.ranks_per_chain = 2 with 2 rank(s)"),
-        (("parallel.ranks_per_chain=all",), "one after the other"),
-        (("parallel.ranks_per_chain=auto",), "parallel.ranks_per_chain = 'auto'"),
+        (("parallel.partition=table", "parallel.table=x"), "parallel.partition = 'table'"),
         (("parallel.chunk_tokens=32",), "parallel.chunk_tokens = 32"),
         (("compress.method=streaming-llm", "compress.budget=64"), "[compress]"),
         (("decode.mode=head-parallel",), "decode.mode = 'head-parallel'"),
@@ -155,9 +198,9 @@ def test_no_memory_for_a_step_is_one_documents_error(
 )
 def test_what_does_not_go_together_is_said_by_name(job: Path, settings: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_cache(spec_of(job, "parallel.ranks_per_chain=1", *ROLLING, *settings), 2)
+        check_cache(spec_of(job, *ROLLING, *settings))
     assert words in str(caught.value) and "cache.kind = 'rolling'" in str(caught.value)
-    check_cache(spec_of(job, "parallel.ranks_per_chain=1", *settings), 2)
+    check_cache(spec_of(job, *settings))
 
 
 @pytest.mark.parametrize(
@@ -179,12 +222,12 @@ def test_settings_that_make_no_sense(job: Path, settings: tuple[str, ...], words
 
 
 def test_plans_know_that_memory_does_not_grow(job: Path, model_of: Callable[[str], Path]) -> None:
-    settings = with_settings(f"model.path={model_of('mistral-window')}", "parallel.ranks_per_chain=1")
-    command = [str(job), "--ranks", "4", "--hardware", "h200", *settings]
+    settings = with_settings(f"model.path={model_of('mistral-window')}")
+    command = [str(job), "--ranks", "1", "--hardware", "h200", *settings]
 
-    def plan(*more: str) -> Any:
-        found = CliRunner().invoke(plan_command, [*command, "--json", *with_settings(*more)], catch_exceptions=False)
-        return json.loads(found.stdout)
+    def plan(*more: str, ranks: int = 1) -> Any:
+        words = [*command, "--ranks", str(ranks), "--json", *with_settings(*more)]
+        return json.loads(CliRunner().invoke(plan_command, words, catch_exceptions=False).stdout)
 
     whole, held = plan(), plan(*ROLLING)
     assert held["cache"] == "rolling cache of 40 + 16 tokens (exact)" and whole["cache"] == "whole"
@@ -194,7 +237,10 @@ def test_plans_know_that_memory_does_not_grow(job: Path, model_of: Callable[[str
     by_length = sorted(held["documents"], key=lambda document: document["tokens"])
     times = [document["ttft_s"] for document in by_length]
     assert times == sorted(times) and times[-1] > 3 * times[0] > 0, "a step for every so many tokens"
+    chained = plan(*ROLLING, "cache.step_tokens=4", ranks=4)["documents"]
+    assert max(document["ranks"] for document in chained) > 1
+    assert all(document["slices"][-1] == document["tokens"] for document in chained)
     shown = CliRunner().invoke(plan_command, [*command, *with_settings(*ROLLING)], catch_exceptions=False).stdout
-    assert "cache      rolling cache of 40 + 16 tokens (exact), each document on one rank" in shown
+    assert "cache      rolling cache of 40 + 16 tokens (exact), on each rank of a chain" in shown
     refused = CliRunner().invoke(plan_command, [*command, *with_settings(*ROLLING, "cache.tokens=14")])
     assert "sees a window of 16 tokens" in str(refused.exception)
