@@ -211,7 +211,7 @@ class QuestionsSection(Section):
         "auto", description="load what is stored: auto where that is faster than to prefill again"
     )
     sharded: bool = Field(
-        False, description="every rank of a chain loads its share of a document: for what no rank has room for"
+        False, description="every rank of a chain loads its share of a document, once: for what no rank has room for"
     )
 
 

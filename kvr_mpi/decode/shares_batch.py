@@ -17,6 +17,7 @@ from kvr_mpi.decode.batch import MAX_SEQUENCES, Finished
 from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.errors import ConfigError
+from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.kv.shares import Share, SharesCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
@@ -88,6 +89,13 @@ class SharesBatch(Generic[K]):
     def keys(self) -> list[K]:
         """Keys of the prompts that `step` has not handed out yet."""
         return [key for key, *_ in self._running] + [one.key for one in self._finished]
+
+    def held_bytes(self, document: DocumentShare | None = None) -> int:
+        """Memory that this rank's shares take, with a document that is held besides; each document counts once."""
+        shares = [share for _, _, share, _ in self._running]
+        shares += [one.prefill.share for one in self._finished if one.prefill.share is not None]
+        documents = {share.document for share in shares} | {document}
+        return sum(share.bytes for share in shares) + sum(one.bytes for one in documents if one is not None)
 
     @torch.inference_mode()
     def add(

@@ -60,6 +60,10 @@ class PartialAttention:
         """Put the queries of another part after these."""
         return PartialAttention(torch.cat([self.out, after.out], dim=2), torch.cat([self.lse, after.lse], dim=2))
 
+    def cut(self, first: int, last: int) -> PartialAttention:
+        """Give the part of some of the queries, as views."""
+        return PartialAttention(self.out[:, :, first:last], self.lse[:, :, first:last])
+
     def merge_after(self, at: int, other: PartialAttention) -> None:
         """Join the queries from `at` on with their attention over other keys, in place."""
         after = PartialAttention(self.out[:, :, at:], self.lse[:, :, at:])

@@ -54,4 +54,8 @@ class LoadedLayers(Sequence["torch.Tensor | None"]):
         first, last = at - LAYERS_KEPT, at + LAYERS_AHEAD
         for layer in [layer for layer in self._layers if not first <= layer <= last]:
             self._layers.pop(layer).cancel()
-        return self._layers[at].result()
+        try:
+            return self._layers[at].result()
+        except BaseException:
+            del self._layers[at]  # whoever asks again may have more luck: with memory, for one
+            raise

@@ -3,7 +3,8 @@
 Every rank holds a *share* of a prompt: of every layer the keys and values of some tokens. All ranks run the model on
 the same new tokens; in each layer a rank attends to its own share, and what all found is merged by log-sum-exp
 (``attention``). So no rank ever holds a whole prompt, and every rank ends with the same output, to the bit. New tokens
-go to the last share.
+go to the last share. Prompts that go on from one stored document share its rows (``document_share``), to which each
+rank attends once for all of them.
 
 Of a layer with a window or chunks the last share has all that is seen, and the others nothing to add.
 """
@@ -12,37 +13,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
 
-from kvr_mpi.errors import DataError
 from kvr_mpi.kv.attention import PartialAttention, attend, gather_parts, merge_gathered
+from kvr_mpi.kv.document_share import DocumentShare, ShareBounds, ShareLayer
 from kvr_mpi.kv.layer import SliceLayer, attend_ranges
 from kvr_mpi.kv.layout import UniformLayout
-from kvr_mpi.kv.loading import LoadedLayers
-from kvr_mpi.kv.prefix import ReadRows
 from kvr_mpi.kv.row import RowCache, RowLayer
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.transport import Transport
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ShareLayer:
-    """One layer's keys and values of the tokens from `first` on."""
-
-    layout: UniformLayout
-    first: int
-
-    def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a range of tokens, by their positions, as views (1, kv_heads, tokens, head_dim)."""
-        return self.layout.rows(first - self.first, last - self.first)
-
-    def write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put in keys and values (1, kv_heads, tokens, head_dim) from a position on."""
-        self.layout.write(first - self.first, keys, values)
 
 
 class Share:
@@ -57,17 +40,13 @@ class Share:
         Of the whole prompt, or of what is held of it.
     reserve_tokens : int
         Room for tokens after the prompt, in the last share.
-
-    read : callable or None
-        Reads what is stored of it, when a layer is first come to (see `SharedPrefix`). What cannot be read does not
-        stop this rank, since the others would wait for it.
+    document : DocumentShare or None
+        What it goes on from, whose rows are not its own: see `after`.
 
     Attributes
     ----------
     length : int
         Tokens that all ranks together hold.
-    failure : str or None
-        Why something could not be read: what is computed has no meaning.
     """
 
     def __init__(
@@ -78,20 +57,32 @@ class Share:
         prompt_tokens: int,
         *,
         reserve_tokens: int = 0,
-        read: ReadRows | None = None,
+        document: DocumentShare | None = None,
     ) -> None:
-        self.start, self.stop, self.length = start, stop, prompt_tokens
+        self.start, self.stop, self.length, self.document = start, stop, prompt_tokens, document
         self.is_last = stop == prompt_tokens
         self.reserve_tokens = reserve_tokens if self.is_last else 0
         self.dtype, self.device = loaded.dtype, loaded.device
         self.layers: list[ShareLayer | None] = [None] * len(loaded.shape.layers)
-        self.failure: str | None = None
         self._shapes = loaded.shape.layers
-        self._loading = None if read is None else self._load(read)
+
+    @classmethod
+    def after(cls, loaded: LoadedModel, document: DocumentShare, reserve_tokens: int) -> Share:
+        """Make the share of a prompt that goes on from a stored document, of which the last rank holds what follows.
+
+        Parameters
+        ----------
+        reserve_tokens : int
+            Room for all that follows.
+        """
+        bounds = document.bounds
+        if document.tokens + reserve_tokens > bounds.longest:
+            raise ValueError(f"{reserve_tokens} tokens after {document.tokens} of a document held for {bounds.longest}")
+        return cls(loaded, bounds.start, bounds.stop, document.tokens, reserve_tokens=reserve_tokens, document=document)
 
     @property
     def bytes(self) -> int:
-        """Memory it takes."""
+        """Memory it takes, without the document's."""
         return sum(layer.layout.buffer.nbytes for layer in self.layers if layer is not None)
 
     @property
@@ -104,45 +95,48 @@ class Share:
         """Most tokens there may be, all ranks' together; only the last share knows."""
         return self.stop + self.reserve_tokens
 
+    @property
+    def own_start(self) -> int:
+        """Position of the first token whose keys and values are this share's own."""
+        return self.start if self.document is None else self.document.tokens
+
     def add_layer(self, layer_idx: int, shape: LayerShape) -> ShareLayer:
         """Make room for a layer; what is in it is not defined."""
-        first = self._first(shape)
+        bounds = ShareBounds(self.own_start, self.stop, self.is_last, self.capacity)
+        first = self.own_start if self.document is not None else bounds.first_row(shape.visibility)
         rows = self.stop + self.reserve_tokens - first
         buffer = torch.empty(rows, shape.elements, dtype=self.dtype, device=self.device)
         layer = self.layers[layer_idx] = ShareLayer(UniformLayout(buffer, shape), first)
         return layer
 
-    def load(self, layer_idx: int) -> None:
-        """Make sure that a layer is here; those after it are read meanwhile."""
-        if self.layers[layer_idx] is not None or self._loading is None:
-            return
-        layer = self.add_layer(layer_idx, self._shapes[layer_idx])
-        try:
-            rows = None if self.failure else self._loading[layer_idx]
-        except DataError as error:
-            self.failure = str(error)
-        else:
-            if rows is not None:
-                layer.layout.buffer[: len(rows)].copy_(rows)
+    def prepare(self, layer_idx: int) -> ShareLayer | None:
+        """Make sure that a layer of the document is here, and room for what follows it; returns the share's own."""
+        if self.document is not None:
+            self.document.load(layer_idx)
+            if self.is_last and self.layers[layer_idx] is None and self._shapes[layer_idx].elements:
+                self.add_layer(layer_idx, self._shapes[layer_idx])
+        return self.layers[layer_idx]
 
-    def end_loading(self) -> None:
-        """Let go of the file; all layers are here."""
-        self._loading = None
+    def pieces(self, layer_idx: int, first: int, last: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of a range of tokens that are here, as views: of the document, and of what follows it."""
+        layer, cut = self.layers[layer_idx], first if self.document is None else self.document.tokens
+        if cut <= first:
+            assert layer is not None, "it is held here"
+            return [layer.rows(first, last)]
+        rows = None if self.document is None else self.document.layers[layer_idx]
+        assert rows is not None, "it is of the document"
+        if last <= cut:
+            return [rows.rows(first, last)]
+        assert layer is not None, "it follows the document here"
+        return [rows.rows(first, cut), layer.rows(cut, last)]
 
-    def _load(self, read: ReadRows) -> LoadedLayers:
-        return LoadedLayers(
-            len(self._shapes), lambda number: read(number, self._first(self._shapes[number]), self.stop)
-        )
-
-    def _first(self, shape: LayerShape) -> int:
-        """Position of the first token that is held of a layer.
-
-        If its later tokens do not see all, the last share has what they see, since no other has anything to add.
-        """
-        seen = shape.visibility
-        if not self.is_last or seen.sees_all(self.capacity):
-            return self.start
-        return min(self.start, seen.first_key(self.stop))
+    def rows(self, layer_idx: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a range of tokens that are here (1, kv_heads, tokens, head_dim); copied if in pieces."""
+        pieces = self.pieces(layer_idx, first, last)
+        if len(pieces) == 1:
+            return pieces[0]
+        keys, values = (torch.cat(each, 2) for each in zip(*pieces, strict=True))
+        return keys, values
 
     def take(self, layer: SliceLayer) -> None:
         """Copy this rank's part out of a layer whose attention is over."""
@@ -154,6 +148,8 @@ class Share:
 
     def lay_by_heads(self) -> None:
         """Let a CPU attend faster, once the share is complete."""
+        if self.document is not None:
+            self.document.lay_by_heads()
         for layer in self.layers:
             if layer is not None:
                 layer.layout.lay_by_heads(self.held_until - layer.first)
@@ -163,6 +159,7 @@ class Share:
         layer = self.layers[layer_idx]
         if layer is None:
             return None
+        assert self.document is None, "what is asked of a stored document is not stored again"
         keys, values = layer.rows(self.start, self.held_until)
         return keys[0].transpose(0, 1), values[0].transpose(0, 1)
 
@@ -180,8 +177,7 @@ class SharedLayer(RowLayer):
         cache = self.cache
         cache.enter(self)
         for share, (first, last) in zip(cache.shares, cache.bounds, strict=True):
-            share.load(self.layer_idx)
-            layer = share.layers[self.layer_idx]
+            layer = share.prepare(self.layer_idx)
             if share.is_last and layer is not None:
                 layer.write(share.length, key_states[:, :, first:last], value_states[:, :, first:last])
         return key_states, value_states
@@ -197,12 +193,14 @@ class SharedLayer(RowLayer):
             (1, heads, tokens, value_dim) in the query's dtype, the same on every rank.
         """
         cache, self.attended = self.cache, True
-        is_one = len(cache.shares) == 1  # of one prompt a single token's heads may come folded, and stay so
+        # What a window or chunk lets a prompt see of a document is its own affair.
+        groups = cache.groups if self.shape.visibility.size is None else cache.apart
         parts = []
-        for share, (first, last) in zip(cache.shares, cache.bounds, strict=True):
-            some = query if is_one else query[:, :, first:last]
-            part = self._attend_share(share, some, last - first, params)
-            parts.append(_nothing(some, self.shape) if part is None else part)
+        for numbers in groups:
+            first, last = cache.bounds[numbers[0]][0], cache.bounds[numbers[-1]][1]
+            # Of one prompt a single token's heads may come folded, and stay so.
+            some = query if len(cache.shares) == 1 else query[:, :, first:last]
+            parts += self._attend_group(numbers, some, params)
         whole = PartialAttention(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
         gathered = gather_parts(whole, cache.chain)
         self.is_gathered = True
@@ -214,20 +212,50 @@ class SharedLayer(RowLayer):
             queries = torch.empty(1, heads, self.cache.bounds[-1][1], 0, device=self.cache.shares[0].device)
             gather_parts(_nothing(queries, self.shape), self.cache.chain)
 
-    def _attend_share(
+    def _attend_group(self, numbers: range, query: torch.Tensor, params: AttentionParams) -> list[PartialAttention]:
+        """Attend from the new tokens of prompts that go on from one document; its rows are read once for all."""
+        cache, found = self.cache, []
+        before = self._attend_document(numbers, query, params)
+        for number in numbers:
+            first, last = (edge - cache.bounds[numbers[0]][0] for edge in cache.bounds[number])
+            # Of a prompt alone the heads may be folded.
+            some = query if len(numbers) == 1 else query[:, :, first:last]
+            part = self._attend_own(cache.shares[number], some, last - first, params)
+            if before is not None:
+                of_document = before if len(numbers) == 1 else before.cut(first, last)
+                part = of_document if part is None else part.merge(of_document)
+            found.append(_nothing(some, self.shape) if part is None else part)
+        return found
+
+    def _attend_document(self, numbers: range, query: torch.Tensor, params: AttentionParams) -> PartialAttention | None:
+        """Attend to what this rank has of a stored document; None if all of that is seen to elsewhere."""
+        share, (first, last) = self.cache.shares[numbers[0]], self.cache.bounds[numbers[0]]
+        if share.document is None or not self.shape.visibility.sees_all(share.length + last - first):
+            return None
+        rows, bounds = share.document.layers[self.layer_idx], share.document.bounds
+        assert rows is not None, "it was loaded before the first tokens came"
+        return attend(query, *rows.rows(bounds.start, bounds.stop), params) if bounds.start < bounds.stop else None
+
+    def _attend_own(
         self, share: Share, query: torch.Tensor, fresh: int, params: AttentionParams
     ) -> PartialAttention | None:
-        """Attend from a prompt's new tokens to what this rank has of those before; None if they see nothing of it."""
-        layer, before, seen = share.layers[self.layer_idx], share.length, self.shape.visibility
-        assert layer is not None
+        """Attend from a prompt's new tokens to what this rank has of those before, but for a document that all see.
+
+        None if they see nothing of it.
+        """
+        before, seen, idx = share.length, self.shape.visibility, self.layer_idx
         if not seen.sees_all(before + fresh):
-            return attend_ranges(query, [(before, before + fresh)], layer.rows, seen, params) if share.is_last else None
-        stop = before if share.is_last else share.stop
+            if not share.is_last:
+                return None
+            if fresh == 1:
+                return _attend_pieces(query, share.pieces(idx, seen.first_key(before), before + 1), params)
+            return attend_ranges(query, [(before, before + fresh)], partial(share.rows, idx), seen, params)
+        start, stop = share.own_start, before if share.is_last else share.stop
         if share.is_last and fresh == 1:
-            return attend(query, *layer.rows(share.start, stop + 1), params)
-        part = attend(query, *layer.rows(share.start, stop), params) if share.start < stop else None
+            return attend(query, *share.rows(idx, start, stop + 1), params)
+        part = attend(query, *share.rows(idx, start, stop), params) if start < stop else None
         if share.is_last:
-            own = attend(query, *layer.rows(before, before + fresh), params, causal=True)
+            own = attend(query, *share.rows(idx, before, before + fresh), params, causal=True)
             part = own if part is None else own.merge(part)
         return part
 
@@ -255,6 +283,7 @@ class SharesCache(RowCache):
         self._heads = loaded.model.config.get_text_config().num_attention_heads
         stops = list(itertools.accumulate(tokens))
         self.bounds = list(zip([0, *stops], stops, strict=False))
+        self.groups, self.apart = _same_document(shares), [range(at, at + 1) for at in range(len(shares))]
         for share, count in zip(shares, tokens, strict=True):
             if share.is_last and share.length + count > share.capacity:
                 raise ValueError(f"a share with room for {share.capacity} tokens is full; reserve room for more")
@@ -286,6 +315,23 @@ class SharesCache(RowCache):
         """Count the new tokens in, when they have gone through all layers."""
         for share, (first, last) in zip(self.shares, self.bounds, strict=True):
             share.length += last - first
+
+
+def _attend_pieces(
+    query: torch.Tensor, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], params: AttentionParams
+) -> PartialAttention:
+    """Attend to keys and values that lie in several pieces, one at least."""
+    first, *others = (attend(query, keys, values, params) for keys, values in pieces)
+    return reduce(PartialAttention.merge, others, first)
+
+
+def _same_document(shares: Sequence[Share]) -> list[range]:
+    """Group the shares, by number, that lie next to each other and go on from one document."""
+    edges = [0]
+    for at, (one, other) in enumerate(itertools.pairwise(shares), 1):
+        if one.document is None or one.document is not other.document:
+            edges.append(at)
+    return [range(*bounds) for bounds in itertools.pairwise([*edges, len(shares)])]
 
 
 def _nothing(query: torch.Tensor, shape: LayerShape) -> PartialAttention:

@@ -1,4 +1,4 @@
-"""A prompt whose beginning is stored, over a chain that holds it together: each rank loads a share, all run the rest.
+"""Prompts whose beginning is stored, over a chain that holds it together: each rank loads a share, all run the rest.
 
 No rank ever holds more than its share (``kv.shares``), so that a document larger than a rank's memory can be asked.
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.kv.shares import Share, SharesCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import UNREADABLE, Prefill, wait_for_compute
-from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.gather import all_gather
 
@@ -64,64 +64,106 @@ def run_shares(
     return None, f"rank {', '.join(map(str, failed))} of its chain ran out of memory{f' ({why})' if why else ''}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What became of prompts in a row.
+
+    shares : this rank's of each.
+    logits : of each (prompts, vocab_size), the same on every rank.
+    error : why there are none; the same on every rank, but for what only this one knows.
+    is_short : memory ran out, and may do for some of them.
+    """
+
+    shares: Sequence[Share] = ()
+    logits: torch.Tensor | None = None
+    error: str | None = None
+    is_short: bool = False
+
+
 @torch.inference_mode()
 def prefill_stored(
     loaded: LoadedModel,
-    ids: Sequence[int],
-    prefix: SharedPrefix,
-    partition: Partition,
+    prompts: Sequence[Sequence[int]],
+    document: DocumentShare,
     chain: Transport,
     *,
-    reserve_tokens: int,
+    reserve_tokens: Sequence[int],
     last: int,
-) -> Prefill:
-    """Run what follows a stored beginning; every rank of the chain calls this.
+) -> list[Prefill]:
+    """Run what follows a stored document in some prompts, in one row; every rank of the chain calls this.
+
+    If a rank has no memory for all of them they are run in halves.
 
     Parameters
     ----------
-    ids : sequence of int
-        The whole prompt.
-    prefix : SharedPrefix
-        Its beginning, with `read`.
-    partition : Partition
-        Of `share_out_stored`.
-    reserve_tokens : int
-        Room for tokens to be decoded, in the last share.
+    prompts : sequence of sequences of int
+        Whole prompts, at least one, each of which begins with the document and goes on.
+    document : DocumentShare
+        This rank's; layers that have not been read are.
+    reserve_tokens : sequence of int
+        Room for tokens to be decoded after each, in the last share.
     last : int
         The rank that has the last share, and ends with the logits.
 
     Returns
     -------
-    Prefill
-        With this rank's share; on all ranks with `error` instead, if some rank could not read its own, or had no
-        memory.
+    list of Prefill
+        With this rank's share of each; on all ranks with `error` instead, if some rank could not read its own, or had
+        no memory for a prompt by itself. Every one took as long as all of its row.
     """
-    assert prefix.read is not None, "it is stored"
-    prefix.check(ids)
-    began, known = time.perf_counter(), prefix.tokens
-    rotation = Rotation.bringing(chain.size, chain.size - 1, last)
-    place = rotation.place_of(chain.rank)
-    start, stop = partition.start(place), min(partition.stop(place), known)
-    room = len(ids) - known + reserve_tokens
-    share = Share(loaded, start, stop, known, reserve_tokens=room, read=prefix.read)
-    cache = SharesCache(loaded, [share], [len(ids) - known], chain)
-    row = torch.tensor([list(ids[known:])], device=loaded.device)
-    logits, short = run_shares(loaded, row, cache)
-    cache.lengthen()
-    share.end_loading()
+    began = time.perf_counter()
+    for ids in prompts:
+        document.prefix.check(ids)
+    row = _run_row(loaded, prompts, document, chain, reserve_tokens)
+    if row.is_short and len(prompts) > 1:
+        half = len(prompts) // 2
+        return [
+            prefill
+            for some in (slice(None, half), slice(half, None))
+            for prefill in prefill_stored(
+                loaded, prompts[some], document, chain, reserve_tokens=reserve_tokens[some], last=last
+            )
+        ]
+    seconds, logits = time.perf_counter() - began, row.logits if chain.rank == last else None
+    return [
+        Prefill(
+            share_out_stored(document.tokens, len(ids), chain.size),
+            None,
+            None if logits is None else logits[number].clone(),
+            seconds,
+            last=last,
+            error=row.error,
+            known_tokens=document.tokens,
+            share=row.shares[number] if row.shares else None,
+            began_s=began,
+        )
+        for number, ids in enumerate(prompts)
+    ]
+
+
+def _run_row(
+    loaded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    document: DocumentShare,
+    chain: Transport,
+    reserve_tokens: Sequence[int],
+) -> _Row:
+    """Run what follows the document in all prompts at once; what failed is gone when this returns."""
+    known = document.tokens
+    fresh = [len(ids) - known for ids in prompts]
+    pairs = zip(fresh, reserve_tokens, strict=True)
+    shares = [Share.after(loaded, document, tokens + reserve) for tokens, reserve in pairs]
+    cache = SharesCache(loaded, shares, fresh, chain)
+    row = torch.tensor([[token for ids in prompts for token in ids[known:]]], device=loaded.device)
+    ends = torch.tensor([stop - 1 for _, stop in cache.bounds], device=loaded.device)
+    logits, short = run_shares(loaded, row, cache, ends)
     wait_for_compute(loaded.device)
-    failures: list[str | None] = share_json(chain, gather_json(chain, share.failure))
-    failure = next((f"{UNREADABLE}: {one}" for one in failures if one is not None), None)
-    if failure is None and short is not None:
-        failure = f"a question of {len(ids) - known} tokens about a stored document: {short}"
-    return Prefill(
-        partition,
-        None,
-        logits[0] if logits is not None and chain.rank == last and failure is None else None,
-        time.perf_counter() - began,
-        last=last,
-        error=failure,
-        known_tokens=known,
-        share=None if failure is not None else share,
-        began_s=began,
-    )
+    failures: list[str | None] = share_json(chain, gather_json(chain, document.failure))
+    if (failure := next((one for one in failures if one is not None), None)) is not None:
+        document.give_up(failure)
+        return _Row(error=f"{UNREADABLE}: {failure}")
+    if short is not None:
+        return _Row(error=f"a question of {fresh[0]} tokens about a stored document: {short}", is_short=True)
+    cache.lengthen()
+    document.end_loading()
+    return _Row(shares, logits)

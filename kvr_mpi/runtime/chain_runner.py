@@ -21,11 +21,11 @@ from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.registry import KVR, STRATEGIES, Strategy, choose_chunks
 from kvr_mpi.prefill.relay import Relay
-from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.requests.document_request import PromptRequest
 from kvr_mpi.requests.shared_document import SharedDocument, why_not_shared
 from kvr_mpi.runtime.own_ways import goes_own_way, prefill_own_way, prefill_rolling_over
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
+from kvr_mpi.runtime.spread_documents import SpreadDocuments
 from kvr_mpi.schedule.partitioner import Partitioner
 from kvr_mpi.schedule.strategy_choice import Choice, choose_strategies
 from kvr_mpi.setup.job_setup import JobSetup
@@ -69,6 +69,7 @@ class ChainRunner:
         self._choices = self._choose(ranks, say) if chain.size > 1 and len(setup.strategies) > 1 else {}
         self._shares_nothing = why_not_shared(self._spec, self._loaded.model) is not None
         self._shared: SharedDocument | None = None
+        self.documents = SpreadDocuments(setup, chain)
         self._chosen: dict[tuple[int, int, int], Strategy] = {}
 
     @property
@@ -100,9 +101,8 @@ class ChainRunner:
         is_compressed = prefix is not None and prefix.heads is not None  # one rank has what each head kept
         if is_compressed or self._goes_alone(prompt.tokens - known, None if window is None else window[0] - known):
             return PlannedPrompt(prompt, prefix, decode_rank, KVR, None, new_tokens)
-        if self._is_stored(prefix):
-            partition = share_out_stored(known, prompt.tokens, self.chain.size)
-            return PlannedPrompt(prompt, prefix, decode_rank, KVR, partition, new_tokens)
+        if prefix is not None and self.documents.is_about(prefix):
+            return self.documents.plan(prompt, prefix, decode_rank, new_tokens)
         if (rolling := self._setup.rolling) is not None:
             partition = self._partitioner.share_out(prompt.tokens, decode_rank, rolling.cache_tokens)
             return PlannedPrompt(prompt, None, decode_rank, KVR, partition, new_tokens)
@@ -130,7 +130,14 @@ class ChainRunner:
     def pinned_rank(self, request: PromptRequest) -> int | None:
         """Say which rank has what a prompt goes on from."""
         shared, tokens = self._shared, request.document.shared_tokens
-        return shared.decode_rank if shared and shared.ids == request.prompt.ids[:tokens] else None
+        if shared and shared.ids == request.prompt.ids[:tokens]:
+            return shared.decode_rank
+        return self.documents.pinned_rank(request.document.prefix)
+
+    def check_shareable(self, request: PromptRequest) -> None:
+        """Refuse a prompt of which some rank would have nothing (`SpreadDocuments.check_shareable`)."""
+        if self.is_spread:
+            self.documents.check_shareable(request.prompt, self._prefix_of(request))
 
     def planned(
         self,
@@ -157,8 +164,8 @@ class ChainRunner:
             if footprint is None or plan.shared_tokens:  # which is only planned where it fits
                 return None
             free = [min(self._free_bytes)]
-            if self._is_stored(plan.prefix):
-                plan.check_share_fits(footprint, free[0])
+            if self.documents.is_about(plan.prefix):
+                self.documents.check_fits(plan, free[0])
             elif self._setup.rolling is not None:
                 check_rolling_fits(footprint, self._setup.rolling, free[0])
             elif plan.partition is None:
@@ -179,8 +186,8 @@ class ChainRunner:
             return False
         own = self._setup.kv_bytes(plan.prompt.tokens + plan.new_tokens)
         own += footprint.activation_bytes(max(PACK_TOKENS, plan.row_tokens if self.in_passes else 0))
-        if self._is_stored(plan.prefix):
-            needs = [plan.share_bytes(footprint)] * self.chain.size
+        if self.documents.is_about(plan.prefix):
+            needs = self.documents.needs(plan)
         elif self._setup.rolling is not None and plan.partition is not None:
             needs = [footprint.rolling_bytes(self._setup.rolling)] * self.chain.size
         elif plan.partition is None or self.goes_on(plan):
@@ -197,6 +204,15 @@ class ChainRunner:
             not need or need + held + (spare if held else 0) <= free
             for need, held, free in zip(needs, held_bytes, self._free_bytes, strict=True)
         )
+
+    def kept_bytes(self, request: PromptRequest, decode_rank: int) -> list[int]:
+        """Bytes each rank of the chain keeps of a prompt until it is answered."""
+        size, prefix = self.chain.size, request.document.prefix
+        if prefix is not None and self.documents.is_about(prefix):
+            tokens = request.prompt.tokens + request.document.new_tokens
+            return self.documents.kept_bytes(prefix, tokens, decode_rank)
+        whole = self.held_bytes(request)
+        return [-(-whole // size) if self.is_spread else whole * (rank == decode_rank) for rank in range(size)]
 
     def held_bytes(self, request: PromptRequest) -> int:
         """Bytes of a prompt's cache, with room for the answer: on the rank that decodes it, or on all together."""
@@ -221,17 +237,6 @@ class ChainRunner:
         assert planned.partition is not None, "it goes alone"
         if self._setup.rolling is not None:
             return prefill_rolling_over(self._setup, planned, self.chain, forwarder)
-        if self._is_stored(planned.prefix):
-            assert planned.prefix is not None
-            return prefill_stored(
-                self._loaded,
-                planned.prompt.ids,
-                planned.prefix,
-                planned.partition,
-                self.chain,
-                reserve_tokens=planned.new_tokens,
-                last=planned.decode_rank,
-            )
         return planned.strategy.prefill(
             self._loaded,
             planned.prompt.ids,
@@ -280,7 +285,9 @@ class ChainRunner:
         return self._shared is not None and bool(planned.shared_ids) and self._shared.ids == planned.shared_ids
 
     def prefill_packed(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
-        """Prefill short prompts that begin with the same prefix in one forward, on this rank alone."""
+        """Prefill prompts that begin with the same prefix in one forward, short ones on this rank alone."""
+        if self.documents.holds(row[0].prefix):
+            return self.documents.prefill(row)
         if goes_own_way(self._setup):
             return prefill_own_way(self._setup, row)
         windows = [self._setup.window_of(planned.prompt) for planned in row]
@@ -304,10 +311,6 @@ class ChainRunner:
         prefills = prefill_packed(self._loaded, ids, reserve_tokens=reserves, prefix=shared.prefix, arena=arena)
         shared.charge(prefills)
         return prefills
-
-    def _is_stored(self, prefix: SharedPrefix | None) -> bool:
-        """Whether what a prompt begins with is loaded in shares, a rank's by that rank."""
-        return self._spec.questions is not None and self.is_spread and prefix is not None and prefix.read is not None
 
     def _goes_alone(self, tokens: int, before_window: int | None = None) -> bool:
         """Whether so many tokens are too few to be cut: one rank prefills them, packed with others.

@@ -14,6 +14,7 @@ from kvr_mpi.compress.compression import Compression
 from kvr_mpi.decode.batch import DecodeBatch, Finished
 from kvr_mpi.decode.head_parallel_wave import HeadParallelWave
 from kvr_mpi.decode.shares_batch import SharesBatch
+from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.requests.document_request import PromptOutcome, PromptRequest, error_record
@@ -77,10 +78,11 @@ class Decoder:
         """Whether all ranks of the chain decode each rank's prompts, from the end of a wave's prefill on."""
         return self._wave is not None
 
-    def held(self, bytes_of: Callable[[PromptRequest], int]) -> Held:
-        """Say what this rank holds."""
-        size = 1 if self._spread_over is None else self._spread_over.size
-        return Held(self._batch.running, sum(-(-bytes_of(key) // size) for key in self._batch.keys))
+    def held(self, bytes_of: Callable[[PromptRequest], int], document: DocumentShare | None = None) -> Held:
+        """Say what this rank holds, with a stored document that more is to be asked about."""
+        if isinstance(self._batch, SharesBatch):
+            return Held(self._batch.running, self._batch.held_bytes(document))
+        return Held(self._batch.running, sum(map(bytes_of, self._batch.keys)))
 
     def start(self, request: PromptRequest, prefill: Prefill, seed: int) -> None:
         """Take in a prompt after its prefill."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvr_mpi.documents.prompts import Prompt
-from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.memory_budget import GIB, Footprint
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.topology import Rotation
 
@@ -57,29 +55,6 @@ class PlannedPrompt:
     def goes_with(self, other: PlannedPrompt) -> bool:
         """Whether they go on from the same, in one packed row."""
         return self.prefix is other.prefix and self.shared_ids == other.shared_ids
-
-    def share_bytes(self, footprint: Footprint) -> int:
-        """Bytes a rank takes at most for its share of a stored prompt, and to run what follows it."""
-        assert self.partition is not None
-        fresh = self.prompt.tokens - self.known_tokens
-        held = max(self.partition.lengths) + fresh + self.new_tokens
-        return held * footprint.shape.kv_bytes_per_token + footprint.activation_bytes(fresh)
-
-    def check_share_fits(self, footprint: Footprint, free_bytes: int) -> None:
-        """Refuse a stored prompt of which no rank has room for its share.
-
-        Raises
-        ------
-        DocumentError
-            Saying what it takes.
-        """
-        assert self.partition is not None
-        needs = self.share_bytes(footprint)
-        if needs > free_bytes:
-            raise DocumentError(
-                f"a stored prompt of {self.known_tokens} tokens over {self.partition.size} rank(s): each needs "
-                f"{needs / GIB:.2f} GiB beside the weights and has {free_bytes / GIB:.2f} GiB; use more ranks"
-            )
 
     @property
     def shared_ids(self) -> tuple[int, ...]:

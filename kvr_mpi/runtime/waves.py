@@ -48,8 +48,8 @@ class Capacity(Protocol[R_contra, P]):
     def fits_beside(self, plan: P, held_bytes: Sequence[int]) -> bool:
         """Whether a prompt fits beside what the ranks hold already."""
 
-    def held_bytes(self, request: R_contra) -> int:
-        """Bytes of a prompt on the ranks that decode it, together; 0 if nothing is decoded."""
+    def kept_bytes(self, request: R_contra, decode_rank: int) -> Sequence[int]:
+        """Bytes each rank keeps of a prompt until it is answered, beyond what it holds already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +171,10 @@ class WaveScheduler(Generic[R, P]):
         self._begun += 1
         if self._decodes:
             holders = range(len(self._held)) if self._is_shared else [decode_rank]
-            each = -(-self._capacity.held_bytes(request) // len(holders))
+            kept = self._capacity.kept_bytes(request, decode_rank)
             for rank in holders:
                 held = self._held[rank]
-                self._held[rank] = Held(held.sequences + 1, held.bytes + each)
+                self._held[rank] = Held(held.sequences + 1, held.bytes + kept[rank])
         return request
 
     @property

@@ -91,7 +91,7 @@ class ChainWorker:
         self._members = members or runner.chain
         self._forwarder = runner.open_forwarder(context.trace.recorder)
         self._pace, self._heap = Pace(time.monotonic()), HeapTrimmer()
-        self._packed: list[tuple[PromptRequest, PlannedPrompt]] = []  # to be prefilled by this rank alone
+        self._packed: list[tuple[PromptRequest, PlannedPrompt]] = []  # to be prefilled in rows
         # The same on every rank of the chain:
         self._scheduler: WaveScheduler[PromptRequest, PlannedPrompt] = WaveScheduler(
             self._chain.size,
@@ -174,16 +174,16 @@ class ChainWorker:
         self._pace.add_work(work)
         try:
             request = self._context.source.request(document, work)
+            self._add_prompts(request)
         except (DocumentError, DataError) as error:
             self._write_error(document, work, str(error))
-        else:
-            self._add_prompts(request)
 
     def _add_prompts(self, document: DocumentRequest) -> None:
         requests = []
         for part in range(len(document.prompts)):
             self._requests += 1
             requests.append(PromptRequest(f"{self._chain.size}.{self._requests}", document, part))
+            self._runner.check_shareable(requests[-1])
         self._scheduler.add(requests)
         if not document.is_final:
             self._parts |= {request.key: request for request in requests}
@@ -200,11 +200,18 @@ class ChainWorker:
             self._context.sink.write_record(error_record(document, reason), work)
 
     def _prefill(self, plan: PlannedPrompt) -> None:
-        """Prefill the next prompt; one that goes alone is put aside by the rank that decodes it."""
+        """Prefill the next prompt; one that runs with others is put aside by the rank that decodes it, or by all."""
         request = self._scheduler.start_next(plan.decode_rank)
+        documents = self._runner.documents
+        if documents.is_other(plan.prefix):
+            self._prefill_packed()
+            documents.begin(plan)
         if (plan.shared_tokens or self._runner.has_shared) and not self._runner.goes_on(plan):
             self._prefill_shared(request, plan)
-        if plan.partition is not None and not plan.shared_tokens:
+        if documents.holds(plan.prefix):  # all ranks run its questions together
+            documents.start(plan)
+            self._packed.append((request, plan))
+        elif plan.partition is not None and not plan.shared_tokens:
             self._context.trace.begin_prompt(request, plan, self._chain, self._runner.first_rank)
             prefill = self._prefill_slice(request, plan)
             self._context.trace.end_prompt(prefill)
@@ -294,7 +301,7 @@ class ChainWorker:
     def _exchange_outcomes(self) -> None:
         """Tell each other what is held and what was answered."""
         self._context.trace.tell("waiting", "for its chain's other ranks")
-        held = self._context.decoder.held(self._runner.held_bytes)
+        held = self._context.decoder.held(self._runner.held_bytes, self._runner.documents.held)
         outcomes = [(key, asdict(outcome)) for key, outcome in self._context.decoder.take_outcomes()]
         self._members.barrier()  # it sleeps, so that those that still decode have their cores
         ranks = share_json(self._members, gather_json(self._members, [asdict(held), outcomes]))

@@ -38,6 +38,8 @@ class ShardLine:
     done, failed : ids of its documents.
     at_s : Unix time.
     reasons : why those that failed did (see ``summary.reason_of``), in their order; earlier versions wrote none.
+    parts : where, in tokens, the parts begin and end that other ranks wrote of documents that are done (see ``parts``);
+        of those that are not named there are none. None: an earlier version, which did not say.
     """
 
     shard: str
@@ -47,6 +49,7 @@ class ShardLine:
     failed: list[str]
     at_s: float
     reasons: list[str] = field(default_factory=list)
+    parts: dict[str, list[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +106,10 @@ class LedgerWriter:
         """Write which documents are begun; not synced, since nothing is lost with it."""
         self._append(asdict(BeginLine(list(ids), session, time.time())), sync=False)
 
-    def publish(self, path: Path, done: list[str], failed: dict[str, str]) -> None:
+    def publish(self, path: Path, done: list[str], failed: dict[str, str], parts: dict[str, list[int]]) -> None:
         """Make a complete file count: sync ``PATH.part``, record it, give it its name.
 
-        `failed` says why, by id.
+        `failed` says why, by id; `parts` is that of `ShardLine`.
 
         A crash at any time leaves the old state, the new one, or a recorded file that only lacks its name.
         """
@@ -116,7 +119,8 @@ class LedgerWriter:
             crc32 = crc32_of(part)
             synced.result()
         reasons = list(failed.values())
-        self.record(ShardLine(path.name, part.stat().st_size, crc32, done, list(failed), time.time(), reasons))
+        sizes = part.stat().st_size, crc32
+        self.record(ShardLine(path.name, *sizes, done, list(failed), time.time(), reasons, parts))
         os.replace(part, path)
         sync(path.parent)
 
@@ -190,6 +194,8 @@ def _add_line(ledger: Ledger, writer: str, value: dict[str, Any]) -> None:
     for names in ([line.shard, line.crc32], line.done, line.failed, line.reasons):
         _check_names(names)
     _check_numbers(line.at_s, line.size_bytes)
+    if line.parts is not None:
+        _check_parts(line.parts)
     ledger.shards.setdefault(line.shard, []).append(line)
 
 
@@ -198,6 +204,13 @@ def _check_names(names: list[str]) -> None:
     if not isinstance(names, list):
         raise TypeError(names)
     "".join(names).encode()
+
+
+def _check_parts(parts: dict[str, list[int]]) -> None:
+    """Raise `TypeError` or `ValueError` unless they are whole numbers by names that can be written."""
+    if not isinstance(parts, dict) or not all(isinstance(edge, int) for edges in parts.values() for edge in edges):
+        raise TypeError(parts)
+    _check_names(list(parts))
 
 
 def _check_numbers(at_s: float, count: int) -> None:

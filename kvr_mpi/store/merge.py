@@ -30,7 +30,7 @@ from kvr_mpi.store.outputs import (
     start_file,
     write_record,
 )
-from kvr_mpi.store.parts import PARTS, index_parts, open_parts, part_bytes, remove_parts
+from kvr_mpi.store.parts import PARTS, edges_before, index_parts, open_parts, part_bytes, remove_parts
 from kvr_mpi.store.shares import Runs, index_runs, read_header_of
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.store.survey import RESULTS
@@ -122,8 +122,8 @@ def merge_files(
         return result
     with part_of(result) as part:
         parts = index_parts(folder)
-        done, failed = copy_documents(index, read_header_of([folder]), part, should_stop, parts=parts)
-        LedgerWriter(folder, "merged").publish(result, done, failed)
+        copied = copy_documents(index, read_header_of([folder]), part, should_stop, parts=parts)
+        LedgerWriter(folder, "merged").publish(result, *copied)
     if not keep_shards:
         remove_parts(folder)
     if not keep_shards:
@@ -181,8 +181,8 @@ def copy_documents(
     should_stop: Callable[[], bool] = lambda: False,
     without_kv: Collection[str] = (),
     parts: Index | None = None,
-) -> tuple[list[str], dict[str, str]]:
-    """Copy every document once into a new file; return the ids of those done, and of those failed with the reason.
+) -> tuple[list[str], dict[str, str], dict[str, list[int]]]:
+    """Copy every document once into a new file; return what `LedgerWriter.publish` is told of it.
 
     Parameters
     ----------
@@ -201,6 +201,7 @@ def copy_documents(
     """
     done: list[str] = []
     failed: dict[str, str] = {}
+    cut: dict[str, list[int]] = {}
     unreadable: list[str] = []
     part.unlink(missing_ok=True)
     with create_hdf5(part) as merged:
@@ -213,12 +214,13 @@ def copy_documents(
                         if should_stop():
                             raise _StoppedError
                         try:
-                            record = _copy_document(groups, name, merged, is_sealed, name in without_kv, parts)
+                            record, edges = _copy_document(groups, name, merged, is_sealed, name in without_kv, parts)
                         except DataError as error:
                             unreadable.append(str(error))
                             continue
                         if record.status == "done":
                             done.append(name)
+                            cut |= {name: edges} if edges else {}
                         else:
                             failed[name] = reason_of(name, record.error)
             except DataError as error:
@@ -229,7 +231,7 @@ def copy_documents(
             f"cannot be read: {'; '.join(unreadable[:NAMED])}{more}. Nothing was merged; `kvr-run JOB.toml --resume` "
             f"sets damaged files that its ledger does not know aside, and does their documents again"
         )
-    return done, failed
+    return done, failed, cut
 
 
 def _stretches(index: Index) -> Iterator[tuple[Path, list[str]]]:
@@ -242,8 +244,10 @@ def _stretches(index: Index) -> Iterator[tuple[Path, list[str]]]:
 
 def _copy_document(
     groups: h5py.Group, name: str, merged: h5py.File, is_sealed: bool, drops_kv: bool, parts: Index | None
-) -> Record:
+) -> tuple[Record, list[int]]:
     """Copy a document, with its keys and values, in one piece if its parts are told, or without them.
+
+    Returns its record, and where the parts begin and end that it still has.
 
     Raises
     ------
@@ -276,4 +280,4 @@ def _copy_document(
             if os.strerror(errno.ENOSPC) in str(error):  # not the source's fault
                 raise _FullError(str(error)) from error
             raise
-    return record
+    return record, [] if is_joined or drops_kv else edges_before(record, kv.first_token)

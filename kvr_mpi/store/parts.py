@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,8 @@ from kvr_mpi.store.arrays import StoredArray, join
 from kvr_mpi.store.folder import Index, clear_results, index_run, run_files
 from kvr_mpi.store.hdf5 import explained, group_in, hold_open
 from kvr_mpi.store.kv import CachedTokens, Contents, KeysValues, StoredKV, StoredLayer, open_kv
-from kvr_mpi.store.outputs import Record, open_file, read_record
+from kvr_mpi.store.ledger import ShardLine
+from kvr_mpi.store.outputs import Record, key_of, open_file, read_record
 
 PARTS = "parts"
 
@@ -57,6 +58,12 @@ def bounds_before(record: Record, first_token: int) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in itertools.pairwise(record.slices) if start < first_token]
 
 
+def edges_before(record: Record, first_token: int) -> list[int]:
+    """Say where the parts of a document begin and end; empty if it has none, or is one."""
+    bounds = [] if record.document and record.document == document_of(record.id) else bounds_before(record, first_token)
+    return [*(start for start, _ in bounds[:1]), *(stop for _, stop in bounds)]
+
+
 def index_parts(folder: Path) -> Index:
     """Say where the parts of a run's folder are; empty if it has none.
 
@@ -69,7 +76,7 @@ def index_parts(folder: Path) -> Index:
     return index_run(parts, verify=True) if run_files(parts) else Index({})
 
 
-def incomplete(folder: Path, done: Iterable[str], parts: Iterable[str]) -> set[str]:
+def incomplete(folder: Path, done: Iterable[str], parts: Iterable[str], lines: Mapping[str, ShardLine]) -> set[str]:
     """Find the documents that are done, but for parts that are not there.
 
     Parameters
@@ -78,18 +85,26 @@ def incomplete(folder: Path, done: Iterable[str], parts: Iterable[str]) -> set[s
         Ids of documents with a record.
     parts : iterable of str
         Ids of the parts that are there.
+    lines : mapping
+        What the ledger says of the folder's files, by name, as far as that is believed; others are read.
     """
     index, there = index_run(folder), set(parts)
     wanted, found = set(done), set[str]()
     for file, places in index.by_file().items():
-        with open_file(file) as stored:
-            documents = group_in(stored, "documents")
-            for name in wanted & places.keys():
-                group = group_in(documents, places[name].key)
-                wanted_parts = bounds_before(read_record(group), open_kv(group).first_token)
-                if any(part_id(name, start, stop) not in there for start, stop in wanted_parts):
-                    found.add(name)
+        here, line = wanted & places.keys(), lines.get(file.name)
+        edges = line.parts if line is not None else None
+        for name, cuts in (_read_edges(file, here) if edges is None else edges).items():
+            if name in here and any(part_id(name, *bounds) not in there for bounds in itertools.pairwise(cuts)):
+                found.add(name)
     return found
+
+
+def _read_edges(file: Path, names: Iterable[str]) -> dict[str, list[int]]:
+    """Read of some documents of a file where their parts begin and end."""
+    with open_file(file) as stored:
+        documents = group_in(stored, "documents")
+        groups = {name: group_in(documents, key_of(name)) for name in names}
+        return {name: edges_before(read_record(group), open_kv(group).first_token) for name, group in groups.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,8 +110,8 @@ def _write_without(index: Index, gone: Collection[str]) -> None:
         with open_file(file) as stored:
             header = read_header(stored)
         with part_of(file) as part:
-            done, failed = copy_documents(replace(index, places=here), header, part, without_kv=gone)
-            LedgerWriter(file.parent, "pruned").publish(file, done, failed)
+            copied = copy_documents(replace(index, places=here), header, part, without_kv=gone)
+            LedgerWriter(file.parent, "pruned").publish(file, *copied)
 
 
 def _time(text: str) -> datetime:

@@ -20,10 +20,11 @@ from kvr_mpi.disk import PART, read_regular, replacing
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError, ForeignError, OutputError
 from kvr_mpi.store.folder import check_fresh, check_writable, clear_results, list_documents
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.ledger import LedgerWriter, ShardLine, crc32_of, seal, sync, unseal
 from kvr_mpi.store.lock import Lock, Owner, Say
 from kvr_mpi.store.outputs import Header, check_record, document_groups, has_seals, open_file, read_header
-from kvr_mpi.store.parts import PARTS, incomplete, remove_parts
+from kvr_mpi.store.parts import PARTS, edges_before, incomplete, remove_parts
 from kvr_mpi.store.survey import DAMAGED, RESULTS, Survey, foreign, is_ours, order, survey
 from kvr_mpi.store.traces import remove_traces
 
@@ -113,8 +114,9 @@ def open_run(
             _clear(folder)
         elif mode == "new":
             check_fresh(folder)
-        done, failed = _recover(folder, header, say).documents()
-        done -= _without_parts(folder, header, done, say)
+        found = _recover(folder, header, say)
+        done, failed = found.documents()
+        done -= _without_parts(found, header, done, say)
         _check_job(folder, header, corpus, share, bool(done or failed), say)
         return Run(done, set() if retry_failed else failed, lock)
     except OSError as error:
@@ -191,14 +193,14 @@ def _recover(folder: Path, header: Header, say: Say) -> Survey:
     return found
 
 
-def _without_parts(folder: Path, header: Header, done: set[str], say: Say) -> set[str]:
+def _without_parts(run: Survey, header: Header, done: set[str], say: Say) -> set[str]:
     """Put right what crashes left of parts, and return the documents that have to be done again for want of some."""
-    parts = folder / PARTS
+    parts = run.folder / PARTS
     is_there = parts.is_dir() and not parts.is_symlink()
     if not done or not (is_there or header.identity.get("kv")):
         return set()
     there = _recover(parts, header, say).documents()[0] if is_there else set[str]()
-    found = incomplete(folder, done, there)
+    found = incomplete(run.folder, done, there, run.sound)
     if found:
         say(f"{len(found)} document(s) lack keys and values of some rank, and are done again: {_some(sorted(found))}")
     return found
@@ -226,8 +228,11 @@ def _adopt(found: Survey, name: str, header: Header, say: Say) -> None:
         with open_file(file) as stored:
             _check_identity(file, read_header(stored).identity, header.identity)
             trusted = not has_seals(stored)
+            parts: dict[str, list[int]] = {}
             for group, _, _ in document_groups(stored):
-                check_record(group)
+                record = check_record(group)
+                if edges := edges_before(record, open_kv(group).first_token):
+                    parts[record.id] = edges
         documents = list_documents(file)
     except ForeignError:
         raise
@@ -239,7 +244,7 @@ def _adopt(found: Survey, name: str, header: Header, say: Say) -> None:
     done = [name for name, is_done, _ in documents if is_done]
     failed = {name: reason for name, is_done, reason in documents if not is_done}
     sizes = file.stat().st_size, crc32_of(file)
-    line = ShardLine(name, *sizes, done, list(failed), time.time(), list(failed.values()))
+    line = ShardLine(name, *sizes, done, list(failed), time.time(), list(failed.values()), parts)
     LedgerWriter(found.folder, "adopted").record(line)
     found.sound[name] = line
     say(f"{file} was not in the ledger: read, and its {len(documents)} document(s) recorded")

@@ -29,6 +29,7 @@ from kvr_mpi.store.kv import CachedTokens, Contents, KeysValues
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.outputs import Header, Record, drop_record, start_file, write_record
+from kvr_mpi.store.parts import edges_before
 from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.trace import Recorder
@@ -77,6 +78,7 @@ class _Shard:
     due_s: float  # on the monotonic clock
     done: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # and why
+    parts: dict[str, list[int]] = field(default_factory=dict)  # of `ShardLine`
 
     @property
     def part(self) -> Path:
@@ -319,6 +321,8 @@ class ShardWriter:
                 else:
                     if record.status == "done":
                         shard.done.append(record.id)
+                        if edges := edges_before(record, 0 if tokens is None else tokens.first):
+                            shard.parts[record.id] = edges
                     else:
                         shard.failed[record.id] = reason_of(record.id, record.error)
         finally:
@@ -352,7 +356,7 @@ class ShardWriter:
             self._spare.clear()
         self._shard.file.close()
         if self._shard.done or self._shard.failed:
-            self._ledger.publish(self._shard.path, self._shard.done, self._shard.failed)
+            self._ledger.publish(self._shard.path, self._shard.done, self._shard.failed, self._shard.parts)
         else:
             self._shard.part.unlink()
         self._shard = None

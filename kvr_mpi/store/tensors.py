@@ -128,7 +128,7 @@ def import_kv(source: Path, folder: Path) -> list[str]:
                 write_record(merged, record, layers, tokens)
                 check_record(group_in(group_in(merged, "documents"), key_of(record.id)))
                 done.append(record.id)
-        LedgerWriter(folder, "imported").publish(result, done, {})
+        LedgerWriter(folder, "imported").publish(result, done, {}, {})
     return done
 
 

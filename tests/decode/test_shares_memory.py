@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 from chains import greedy, single
+from made_documents import questions_after, store_rows
 from models import prompt, tiny
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import Finished
 from kvr_mpi.decode.shares_batch import SharesBatch
-from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
+from kvr_mpi.prefill.stored_shares import prefill_stored
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
 
@@ -111,34 +111,57 @@ def test_a_document_without_memory_is_an_error_on_all_ranks(rank: int) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_question_without_memory_is_an_error_on_all_ranks(place: str) -> None:
-    """And the next one is answered."""
-    loaded, ids = tiny("llama-gqa"), prompt(90)
-    whole = single(loaded, ids)
-    prepare_model(loaded.model, chain=True)
-    layers = [
-        torch.cat([each[0].transpose(0, 1).flatten(1) for each in (layer.keys, layer.values)], 1)
-        for layer in whole.cache.layers
-    ]
-    due = {1}
+def test_questions_without_memory_are_run_in_halves_or_are_errors_on_all_ranks(place: str) -> None:
+    """And the next ones are answered, by what was read of the document before."""
+    loaded = tiny("llama-gqa")
+    ids = questions_after(prompt(70), [20, 9, 4])
+    wholes = [single(loaded, each).logits for each in ids]
+    stored = store_rows(loaded, 70)
+    left = {1: 3}  # times that a rank fails: with three prompts, with the first of them alone, and with two
 
     def is_due(rank: int) -> bool:
-        is_now = rank in due
-        due.discard(rank)
-        return is_now
+        left[rank] = left.get(rank, 0) - 1
+        return left[rank] >= 0
 
     hook, run = run_out_at(loaded, place, is_due)
 
-    def work(chain: Transport) -> list[Any]:
+    def work(chain: Transport) -> list[Prefill]:
         run.rank = chain.rank
-        prefix = SharedPrefix(tuple(ids[:70]), (), read=lambda number, first, last: layers[number][first:last])
-        partition = share_out_stored(70, 90, chain.size)
-        last = chain.size - 1
-        return [prefill_stored(loaded, ids, prefix, partition, chain, reserve_tokens=1, last=last) for _ in range(2)]
+        document = stored.open_on(chain, 30)
+        return prefill_stored(loaded, ids, document, chain, reserve_tokens=[1, 1, 1], last=chain.size - 1)
 
     ranks = run_local(3, work)
     hook.remove()
-    for failed, answered in ranks:
+    assert sorted((rank, layer) for rank, layer, *_ in stored.reads) == [(at // 3, at % 3) for at in range(9)]
+    for failed, *answered in ranks:
         assert failed.share is None and "rank 1 of its chain ran out of memory" in str(failed.error)
+        assert all(one.error is None and one.share is not None for one in answered)
+    for prefill, whole in zip(ranks[-1][1:], wholes[1:], strict=True):
+        torch.testing.assert_close(prefill.logits, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_that_there_was_no_memory_to_read_is_read_again() -> None:
+    """Its document is not given up for that."""
+    loaded = tiny("llama-gqa")
+    stored = store_rows(loaded, 70)
+    (ids,) = questions_after(stored.ids, [20])
+    due = {1}
+
+    def work(chain: Transport) -> list[Prefill]:
+        document = stored.open_on(chain, 30)
+        read = document.prefix.read
+        assert read is not None
+
+        def run_out(number: int, first: int, last: int) -> torch.Tensor | None:
+            if number == 1 and chain.rank in due:
+                due.discard(chain.rank)
+                raise MemoryError("no room for a layer")
+            return read(number, first, last)
+
+        document.prefix = replace(document.prefix, read=run_out)
+        options: dict[str, Any] = {"reserve_tokens": [1], "last": 1}
+        return [prefill_stored(loaded, [ids], document, chain, **options)[0] for _ in range(2)]
+
+    for failed, answered in run_local(2, work):
+        assert "rank 1 of its chain ran out of memory" in str(failed.error)
         assert answered.error is None and answered.share is not None
-    torch.testing.assert_close(ranks[-1][1].logits, whole.logits, rtol=1e-4, atol=1e-4)

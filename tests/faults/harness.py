@@ -80,8 +80,9 @@ def write_job(folder: Path, model: Path, kv: str = "true") -> Path:
     return job
 
 
-def write_questions(folder: Path, model: Path, run: Path) -> Path:
-    """Write a job that asks what a run has stored."""
+def write_questions(folder: Path, model: Path, run: Path, *, sharded: bool = False) -> Path:
+    """Write a job that asks what a run has stored, all ranks together or each about documents of its own."""
+    how = "sharded = true" if sharded else ""
     job = folder / "questions.toml"
     job.write_text(
         f"""
@@ -92,11 +93,12 @@ def write_questions(folder: Path, model: Path, run: Path) -> Path:
         [questions]
         ask = ["Who saw the second boat?", "When did the ferry leave?"]
         reuse = "always"
+        {how}
         [generation]
         max_new_tokens = 24
         [output]
         path = "given with each run"
-        kv = true
+        kv = {"false" if sharded else "true"}
         """
     )
     return job

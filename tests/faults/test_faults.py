@@ -15,6 +15,7 @@ import harness
 import pytest
 from disturb import IS_WARM
 from harness import make_reference, run_case, write_job, write_questions
+from made_jobs import answers as answers_in
 from warm import server
 
 # "1-1000" or "3,17"; of these, or else of the first hundred, the quick ones are run by `make test`.
@@ -22,7 +23,7 @@ SEEDS = os.environ.get("KVR_TEST_SEEDS", "")
 QUICK = (4,)
 CASES = 105
 QUICK_ASKING, CASES_ASKING = (4,), 30
-CASES_SHARDED = 30
+CASES_SHARDED = CASES_ASKING_TOGETHER = 30
 
 
 def seeds(text: str) -> list[int]:
@@ -67,6 +68,18 @@ def answers(tmp_path_factory: pytest.TempPathFactory, questions: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def questions_together(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, reference: Path) -> Path:
+    return write_questions(tmp_path_factory.mktemp("together"), tiny_model_dir, reference, sharded=True)
+
+
+@pytest.fixture(scope="module")
+def answers_together(tmp_path_factory: pytest.TempPathFactory, questions_together: Path) -> Path:
+    folder = tmp_path_factory.mktemp("answers-together") / "out"
+    make_reference(questions_together, folder, well=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
     return write_job(tmp_path_factory.mktemp("sharded"), tiny_model_dir, kv='"sharded"')
 
@@ -99,4 +112,15 @@ def test_answers_about_stored_documents_are_not_lost_either(
 def test_parts_of_every_rank_are_not_lost_either(seed: int, sharded: Path, reference: Path, tmp_path: Path) -> None:
     """Keys and values stay spread over the ranks, each of which writes its own."""
     case = run_case(seed, sharded, reference, tmp_path)
+    print("; ".join(case.story))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", cases((), CASES_ASKING_TOGETHER))
+def test_answers_by_ranks_that_hold_documents_together_are_not_lost_either(
+    seed: int, questions_together: Path, answers_together: Path, answers: Path, tmp_path: Path
+) -> None:
+    """They are those of ranks that each ask documents of their own, too."""
+    assert answers_in(answers_together) == answers_in(answers)
+    case = run_case(seed, questions_together, answers_together, tmp_path, well=0)
     print("; ".join(case.story))

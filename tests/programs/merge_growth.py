@@ -29,7 +29,7 @@ with h5py.File(f"{shard}.part", "x", libver="v110", locking=False) as file:
     start_file(file, HEADER)
     for name in names:
         write_record(file, Record(name, "done", answer=f"about {name}", token_ids=(1, 2)))
-LedgerWriter(folder, "0000").publish(shard, names, {})
+LedgerWriter(folder, "0000").publish(shard, names, {}, {})
 before = rss_bytes()
 merge_files(folder)
 print(rss_bytes() - before)

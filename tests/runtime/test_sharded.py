@@ -306,9 +306,12 @@ def test_what_it_does_not_go_with(job: Path, run_here: Any) -> None:
 
 def test_bad_documents_stop_nothing(job: Path, tmp_path: Path, run_here: Any) -> None:
     (tmp_path / "corpus" / "empty.txt").write_text("")
-    done = run_here(2, [job, *options(*SHARDED)])
-    assert done.returncode == 65 and last_line(done.stderr).count("1 of 6 document(s) failed")
-    assert [record.status for record in records(tmp_path / "out").values()] == ["done"] * 5 + ["error"]
+    (tmp_path / "corpus" / "short.txt").write_text("a")
+    done = run_here(3, [job, *options(*SHARDED, "prompt.template={text}", "prompt.chat_template=false")])
+    assert done.returncode == 65 and last_line(done.stderr).count("2 of 7 document(s) failed")
+    found = records(tmp_path / "out")
+    assert [record.status for record in found.values()] == ["done"] * 5 + ["error"] * 2
+    assert "tokens cannot stay spread over 3 ranks" in found["short.txt"].error
 
 
 @pytest.mark.slow

@@ -53,8 +53,8 @@ class Ranks:
         request, decode_rank = plan
         return all(self.needs(request, decode_rank, rank) + held <= FREE for rank, held in enumerate(held_bytes))
 
-    def held_bytes(self, request: Request) -> int:
-        return request.bytes
+    def kept_bytes(self, request: Request, decode_rank: int) -> list[int]:
+        return [request.bytes * (rank == decode_rank) for rank in range(self.size)]
 
     @staticmethod
     def needs(request: Request, decode_rank: int, rank: int) -> int:

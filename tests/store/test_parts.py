@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import h5py
 import pytest
@@ -17,8 +18,9 @@ from made_runs import HEADER, record, resume, stored_layers, take
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import index_run
-from kvr_mpi.store.hdf5 import hold_open
+from kvr_mpi.store.hdf5 import hold_open, open_hdf5
 from kvr_mpi.store.kv import CachedTokens, open_kv
+from kvr_mpi.store.ledger import read_ledger, seal, unseal
 from kvr_mpi.store.merge import merge_files
 from kvr_mpi.store.outputs import Record, open_file
 from kvr_mpi.store.parts import (
@@ -90,10 +92,10 @@ def test_a_part_of_another_attempt_stands_for_none(tmp_path: Path) -> None:
     write_part(tmp_path, slices, 5, 9, "0001")
     write_part(tmp_path, slices, 9, TOKENS, "0002")
     write_part(tmp_path, (0, 7, TOKENS), 0, 7, "0003")
-    assert incomplete(tmp_path, ["a"], ["a/0-7", "a/5-9"]) == {"a"}
+    assert incomplete(tmp_path, ["a"], ["a/0-7", "a/5-9"], {}) == {"a"}
     with pytest.raises(DataError, match="of tokens 0 to 5 are missing"):
         merge_files(tmp_path)
-    assert incomplete(tmp_path, ["a"], ["a/0-5", "a/0-7", "a/5-9"]) == set()
+    assert incomplete(tmp_path, ["a"], ["a/0-5", "a/0-7", "a/5-9"], {}) == set()
     write_part(tmp_path, slices, 0, 5, "0004")
     with open_file(merge_files(tmp_path)) as file:
         assert torch.equal(stored_layers(file["documents/a"])[2][0], KEYS)
@@ -165,7 +167,7 @@ def test_pruned_documents_lose_all_of_their_parts(tmp_path: Path) -> None:
     prune_kv(tmp_path, ["a"])
     assert part_bytes(tmp_path) < size
     assert [one.id for one in list_stored(index_run(tmp_path))] == ["a/b"]
-    assert incomplete(tmp_path, ["a", "a/b"], index_run(tmp_path / PARTS, verify=True).places) == set()
+    assert incomplete(tmp_path, ["a", "a/b"], index_run(tmp_path / PARTS, verify=True).places, {}) == set()
     assert torch.equal(read_as_one(tmp_path, "a/b").layers[0].read()[0], KEYS)
     with open_file(merge_files(tmp_path)) as file:
         assert not open_kv(file["documents/a"]).layers and len(open_kv(file["documents/a%2Fb"]).layers) == 1
@@ -202,3 +204,57 @@ def test_parts_that_are_gone_altogether_are_made_again(tmp_path: Path, monkeypat
     shutil.rmtree(tmp_path / PARTS)
     done, _, said = resume(tmp_path, header=header)
     assert done == set() and "lack keys and values of some rank" in " ".join(said)
+
+
+def without_edges(folder: Path) -> None:
+    """Make a folder's ledgers those of an earlier version, which did not say where parts begin and end."""
+    for path in folder.glob("ledger-*.jsonl"):
+        lines = [unseal(line) for line in path.read_bytes().splitlines()]
+        assert None not in lines
+        path.write_bytes(b"".join(seal({k: v for k, v in line.items() if k != "parts"}) for line in lines if line))
+
+
+@pytest.mark.parametrize("is_earlier", [False, True])
+def test_resuming_reads_no_record_that_its_ledger_tells_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_earlier: bool
+) -> None:
+    """Only two headers are looked at, the newest file's and the newest part's; of earlier versions every record is."""
+    header = replace(HEADER, identity={**HEADER.identity, "kv": True})
+    monkeypatch.setattr(f"{__name__}.HEADER", header)
+    take(tmp_path, mode="new", header=header).close()
+    write_all(tmp_path, (0, 5, TOKENS))
+    for number, name in enumerate("bcd"):
+        for start, stop, folder in ((0, 7, tmp_path / PARTS), (7, TOKENS, tmp_path)):
+            of = replace(whole((0, 7, TOKENS)), id=name)
+            writer = ShardWriter(folder, f"1{number:03d}", header, session=1)
+            tokens, layer = CachedTokens(tuple(range(stop)), (1, 3), start), (KEYS[start:stop], -KEYS[start:stop])
+            writer.write(of if folder == tmp_path else part_record(of, start, stop), [layer, None, layer], tokens)
+            writer.close()
+    if is_earlier:
+        without_edges(tmp_path)
+    opened: list[Path] = []
+
+    def watched(path: Path) -> Any:
+        opened.append(path)
+        return open_hdf5(path)
+
+    monkeypatch.setattr("kvr_mpi.store.outputs.open_hdf5", watched)
+    assert resume(tmp_path, header=header)[0] == set("abcd")
+    assert len(opened) == (2 + 4 * is_earlier)
+    lost = index_run(tmp_path / PARTS).places["c/0-7"].file
+    lost.unlink()
+    opened.clear()
+    assert resume(tmp_path, header=header)[0] == set("abd")
+    assert len(opened) == (2 + 4 * is_earlier)
+
+
+def test_a_record_that_no_ledger_told_of_misses_its_parts(tmp_path: Path) -> None:
+    write_all(tmp_path, (0, 5, TOKENS))
+    for path in tmp_path.glob("ledger-*.jsonl"):
+        path.unlink()
+    done, _, said = resume(tmp_path)
+    assert done == {"a"} and "was not in the ledger: read" in " ".join(said)
+    ((line,),) = read_ledger(tmp_path).shards.values()
+    assert line.parts == {"a": [0, 5]}
+    next((tmp_path / PARTS).glob("shard-*.h5")).unlink()
+    assert resume(tmp_path)[0] == set()

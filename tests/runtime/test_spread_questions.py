@@ -1,0 +1,136 @@
+"""Jobs whose ranks hold stored documents together: each is read once for all of its questions, and given back."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+from made_jobs import answers, with_settings
+from transformers import AutoConfig
+
+from kvr_mpi.kv.document_share import DocumentShare
+from kvr_mpi.prefill.memory_budget import GIB, footprint_of
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.kv import StoredLayer
+
+NEW_TOKENS = 6
+QUESTIONS = ("Who wrote it, and what for?", "When?", "What is it about, in one word?")
+DOCUMENTS = ("doc-2.txt", "doc-3.txt", "doc-4.txt")
+
+
+@pytest.fixture
+def run(job: Path, tmp_path: Path, run_here: Any) -> Path:
+    """A run with keys and values."""
+    done = run_here(1, [job, *with_settings("output.kv=true", "generation.max_new_tokens=1", "prompt.max_tokens=400")])
+    assert done.returncode == 0, done.stderr
+    return tmp_path / "out"
+
+
+def ask_job(folder: Path, model: Path, run: Path, questions: tuple[str, ...] = QUESTIONS) -> Path:
+    path = folder / "ask.toml"
+    path.write_text(
+        f"""
+        model.path = "{model}"
+        documents.path = "{run}"
+        output.path = "{folder / "asked"}"
+        generation.max_new_tokens = {NEW_TOKENS}
+        [questions]
+        sharded = true
+        reuse = "always"
+        ask = {list(questions)}
+        documents = {list(DOCUMENTS)}
+        """
+    )
+    return path
+
+
+class Watch:
+    """What a job's ranks read of documents, and how many of these they hold at a time, ranks being threads.
+
+    read : tokens of each layer's keys that were asked for, by their place in the file.
+    most_bytes : of all documents that a rank held at once, on the rank that held most.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read: dict[str, int] = defaultdict(int)
+        self.most_bytes = 0
+        self._held: dict[int, WeakSet[DocumentShare]] = defaultdict(WeakSet)
+        self._lock = threading.Lock()
+        read, load = StoredLayer.read, DocumentShare.load
+
+        def watched_read(layer: StoredLayer, first: int = 0, last: int | None = None) -> Any:
+            if last is not None:  # else how fast files are read here is measured
+                with self._lock:
+                    self.read[layer.keys.data.name] += last - first
+            return read(layer, first, last)
+
+        def watched_load(document: DocumentShare, layer_idx: int) -> None:
+            load(document, layer_idx)
+            held = self._held[threading.get_ident()]
+            held.add(document)
+            self.most_bytes = max(self.most_bytes, sum(one.bytes for one in held))
+
+        monkeypatch.setattr(StoredLayer, "read", watched_read)
+        monkeypatch.setattr(DocumentShare, "load", watched_load)
+
+
+def check_read_once(watch: Watch, run: Path) -> None:
+    """Of every layer of every document each token up to the end of the text was read once, whatever was asked."""
+    texts = {record.id: record for record in read_run(run) if record.id in DOCUMENTS}
+    found: dict[str, set[int]] = defaultdict(set)
+    for name, tokens in watch.read.items():
+        found[name.split("/")[2]].add(tokens)
+    assert found.keys() == texts.keys() and len(watch.read) == 3 * len(texts)
+    for name, tokens in found.items():
+        assert len(tokens) == 1 and max(tokens) <= texts[name].prompt_tokens, (name, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
+def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_beside_it(
+    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """With room for all of them, and for one and a question or two: the answers of one rank that holds everything."""
+    asking, asked = ask_job(tmp_path, tiny_model_dir, run), tmp_path / "asked"
+    whole = run_here(1, [asking, *with_settings("questions.sharded=false")])
+    assert whole.returncode == 0, whole.stderr
+    wanted, found = answers(asked), list(read_run(asked))
+    assert len(wanted) == len(DOCUMENTS) * len(QUESTIONS)
+    with monkeypatch.context() as patched:
+        watch = Watch(patched)
+        assert run_here(ranks, [asking, "--overwrite"]).returncode == 0
+        roomy = watch.most_bytes
+        check_read_once(watch, run)
+    assert answers(asked) == wanted
+    assert all(0 < record.computed_tokens < 40 for record in read_run(asked))
+    longest, fresh = max(one.prompt_tokens for one in found), [one.computed_tokens for one in found]
+    config = AutoConfig.from_pretrained(tiny_model_dir)
+    each = config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * 4
+    activation_bytes = footprint_of(config, torch.float32).activation_bytes
+    room = each * (-(-longest // ranks) + 40) + activation_bytes(max(fresh))
+    watch = Watch(monkeypatch)
+    done = run_here(ranks, [asking, *with_settings(f"parallel.memory_gib={room / GIB:.9f}"), "--overwrite"])
+    assert done.returncode == 0, done.stderr
+    check_read_once(watch, run)
+    assert answers(asked) == wanted
+    assert watch.most_bytes <= room - activation_bytes(min(fresh)) < roomy
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_answers_are_those_to_one_question_at_a_time(
+    run: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, ranks: int
+) -> None:
+    asked = tmp_path / "asked"
+    assert run_here(ranks, [ask_job(tmp_path, tiny_model_dir, run)]).returncode == 0
+    together, apart = answers(asked), dict[str, tuple[int, ...]]()
+    for number, question in enumerate(QUESTIONS, 1):
+        alone = ask_job(tmp_path, tiny_model_dir, run, (question,))
+        assert run_here(ranks, [alone, "--overwrite"]).returncode == 0
+        apart |= {name.replace("#q1", f"#q{number}"): ids for name, ids in answers(asked).items()}
+    assert together == apart
