@@ -10,13 +10,14 @@ o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2) = o1 + (o2 - o1) sigmoid(l2 - l1), and l
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvr_mpi.kv.flex import attend_flex, suits_flex
+from kvr_mpi.kv.flex import TooManyKindsError, attend_flex, suits_flex
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.gather import all_gather
@@ -211,7 +212,8 @@ def _attend_bent(
         dims = query.shape[-1], values.shape[-1]
         if why_no_flex(query.device, query.dtype, query.shape[1], keys.shape[1], dims, params.softcap) is None:
             how: Any = {"scale": params.scale, "softcap": params.softcap, "offset": offset, "window": window}
-            return PartialAttention(*attend_flex(query, keys, values, **how))
+            with contextlib.suppress(TooManyKindsError):
+                return PartialAttention(*attend_flex(query, keys, values, **how))
     return _attend_blocks(query, keys, values, params, offset=offset, window=window)
 
 

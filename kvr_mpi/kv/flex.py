@@ -23,12 +23,16 @@ KERNEL = {"BACKEND": "TRITON"}
 Bend = Callable[..., torch.Tensor]
 
 
+class TooManyKindsError(Exception):
+    """So many kinds of layers were compiled that torch compiles no more."""
+
+
 def suits_flex(query: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether FlexAttention may be faster here than the portable way: on a GPU with a compiler, for many queries.
 
-    In float32 it is left to matrix products, and for one query, where the product reads each key once, too.
+    In float32 it is left to matrix products, and for few queries, too: tables of one block would be compiled apart.
     """
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or query.shape[2] == 1:
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or query.shape[2] <= BLOCK:
         return False
     return min(query.shape[-1], values.shape[-1]) >= LEAST_HEAD_DIM and compiles(query.device)
 
@@ -64,6 +68,11 @@ def attend_flex(
     -------
     Tensor, Tensor
         Output (1, heads, queries, value_dim) in the query's dtype, log-sum-exp (1, heads, queries) in float32.
+
+    Raises
+    ------
+    TooManyKindsError
+        If this is another kind of layer, and the compiler has had enough.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -84,10 +93,24 @@ def attend_flex(
 
 @functools.cache
 def _function(device_type: str) -> Any:
-    """FlexAttention, compiled for any lengths on a GPU."""
+    """FlexAttention, compiled for any lengths on a GPU; never silently uncompiled, which would make all scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+    return _compiled(flex_attention) if device_type == "cuda" else flex_attention
+
+
+def _compiled(function: Any, backend: str = "inductor") -> Any:
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+
+    def run(*given: Any, **how: Any) -> Any:
+        try:
+            return compiled(*given, **how)
+        except FailOnRecompileLimitHit as error:
+            raise TooManyKindsError from error
+
+    return run
 
 
 @functools.cache

@@ -159,7 +159,7 @@ class PretendedFlex:
         self.calls = 0
 
     def __call__(self, query: Any, keys: Any, values: Any, *, block_mask: Any, **how: Any) -> Any:
-        assert query.device == keys.device == values.device == GPU and query.shape[2] > 1
+        assert query.device == keys.device == values.device == GPU and query.shape[2] > flex.BLOCK
         assert query.dtype == keys.dtype == values.dtype == torch.bfloat16
         assert how["return_aux"].lse and how["enable_gqa"] == (query.shape[1] != keys.shape[1])
         if block_mask is not None:
@@ -192,13 +192,14 @@ def queries_of(dtype: torch.dtype, head_dim: int, queries: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "queries", "softcap", "way"),
     [
-        (torch.bfloat16, 64, 20, None, "flash"),
-        (torch.bfloat16, 64, 20, 5.0, "flex"),
-        (torch.bfloat16, 264, 20, None, "flex"),
-        (torch.bfloat16, 20, 20, None, "flex"),
+        (torch.bfloat16, 64, 200, None, "flash"),
+        (torch.bfloat16, 64, 200, 5.0, "flex"),
+        (torch.bfloat16, 264, 200, None, "flex"),
+        (torch.bfloat16, 20, 200, None, "flex"),
+        (torch.bfloat16, 64, 128, 5.0, "portable"),
         (torch.bfloat16, 64, 1, 5.0, "portable"),
-        (torch.bfloat16, 8, 20, 5.0, "portable"),
-        (torch.float32, 64, 20, 5.0, "portable"),
+        (torch.bfloat16, 8, 200, 5.0, "portable"),
+        (torch.float32, 64, 200, 5.0, "portable"),
     ],
 )
 def test_which_way_a_layer_goes(
@@ -217,7 +218,7 @@ def test_without_a_compiler_or_on_an_old_gpu_it_is_the_portable_way(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(flex, "has_triton", lambda: compiler)
     flex.compiles.cache_clear()
-    query = queries_of(torch.bfloat16, 64, 20)
+    query = queries_of(torch.bfloat16, 64, 200)
     assert not flex.suits_flex(query, query)
     flex.compiles.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -228,7 +229,7 @@ def test_without_a_compiler_or_on_an_old_gpu_it_is_the_portable_way(
 
 def test_a_layer_of_bent_scores_waits_for_nothing(gpu: FakeGpu, flexible: PretendedFlex) -> None:
     def run(loaded: LoadedModel) -> Any:
-        return prefill_kvr(loaded, prompt(40), Partition((0, 40)), LocalTransport())
+        return prefill_kvr(loaded, prompt(200), Partition((0, 200)), LocalTransport())
 
     loaded = gpu.model("gemma2-softcap", 4, head_dim=16)
     run(loaded)

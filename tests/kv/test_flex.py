@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as torchs
 
 from kvr_mpi.kv import attention, flex
 from kvr_mpi.kv.attention import AttentionParams, attend, why_no_flex
-from kvr_mpi.kv.flex import BLOCK, attend_flex, visible_blocks
+from kvr_mpi.kv.flex import BLOCK, TooManyKindsError, attend_flex, visible_blocks
 
 CPU = torch.device("cpu")
 
@@ -110,27 +110,63 @@ def test_a_log_sum_exp_to_another_base_is_found(monkeypatch: pytest.MonkeyPatch)
     assert "its log-sum-exp differ" in str(why())
 
 
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_it_is_used_where_it_holds(monkeypatch: pytest.MonkeyPatch, is_refused: bool) -> None:
+@pytest.mark.parametrize("refused", ["", "it differs", "too many"])
+def test_it_is_used_where_it_holds(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
     """As if a CPU were the place for it."""
     calls: list[Any] = []
 
     def counted(*given: Any, **how: Any) -> Any:
+        if refused:
+            raise TooManyKindsError
         calls.append(how)
         return attend_flex(*given, **how)
 
     monkeypatch.setattr(attention, "suits_flex", lambda query, values: True)
     monkeypatch.setattr(attention, "attend_flex", counted)
-    monkeypatch.setattr(attention, "why_no_flex", lambda *given: "it differs" if is_refused else None)
+    monkeypatch.setattr(attention, "why_no_flex", lambda *given: refused if refused == "it differs" else None)
     query, keys, values = tensors(6, 2, 40, 40, (16, 16))
     bent, plain = AttentionParams(0.3, 5.0), AttentionParams(0.3)
     causal = attend(query, keys, values, bent, causal=True)
     windowed = attention.attend_window(query, keys, values, bent, 7)
     attend(query, keys, values, plain)
     assert [(how["offset"], how["window"], how["softcap"]) for how in calls] == (
-        [] if is_refused else [(0, None, 5.0), (0, 7, 5.0)]
+        [] if refused else [(0, None, 5.0), (0, 7, 5.0)]
     )
     truth = attention._attend_blocks(query, keys, values, bent, offset=0, window=None)
     torch.testing.assert_close(causal.out, truth.out, atol=2e-6, rtol=1e-5)
     truth = attention._attend_blocks(query, keys, values, bent, offset=0, window=7)
     torch.testing.assert_close(windowed.out, truth.out, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.long
+def test_few_kernels_are_compiled_for_prompts_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as for a GPU: lengths, windows and layers alone make no new code; another kind of layer does, so often."""
+    counts = torch._dynamo.utils.counters["stats"]
+    torch._dynamo.reset()
+    counts.clear()
+    traced = flex._compiled(torchs.flex_attention, "eager")
+    monkeypatch.setattr(flex, "_function", lambda device_type: traced)
+    shapes: list[tuple[int, int, int | None, int | None]] = [
+        (queries, before + queries, offset, window)
+        for queries, before in ((300, 400), (310, 0), (129, 700), (555, 31), (1000, 2000))
+        for offset, window in ((None, None), (before, None), (before, 150), (before, 3))
+    ]
+    with torch.inference_mode():
+        for queries, keys, offset, window in shapes:
+            given = tensors(6, 2, queries, keys, (16, 24))
+            out, lse = attend_flex(*given, scale=0.3, softcap=5.0, offset=offset, window=window)
+            truth = attention._attend_blocks(*given, AttentionParams(0.3, 5.0), offset=offset, window=window)
+            torch.testing.assert_close(out, truth.out, atol=2e-6, rtol=1e-5)
+            torch.testing.assert_close(lse, truth.lse, atol=2e-6, rtol=1e-5)
+        assert counts["unique_graphs"] <= 4, "torch's limit is 8"
+    torch._dynamo.reset()
+
+
+@pytest.mark.long
+def test_a_compiler_that_has_had_enough_is_said_and_not_gone_round() -> None:
+    traced = flex._compiled(lambda tensor: tensor + 1, "eager")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        traced(torch.zeros(2))
+        with pytest.raises(TooManyKindsError):
+            traced(torch.zeros(2, dtype=torch.int32))
+    torch._dynamo.reset()
