@@ -102,7 +102,7 @@ def _function(device_type: str) -> Any:
 def _compiled(function: Any, backend: str = "inductor") -> Any:
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
-    compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+    compiled: Any = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
 
     def run(*given: Any, **how: Any) -> Any:
         try:
