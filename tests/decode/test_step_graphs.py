@@ -24,7 +24,6 @@ from kvr_mpi.prefill.packed import decode_packed, prefill_packed
 
 __all__ = ["one_thread"]  # a fixture of every test here
 
-NAMES = ["llama-gqa", "mistral-window", "qwen2-some-windows"]
 Computation = Callable[[], torch.Tensor]
 
 
@@ -45,8 +44,17 @@ def graphs_of(loaded: LoadedModel, said: list[str], capture: Any = record, patie
     return StepGraphs(loaded, said.append, capture=capture, patience=patience)
 
 
-@pytest.mark.parametrize("capture", [call_again, record])
-@pytest.mark.parametrize(("name", "extent_pages"), [*((name, 8) for name in NAMES), ("llama-gqa", 3)])
+@pytest.mark.parametrize(
+    ("name", "extent_pages", "capture"),
+    [
+        ("llama-gqa", 8, call_again),
+        ("llama-gqa", 3, record),
+        ("mistral-window", 8, record),
+        pytest.param("llama-gqa", 8, record, marks=pytest.mark.long),
+        pytest.param("llama-gqa", 3, call_again, marks=pytest.mark.long),
+        pytest.param("qwen2-some-windows", 8, record, marks=pytest.mark.long),
+    ],
+)
 def test_captured_steps_change_no_answer(name: str, extent_pages: int, capture: Any) -> None:
     """Documents join and leave; with three pages to an extent there are several of them."""
     loaded, said = ready(name), list[str]()
