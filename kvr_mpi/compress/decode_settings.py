@@ -31,6 +31,11 @@ class DecodeSettings(BaseModel):
     profile: str | None = Field(
         None, min_length=1, description="heads are placed by this file's counts; default: by what they keep"
     )
+    cuda_graphs: Literal["auto", "off"] = Field(
+        "auto",
+        description="steps on GPUs as CUDA graphs: auto: where documents are in pages, and a trial gives the same "
+        "logits; off: kernel by kernel",
+    )
 
     @model_validator(mode="after")
     def _settings_fit_the_mode(self) -> DecodeSettings:

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import torch
 from transformers import GenerationConfig
 
+from kvr_mpi.decode.graphs import StepGraphs
 from kvr_mpi.decode.samples import Samples
 from kvr_mpi.decode.sampling import Answer, DecodeSequence, SamplingParams
 from kvr_mpi.decode.scoring import score_continuations
@@ -69,6 +70,8 @@ class DecodeBatch(Generic[K]):
     max_new_tokens : int
     why_alone : str or None
         Why documents step one by one (`why_not_packed`); None if this model runs packed.
+    graphs : StepGraphs, optional
+        Runs steps that were captured.
 
     Attributes
     ----------
@@ -84,6 +87,7 @@ class DecodeBatch(Generic[K]):
         stop: Sequence[str],
         max_new_tokens: int,
         why_alone: str | None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self._loaded = loaded
         self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
@@ -93,7 +97,7 @@ class DecodeBatch(Generic[K]):
         self._finished: list[Finished[K]] = []
         self._packs: dict[tuple[_Running[K], ...], PackedCache] = {}
         self._anew_at = begins_anew_at(loaded.model)
-        self._why_alone = why_alone
+        self._why_alone, self._graphs = why_alone, graphs
         self.rows: int | None = None
 
     @property
@@ -243,6 +247,8 @@ class DecodeBatch(Generic[K]):
             return
         # Out of the except block: the error held on to what the failed step had made.
         self._packs.clear()
+        if self._graphs is not None:
+            self._graphs.give_up("memory is short")
         if self._loaded.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(group) > 1:
@@ -262,6 +268,13 @@ class DecodeBatch(Generic[K]):
             logits = [self._run_anew(each) if each in anew else self._run([each])[0] for each in group]
             return torch.stack(logits)
         last = [document.writing.token_ids[-1] for document in group]
+        if self._graphs is None or group[0].prefill.is_plain:
+            return self._run_eagerly(group, last)
+        caches = [each.prefill.cache for each in group]
+        return self._graphs.step(caches, last, partial(self._run_eagerly, group, last))
+
+    def _run_eagerly(self, group: list[_Running[K]], last: list[int]) -> torch.Tensor:
+        """Compute the same, after these tokens, kernel by kernel."""
         if len(group) == 1:
             return self._run_alone(group[0].prefill, last[0]).unsqueeze(0)
         members = tuple(group)

@@ -90,14 +90,17 @@ def check_abilities(facts: Sequence[RankFacts]) -> list[Finding]:
         remedy = 'use whole GPUs for chains, or parallel.transport = "staged"'
         text = f"rank(s) {_numbers(parts)} have a part of a GPU (MIG), which others cannot reach over NCCL or CUDA IPC"
         findings.append(warn("devices", text, remedy))
-    return findings + _check_nccl(on_gpu)
+    return findings + _check_software(on_gpu)
 
 
-def _check_nccl(on_gpu: Sequence[RankFacts]) -> list[Finding]:
+def _check_software(on_gpu: Sequence[RankFacts]) -> list[Finding]:
     findings = []
     if without := [one for one in on_gpu if not one.device.has_nccl]:
         text = f"rank(s) {_numbers(without)}: this torch is built without NCCL"
         findings.append(warn("devices", text, "install the torch build for your GPUs, or be content with 'staged'"))
+    if indirect := [one for one in on_gpu if not one.device.loads_directly]:
+        text = f"rank(s) {_numbers(indirect)}: all weights of each pass through host memory, for want of accelerate"
+        findings.append(warn("devices", text, 'pip install "accelerate>=1.0": they are read straight to the GPU'))
     if lazy := [one for one in on_gpu if one.device.module_loading.upper() == "LAZY"]:
         text = f"rank(s) {_numbers(lazy)}: CUDA_MODULE_LOADING=LAZY: loading a kernel waits for NCCL's transfers"
         findings.append(warn("devices", text, "unset it: kvr-mpi has CUDA load all kernels when it starts (EAGER)"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import socket
@@ -39,6 +40,7 @@ class DeviceFacts:
     free_bytes: int = 0  # before this program takes any
     has_nccl: bool = True
     module_loading: str = ""  # CUDA_MODULE_LOADING
+    loads_directly: bool = True  # weights, without a copy of all of them in host memory (`model.load.placement`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ def look_at_device(local_rank: int, environ: Mapping[str, str]) -> DeviceFacts:
             free_bytes=free,
             has_nccl=torch.distributed.is_nccl_available(),
             module_loading=environ.get("CUDA_MODULE_LOADING", ""),
+            loads_directly=importlib.util.find_spec("accelerate") is not None,
         )
 
     try:

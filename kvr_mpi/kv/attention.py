@@ -10,11 +10,14 @@ o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2) = o1 + (o2 - o1) sigmoid(l2 - l1), and l
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from kvr_mpi.kv.flex import TooManyKindsError, attend_flex, suits_flex
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.gather import all_gather
@@ -25,36 +28,31 @@ FLASH_HEAD_DIM = 256
 MAX_SCORES = 1 << 26
 # Queries that share one band of keys under a sliding window.
 WINDOW_BLOCK = 256
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PageTable:
-    """Where the keys of some documents lie in pages; all int32 on the device.
-
-    pages : of each document (documents, pages of the longest).
-    counts : keys that each has (documents,).
-    edges : where each one's query begins, and the last one's ends (documents + 1,).
-    """
-
-    pages: torch.Tensor
-    counts: torch.Tensor
-    edges: torch.Tensor
+# Queries and keys that FlexAttention is tried on, and how far it may be off: what rounding to bfloat16 allows.
+TRIAL = (300, 700)
+TRIAL_ERROR = 2e-2
 
 
 @dataclass(frozen=True, slots=True)
 class PartialAttention:
     """Attention over some of the keys: normalised output and log-sum-exp of its scores.
 
-    ``out`` is float32 (1, heads, queries, value_dim), ``lse`` float32 (1, heads, queries).
+    ``out`` is (1, heads, queries, value_dim): of the model's dtype as kernels give it, float32 once it is merged, which
+    costs a pass over it. ``lse`` is float32 (1, heads, queries).
     """
 
     out: torch.Tensor
     lse: torch.Tensor
 
     def merge(self, other: PartialAttention) -> PartialAttention:
-        """Join with attention over other keys."""
+        """Join with attention over other keys, in float32."""
         weight = torch.sigmoid(other.lse - self.lse).unsqueeze(-1)
-        return PartialAttention(torch.lerp(self.out, other.out, weight), torch.logaddexp(self.lse, other.lse))
+        out = torch.lerp(self.out.float(), other.out.float(), weight)
+        return PartialAttention(out, torch.logaddexp(self.lse, other.lse))
+
+    def in_float32(self) -> PartialAttention:
+        """Widen the output, so that it can be merged in place."""
+        return PartialAttention(self.out.float(), self.lse)
 
     def join(self, after: PartialAttention) -> PartialAttention:
         """Put the queries of another part after these."""
@@ -65,9 +63,10 @@ class PartialAttention:
         return PartialAttention(self.out[:, :, first:last], self.lse[:, :, first:last])
 
     def merge_after(self, at: int, other: PartialAttention) -> None:
-        """Join the queries from `at` on with their attention over other keys, in place."""
+        """Join the queries from `at` on with their attention over other keys, in place: in float32."""
+        assert self.out.dtype == torch.float32, "of a narrower type each merge would round"
         after = PartialAttention(self.out[:, :, at:], self.lse[:, :, at:])
-        after.out.lerp_(other.out, torch.sigmoid(other.lse - after.lse).unsqueeze(-1))
+        after.out.lerp_(other.out.float(), torch.sigmoid(other.lse - after.lse).unsqueeze(-1))
         torch.logaddexp(after.lse, other.lse, out=after.lse)
 
     def finish(self, params: AttentionParams) -> torch.Tensor:
@@ -117,10 +116,10 @@ def attend(
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query, keys, values, 0.0, causal, attn_mask=None, scale=params.scale
             )
-            return PartialAttention(out.float().reshape(1, heads, queries, -1), lse.float().reshape(1, heads, queries))
+            return PartialAttention(out.reshape(1, heads, queries, -1), lse.float().reshape(1, heads, queries))
         if takes_flash(query, values, params):
             return _attend_flash(query, keys, values, params, window=None, causal=causal)
-    return _attend_blocks(query, keys, values, params, offset=0 if causal else None, window=None)
+    return _attend_bent(query, keys, values, params, offset=0 if causal else None, window=None)
 
 
 def attend_window(
@@ -129,7 +128,7 @@ def attend_window(
     """Attend to the last `window` keys up to each query; the last query stands at the last key."""
     if takes_flash(query, values, params):
         return _attend_flash(query, keys, values, params, window=window, causal=True)
-    return _attend_blocks(query, keys, values, params, offset=keys.shape[2] - query.shape[2], window=window)
+    return _attend_bent(query, keys, values, params, offset=keys.shape[2] - query.shape[2], window=window)
 
 
 def attend_masked(
@@ -147,145 +146,8 @@ def attend_masked(
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, keys, values, 0.0, False, attn_mask=mask, scale=params.scale
         )
-        return PartialAttention(out.float(), lse.float())
+        return PartialAttention(out, lse.float())
     return _attend_blocks(query, keys, values, params, offset=offset, window=None, dense=True)
-
-
-def attend_documents(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    params: AttentionParams,
-    edges: torch.Tensor,
-    longest: int,
-    window: int | None,
-) -> PartialAttention:
-    """Attend causally within each of the documents that lie one after the other in a row, at once, on a GPU.
-
-    Parameters
-    ----------
-    edges : Tensor
-        Where each begins, and where the last ends (documents + 1,), int32 on the device.
-    longest : int
-        Tokens of the longest.
-    window : int or None
-        See only the last `window` keys, one's own included.
-    """
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-    out, lse = varlen_attn(
-        query[0].transpose(0, 1),
-        keys[0].transpose(0, 1),
-        values[0].transpose(0, 1),
-        edges,
-        edges,
-        longest,
-        longest,
-        return_aux=AuxRequest(lse=True),
-        scale=params.scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=True,
-    )
-    # The log-sum-exp comes as (heads, queries), whatever varlen_attn's own documentation says.
-    return PartialAttention(out.transpose(0, 1).unsqueeze(0).float(), lse.view(1, *query.shape[1:3]).float())
-
-
-def attend_heads(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    params: AttentionParams,
-    begins: torch.Tensor,
-    counts: torch.Tensor,
-    longest: int,
-) -> PartialAttention:
-    """Attend from one token with heads that hold keys of their own, at once, on a GPU.
-
-    Parameters
-    ----------
-    query : Tensor
-        (kv_heads, group, head_dim).
-    keys, values : Tensor
-        Of all heads, one after the other (rows, dim).
-    begins : Tensor
-        Where each head's rows begin, and where the last one's end (kv_heads + 1,), int32 on the device.
-    counts : Tensor
-        Rows of each head that are filled, from where they begin (kv_heads,), int32.
-    longest : int
-        Most rows that any has filled.
-
-    Returns
-    -------
-    PartialAttention
-        Of (1, kv_heads * group, 1, value_dim).
-    """
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-    kv_heads, group, _ = query.shape
-    single = torch.arange(kv_heads + 1, dtype=torch.int32, device=query.device)  # a query for each sequence
-    out, lse = varlen_attn(
-        query,
-        keys.unsqueeze(1),
-        values.unsqueeze(1),
-        single,
-        begins,
-        1,
-        longest,
-        return_aux=AuxRequest(lse=True),
-        scale=params.scale,
-        enable_gqa=True,
-        seqused_k=counts,
-    )
-    # The log-sum-exp is (group, kv_heads): heads of a sequence, then all queries.
-    return PartialAttention(out.reshape(1, kv_heads * group, 1, -1).float(), lse.t().reshape(1, -1, 1).float())
-
-
-def attend_pages(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    params: AttentionParams,
-    table: PageTable,
-    longest: int,
-    window: int | None,
-) -> PartialAttention:
-    """Attend from one token of each of several documents whose keys lie in pages, at once, on a GPU.
-
-    Parameters
-    ----------
-    query : Tensor
-        (documents, heads, head_dim).
-    keys, values : Tensor
-        All pages (pages, tokens, kv_heads, head_dim).
-    table : PageTable
-    longest : int
-        Most keys that any document has.
-    window : int or None
-        See only the last `window` keys, one's own included.
-
-    Returns
-    -------
-    PartialAttention
-        Of (1, heads, documents, value_dim).
-    """
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-    out, lse = varlen_attn(
-        query,
-        keys,
-        values,
-        table.edges,
-        table.edges,  # of the keys it is only asked to be there: pages and counts say where they are
-        1,
-        longest,
-        return_aux=AuxRequest(lse=True),
-        scale=params.scale,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        enable_gqa=True,
-        seqused_k=table.counts,
-        block_table=table.pages,
-    )
-    return PartialAttention(out.transpose(0, 1).unsqueeze(0).float(), lse.unsqueeze(0).float())
 
 
 def takes_flash(query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> bool:
@@ -334,7 +196,57 @@ def _attend_flash(
         window_size_left=left,
         window_size_right=right,
     )
-    return PartialAttention(out.transpose(1, 2).float(), lse.float())
+    return PartialAttention(out.transpose(1, 2), lse.float())
+
+
+def _attend_bent(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    params: AttentionParams,
+    *,
+    offset: int | None,
+    window: int | None,
+) -> PartialAttention:
+    """Attend where flash attention cannot: by FlexAttention if that gives here what the portable way does, or by that.
+
+    `offset` and `window` as of `_attend_blocks`.
+    """
+    if suits_flex(query, values):
+        dims = query.shape[-1], values.shape[-1]
+        if why_no_flex(query.device, query.dtype, query.shape[1], keys.shape[1], dims, params.softcap) is None:
+            how: Any = {"scale": params.scale, "softcap": params.softcap, "offset": offset, "window": window}
+            with contextlib.suppress(TooManyKindsError):
+                return PartialAttention(*attend_flex(query, keys, values, **how))
+    return _attend_blocks(query, keys, values, params, offset=offset, window=window)
+
+
+@functools.cache
+def why_no_flex(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dims: tuple[int, int], softcap: float | None
+) -> str | None:
+    """Try FlexAttention on a few blocks, against the portable way: say why it is not used for such a layer, if so.
+
+    Parameters
+    ----------
+    dims : (int, int)
+        Of a head: of its keys, and of its values.
+    """
+    draw = torch.Generator(device).manual_seed(0)
+    shapes = (heads, TRIAL[0], dims[0]), (kv_heads, TRIAL[1], dims[0]), (kv_heads, TRIAL[1], dims[1])
+    query, keys, values = (torch.randn(1, *each, generator=draw, dtype=dtype, device=device) for each in shapes)
+    params = AttentionParams(dims[0] ** -0.5, softcap)
+    try:
+        for offset, window in ((None, None), (TRIAL[1] - TRIAL[0], None), (TRIAL[1] - TRIAL[0], TRIAL[0] // 2)):
+            how: Any = {"offset": offset, "window": window}
+            out, lse = attend_flex(query, keys, values, scale=params.scale, softcap=softcap, **how)
+            truth = _attend_blocks(query, keys, values, params, **how)
+            for name, mine, theirs in (("outputs", out, truth.out), ("log-sum-exp", lse, truth.lse)):
+                if not torch.allclose(mine.float(), theirs, atol=TRIAL_ERROR, rtol=TRIAL_ERROR):
+                    return f"its {name} differ by up to {float((mine - theirs).abs().max()):.1e}"
+    except Exception as error:  # whatever a compiler raises
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return None
 
 
 def _attend_blocks(

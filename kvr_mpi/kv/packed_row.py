@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_documents, takes_flash
+from kvr_mpi.kv.attention import PartialAttention, attend, takes_flash
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.paged_row import PagedRow
 from kvr_mpi.kv.ragged import RaggedLayout, attend_row, write_row
 from kvr_mpi.kv.row import RowCache, RowLayer
+from kvr_mpi.kv.varlen import attend_documents
 from kvr_mpi.model.attention_hook import AttentionParams
 
 Merge = Callable[[PartialAttention], PartialAttention]

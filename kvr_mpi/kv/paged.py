@@ -37,7 +37,9 @@ class Extent:
     shapes : sequence of LayerShape
         Of the layers that keep keys and values.
     pages : int
-        Of each layer.
+        Of each layer, for documents.
+    has_scrap : bool
+        There is a page more, which is given to no document (`padded_row`).
 
     Raises
     ------
@@ -45,9 +47,18 @@ class Extent:
         If there is no memory for it.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], pages: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        has_scrap: bool = False,
+    ) -> None:
         self.pages, self._shapes = pages, shapes
-        rows = pages * PAGE_TOKENS
+        self.scrap = pages if has_scrap else None  # its number
+        rows = (pages + has_scrap) * PAGE_TOKENS
         flat = make_flat(rows * sum(shape.elements for shape in shapes), dtype, device)
         layers = torch.split(flat, [rows * shape.elements for shape in shapes])
         self.layers = [layer.view(rows, shape.elements) for layer, shape in zip(layers, shapes, strict=True)]
@@ -84,7 +95,7 @@ class Extent:
         """Keys and values of the layer kept at a place, as views (pages, tokens of a page, kv_heads, head_dim)."""
         shape, layer = self._shapes[at], self.layers[at]
         keys, values = layer[:, : shape.key_elements], layer[:, shape.key_elements :]
-        each = self.pages, PAGE_TOKENS, shape.num_kv_heads
+        each = -1, PAGE_TOKENS, shape.num_kv_heads
         return keys.view(*each, shape.key_dim), values.view(*each, shape.value_dim)
 
 
@@ -114,14 +125,22 @@ class PagedArena:
         Of the model.
     extent_pages : int
         Pages of an extent that several documents share.
+    has_scrap : bool
+        Such an extent has a scrap page beside them, so that steps over its documents can be padded.
     """
 
     def __init__(
-        self, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, *, extent_pages: int
+        self,
+        layers: Sequence[LayerShape],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        extent_pages: int,
+        has_scrap: bool = False,
     ) -> None:
         assert extent_pages > 0
         self._shapes = [shape for shape in layers if shape.elements]
-        self._dtype, self._device, self.extent_pages = dtype, device, extent_pages
+        self._dtype, self._device, self.extent_pages, self.has_scrap = dtype, device, extent_pages, has_scrap
         self.extents: list[Extent] = []
 
     @property
@@ -132,7 +151,7 @@ class PagedArena:
     @property
     def spare_bytes(self) -> int:
         """Most memory that is held for documents to come, while others have pages."""
-        return self.extent_pages * self.page_bytes
+        return (self.extent_pages + self.has_scrap) * self.page_bytes
 
     def collect(self) -> None:
         """Take back the pages of documents that have left, and give memory back that no document has."""
@@ -161,7 +180,7 @@ class PagedArena:
         """Make an extent for others, too, if there is memory for that."""
         if pages < self.extent_pages:
             try:
-                return Extent(self._shapes, self.extent_pages, self._dtype, self._device)
+                return Extent(self._shapes, self.extent_pages, self._dtype, self._device, has_scrap=self.has_scrap)
             except (MemoryError, torch.OutOfMemoryError):
                 pass
         return Extent(self._shapes, pages, self._dtype, self._device)

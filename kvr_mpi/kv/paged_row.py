@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kvr_mpi.kv.attention import PageTable, PartialAttention, attend_pages
+from kvr_mpi.kv.attention import PartialAttention
 from kvr_mpi.kv.paged import PAGE_TOKENS, Extent, PageRun, pages_for
+from kvr_mpi.kv.varlen import PageTable, attend_pages
 from kvr_mpi.model.attention_hook import AttentionParams
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_heads, takes_flash
+from kvr_mpi.kv.attention import PartialAttention, attend, takes_flash
+from kvr_mpi.kv.varlen import attend_heads
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 

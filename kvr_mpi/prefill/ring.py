@@ -76,7 +76,7 @@ class Ring:
         near = self.owned[0]
         cut = near[1] - near[0]
         # The far stretch sees all of the near one: together they are causal.
-        whole = attend(query, keys, values, params, causal=True)
+        whole = attend(query, keys, values, params, causal=True).in_float32()
         if self.prefix_tokens:
             whole = whole.merge(attend(query, *layer.rows(0, self.prefix_tokens), params))
         for source in self._sources():

@@ -1,9 +1,10 @@
-"""Whether a rank keeps the documents it decodes in pages, and how many of them it asks for at once."""
+"""Whether a rank keeps the documents it decodes in pages, how many it asks for at once, and if steps are captured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvr_mpi.decode.graphs import StepGraphs, why_not_captured
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.model import LoadedModel
@@ -36,11 +37,25 @@ def open_arena(
     if loaded.device.type != "cuda" or not is_packed or spec.is_spread or spec.compress is not None:
         return None
 
-    def arena_of(pages: int) -> PagedArena:
-        return PagedArena(loaded.shape.layers, loaded.dtype, loaded.device, extent_pages=pages)
-
-    trial = arena_of(TRIAL_PAGES)
+    has_scrap = spec.decode.cuda_graphs == "auto"
+    trial = _arena_of(loaded, TRIAL_PAGES, has_scrap=has_scrap)
     if why := why_not_packed(loaded, trial):
         say(f"documents that are decoded together have memory of their own each, and an attention call: {why}")
         return None
-    return arena_of(max(1, int(EXTENT_SHARE * free_bytes) // trial.page_bytes))
+    pages = max(1, int(EXTENT_SHARE * free_bytes) // trial.page_bytes - has_scrap)
+    return _arena_of(loaded, pages, has_scrap=has_scrap)
+
+
+def open_graphs(loaded: LoadedModel, arena: PagedArena | None, say: Callable[[str], None]) -> StepGraphs | None:
+    """Have steps over a rank's arena captured; None where that is not wished, or does not give the same logits."""
+    if arena is None or not arena.has_scrap:
+        return None
+    if why := why_not_captured(loaded, _arena_of(loaded, TRIAL_PAGES, has_scrap=True)):
+        say(f"decoding launches its kernels one by one, not as CUDA graphs: {why}")
+        return None
+    return StepGraphs(loaded, say)
+
+
+def _arena_of(loaded: LoadedModel, pages: int, *, has_scrap: bool) -> PagedArena:
+    shape = loaded.shape
+    return PagedArena(shape.layers, loaded.dtype, loaded.device, extent_pages=pages, has_scrap=has_scrap)

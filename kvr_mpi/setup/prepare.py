@@ -40,7 +40,8 @@ from kvr_mpi.preflight.decode_checks import why_not_combined
 from kvr_mpi.preflight.inputs import prompts_of
 from kvr_mpi.requests.shared_document import describe_sharing
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
-from kvr_mpi.setup.arena import open_arena
+from kvr_mpi.setup.arena import open_arena, open_graphs
+from kvr_mpi.setup.gpu_attention import describe_portable
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.setup.job_setup import EXAMPLE_TOKENS, JobSetup, Machine
 from kvr_mpi.setup.loading import load_on_all, staged_model
@@ -134,6 +135,7 @@ def prepare(
         compression=compression,
         sharing=sharing,
         arena=arena,
+        graphs=check_together(partial(open_graphs, loaded, arena, say)),
         rolling=rolling,
     )
 
@@ -200,6 +202,8 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     else:
         say("checking on a few tokens that chains give this model's own logits")
         loaded = check_chain(loaded, say=say)
+        for line in describe_portable(loaded):
+            say(line)
     if spec.is_spread:
         check_shareable(loaded)
     if spec.output.kv and loaded.shape.has_states:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from fake_gpu import VARLEN, FlashReference
-from models import tiny
+from paged_rows import LENGTHS, NEW_TOKENS, Watched, answer, arena_of, pages_read, ready
 from rows import one_thread, other_prompt
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv import packed_row
-from kvr_mpi.kv.paged import PAGE_TOKENS, PagedArena
-from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
+from kvr_mpi.kv.paged import PAGE_TOKENS
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
@@ -26,66 +21,13 @@ from kvr_mpi.transport.local import LocalTransport, run_local
 
 __all__ = ["one_thread"]  # a fixture of every test here
 
-NEW_TOKENS = 9
-BLOCK_TABLE = [each.name for each in VARLEN._schema.arguments].index("block_table")
-LENGTHS = [5, 250, 1, 300, 16]  # some answers cross a page
 NAMES = ["llama-gqa", "llama-mha", "mistral-window", "qwen2-some-windows", "gemma2-softcap", "gpt-oss-sinks"]
-
-
-class Numbers:
-    """A tokenizer whose texts are numbers."""
-
-    def decode(self, ids: Sequence[int], **options: Any) -> str:
-        return " ".join(map(str, ids))
-
-
-class Watched(FlashReference):
-    """Counts the calls of attention that read pages."""
-
-    paged_calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self.paged_calls += func is VARLEN and any(each is not None for each in args[BLOCK_TABLE : BLOCK_TABLE + 1])
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @pytest.fixture
 def reads_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    """Decode as on a GPU: by a block table, which a stand-in reads."""
-
-    def takes(query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> bool:
-        return params.is_plain
-
-    monkeypatch.setattr(packed_row, "takes_flash", takes)
-    with Watched() as watched:
+    with pages_read(monkeypatch) as watched:
         yield watched
-
-
-def ready(name: str) -> LoadedModel:
-    loaded = replace(tiny(name), tokenizer=Numbers())
-    prepare_model(loaded.model, chain=True)
-    return loaded
-
-
-def arena_of(loaded: LoadedModel, extent_pages: int) -> PagedArena:
-    return PagedArena(loaded.shape.layers, loaded.dtype, loaded.device, extent_pages=extent_pages)
-
-
-def answer(loaded: LoadedModel, arena: PagedArena | None, end: int | None = None) -> dict[str, tuple[int, ...]]:
-    """Decode documents that join at any step, and leave when they are answered."""
-    config = GenerationConfig(do_sample=False, eos_token_id=end, pad_token_id=0)
-    batch: DecodeBatch[str] = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS, why_alone=None)
-    chance, found, waiting = random.Random(1), dict[str, tuple[int, ...]](), list(LENGTHS)
-    while waiting or batch.running:
-        for _ in range(min(len(waiting), chance.randint(0, 2))):
-            ids = other_prompt(waiting.pop(0))
-            (prefill,) = prefill_packed(loaded, [ids], reserve_tokens=NEW_TOKENS, arena=arena)
-            assert (prefill.cache.run is None) == (arena is None)
-            batch.add(str(len(ids)), prefill, ids, 0)
-        for each in batch.step():
-            assert each.answer is not None
-            found[each.key] = each.answer.token_ids
-    return found
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -56,6 +56,7 @@ ABLE = replace(GPU, capability=(9, 0), total_bytes=80 << 30, free_bytes=79 << 30
         (replace(ABLE, free_bytes=20 << 30), "rank(s) 1: others use the GPU, 20.0 of 80.0 GiB are free"),
         (replace(ABLE, has_nccl=False), "rank(s) 1: this torch is built without NCCL"),
         (replace(ABLE, module_loading="lazy"), "rank(s) 1: CUDA_MODULE_LOADING=LAZY"),
+        (replace(ABLE, loads_directly=False), "rank(s) 1: all weights of each pass through host memory"),
     ],
 )
 def test_what_a_gpu_cannot_do(second: DeviceFacts, words: str) -> None:

@@ -16,6 +16,8 @@ from gpu_steps import Absent, Figures, Given, run_command
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
+from kvr_mpi.decode.graphs import StepGraphs
+from kvr_mpi.kv.paged import PagedArena, pages_for
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
@@ -51,27 +53,43 @@ def _seconds(work: Any) -> float:
 
 
 def decode_together(given: Given) -> Figures:
-    """Milliseconds a step, of sequences of 2048 tokens that are decoded together."""
+    """Milliseconds a step, of sequences of 2048 tokens that are decoded together: each alone, in pages, captured."""
     loaded = random_model(GPU)
     prepare_model(loaded.model, chain=True)
-    ids = loaded.shape.sample_ids(PROMPT, 7, 3)
     found: Figures = {"layers": len(loaded.shape.layers), "tokens of each": PROMPT}
     for sequences in (1, 8, 32):
-        config = GenerationConfig(do_sample=False, eos_token_id=None)
-        batch: Any = DecodeBatch(loaded, config, stop=(), max_new_tokens=4 * STEPS, why_alone=None)
-        for sequence in range(sequences):
-            prefill = prefill_kvr(loaded, ids, Partition((0, PROMPT)), LocalTransport(), reserve_tokens=4 * STEPS)
-            batch.add(str(sequence), prefill, ids, sequence)
-        for _ in range(3):
-            batch.step()
-        torch.cuda.synchronize(GPU)
-        began = time.perf_counter()
-        for _ in range(STEPS):
-            batch.step()
-        torch.cuda.synchronize(GPU)
-        step_s = (time.perf_counter() - began) / STEPS
-        found |= {f"ms a step, {sequences}": 1e3 * step_s, f"tokens/s, {sequences}": sequences / step_s}
+        for way in ("own memory", "pages", "graphs"):
+            said: list[str] = []
+            step_s = _step_seconds(loaded, sequences, way, said)
+            name = f"{sequences}, {way}"
+            found |= {f"ms a step, {name}": 1e3 * step_s, f"tokens/s, {name}": sequences / step_s}
+            if said:
+                found[f"said, {name}"] = said[0]
     return found
+
+
+def _step_seconds(loaded: Any, sequences: int, way: str, said: list[str]) -> float:
+    """Seconds of a step, after some."""
+    pages = sequences * pages_for(PROMPT + 4 * STEPS) + 1
+    shapes = loaded.shape.layers
+    arena = None if way == "own memory" else PagedArena(shapes, loaded.dtype, GPU, extent_pages=pages, has_scrap=True)
+    graphs = StepGraphs(loaded, said.append, patience=1) if way == "graphs" else None
+    config = GenerationConfig(do_sample=False, eos_token_id=None)
+    batch: Any = DecodeBatch(loaded, config, stop=(), max_new_tokens=4 * STEPS, why_alone=None, graphs=graphs)
+    ids = loaded.shape.sample_ids(PROMPT, 7, 3)
+    for sequence in range(sequences):
+        prefill = prefill_kvr(
+            loaded, ids, Partition((0, PROMPT)), LocalTransport(), reserve_tokens=4 * STEPS, arena=arena
+        )
+        batch.add(str(sequence), prefill, ids, sequence)
+    for _ in range(4):
+        batch.step()
+    torch.cuda.synchronize(GPU)
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        batch.step()
+    torch.cuda.synchronize(GPU)
+    return (time.perf_counter() - began) / STEPS
 
 
 def first_token(given: Given) -> Figures:

@@ -21,6 +21,8 @@ from gpu_steps import Given, Step, run_all, run_inside, write_report
 STEPS = (
     Step("machine", "versions, GPUs, and how they are connected", "gpu_machine:look_around", 60, needs_gpu=False),
     Step("attention", "every kind of attention against float64", "gpu_correctness:attention_is_exact", 180),
+    Step("merges", "eight parts in bfloat16 against one pass", "gpu_features:parts_lose_little", 60),
+    Step("flex", "soft caps and wide heads by FlexAttention, compiled", "gpu_features:bent_scores_are_exact", 240),
     Step(
         "self-check", "an 8B model's shape, random weights: a chain's logits", "gpu_correctness:self_checks_hold", 240
     ),
@@ -35,6 +37,7 @@ STEPS = (
     Step("doctor", "kvr doctor, GPU buffers tried", "gpu_ranks:doctor_is_content", 180),
     Step("nccl", "2, 4 and 8 ranks over NCCL, as many as there are GPUs", "gpu_ranks:nccl_is_exact", 300),
     Step("cuda-aware mpi", "ranks over an MPI that takes GPU memory", "gpu_ranks:cuda_aware_mpi_is_exact", 180),
+    Step("graphs", "steps as CUDA graphs against steps as they are", "gpu_features:graphs_are_exact", 180),
     Step("decode", "1, 8 and 32 sequences together", "gpu_speed:decode_together", 240),
     Step("first token", "32k and 128k on one GPU, against transformers", "gpu_speed:first_token", 300),
     Step(

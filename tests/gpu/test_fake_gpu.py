@@ -10,9 +10,10 @@ import torch
 from fake_gpu import GPU, FakeGpu, FlashReference, KernelError, Traffic, check_flash, on_fake_gpu
 from models import prompt
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvr_mpi.kv import attention
-from kvr_mpi.kv.attention import AttentionParams, attend, attend_window
+from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, attend_window
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.model import LoadedModel
@@ -108,6 +109,57 @@ def test_a_step_over_pages_copies_its_tokens_and_no_more(gpu: FakeGpu, name: str
     with Traffic() as traffic:
         step(row)
     assert traffic.waits.total() == 2, "tokens, and their positions"
+
+
+def run_last_of_eight(loaded: LoadedModel) -> Prefill:
+    """It attends to its slice, and to those of seven others."""
+    rank = PretendedChain()
+    rank.rank, rank.size, rank.local_rank, rank.local_size = 7, 8, 7, 8
+    return prefill_kvr(loaded, prompt(80), Partition(tuple(range(0, 90, 10))), rank)
+
+
+def test_a_layer_takes_three_calls_and_two_merges_however_long_the_chain(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merges: list[tuple[torch.dtype, torch.dtype]] = []
+    merge = PartialAttention.merge
+
+    def counted(part: PartialAttention, other: PartialAttention) -> PartialAttention:
+        merges.append((part.out.dtype, other.out.dtype))
+        return merge(part, other)
+
+    monkeypatch.setattr(PartialAttention, "merge", counted)
+    run_last_of_eight(gpu.model("llama-gqa", 4))
+    assert gpu.kernel.calls["dense"] == 3 * 3 + 1, "all at once where only the last token is read"
+    assert merges == 3 * [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
+
+
+def test_outputs_are_not_widened_without_a_merge(gpu: FakeGpu) -> None:
+    """As the kernel gives them, to the model: of no layer's attention is anything made in float32."""
+    row = make_row_of_pages(gpu.model("llama-gqa", 2))
+    with Widened() as widened:
+        step(row)
+        query = torch.empty(1, 4, 20, 64, dtype=torch.bfloat16, device=GPU)
+        part = attend(query, query, query, AttentionParams(0.1), causal=True)
+    assert part.out.dtype == torch.bfloat16 and part.lse.dtype == torch.float32
+    assert not {(2, 8), (6, 8), (20, 64)} & set(widened.shapes)
+    with Widened() as widened:
+        assert part.merge(part).out.dtype == torch.float32
+    assert (20, 64) in widened.shapes, "it sees what is widened"
+
+
+class Widened(TorchDispatchMode):
+    """The last two sizes of what is made float32 of a narrower type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype) and out.dtype == torch.float32:
+            self.shapes.append(tuple(out.shape[-2:]))
+        return out
 
 
 def test_a_wait_in_a_layer_is_seen(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,3 +110,33 @@ def test_far_scores_do_not_overflow() -> None:
     merged = near.merge(far)
     assert torch.isfinite(merged.out).all()
     assert torch.isfinite(merged.lse).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parts_in_the_models_dtype_lose_little(dtype: torch.dtype) -> None:
+    """Outputs come as kernels give them and are merged in float32: as near to float64 as one pass over all keys."""
+    query, keys, values = (each.to(dtype) for each in tensors(6, 2, 40, 1024, 64))
+    params = AttentionParams(0.25)
+    truth = reference(query, keys, values, params)
+
+    def error(out: torch.Tensor) -> float:
+        return float((out.double() - truth).abs().max())
+
+    whole = attend(query, keys, values, params)
+    cuts = [slice(at, at + 128) for at in range(0, 1024, 128)]
+    parts = [attend(query, keys[:, :, cut], values[:, :, cut], params) for cut in cuts]
+    merged, rounded = parts[0], parts[0]
+    for part in parts[1:]:
+        merged = merged.merge(part)
+        wide = rounded.merge(part)
+        rounded = PartialAttention(wide.out.to(dtype), wide.lse)
+    assert whole.out.dtype == parts[0].out.dtype == dtype
+    assert merged.out.dtype == merged.lse.dtype == parts[0].lse.dtype == torch.float32
+    assert error(merged.out) <= 1.5 * error(whole.out)
+    assert error(merged.out) < error(rounded.out), "rounding at every merge would show"
+    in_place = parts[0].in_float32()
+    for part in parts[1:]:
+        in_place.merge_after(10, PartialAttention(part.out[:, :, 10:], part.lse[:, :, 10:]))
+    torch.testing.assert_close(in_place.out[:, :, 10:], merged.out[:, :, 10:])
+    with pytest.raises(AssertionError, match="each merge would round"):
+        parts[0].merge_after(0, parts[1])

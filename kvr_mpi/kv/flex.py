@@ -1,0 +1,165 @@
+"""Attention whose scores are bent, or whose heads are wider than flash attention takes, on GPUs: FlexAttention.
+
+torch compiles it for what it is told of scores and masks (Dong et al., 2024), and gives the log-sum-exp. Uncompiled it
+runs on CPUs, too, where it makes all scores at once: to try what it is told, not for use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._triton import has_triton
+
+# Queries and keys of a block that is computed, or left out, as a whole.
+BLOCK = 128
+# tl.dot takes no narrower heads.
+LEAST_HEAD_DIM = 16
+# Not the form for few queries, which wants as many heads in a group as a power of two.
+KERNEL = {"BACKEND": "TRITON"}
+
+Bend = Callable[..., torch.Tensor]
+
+
+class TooManyKindsError(Exception):
+    """So many kinds of layers were compiled that torch compiles no more."""
+
+
+def suits_flex(query: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether FlexAttention may be faster here than the portable way: on a GPU with a compiler, for many queries.
+
+    In float32 it is left to matrix products, and for few queries, too: tables of one block would be compiled apart.
+    """
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or query.shape[2] <= BLOCK:
+        return False
+    return min(query.shape[-1], values.shape[-1]) >= LEAST_HEAD_DIM and compiles(query.device)
+
+
+@functools.cache
+def compiles(device: torch.device) -> bool:
+    """Whether torch can compile kernels for a GPU, which is new enough (Ampere)."""
+    return has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def attend_flex(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    offset: int | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from (1, heads, queries, head_dim) to (1, kv_heads, keys, head_dim).
+
+    Parameters
+    ----------
+    softcap : float or None
+        Scores are bent to stay within it.
+    offset : int or None
+        Query i stands at key ``offset + i`` and sees nothing after it; None: every query sees every key.
+    window : int or None
+        With an offset: see only the last `window` keys.
+
+    Returns
+    -------
+    Tensor, Tensor
+        Output (1, heads, queries, value_dim) in the query's dtype, log-sum-exp (1, heads, queries) in float32.
+
+    Raises
+    ------
+    TooManyKindsError
+        If this is another kind of layer, and the compiler has had enough.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    device = query.device
+    out, aux = _function(device.type)(
+        query,
+        keys,
+        values,
+        score_mod=None if softcap is None else _bend(softcap, device),
+        block_mask=None if offset is None else visible_blocks(query.shape[2], keys.shape[2], offset, window, device),
+        scale=scale,
+        enable_gqa=query.shape[1] != keys.shape[1],
+        return_aux=AuxRequest(lse=True),
+        kernel_options=KERNEL,
+    )
+    return out, aux.lse
+
+
+@functools.cache
+def _function(device_type: str) -> Any:
+    """FlexAttention, compiled for any lengths on a GPU; never silently uncompiled, which would make all scores."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return _compiled(flex_attention) if device_type == "cuda" else flex_attention
+
+
+def _compiled(function: Any, backend: str = "inductor") -> Any:
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    compiled: Any = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+
+    def run(*given: Any, **how: Any) -> Any:
+        try:
+            return compiled(*given, **how)
+        except FailOnRecompileLimitHit as error:
+            raise TooManyKindsError from error
+
+    return run
+
+
+@functools.cache
+def _bend(softcap: float, device: torch.device) -> Bend:
+    """Make what bends a score; its number lies on the device, since compiled code takes no other that may change."""
+    most = torch.full((), softcap, device=device)
+
+    def bend(score: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        return torch.tanh(score / most) * most
+
+    return bend
+
+
+@functools.lru_cache(maxsize=8)
+def visible_blocks(queries: int, keys: int, offset: int, window: int | None, device: torch.device) -> Any:
+    """Say which blocks of keys the blocks of queries see, whole or in part: without a mask of queries x keys.
+
+    Returns
+    -------
+    BlockMask
+        Of one batch and head; the same for all layers of a prompt, so the last few are kept.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    last = torch.arange(offset, offset + queries, device=device)  # key that each query sees
+    first = torch.zeros_like(last) if window is None else (last - (window - 1)).clamp(min=0)
+
+    def sees(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key >= first[query]) & (key <= last[query])
+
+    tops = torch.arange(0, queries, BLOCK, device=device)
+    bottoms = (tops + (BLOCK - 1)).clamp(max=queries - 1)
+    lows = torch.arange(0, keys, BLOCK, device=device)
+    highs = lows + (BLOCK - 1)
+    # Neither end of what is seen ever goes back: a block's first query sees the first keys, its last query the last.
+    touched = (highs >= first[tops, None]) & (lows <= last[bottoms, None])
+    whole = (lows >= first[bottoms, None]) & (highs <= last[tops, None])
+    return BlockMask.from_kv_blocks(
+        *_table(touched & whole.logical_not()),
+        *_table(whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(queries, keys),
+        compute_q_blocks=False,
+    )
+
+
+def _table(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """List the blocks that are set (query blocks, key blocks): how many in each row, and their numbers first."""
+    counts = blocks.sum(-1, dtype=torch.int32)
+    order = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return counts[None, None], order[None, None]

@@ -1,0 +1,172 @@
+"""What FlexAttention is told, on CPUs, where it makes all scores at once, and gives its log-sum-exp, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import flex_attention as torchs
+
+from kvr_mpi.kv import attention, flex
+from kvr_mpi.kv.attention import AttentionParams, attend, why_no_flex
+from kvr_mpi.kv.flex import BLOCK, TooManyKindsError, attend_flex, visible_blocks
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither compiled nor traced."""
+    monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    yield
+    why_no_flex.cache_clear()
+
+
+def tensors(heads: int, kv_heads: int, queries: int, keys: int, dims: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(queries * 1000 + keys)
+    shapes = ((heads, queries, dims[0]), (kv_heads, keys, dims[0]), (kv_heads, keys, dims[1]))
+    return tuple(torch.randn(1, *shape, generator=draw) for shape in shapes)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    ("queries", "keys", "offset", "window"),
+    [(33, 70, None, None), (130, 130, 0, None), (40, 300, 260, None), (40, 300, 260, 150), (200, 200, 0, 3)],
+)
+@pytest.mark.parametrize("dims", [(16, 16), (24, 40)])
+def test_it_gives_what_the_portable_way_gives(
+    queries: int, keys: int, offset: int | None, window: int | None, softcap: float | None, dims: tuple[int, int]
+) -> None:
+    given = tensors(6, 2, queries, keys, dims)
+    out, lse = attend_flex(*given, scale=0.3, softcap=softcap, offset=offset, window=window)
+    truth = attention._attend_blocks(*given, AttentionParams(0.3, softcap), offset=offset, window=window)
+    torch.testing.assert_close(out, truth.out, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, truth.lse, atol=2e-6, rtol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    queries=st.integers(1, 3 * BLOCK),
+    before=st.integers(0, 4 * BLOCK),
+    window=st.one_of(st.none(), st.integers(1, 5 * BLOCK)),
+)
+def test_blocks_are_those_of_the_mask(queries: int, before: int, window: int | None) -> None:
+    """Whole ones are seen whole, others in part; together all that is seen, and no block of which nothing is."""
+    keys = before + queries
+    blocks = visible_blocks(queries, keys, before, window, CPU)
+    after = torch.arange(queries)[:, None] + before - torch.arange(keys)
+    seen = (after >= 0) & (after < (window or keys))
+    rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
+    kinds = [listed(blocks.kv_num_blocks, blocks.kv_indices), listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)]
+    for row in range(rows):
+        for column in range(columns):
+            part = seen[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+            whole = bool(part.all()) and part.shape[1] == BLOCK
+            found = [column in kind[row] for kind in kinds]
+            assert found == [bool(part.any()) and not whole, whole], (row, column)
+    assert torch.equal(blocks.mask_mod(0, 0, torch.arange(queries)[:, None], torch.arange(keys)[None]), seen)
+
+
+def listed(counts: torch.Tensor, indices: torch.Tensor) -> list[set[int]]:
+    """Blocks of keys of each block of queries."""
+    assert counts.dtype == indices.dtype == torch.int32
+    rows = zip(counts[0, 0].tolist(), indices[0, 0].tolist(), strict=True)
+    return [set(numbers[:count]) for count, numbers in rows]
+
+
+def why(softcap: float | None = 5.0) -> str | None:
+    return why_no_flex(CPU, torch.float32, 6, 2, (16, 24), softcap)
+
+
+def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why() is None and why(None) is None
+    bend = flex._bend
+
+    def bends_less(softcap: float, device: torch.device) -> Any:
+        return bend(2 * softcap, device)
+
+    why_no_flex.cache_clear()
+    monkeypatch.setattr(flex, "_bend", bends_less)
+    assert "its outputs differ by up to" in str(why())
+
+    def fails(*given: Any, **options: Any) -> Any:
+        raise RuntimeError("no compiler\nat all")
+
+    why_no_flex.cache_clear()
+    monkeypatch.setattr(attention, "attend_flex", fails)
+    assert why() == "RuntimeError: no compiler"
+
+
+def test_a_log_sum_exp_to_another_base_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel counts in powers of two; outputs alone would not show it."""
+    run = attend_flex
+    monkeypatch.setattr(
+        attention, "attend_flex", lambda *given, **how: (run(*given, **how)[0], run(*given, **how)[1] * 1.44)
+    )
+    assert "its log-sum-exp differ" in str(why())
+
+
+@pytest.mark.parametrize("refused", ["", "it differs", "too many"])
+def test_it_is_used_where_it_holds(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    """As if a CPU were the place for it."""
+    calls: list[Any] = []
+
+    def counted(*given: Any, **how: Any) -> Any:
+        if refused:
+            raise TooManyKindsError
+        calls.append(how)
+        return attend_flex(*given, **how)
+
+    monkeypatch.setattr(attention, "suits_flex", lambda query, values: True)
+    monkeypatch.setattr(attention, "attend_flex", counted)
+    monkeypatch.setattr(attention, "why_no_flex", lambda *given: refused if refused == "it differs" else None)
+    query, keys, values = tensors(6, 2, 40, 40, (16, 16))
+    bent, plain = AttentionParams(0.3, 5.0), AttentionParams(0.3)
+    causal = attend(query, keys, values, bent, causal=True)
+    windowed = attention.attend_window(query, keys, values, bent, 7)
+    attend(query, keys, values, plain)
+    assert [(how["offset"], how["window"], how["softcap"]) for how in calls] == (
+        [] if refused else [(0, None, 5.0), (0, 7, 5.0)]
+    )
+    truth = attention._attend_blocks(query, keys, values, bent, offset=0, window=None)
+    torch.testing.assert_close(causal.out, truth.out, atol=2e-6, rtol=1e-5)
+    truth = attention._attend_blocks(query, keys, values, bent, offset=0, window=7)
+    torch.testing.assert_close(windowed.out, truth.out, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.long
+def test_few_kernels_are_compiled_for_prompts_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as for a GPU: lengths, windows and layers alone make no new code; another kind of layer does, so often."""
+    counts = torch._dynamo.utils.counters["stats"]
+    torch._dynamo.reset()
+    counts.clear()
+    traced = flex._compiled(torchs.flex_attention, "eager")
+    monkeypatch.setattr(flex, "_function", lambda device_type: traced)
+    shapes: list[tuple[int, int, int | None, int | None]] = [
+        (queries, before + queries, offset, window)
+        for queries, before in ((300, 400), (310, 0), (129, 700), (555, 31), (1000, 2000))
+        for offset, window in ((None, None), (before, None), (before, 150), (before, 3))
+    ]
+    with torch.inference_mode():
+        for queries, keys, offset, window in shapes:
+            given = tensors(6, 2, queries, keys, (16, 24))
+            out, lse = attend_flex(*given, scale=0.3, softcap=5.0, offset=offset, window=window)
+            truth = attention._attend_blocks(*given, AttentionParams(0.3, 5.0), offset=offset, window=window)
+            torch.testing.assert_close(out, truth.out, atol=2e-6, rtol=1e-5)
+            torch.testing.assert_close(lse, truth.lse, atol=2e-6, rtol=1e-5)
+        assert counts["unique_graphs"] <= 4, "torch's limit is 8"
+    torch._dynamo.reset()
+
+
+@pytest.mark.long
+def test_a_compiler_that_has_had_enough_is_said_and_not_gone_round() -> None:
+    traced = flex._compiled(lambda tensor: tensor + 1, "eager")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        traced(torch.zeros(2))
+        with pytest.raises(TooManyKindsError):
+            traced(torch.zeros(2, dtype=torch.int32))
+    torch._dynamo.reset()
