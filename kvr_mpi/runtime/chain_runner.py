@@ -198,8 +198,7 @@ class ChainRunner:
             exchanges = plan.strategy.exchanges(plan.partition, plan.known_tokens, plan.chunk_tokens)
             needs = self._needs(exchanges, plan.decode_rank, new_tokens)
             needs[plan.decode_rank] += own if plan.shared_tokens else 0
-        arena = self._setup.arena
-        spare = 0 if arena is None else arena.spare_bytes
+        spare = 0 if (arena := self._setup.arena) is None else arena.spare_bytes
         return all(
             not need or need + held + (spare if held else 0) <= free
             for need, held, free in zip(needs, held_bytes, self._free_bytes, strict=True)
