@@ -258,7 +258,7 @@ def _copy_document(
     with contextlib.ExitStack() as files:
         layers: Iterable[Contents | None] = ()
         tokens: CachedTokens | None = None
-        is_joined = bool(kv.first_token) and parts is not None and not drops_kv
+        is_joined = not kv.is_whole and parts is not None and not drops_kv
         if is_joined:
             assert parts is not None
             whole = open_parts(group, record, parts, files)
