@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
+from kvr_mpi.errors import DataError
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.shares import Share, SharesCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.model.stage import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import UNREADABLE, Prefill, wait_for_compute
@@ -47,7 +49,8 @@ def run_shares(
     """
     logits, why = None, ""
     try:
-        logits = run_model(loaded.model, row, cache, positions=cache.positions, keep=keep)
+        with guarded(loaded.stage):
+            logits = run_model(loaded.model, row, cache, positions=cache.positions, keep=keep)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -110,7 +113,7 @@ def prefill_stored(
     cache.lengthen()
     share.end_loading()
     wait_for_compute(loaded.device)
-    failures: list[str | None] = share_json(chain, gather_json(chain, share.failure))
+    failures: list[str | None] = share_json(chain, gather_json(chain, _failure_of(share, loaded)))
     failure = next((f"{UNREADABLE}: {one}" for one in failures if one is not None), None)
     if failure is None and short is not None:
         failure = f"a question of {len(ids) - known} tokens about a stored document: {short}"
@@ -125,3 +128,14 @@ def prefill_stored(
         share=None if failure is not None else share,
         began_s=began,
     )
+
+
+def _failure_of(share: Share, loaded: LoadedModel) -> str | None:
+    """Say why what is stored of a share could not be read, on this rank or another one of its stage; None: it was."""
+    try:
+        with guarded(loaded.stage):
+            if share.failure is not None:
+                raise DataError(share.failure)
+    except DataError as error:
+        return str(error)
+    return None
