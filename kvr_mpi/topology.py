@@ -123,6 +123,36 @@ class Rotation:
         return (rank - self.first) % self.size
 
 
+@dataclass(frozen=True, slots=True)
+class KVHeads:
+    """The KV heads that a rank of a stage holds of every layer.
+
+    first, last : the last not included.
+    of : how many there are; if fewer than ranks, several ranks hold the same.
+    """
+
+    first: int
+    last: int
+    of: int
+
+    @property
+    def is_all(self) -> bool:
+        """Whether the other ranks hold no others."""
+        return self.last - self.first == self.of
+
+    @property
+    def is_even_share(self) -> bool:
+        """Whether there are other heads, and they can be held by ranks with as many each."""
+        each = self.last - self.first
+        return each < self.of and not self.of % each and not self.first % each
+
+    @property
+    def shares(self) -> list[KVHeads]:
+        """What the ranks of the stage hold, each head once, in order."""
+        each = self.last - self.first
+        return [KVHeads(first, first + each, self.of) for first in range(0, self.of, each)]
+
+
 def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
     """First and last, not included, of a rank's share of what is divided evenly; the first ranks have one more."""
     each, left = divmod(count, size)
@@ -133,6 +163,22 @@ def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
 def whole_stages(ranks: int, ranks_per_stage: int) -> int:
     """Count the stages that so many ranks make up."""
     return ranks // ranks_per_stage
+
+
+def place_in_stage(rank: int, ranks_per_stage: int) -> tuple[int, int]:
+    """Tell which stage a rank is in, of all one after the other, and which of its ranks it is."""
+    return divmod(rank, ranks_per_stage)
+
+
+def in_lane_of(rank: int, stage: int, ranks_per_stage: int) -> int:
+    """Give the rank of a stage that has the same place there as another rank in its own: the same heads."""
+    return stage * ranks_per_stage + rank % ranks_per_stage
+
+
+def rank_name(rank: int, ranks_per_stage: int) -> str:
+    """Name a rank, where a stage is several with its stage and its place there."""
+    stage, place = place_in_stage(rank, ranks_per_stage)
+    return f"rank {rank}" if ranks_per_stage == 1 else f"rank {rank} (stage {stage}.{place})"
 
 
 def first_of_each(items: Sequence[T], stages: int) -> list[T]:

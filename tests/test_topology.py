@@ -8,16 +8,20 @@ from hypothesis import strategies as st
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.topology import (
+    KVHeads,
     Rotation,
     Topology,
     device_index,
     divides,
     first_of_each,
     following,
+    in_lane_of,
     least_of_each,
     others_after,
     others_before,
+    place_in_stage,
     preceding,
+    rank_name,
     share_of,
     share_of_cores,
     whole_stages,
@@ -112,3 +116,20 @@ def test_of_each_stage_the_first_or_the_least(stages: int, size: int, data: st.D
     assert first_of_each(values, stages) == [one[0] for one in own]
     assert least_of_each(values, stages) == [min(one) for one in own]
     assert whole_stages(stages * size, size) == stages
+
+
+def test_ranks_of_a_lane_have_the_same_heads() -> None:
+    assert [in_lane_of(5, stage, 2) for stage in range(3)] == [1, 3, 5]
+    assert [in_lane_of(4, stage, 1) for stage in range(3)] == [0, 1, 2]
+    assert [place_in_stage(rank, 3) for rank in (0, 4, 8)] == [(0, 0), (1, 1), (2, 2)]
+    assert (rank_name(5, 2), rank_name(5, 1)) == ("rank 5 (stage 2.1)", "rank 5")
+    topology = Topology(12, 6, 3)
+    for rank in range(12):
+        assert place_in_stage(rank, 3) == (topology.stage_number(rank), topology.rank_in_stage(rank))
+
+
+def test_heads_are_shared_evenly_each_once() -> None:
+    mine = KVHeads(2, 4, 6)
+    assert mine.shares == [KVHeads(0, 2, 6), mine, KVHeads(4, 6, 6)] and mine.is_even_share and not mine.is_all
+    assert KVHeads(0, 6, 6).is_all and KVHeads(0, 6, 6).shares == [KVHeads(0, 6, 6)]
+    assert not KVHeads(1, 3, 6).is_even_share and not KVHeads(0, 4, 6).is_even_share

@@ -30,23 +30,42 @@ if TYPE_CHECKING:
     show_default=True,
     help="Hand MPI buffers of this kind, in a process that may crash; auto: a GPU's if MPI claims to take them.",
 )
-def doctor(as_json: bool, output_dir: Path, share_gpu: bool, try_transfers: str) -> int:
+@click.option("--ranks-per-stage", type=click.IntRange(min=1), help="Try the sums of stages of so many ranks, too.")
+@click.option(
+    "--job", type=click.Path(path_type=Path), metavar="JOB.toml", help="Take the number of ranks per stage from a job."
+)
+def doctor(
+    as_json: bool,
+    output_dir: Path,
+    share_gpu: bool,
+    try_transfers: str,
+    ranks_per_stage: int | None,
+    job: Path | None,
+) -> int:
     """Examine launcher, cores, GPUs, MPI, links, HDF5, clocks and SLURM, and say what to do.
 
     \b
     mpirun -n 8 kvr doctor --output-dir runs/
     srun --mpi=pmi2 kvr doctor --json
+    srun --ntasks-per-node=8 kvr doctor --ranks-per-stage 4
 
     Exit codes: 0 nothing fails; 69 the ranks cannot talk; 78 something else fails.
     """  # noqa: D301
     from kvr_mpi.doctor.findings import Finding, to_json, to_lines
     from kvr_mpi.doctor.launch import diagnose
 
+    stage_size = ranks_per_stage or 1
+    if ranks_per_stage is None and job is not None:
+        from kvr_mpi.job import load_job
+
+        stage_size = load_job(job)[0].parallel.ranks_per_stage
+
     def prepare() -> Request:
         from kvr_mpi.cli.environment import read_environment
         from kvr_mpi.doctor.steps import Request
 
-        return Request(output_dir, share_gpu, try_transfers, cache_dir=read_environment().machine.cache_dir)
+        cache_dir = read_environment().machine.cache_dir
+        return Request(output_dir, share_gpu, try_transfers, cache_dir=cache_dir, ranks_per_stage=stage_size)
 
     def show(findings: Sequence[Finding]) -> None:
         click.echo(json.dumps(to_json(findings), indent=2) if as_json else "\n".join(to_lines(findings)))

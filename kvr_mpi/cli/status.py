@@ -118,6 +118,7 @@ def _rank_lines(found: Status) -> list[tuple[str, str]]:
     from kvr_mpi.report.log import printable
     from kvr_mpi.report.progress import clock_time
     from kvr_mpi.report.style import seconds_text
+    from kvr_mpi.topology import rank_name
 
     newest, states = max(each.written_at_s for each in found.ranks), {each.rank: each for each in found.ranks}
     doing = Counter(each.doing for each in found.ranks if each.rank not in found.silent)
@@ -133,12 +134,15 @@ def _rank_lines(found: Status) -> list[tuple[str, str]]:
             if rank in found.silent:
                 gone = seconds_text(newest - state.written_at_s)
                 what = f"SILENT for {gone}: its process ended or stands still; was {what}"
-        rows.append((f"rank {rank}", printable(what)))
+        rows.append((rank_name(rank, found.ranks[0].ranks_per_stage), printable(what)))
     if len(order) > SHOWN:
         rows.append(("", f"and {len(order) - SHOWN} more; --json has all"))
     seconds = newest - min(each.began_s for each in found.ranks)
     prompt, new = (
-        sum(tokens) for tokens in zip(*((one.prompt_tokens, one.new_tokens) for one in found.ranks), strict=True)
+        sum(tokens)
+        for tokens in zip(
+            *((one.prompt_tokens, one.new_tokens) for one in found.ranks if one.is_first_of_stage), strict=True
+        )
     )
     if seconds > 0 and prompt:
         rows.append(

@@ -22,6 +22,8 @@ from kvr_mpi.compress.streaming_llm import recency_scores
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.transfers import Range
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.stage import Stage
+from kvr_mpi.model.stage_weights import Part
 
 # For each layer and KV head the positions that are kept, ascending; None: the layer keeps all it has.
 Retained = list[Sequence[torch.Tensor] | None]
@@ -45,12 +47,16 @@ class Compression:
     """A method with its settings, for one model.
 
     layers : which are compressed: those whose queries see all tokens. One with a window or chunks keeps all it has.
+    kv_heads : of a layer, of the whole model.
+    part, stage : which of them this rank has, and who has the others; None: all.
     """
 
     settings: CompressSettings
     layers: tuple[int, ...]
     kv_heads: int
     profile: HeadProfile | None = None
+    part: Part | None = None
+    stage: Stage | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -134,19 +140,19 @@ class Compression:
         start, stop = window
         each = self.settings.kept_of(stop) - self.settings.observed_tokens
         budget = Budget(each, start, len(self.layers), self.kv_heads)
-        counts = self.settings.rule.share_out(budget, self.settings, self.profile)
+        counts, own = self.settings.rule.share_out(budget, self.settings, self.profile), slice(*self._own)
         retained: Retained = [None] * len(cache.layers)
         for place, layer_idx in enumerate(self.layers):
             scores = self._scores(cache, layer_idx, window)
             shares = torch.from_numpy(counts[place]).to(scores.device)
             if self.settings.rule.compete is not None:
-                shares = self.settings.rule.compete(scores, each, self.settings)
+                shares = self.settings.rule.compete(self._of_all_heads(scores), each, self.settings)
             always = torch.arange(start, cache.length, device=scores.device)
-            retained[layer_idx] = [torch.cat([chosen, always]) for chosen in top_tokens(scores, shares)]
+            retained[layer_idx] = [torch.cat([chosen, always]) for chosen in top_tokens(scores, shares[own])]
         return retained
 
     def size_of(self, cache: Any, retained: Retained) -> RetainedSize:
-        """Say how much of a cache that is."""
+        """Say how much of a cache that is, with what the other ranks of the stage keep."""
         kept, kv_bytes = 0, 0
         for layer_idx, (layer, heads) in enumerate(zip(cache.layers, retained, strict=True)):
             shape = layer.shape
@@ -154,13 +160,29 @@ class Compression:
             tokens = every if heads is None else sum(map(len, heads))
             kept += tokens if layer_idx in self.layers else 0
             kv_bytes += tokens * (shape.key_dim + shape.value_dim) * cache.dtype.itemsize
+        if self.stage is not None:
+            kept, kv_bytes = self.stage.total([kept, kv_bytes], cache.device)
         return RetainedSize(str(self.settings), kept / (len(self.layers) * self.kv_heads), kv_bytes)
 
+    @property
+    def _own(self) -> tuple[int, int]:
+        """First and last KV head, not included, of this rank."""
+        return (0, self.kv_heads) if self.part is None else self.part.own_kv_heads
+
+    def _of_all_heads(self, scores: torch.Tensor) -> torch.Tensor:
+        """Put this rank's scores (own heads, tokens) together with its stage's (kv_heads, tokens), to the bit."""
+        if self.stage is None:
+            return scores
+        whole = scores.new_zeros(self.kv_heads, scores.shape[1])
+        whole[slice(*self._own)] = scores
+        return self.stage.all_reduce(whole)
+
     def _scores(self, cache: Any, layer_idx: int, window: Range) -> torch.Tensor:
-        """Score the tokens before the window (kv_heads, tokens)."""
+        """Score the tokens before the window (this rank's heads, tokens)."""
         start, stop = window
+        first, last = self._own
         if not self.settings.rule.observes:
-            return recency_scores(start, self.settings.sinks, self.kv_heads, cache.device)
+            return recency_scores(start, self.settings.sinks, last - first, cache.device)
         observed = cache.observation
         if observed is None or observed.window != window or layer_idx not in observed.layers:
             raise ValueError(f"layer {layer_idx} has not observed tokens {start} to {stop}")
@@ -195,8 +217,16 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
             f"{name} has layers of {' and '.join(map(str, sorted(heads)))} KV heads of {sorted(sizes)} elements, and "
             f"the budget is shared out over heads of one size; choose method = 'snapkv' or leave [compress] out"
         )
-    (kv_heads,) = heads
-    return Compression(settings, layers, kv_heads, _profile_for(settings, loaded, len(layers), kv_heads))
+    part = loaded.part
+    if part is not None and not part.is_alone_with_heads:
+        raise ConfigError(
+            f"{name} has {part.kv_heads} KV heads, and ranks of a stage of {part.size} share each, with some of the "
+            f"queries that choose; choose parallel.ranks_per_stage <= {part.kv_heads}, or leave "
+            f"[compress] out"
+        )
+    kv_heads = heads.pop() if part is None else part.kv_heads
+    profile = _profile_for(settings, loaded, len(layers), kv_heads)
+    return Compression(settings, layers, kv_heads, profile, part, loaded.stage)
 
 
 def _profile_for(settings: CompressSettings, loaded: LoadedModel, layers: int, kv_heads: int) -> HeadProfile | None:

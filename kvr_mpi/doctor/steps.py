@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvr_mpi.doctor import clocks, devices, folder, hdf5, links, ranks, slurm, trial, versions
+from kvr_mpi.doctor import clocks, devices, folder, hdf5, links, ranks, slurm, sums, trial, versions
 from kvr_mpi.doctor.deadlines import gather_tried, meet, within
 from kvr_mpi.doctor.facts import RankFacts, group_hosts
 from kvr_mpi.doctor.findings import Finding, fail, warn
@@ -32,6 +32,7 @@ class Request:
     effort: links.Effort = links.Effort()
     patience_s: float = PATIENCE_S
     cache_dir: Path | None = None  # where to note that this MPI moves GPU memory
+    ranks_per_stage: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,26 @@ def _links(scene: Scene) -> list[Finding]:
     return links.check_links(measured, "host" if mine is None else "GPU")
 
 
+def _stages(scene: Scene) -> list[Finding]:
+    transport, request = scene.transport, scene.request
+    size = request.ranks_per_stage
+    if size == 1:
+        return []
+    if scene.launch or (wrong := sums.check_layout(transport.size, size)):
+        return [] if scene.launch else wrong
+    meet(transport, request.patience_s)
+    shared = share_json(transport, [(one.host, one.device.index) for one in scene.facts])
+    mine = shared[transport.rank][1]
+    device = torch.device("cpu") if mine is None else torch.device("cuda", mine)
+    tried = gather_tried(
+        transport,
+        lambda: sums.measure_sums(transport, size, device, request.effort),
+        request.effort.timeout_s * sums.LIMITS,
+    )
+    found = [one.get("value") or one for one in tried]
+    return sums.check_sums(found, [host for host, _ in shared], size) if transport.rank == 0 else []
+
+
 def _folder(scene: Scene) -> list[Finding]:
     path = scene.request.output_dir
     try:
@@ -152,6 +173,7 @@ STEPS = (
     Step("devices", _devices),
     Step("transfers", _cuda_awareness, timeout_s=trial.TRIAL_TIMEOUT_S + 30.0),
     Step("links", _links, together=True),
+    Step("stages", _stages, together=True),
     Step("hdf5", lambda scene: hdf5.check_hdf5()),
     Step("folder", _folder),
     Step("shared folder", _shared_folder, together=True),

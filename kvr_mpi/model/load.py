@@ -28,6 +28,7 @@ from kvr_mpi.topology import device_index
 if TYPE_CHECKING:
     import torch
 
+    from kvr_mpi.model.stage_weights import Part
     from kvr_mpi.model.streamed import StreamedWeights
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -62,6 +63,7 @@ class LoadedModel:
     attends_in_parts: bool = True  # a chain takes its attention over; else its own attends to the whole prefix at once
     streamed: StreamedWeights | None = None  # its layers come from disk, pass by pass; None: all weights are held
     stage: Stage | None = None  # the ranks that have the other parts, if the model is a part
+    part: Part | None = None  # then which heads it has
 
 
 @dataclass(frozen=True, slots=True)

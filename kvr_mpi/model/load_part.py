@@ -81,4 +81,5 @@ def load_part(
         dtype=model.dtype,
         device=target,
         stage=stage,
+        part=part,
     )

@@ -4,7 +4,8 @@ Each rank of a stage runs the same tokens through its heads and its share of the
 meet in every sum over the stage (Megatron-LM, Shoeybi et al. 2019, section 3). A rank that fails on its way would leave
 the others waiting there. So before a sum all tell each other, in a word, that they are here, and a rank that fails says
 that instead; the others then fail, too, in the same place. What failed for want of memory they take for their own want
-of memory, so that all of a stage go on alike: in halves, or with the next prompt.
+of memory, and what was stored and cannot be read for data that they cannot read, so that all of a stage go on alike: in
+halves, or with the next prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from kvr_mpi.errors import KvrError
+from kvr_mpi.errors import DataError, KvrError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -22,11 +23,15 @@ if TYPE_CHECKING:
     import torch
 
 # The word that a rank tells the others.
-GOES_ON, NO_MEMORY, FAILED = 0, 1, 2
+GOES_ON, NO_MEMORY, FAILED, BAD_DATA = 0, 1, 2, 3
 
 
 class OtherRankMemoryError(MemoryError):
     """Memory ran out on another rank of this stage, which all its ranks take for their own."""
+
+
+class OtherRankDataError(DataError):
+    """Another rank of this stage cannot read what is stored, which all its ranks take for themselves."""
 
 
 class StageError(KvrError):
@@ -67,7 +72,7 @@ class Stage:
 
         Raises
         ------
-        OtherRankMemoryError, StageError
+        OtherRankMemoryError, OtherRankDataError, StageError
             If another rank has failed, and does not come.
         """
         if self.is_alone:
@@ -82,6 +87,13 @@ class Stage:
         except Exception as error:  # the others wait for data, and hear nothing else
             raise StageError(f"a sum over the {self.size} ranks of a stage failed: {error}") from error
         return total
+
+    def total(self, counts: Sequence[int], device: torch.device) -> list[int]:
+        """Sum whole numbers over the stage, by way of its device."""
+        import torch
+
+        found: list[float] = self.all_reduce(torch.tensor(counts, dtype=torch.float64, device=device)).tolist()
+        return [round(one) for one in found]
 
     def agree_on(self, tensor: torch.Tensor) -> torch.Tensor:
         """Give every rank the first rank's tensor."""
@@ -98,10 +110,10 @@ class Stage:
 
         Raises
         ------
-        OtherRankMemoryError
-            Where memory ran out on another rank only.
+        OtherRankMemoryError, OtherRankDataError
+            Where memory ran out, or stored data cannot be read, on another rank only.
         StageError
-            Where another rank failed in another way.
+            Where another rank failed in another way than this one, or in any other.
         """
         if self.is_alone:
             yield
@@ -110,13 +122,15 @@ class Stage:
         try:
             yield
             self._meet(GOES_ON)
-        except (OtherRankMemoryError, StageError):  # all know
+        except (OtherRankMemoryError, OtherRankDataError, StageError):  # all know
             self._has_told = True
             raise
         except Exception as error:
             if not self._has_told:  # by one within this one
                 self._has_told = True
-                self._tell(NO_MEMORY if self._is_memory_error(error) else FAILED)
+                own = self._word_of(error)
+                if {*self._tell(own)} - {GOES_ON, own}:  # ranks would go on in different ways
+                    raise StageError(f"ranks of a stage of {self.size} failed in different ways at once") from error
             raise
 
     @contextmanager
@@ -128,11 +142,23 @@ class Stage:
         finally:
             self.is_alone = False
 
+    def _word_of(self, error: Exception) -> int:
+        """Say in a word how this rank fails."""
+        if self._is_memory_error(error):
+            return NO_MEMORY
+        return BAD_DATA if isinstance(error, DataError) else FAILED
+
     def _meet(self, word: int) -> None:
         """Tell the others that this rank goes on, and hear whether they do."""
         words = list(self._tell(word))
         if FAILED in words:
             raise StageError(f"rank {words.index(FAILED)} of the {self.size} ranks of this stage failed")
+        if {NO_MEMORY, BAD_DATA} <= {*words}:
+            raise StageError(f"ranks of a stage of {self.size} failed in different ways at once")
+        if BAD_DATA in words:
+            raise OtherRankDataError(
+                f"rank {words.index(BAD_DATA)} of the {self.size} ranks of this stage cannot read what is stored of it"
+            )
         if NO_MEMORY in words:
             raise OtherRankMemoryError(
                 f"out of memory on rank {words.index(NO_MEMORY)} of the {self.size} ranks of this stage"

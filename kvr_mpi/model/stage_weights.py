@@ -12,14 +12,14 @@ import copy
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model.shape import meta_model
 from kvr_mpi.model.stage import Stage
-from kvr_mpi.topology import share_of
+from kvr_mpi.topology import KVHeads, share_of
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +77,21 @@ class Part:
         first, last = self.own_heads
         each = self.heads // self.kv_heads
         return first // each, -(-last // each)
+
+    @property
+    def held(self) -> KVHeads:
+        """The KV heads whose keys and values this rank holds."""
+        return KVHeads(*self.own_kv_heads, self.kv_heads)
+
+    @property
+    def is_alone_with_heads(self) -> bool:
+        """Whether no other rank of the stage has the same KV heads."""
+        return self.kv_heads % self.size == 0
+
+    @property
+    def stores(self) -> bool:
+        """Whether these are this rank's to store, since no rank before it has the same."""
+        return self.rank == 0 or replace(self, rank=self.rank - 1).own_kv_heads != self.own_kv_heads
 
     def bounds(self, name: str, length: int) -> tuple[int, int]:
         """First and last row or column, not included, of a matrix by its name in its layer."""

@@ -19,6 +19,7 @@ from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.model.stage import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
@@ -53,10 +54,11 @@ def prefill_after_compressed(
     prefix.check(ids)
     began, partition = time.perf_counter(), Partition((0, len(ids)))
     try:
-        cache = _load(loaded, partition, prefix, len(ids) - prefix.tokens + reserve_tokens)
-        fresh = torch.tensor([list(ids[prefix.tokens :])], device=loaded.device)
-        logits = run_model(loaded.model, fresh, cache)[0]
-        wait_for_compute(loaded.device)
+        with guarded(loaded.stage):
+            cache = _load(loaded, partition, prefix, len(ids) - prefix.tokens + reserve_tokens)
+            fresh = torch.tensor([list(ids[prefix.tokens :])], device=loaded.device)
+            logits = run_model(loaded.model, fresh, cache)[0]
+            wait_for_compute(loaded.device)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -68,7 +70,7 @@ def prefill_after_compressed(
             logits,
             time.perf_counter() - began,
             known_tokens=prefix.tokens,
-            retained=_size_of(cache, prefix.compression),
+            retained=_size_of(loaded, cache, prefix.compression),
             began_s=began,
         )
     # Out of the except block: the error held on to what was made.
@@ -106,11 +108,15 @@ def _load_layer(
     return layout
 
 
-def _size_of(cache: SliceCache, compression: str) -> RetainedSize:
-    """Say how much a prompt keeps, of what was compressed and what follows."""
+def _size_of(loaded: LoadedModel, cache: SliceCache, compression: str) -> RetainedSize:
+    """Say how much a prompt keeps, of what was compressed and what follows; of a stage all heads, each once."""
     counts = [count for layer in cache.layers if layer.is_ragged for count in layer.head_counts]
     kv_bytes = sum(
         sum(layer.head_counts) * (layer.shape.key_dim + layer.shape.value_dim) * cache.dtype.itemsize
         for layer in cache.layers
     )
-    return RetainedSize(compression, sum(counts) / max(1, len(counts)), kv_bytes)
+    tokens, heads = sum(counts), len(counts)
+    if loaded.stage is not None and loaded.part is not None:
+        mine = [each * loaded.part.stores for each in (tokens, heads, kv_bytes)]
+        tokens, heads, kv_bytes = loaded.stage.total(mine, cache.device)
+    return RetainedSize(compression, tokens / max(1, heads), kv_bytes)

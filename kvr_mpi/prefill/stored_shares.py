@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from kvr_mpi.errors import DataError
 from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.kv.shares import Share, SharesCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.model.stage import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import UNREADABLE, Prefill, wait_for_compute
@@ -47,7 +49,8 @@ def run_shares(
     """
     logits, why = None, ""
     try:
-        logits = run_model(loaded.model, row, cache, positions=cache.positions, keep=keep)
+        with guarded(loaded.stage):
+            logits = run_model(loaded.model, row, cache, positions=cache.positions, keep=keep)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -158,7 +161,7 @@ def _run_row(
     ends = torch.tensor([stop - 1 for _, stop in cache.bounds], device=loaded.device)
     logits, short = run_shares(loaded, row, cache, ends)
     wait_for_compute(loaded.device)
-    failures: list[str | None] = share_json(chain, gather_json(chain, document.failure))
+    failures: list[str | None] = share_json(chain, gather_json(chain, _failure_of(document, loaded)))
     if (failure := next((one for one in failures if one is not None), None)) is not None:
         document.give_up(failure)
         return _Row(error=f"{UNREADABLE}: {failure}")
@@ -167,3 +170,14 @@ def _run_row(
     cache.lengthen()
     document.end_loading()
     return _Row(shares, logits)
+
+
+def _failure_of(document: DocumentShare, loaded: LoadedModel) -> str | None:
+    """Say why what is stored could not be read, on this rank or another one of its stage; None: it was."""
+    try:
+        with guarded(loaded.stage):
+            if document.failure is not None:
+                raise DataError(document.failure)
+    except DataError as error:
+        return str(error)
+    return None

@@ -37,13 +37,6 @@ def _why_not_combined(spec: JobSpec) -> str | None:
         return "ranks_per_chain = 'auto' plans for ranks that have the whole model; name a number of ranks, or 'all'"
     if parallel.table is not None:
         return "parallel.table is of ranks that have the whole model; choose partition = 'equal_time'"
-    if spec.questions is not None or spec.documents.reuse is not None:
-        key = "[questions]" if spec.questions is not None else "documents.reuse"
-        return f"{key} goes on from stored keys and values of all heads, and a rank of a stage has some; leave one out"
-    if spec.output.kv:
-        return "output.kv stores all heads of a document, and a rank of a stage has some; leave output.kv = false"
-    if spec.compress is not None:
-        return "[compress] chooses among all heads of a layer, and a rank of a stage has some; leave one of the two out"
     if spec.decode.mode != "data-parallel":
         return f"decode.mode = {spec.decode.mode!r} shares heads out that a stage has shared out already; leave it out"
     if spec.cache.is_rolling:
@@ -52,8 +45,6 @@ def _why_not_combined(spec: JobSpec) -> str | None:
         return (
             "model.stream_weights reads whole layers, of which a rank of a stage has a part; leave one of the two out"
         )
-    if spec.report.trace:
-        return "report.trace tells ranks apart that a stage puts together; leave report.trace = false"
     if model.adapter is not None:
         return "model.adapter is merged into whole matrices, and a rank of a stage loads slices; merge it into a folder"
     if model.trust_remote_code:

@@ -62,14 +62,14 @@ def draw_timeline(timeline: Timeline) -> Chart:
     drawing.x_axis(x, nice_ticks(0, end, 8), plain_number, "seconds since the chain began")
     for number, lane in enumerate(lanes):
         top, own = TOP + LANE * number, lane.prompt
-        drawing.text(2, top + 17, f"rank {lane.rank}", quiet=False, bold=True)
+        drawing.text(2, top + 17, lane.header.name, quiet=False, bold=True)
         if own.stop > own.start:
             drawing.text(2, top + 32, f"tokens {own.start:,} to {own.stop:,}")
         parts = [span for span in lane.spans if span.kind == "layer"]
         shades = "ours", "soft"
         for span in parts or [lane.prefill]:
             began, ended = x(span.began_s - timeline.began_s), x(span.ended_s - timeline.began_s)
-            name = f"rank {lane.rank}, layer {span.layer}" if parts else f"rank {lane.rank}"
+            name = f"{lane.header.name}, layer {span.layer}" if parts else lane.header.name
             told = f"{name}: {seconds_text(span.ended_s - span.began_s)}"
             drawing.rect(began, top + 4, ended - began, 24, shades[max(0, span.layer) % 2], told)
         for span in sorted(lane.spans, key=lambda span: span.began_s):
@@ -77,10 +77,10 @@ def draw_timeline(timeline: Timeline) -> Chart:
             took = seconds_text(span.ended_s - span.began_s)
             if span.kind in ("wait", "send wait") and ended - began > 0.3:
                 colour = "wait" if span.kind == "wait" else "held"
-                whom = f" for rank {prompt.first_rank + span.peer}" if span.peer >= 0 else " for the link"
+                whom = f" for rank {lane.peer_of(span)}" if span.peer >= 0 else " for the link"
                 drawing.rect(began, top + 4, ended - began, 24, colour, f"layer {span.layer}: waited {took}{whom}")
             elif span.kind in ("send", "forward") and span.layer >= 0:
-                whom = f"to rank {prompt.first_rank + span.peer}"
+                whom = f"to rank {lane.peer_of(span)}"
                 told = f"layer {span.layer}: {span.kind} {whom}, {bytes_text(span.amount)} in {took}"
                 drawing.rect(began, top + 30, max(0.6, ended - began), 5, "sent", told)
     first_token = x(timeline.seconds)
@@ -88,7 +88,7 @@ def draw_timeline(timeline: Timeline) -> Chart:
     waited = max(lanes, key=lambda lane: lane.waited_s)
     title = (
         f"{prompt.document}: {prompt.tokens:,} tokens over {_ranks(len(lanes))} took {seconds_text(timeline.seconds)} "
-        f"to the first token; rank {waited.rank} waited {percent_text(waited.waited_s / timeline.seconds)} of it"
+        f"to the first token; {waited.header.name} waited {percent_text(waited.waited_s / timeline.seconds)} of it"
     )
     note = (
         "A lane a rank, in the order of the slices; a box a layer, from when its keys and values are made to when the "
@@ -136,17 +136,18 @@ def draw_waits(run: TracedRun | None) -> Chart:
     totals = {rank: sum(cells.get((rank, layer), 0.0) for layer in range(layers)) for rank in ranks}
     height = min(26.0, max(3.0, 900 / len(ranks)))
     drawing = Drawing(WIDTH, TOP + height * len(ranks) + BOTTOM, "seconds waited by rank and layer")
-    x = Scale(0, layers, LEFT, WIDTH - 130)
+    left = max(LEFT, 7.0 * max(len(run.names[rank]) for rank in ranks))
+    x = Scale(0, layers, left, WIDTH - 130)
     most = max(cells.values())
     for row, rank in enumerate(ranks):
         top = TOP + row * height
         if height >= 12 or row % 10 == 0:
-            drawing.text(LEFT - 7, top + height / 2 + 4, f"rank {rank}", anchor="end")
+            drawing.text(left - 7, top + height / 2 + 4, run.names[rank], anchor="end")
             share = percent_text(totals[rank] / busy[rank]) if busy[rank] else ""
             drawing.text(WIDTH - 122, top + height / 2 + 4, f"{seconds_text(totals[rank])}, {share}")
         for layer in range(layers):
             waited = cells.get((rank, layer), 0.0)
-            told = f"rank {rank}, layer {layer}: waited {seconds_text(waited)}"
+            told = f"{run.names[rank]}, layer {layer}: waited {seconds_text(waited)}"
             drawing.shade(x(layer), top, x(1) - x(0) - 1, height - 1.5, 0.04 + 0.96 * waited / most, told)
     step = max(1, round(layers / 12))
     for layer in range(0, layers, step):
@@ -155,8 +156,8 @@ def draw_waits(run: TracedRun | None) -> Chart:
     rank = max(ranks, key=lambda rank: totals[rank])
     layer = max(range(layers), key=lambda layer: cells.get((rank, layer), 0.0))
     title = (
-        f"Rank {rank} waited longest: {seconds_text(totals[rank])}, {percent_text(totals[rank] / busy[rank])} of its "
-        f"prefill time, most of all in layer {layer}"
+        f"{run.names[rank].capitalize()} waited longest: {seconds_text(totals[rank])}, "
+        f"{percent_text(totals[rank] / busy[rank])} of its prefill time, most of all in layer {layer}"
     )
     note = (
         f"Over {len(run.timelines)} prompt(s); the stronger the colour, the longer (at most {seconds_text(most)}). To "
@@ -346,14 +347,14 @@ def draw_memory(run: TracedRun | None) -> Chart:
         some = some[:: max(1, len(some) // MOST_POINTS)]
         colour = "ours" if rank == highest else "rival"
         drawing.line([(x(at - began), y(size / gib)) for at, size in some], colour, width=2 if rank == highest else 1.2)
-    title = f"Rank {highest} took most memory: {bytes_text(most)}"
+    title = f"{run.names[highest].capitalize()} took most memory: {bytes_text(most)}"
     others = (("rival", "the other ranks"),) if len(samples) > 1 else ()
     return Chart(
         name,
         title,
         drawing,
         "Resident memory of the process, weights included.",
-        (("ours", f"rank {highest}"), *others),
+        (("ours", run.names[highest]), *others),
     )
 
 

@@ -93,7 +93,7 @@ def _chained(first: RankTrace, others: Iterable[RankTrace]) -> Iterator[RankTrac
 def _events(trace: RankTrace, began_s: float) -> Iterator[dict[str, Any]]:
     header, named = trace.header, set()
     process = header.session * 1_000_000 + header.rank
-    about = f"rank {header.rank} ({header.host}, {header.device})"
+    about = f"{header.name} ({header.host}, {header.device})"
     if header.session > 1:
         about += f", job {header.session}"
     yield _name("process_name", process, 0, about)
@@ -144,7 +144,7 @@ def _arguments(span: Span, trace: RankTrace) -> dict[str, Any]:
     if span.layer >= 0:
         found["layer"] = span.layer
     if span.peer >= 0:
-        found["peer"] = span.peer + (0 if prompt is None else prompt.first_rank)
+        found["peer"] = span.peer if prompt is None else trace.header.peer_of(prompt, span.peer)
     if span.kind in ("send", "forward", "receive"):
         found["bytes"] = span.amount
     return found

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kvr_mpi.store.traces import RankTrace, TracedPrompt
+from kvr_mpi.store.traces import RankTrace, TracedPrompt, TraceHeader
+from kvr_mpi.topology import place_in_stage
 from kvr_mpi.trace import Span
 
 Key = tuple[int, int, int, str, int, str, int]
@@ -16,9 +17,9 @@ Key = tuple[int, int, int, str, int, str, int]
 
 @dataclass(slots=True)
 class Lane:
-    """A prompt on one rank of the job; times are on rank 0's clock."""
+    """A prompt on one rank of the job, that of the header; times are on rank 0's clock."""
 
-    rank: int
+    header: TraceHeader
     prompt: TracedPrompt
     prefill: Span
     spans: list[Span]
@@ -26,6 +27,20 @@ class Lane:
     def seconds(self, *kinds: str) -> float:
         """Sum up the time of some kinds of spans."""
         return sum(span.ended_s - span.began_s for span in self.spans if span.kind in kinds)
+
+    @property
+    def rank(self) -> int:
+        """Of the job."""
+        return self.header.rank
+
+    @property
+    def stage(self) -> int:
+        """Of all stages of the job, one after the other."""
+        return place_in_stage(self.rank, self.header.ranks_per_stage)[0]
+
+    def peer_of(self, span: Span) -> int:
+        """Say which rank of the job a span is about."""
+        return self.header.peer_of(self.prompt, span.peer)
 
     @property
     def waited_s(self) -> float:
@@ -37,7 +52,7 @@ class Lane:
 class Timeline:
     """A prompt over its chain.
 
-    lanes : of all its ranks, in the order of its slices.
+    lanes : of all its ranks, in the order of its slices; the ranks of a stage have the same one.
     """
 
     lanes: list[Lane]
@@ -54,9 +69,9 @@ class Timeline:
 
     @cached_property
     def seconds(self) -> float:
-        """From then until the decode rank had the first token."""
+        """From then until the decode rank, or all of that stage, had the first token."""
         decoding = self.prompt.first_rank + self.prompt.decode_rank
-        return next(lane.prefill.ended_s for lane in self.lanes if lane.rank == decoding) - self.began_s
+        return max(lane.prefill.ended_s for lane in self.lanes if lane.stage == decoding) - self.began_s
 
     @property
     def predicted_s(self) -> float | None:
@@ -77,6 +92,7 @@ class TracedRun:
 
     incomplete : prompts that some rank of their chain knows nothing of: the trace was full, or the job killed.
     backwards : transfers that arrived before they were sent, by clocks that should agree.
+    names : of the ranks; where a stage is several with their places.
     clock_error_s : to which clocks of several hosts agree; inf: they were not compared.
     """
 
@@ -88,6 +104,7 @@ class TracedRun:
     layers: int = 0
     devices: set[str] = field(default_factory=set)
     sessions: set[int] = field(default_factory=set)
+    names: dict[int, str] = field(default_factory=dict)
     full: int = 0
     damaged: int = 0
     memory: dict[int, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
@@ -103,6 +120,7 @@ def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
         run.layers = max(run.layers, header.layers)
         run.devices.add(header.device)
         run.sessions.add(header.session)
+        run.names[header.rank] = header.name
         run.full += trace.is_full
         run.damaged += trace.damaged
         run.clock_error_s = max(run.clock_error_s, trace.clock_error_s)
@@ -118,14 +136,15 @@ def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
             seen[name] += 1  # the parts of a text are followed by a prompt about their answers
             prefill = next((span for span in of_prompt[number] if span.kind == "prefill"), None)
             if prompt.what == "packed":
-                run.packed += prefill is not None
+                run.packed += prefill is not None and place_in_stage(header.rank, header.ranks_per_stage)[1] == 0
             elif prefill is not None:
                 key = header.session, prompt.first_rank, prompt.ranks, *name, seen[name]
-                lanes[key][header.rank] = Lane(header.rank, prompt, prefill, of_prompt[number])
+                lanes[key][header.rank] = Lane(header, prompt, prefill, of_prompt[number])
     for found in lanes.values():
-        prompt = next(iter(found.values())).prompt
-        wanted = range(prompt.first_rank, prompt.first_rank + prompt.ranks)
-        if prompt.ranks > 1 and sorted(found) != list(wanted):
+        one = next(iter(found.values()))
+        first, size = one.prompt.first_rank, one.header.ranks_per_stage
+        count = one.prompt.ranks * size
+        if count > 1 and (len(found) != count or sorted(found) != list(range(first * size, first * size + count))):
             run.incomplete += 1
             continue
         timeline = Timeline(sorted(found.values(), key=lambda lane: (lane.prompt.start, lane.rank)))
@@ -137,17 +156,16 @@ def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
 def _backwards(timeline: Timeline, error_s: float) -> int:
     """Count transfers that were over on the far side before they had begun on the near one."""
     begun: dict[tuple[int, int, int], float] = {}
-    first = timeline.prompt.first_rank
     for lane in timeline.lanes:
         for span in lane.spans:
             if span.kind in ("send", "forward") and span.layer >= 0:
-                key = span.layer, lane.rank, first + span.peer
+                key = span.layer, lane.rank, lane.peer_of(span)
                 begun[key] = min(begun.get(key, math.inf), span.began_s)
     ended: dict[tuple[int, int, int], float] = {}
     for lane in timeline.lanes:
         for span in lane.spans:
             if span.kind == "receive" and span.layer >= 0:
-                key = span.layer, first + span.peer, lane.rank
+                key = span.layer, lane.peer_of(span), lane.rank
                 ended[key] = max(ended.get(key, -math.inf), span.ended_s)
     # A few microseconds are lost in writing.
     return sum(ended[key] + error_s + 1e-5 < began for key, began in begun.items() if key in ended)

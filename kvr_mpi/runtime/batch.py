@@ -113,8 +113,8 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     name = f"{world.rank:04d}"
     counters = open_counters(world, FIRST_LIST + shares.slots)
     with (
-        open_states(folder, world, stop.deadline_s, log) as states,
-        open_trace(prepared, folder, world, log, states) as trace,
+        open_states(folder, world, stop.deadline_s, log, spec.parallel.ranks_per_stage) as states,
+        open_trace(prepared, folder, ranks, log, states) as trace,
         closing(ShardWriter(folder, name, prepared.header(), settings=spec.output, recorder=trace.recorder)) as writer,
         _open_parts(prepared, folder, world) as parts,
         Progress(
@@ -123,8 +123,7 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     ):
         source = open_source(prepared, corpus, plan)
         shared_stop = SharedStop(stop, counters, None if run is None else run.check, ranks.peers)
-        kv = bool(spec.output.kv)
-        sink = ResultSink(writer, counters, progress, keeps_kv=kv, parts=parts, tells=ranks.tells)
+        sink = _open_sink(prepared, ranks, writer, parts, counters, progress)
         context = open_context(prepared, source, sink, shared_stop, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
     world.barrier()
@@ -161,11 +160,31 @@ def open_context(
     return WorkerContext(source, sink, decoder, stop, tally, trace)
 
 
+def _open_sink(
+    setup: JobSetup,
+    ranks: JobRanks,
+    writer: ShardWriter,
+    parts: ShardWriter | None,
+    counters: Counters,
+    progress: Progress,
+) -> ResultSink:
+    """Make this rank's end of the results, with the heads that are its to store."""
+    part, kv = setup.loaded.part, bool(setup.spec.output.kv)
+    if part is None:
+        return ResultSink(writer, counters, progress, keeps_kv=kv, parts=parts)
+    heads = None if part.held.is_all else part.held
+    return ResultSink(
+        writer, counters, progress, keeps_kv=kv and part.stores, parts=parts, tells=ranks.tells, heads=heads
+    )
+
+
 @contextmanager
 def _open_parts(setup: JobSetup, folder: Path, world: Transport) -> Iterator[ShardWriter | None]:
     """Open what this rank's slices of prompts are written with; None if no rank writes its own."""
     spec = setup.spec
+    part = setup.loaded.part
     is_whole = spec.compress is not None or spec.questions is not None or spec.parallel.ranks_per_chain == 1
+    is_whole &= part is None or part.held.is_all
     if not spec.output.kv or world.size == 1 or (spec.output.kv is True and is_whole):
         yield None
         return

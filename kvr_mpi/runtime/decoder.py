@@ -15,6 +15,7 @@ from kvr_mpi.decode.batch import DecodeBatch, Finished
 from kvr_mpi.decode.head_parallel_wave import HeadParallelWave
 from kvr_mpi.decode.shares_batch import SharesBatch
 from kvr_mpi.kv.document_share import DocumentShare
+from kvr_mpi.model.stage import guarded
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.requests.document_request import PromptOutcome, PromptRequest, error_record
@@ -138,7 +139,8 @@ class Decoder:
         """Let a prompt's cache keep what the method chooses; say whether there was memory for that."""
         try:
             slack = request.document.new_tokens  # of a row, perhaps, and not the job's
-            prefill.retained = compression.compress(prefill.cache, request.prompt.text, slack=slack)
+            with guarded(compression.stage):
+                prefill.retained = compression.compress(prefill.cache, request.prompt.text, slack=slack)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

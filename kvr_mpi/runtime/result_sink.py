@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +20,11 @@ from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.store.parts import part_record
 from kvr_mpi.store.shards import LayersWriter, ShardWriter
+from kvr_mpi.topology import KVHeads
 from kvr_mpi.transport.counters import Counters
+
+# Each layer's keys and values; None for a layer that has none.
+Layers = list[KeysValues | None]
 
 
 class ResultSink:
@@ -32,11 +37,13 @@ class ResultSink:
         Those of `Slot`.
     progress : Progress
     keeps_kv : bool
-        Whether keys and values are stored.
+        Whether this rank stores keys and values.
     parts : ShardWriter or None
         Where this rank's keys and values go of prompts whose answer another rank stores (see ``store.parts``).
     tells : bool
-        Whether this rank stores and tells what it is given: of a stage one does, since all have the same.
+        Whether this rank stores and tells what becomes of documents: of a stage one does, since all have the same.
+    heads : KVHeads or None
+        Which KV heads this rank has, if others of its stage have others; None: all.
     """
 
     def __init__(
@@ -48,9 +55,10 @@ class ResultSink:
         keeps_kv: bool,
         parts: ShardWriter | None = None,
         tells: bool = True,
+        heads: KVHeads | None = None,
     ) -> None:
         self._writer, self._counters, self._progress, self._keeps_kv = writer, counters, progress, keeps_kv
-        self._parts, self._tells = parts, tells
+        self._parts, self._tells, self._heads = parts, tells, heads
 
     def begin_document(self, document_id: str) -> None:
         """Take note that a document is in flight from now on."""
@@ -66,30 +74,30 @@ class ResultSink:
 
     def write_answer(self, record: Record, work: int, prefill: Prefill, prompt: Prompt) -> None:
         """Store an answer, and with it what the prompt's cache holds if that is wanted, and tell of it."""
-        if not self._tells:
-            return
-        if self._keeps_kv and prefill.share is not None:
-            self._writer.write(record, *_stored_share(prefill.share, record, prompt))
-        elif self._keeps_kv:
-            self._writer.write(record, *_stored_cache(prefill, record, prompt))
-        else:
-            self._writer.write(record)
-        self._tell(record, work)
+        layers, tokens = self._stored_of(prefill, record, prompt) if self._keeps_kv else ([], None)
+        if self._tells:
+            self._writer.write(record, layers, tokens)
+            self._tell(record, work)
+        elif tokens is not None:  # other heads of what the stage's first rank stores with the answer
+            self._write_part(record, layers, tokens)
 
     def write_share(self, record: Record, share: Share, prompt: Prompt) -> None:
         """Store this rank's keys and values of a prompt whose answer another rank will store, while it is written."""
         if self._keeps_kv:
-            assert self._parts is not None, "jobs whose prompts stay spread open it"
-            part = part_record(record, share.start, share.stop)
-            self._parts.write(part, *_stored_share(share, record, prompt))
+            layers, tokens = _stored_share(share, record, prompt)
+            self._write_part(record, layers, replace(tokens, heads=self._heads))
 
     @contextmanager
     def writing_slice(self, record: Record, bounds: tuple[int, int], prompt: Prompt) -> Iterator[LayersWriter]:
         """Store this rank's keys and values of a prompt layer by layer, while it is prefilled."""
+        if not self._keeps_kv:  # another rank of the stage has the same
+            yield LayersWriter(_forget)
+            return
         assert self._parts is not None, "jobs whose ranks store their own open it"
         (start, stop), text = bounds, prompt.text
-        tokens = CachedTokens(prompt.ids[:stop], (min(text[0], stop), min(text[1], stop)), start)
-        with self._parts.writing(part_record(record, start, stop), tokens) as layers:
+        text = min(text[0], stop), min(text[1], stop)
+        tokens = CachedTokens(prompt.ids[:stop], text, start, heads=self._heads)
+        with self._parts.writing(part_record(record, tokens), tokens) as layers:
             yield layers
 
     def write_record(self, record: Record, work: int) -> None:
@@ -99,6 +107,20 @@ class ResultSink:
         self._writer.write(record)
         self._tell(record, work)
 
+    def _stored_of(self, prefill: Prefill, record: Record, prompt: Prompt) -> tuple[Layers, CachedTokens | None]:
+        """Say what this rank stores of a prompt with its answer, and whose it is."""
+        if prefill.share is not None:
+            layers, tokens = _stored_share(prefill.share, record, prompt)
+            return layers, replace(tokens, heads=self._heads)
+        layers, found = _stored_cache(prefill, record, prompt)
+        if found is None:  # of some heads, and not all tokens, nobody could put anything together
+            return (layers if self._heads is None else []), None
+        return layers, replace(found, heads=self._heads)
+
+    def _write_part(self, record: Record, layers: Layers, tokens: CachedTokens) -> None:
+        assert self._parts is not None, "jobs whose ranks store their own open it"
+        self._parts.write(part_record(record, tokens), layers, tokens)
+
     def _tell(self, record: Record, work: int) -> None:
         done = self._counters.add(Slot.DONE) + 1
         worked = self._counters.add(Slot.WORK, work) + work
@@ -107,9 +129,11 @@ class ResultSink:
         self._progress.document(record, done, worked, self._counters.read()[Slot.PREFILLED], tokens)
 
 
-def _stored_cache(
-    prefill: Prefill, record: Record, prompt: Prompt
-) -> tuple[list[KeysValues | None], CachedTokens | None]:
+def _forget(layer: KeysValues | None) -> None:
+    """Store nothing."""
+
+
+def _stored_cache(prefill: Prefill, record: Record, prompt: Prompt) -> tuple[Layers, CachedTokens | None]:
     """Say what is stored of a cache: keys and values, and whose they are, if of all tokens or chosen by a method."""
     cache, numbers = prefill.cache, range(len(prefill.cache.layers))
     first = prefill.stored_tokens
@@ -127,7 +151,7 @@ def _stored_cache(
     return layers, CachedTokens(ids, prompt.text, first) if whole else None
 
 
-def _stored_share(share: Share, record: Record, prompt: Prompt) -> tuple[list[KeysValues | None], CachedTokens]:
+def _stored_share(share: Share, record: Record, prompt: Prompt) -> tuple[Layers, CachedTokens]:
     """Say what is stored of a rank's share: keys and values, and whose they are."""
     stop = share.held_until
     text = min(prompt.text[0], stop), min(prompt.text[1], stop)

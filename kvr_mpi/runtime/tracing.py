@@ -17,6 +17,7 @@ from kvr_mpi.requests.document_request import PromptRequest
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.setup.stages import JobRanks
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.states import StateWriter, remove_states
 from kvr_mpi.store.traces import TracedPrompt, TraceHeader, TraceWriter, trace_files
@@ -120,12 +121,14 @@ class Trace:
 
 
 @contextmanager
-def open_states(folder: Path, world: Transport, deadline_s: float | None, log: Log) -> Iterator[StateWriter]:
+def open_states(
+    folder: Path, world: Transport, deadline_s: float | None, log: Log, ranks_per_stage: int = 1
+) -> Iterator[StateWriter]:
     """Tell what this rank is at, for ``kvr status``; every rank calls this, and none waits for another."""
     session = session_of(folder)
     if world.rank == 0:
         remove_states(folder, but_of=session)
-    writer = StateWriter(folder, world.rank, world.size, session, deadline_s, log.line)
+    writer = StateWriter(folder, world.rank, world.size, session, deadline_s, log.line, ranks_per_stage)
     try:
         yield writer
     finally:
@@ -134,20 +137,20 @@ def open_states(folder: Path, world: Transport, deadline_s: float | None, log: L
 
 @contextmanager
 def open_trace(
-    setup: JobSetup, folder: Path, world: Transport, log: Log, states: StateWriter | None = None
+    setup: JobSetup, folder: Path, ranks: JobRanks, log: Log, states: StateWriter | None = None
 ) -> Iterator[Trace]:
     """Record what this rank does, if the job asks for it; every rank calls this.
 
     The clocks are compared at the beginning and at the end, and in between taken to drift evenly.
     """
-    wanted = setup.spec.report
+    wanted, world = setup.spec.report, ranks.world
     if not wanted.trace:
         yield Trace(Recorder(), states=states)
         return
     left = share_json(world, on_root(world, lambda: wanted.trace_mib * 2**20 - _written_bytes(folder)))
     origin = time.perf_counter()
     # By a rolling cache a token attends to fewer than there are before it, and a rank has no one slice.
-    rates = setup.rates[world.rank] if setup.rates and setup.rolling is None else None
+    rates = setup.rates[ranks.lane.rank] if setup.rates and setup.rolling is None else None
     layers = len(setup.loaded.shape.layers)
     header = TraceHeader(
         rank=world.rank,
@@ -159,6 +162,7 @@ def open_trace(
         origin_s=time.time(),
         token_s=0.0 if rates is None else rates.token_s,
         pair_s=0.0 if rates is None else rates.pair_s,
+        ranks_per_stage=setup.spec.parallel.ranks_per_stage,
     )
     if left <= 0:
         log.root(f"no trace: those of earlier jobs have its {wanted.trace_mib} MiB (report.trace_mib)")

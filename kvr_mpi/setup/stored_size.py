@@ -44,7 +44,9 @@ def estimate_stored_bytes(setup: JobSetup, corpus: Corpus, todo: Sequence[int]) 
     each = [int(min(corpus.entries[number].chars * tokens / chars, frame.text_budget)) + around for number in good]
     if setup.spec.compress is not None:  # of the layers that are compressed; those with windows keep all they have
         each = [min(count, setup.spec.compress.kept_of(count) + around) for count in each]
-    return int(sum(each) * stored_bytes_per_token(setup.loaded.shape, setup.spec.output.kv_dtype))
+    part = setup.loaded.part  # all of its stage's heads are written, each once
+    shares = 1 if part is None else len(part.held.shares)
+    return int(sum(each) * shares * stored_bytes_per_token(setup.loaded.shape, setup.spec.output.kv_dtype))
 
 
 def stored_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:

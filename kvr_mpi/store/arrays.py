@@ -139,16 +139,19 @@ def type_name(dataset: Any) -> str:
     return "bfloat16" if dataset.id.get_type().equal(bfloat16_type()) else str(dataset.dtype)
 
 
-def join(parts: Sequence[torch.Tensor | EightBit]) -> torch.Tensor | EightBit:
-    """Put keys or values of some tokens after each other, in 8 bits if all are; the error is the largest of theirs."""
+def join(parts: Sequence[torch.Tensor | EightBit], dim: int = 0) -> torch.Tensor | EightBit:
+    """Put keys or values of some tokens (dimension 0) or heads (1) after each other, in 8 bits if all are.
+
+    The error is then the largest of theirs.
+    """
     import torch
 
     eight = [part for part in parts if isinstance(part, EightBit)]
     if len(eight) == len(parts):
-        codes, scales = torch.cat([part.codes for part in eight]), torch.cat([part.scales for part in eight])
+        codes, scales = (torch.cat(each, dim) for each in zip(*((one.codes, one.scales) for one in eight), strict=True))
         return EightBit(codes, scales, eight[0].dtype, max(part.error for part in eight))
     return torch.cat(
-        [restore(part.codes, part.scales, part.dtype) if isinstance(part, EightBit) else part for part in parts]
+        [restore(part.codes, part.scales, part.dtype) if isinstance(part, EightBit) else part for part in parts], dim
     )
 
 

@@ -11,6 +11,7 @@ Both are in the hash that the record's own checksum covers. A layer that compres
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,14 @@ class HeadRows:
     def facts(self) -> list[Any]:
         """Say what it is, for a hash."""
         return [list(self.counts), digest_of([np.ascontiguousarray(self.positions, np.int32)])]
+
+
+def join_head_rows(some: Sequence[HeadRows]) -> HeadRows | None:
+    """Put rows of some heads after each other; None if there are none."""
+    if not some:
+        return None
+    counts = tuple(itertools.chain.from_iterable(one.counts for one in some))
+    return HeadRows(counts, np.concatenate([one.positions for one in some]))
 
 
 def refuse_compressed(compression: str, name: str, what: str) -> None:

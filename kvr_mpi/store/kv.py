@@ -2,13 +2,12 @@
 
     kv                            attributes: block_tokens, text_start, text_stop (the document's text in the prompt),
                                   first_token (0 if it is not there): of the first row; what stands before it is in
-                                  parts (see ``parts``)
+                                  parts (see ``parts``); of some KV heads also which (see ``kv_heads``)
     kv/token_ids                  of the tokens whose keys and values these are: the prompt, and all but the last new
                                   one (int64)
     kv/layer_000/keys, values     (tokens, kv_heads, head_dim), in one piece, or in chunks by the filter Blosc2
                                   (32026, see ``filters``); of 8 bits (int8) with attributes dtype and error: the
-                                  type they had, and the root mean square of what rounding changed, over that of
-                                  what they were
+                                  type they had, and the root mean square of what rounding changed, over theirs
     kv/layer_000/keys_scales      and values_scales: what a 1 of 8 bits is (float32, tokens x kv_heads)
     kv/layer_000/digests          XXH3 (64 bits, big-endian, as signed numbers) of every block of tokens of keys and
                                   values, with their scales (int64, blocks x 2)
@@ -44,6 +43,8 @@ from kvr_mpi.store.hdf5 import (
     write_dataset,
 )
 from kvr_mpi.store.head_rows import NAMES, HeadRows, open_head_rows, write_head_rows
+from kvr_mpi.store.kv_heads import ATTRIBUTES, read_heads, write_heads
+from kvr_mpi.topology import KVHeads
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +69,7 @@ class CachedTokens:
     first : the first of them whose keys and values are stored here; those before it are elsewhere (see ``parts``).
     compression : by which method and settings heads have dropped some; empty: they hold all.
     rows : then, of each layer that is compressed, which each head keeps.
+    heads : which KV heads are stored here, if a stage has others elsewhere; None: all.
     """
 
     ids: Sequence[int]
@@ -75,6 +77,7 @@ class CachedTokens:
     first: int = 0
     compression: str = ""
     rows: Mapping[int, HeadRows] = field(default_factory=dict)
+    heads: KVHeads | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,11 @@ class StoredLayer:
     def tokens(self) -> int:
         """Tokens it has keys and values of."""
         return int(self.keys.shape[0])
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads it has keys and values of."""
+        return int(self.keys.shape[1]) if self.rows is None else len(self.rows.counts)
 
     @property
     def bytes(self) -> int:
@@ -167,6 +175,16 @@ class StoredKV:
     def first_token(self) -> int:
         """The first whose keys and values are here."""
         return 0 if self.tokens is None else self.tokens.first
+
+    @property
+    def heads(self) -> KVHeads | None:
+        """Which KV heads are here, if others are elsewhere; None: all."""
+        return None if self.tokens is None else self.tokens.heads
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of it is elsewhere, neither tokens nor heads."""
+        return not self.first_token and self.heads is None
 
     @property
     def compression(self) -> str:
@@ -255,6 +273,8 @@ def write_kv(
             write_attribute(kv, "first_token", tokens.first)
         if tokens.compression:
             write_attribute(kv, "compression", tokens.compression)
+        if tokens.heads is not None:
+            write_heads(kv, tokens.heads)
     stored = StoredKV(tuple(found), tokens)
     return stored.bytes, stored.seal()
 
@@ -293,7 +313,8 @@ def strange_members(group: h5py.Group) -> set[str]:
     if "kv" not in group:
         return set()
     kv = group_in(group, "kv")
-    strange = attribute_names(kv) - {"block_tokens", "text_start", "text_stop", "first_token", "compression"}
+    known = {"block_tokens", "text_start", "text_stop", "first_token", "compression", *ATTRIBUTES}
+    strange = attribute_names(kv) - known
     for name in kv:
         if LAYER_NAME.fullmatch(name):
             layer = group_in(kv, name)
@@ -315,8 +336,11 @@ def _open(kv: h5py.Group) -> StoredKV:
             f"{where(kv)} says {compression or 'no compression'!r}, has {len(rows)} layer(s) whose heads keep "
             f"tokens of their own, up to token {longest}: that does not go together"
         )
-    if tokens is not None and rows:
-        tokens = replace(tokens, compression=compression, rows=rows)
+    heads = read_heads(kv, (layer.kv_heads for layer in layers))
+    if heads is not None and tokens is None:
+        raise DataError(f"{where(kv)} has some KV heads, and does not say of which tokens")
+    if tokens is not None:
+        tokens = replace(tokens, compression=compression, rows=rows, heads=heads)
     return StoredKV(layers, tokens)
 
 
@@ -372,4 +396,5 @@ def _seal(tokens: CachedTokens | None, layers: Iterable[list[Any]]) -> str:
     if tokens is not None:
         known = [list(tokens.ids), list(tokens.text), *([tokens.first] if tokens.first else [])]
         known += [tokens.compression] if tokens.compression else []
+        known += [] if tokens.heads is None else [[tokens.heads.first, tokens.heads.last, tokens.heads.of]]
     return hashlib.sha256(json.dumps([known, list(layers)]).encode()).hexdigest()

@@ -38,8 +38,8 @@ class ShardLine:
     done, failed : ids of its documents.
     at_s : Unix time.
     reasons : why those that failed did (see ``summary.reason_of``), in their order; earlier versions wrote none.
-    parts : where, in tokens, the parts begin and end that other ranks wrote of documents that are done (see ``parts``);
-        of those that are not named there are none. None: an earlier version, which did not say.
+    parts : ids of the parts that other ranks wrote of documents that are done (see ``parts``); those that are not named
+        have none. None: an earlier version, which did not say.
     """
 
     shard: str
@@ -49,7 +49,7 @@ class ShardLine:
     failed: list[str]
     at_s: float
     reasons: list[str] = field(default_factory=list)
-    parts: dict[str, list[int]] | None = None
+    parts: dict[str, list[str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class LedgerWriter:
         """Write which documents are begun; not synced, since nothing is lost with it."""
         self._append(asdict(BeginLine(list(ids), session, time.time())), sync=False)
 
-    def publish(self, path: Path, done: list[str], failed: dict[str, str], parts: dict[str, list[int]]) -> None:
+    def publish(self, path: Path, done: list[str], failed: dict[str, str], parts: dict[str, list[str]]) -> None:
         """Make a complete file count: sync ``PATH.part``, record it, give it its name.
 
         `failed` says why, by id; `parts` is that of `ShardLine`.
@@ -206,11 +206,12 @@ def _check_names(names: list[str]) -> None:
     "".join(names).encode()
 
 
-def _check_parts(parts: dict[str, list[int]]) -> None:
-    """Raise `TypeError` or `ValueError` unless they are whole numbers by names that can be written."""
-    if not isinstance(parts, dict) or not all(isinstance(edge, int) for edges in parts.values() for edge in edges):
+def _check_parts(parts: dict[str, list[str]]) -> None:
+    """Raise `TypeError` or `ValueError` unless they are names by names, all of which can be written."""
+    if not isinstance(parts, dict):
         raise TypeError(parts)
-    _check_names(list(parts))
+    for names in (list(parts), *parts.values()):
+        _check_names(names)
 
 
 def _check_numbers(at_s: float, count: int) -> None:

@@ -30,7 +30,7 @@ from kvr_mpi.store.outputs import (
     start_file,
     write_record,
 )
-from kvr_mpi.store.parts import PARTS, edges_before, index_parts, open_parts, part_bytes, remove_parts
+from kvr_mpi.store.parts import PARTS, index_parts, open_parts, part_bytes, parts_of, remove_parts
 from kvr_mpi.store.shares import Runs, index_runs, read_header_of
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.store.survey import RESULTS
@@ -181,7 +181,7 @@ def copy_documents(
     should_stop: Callable[[], bool] = lambda: False,
     without_kv: Collection[str] = (),
     parts: Index | None = None,
-) -> tuple[list[str], dict[str, str], dict[str, list[int]]]:
+) -> tuple[list[str], dict[str, str], dict[str, list[str]]]:
     """Copy every document once into a new file; return what `LedgerWriter.publish` is told of it.
 
     Parameters
@@ -201,7 +201,7 @@ def copy_documents(
     """
     done: list[str] = []
     failed: dict[str, str] = {}
-    cut: dict[str, list[int]] = {}
+    cut: dict[str, list[str]] = {}
     unreadable: list[str] = []
     part.unlink(missing_ok=True)
     with create_hdf5(part) as merged:
@@ -214,13 +214,13 @@ def copy_documents(
                         if should_stop():
                             raise _StoppedError
                         try:
-                            record, edges = _copy_document(groups, name, merged, is_sealed, name in without_kv, parts)
+                            record, needs = _copy_document(groups, name, merged, is_sealed, name in without_kv, parts)
                         except DataError as error:
                             unreadable.append(str(error))
                             continue
                         if record.status == "done":
                             done.append(name)
-                            cut |= {name: edges} if edges else {}
+                            cut |= {name: needs} if needs else {}
                         else:
                             failed[name] = reason_of(name, record.error)
             except DataError as error:
@@ -244,7 +244,7 @@ def _stretches(index: Index) -> Iterator[tuple[Path, list[str]]]:
 
 def _copy_document(
     groups: h5py.Group, name: str, merged: h5py.File, is_sealed: bool, drops_kv: bool, parts: Index | None
-) -> tuple[Record, list[int]]:
+) -> tuple[Record, list[str]]:
     """Copy a document, with its keys and values, in one piece if its parts are told, or without them.
 
     Returns its record, and where the parts begin and end that it still has.
@@ -262,7 +262,7 @@ def _copy_document(
     with contextlib.ExitStack() as files:
         layers: Iterable[Contents | None] = ()
         tokens: CachedTokens | None = None
-        is_joined = bool(kv.first_token) and parts is not None and not drops_kv
+        is_joined = not kv.is_whole and parts is not None and not drops_kv
         if is_joined:
             assert parts is not None
             whole = open_parts(group, record, parts, files)
@@ -280,4 +280,4 @@ def _copy_document(
             if os.strerror(errno.ENOSPC) in str(error):  # not the source's fault
                 raise _FullError(str(error)) from error
             raise
-    return record, [] if is_joined or drops_kv else edges_before(record, kv.first_token)
+    return record, [] if is_joined or drops_kv else parts_of(record, kv.tokens)

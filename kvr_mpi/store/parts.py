@@ -1,11 +1,12 @@
 """Keys and values that every rank wrote of its own tokens: a run's folder ``parts``, until a merge puts them together.
 
     RUN/shard-...h5, ledger-...       records, each with the keys and values of the last rank's tokens
-    RUN/parts/shard-...h5, ledger-... the other ranks': a record for each, named by document and tokens
+    RUN/parts/shard-...h5, ledger-... the other ranks': a record for each, named by document, tokens and heads
 
-A part is written, made durable, checked and read as any record is. A document is done when its record and all parts of
-it are there. Whoever reads a document's keys and values reads them as one (`open_whole_kv`), from its parts or from
-what a merge has made of them, which does not know how prompts were cut.
+Where a stage is several ranks, each has some KV heads of its slice, and the record those of its stage's first rank;
+where several have the same, one writes them. A part is written, made durable, checked and read as any record is. A
+document is done when its record and all parts of it are there. Whoever reads a document's keys and values reads them as
+one (`open_whole_kv`), from its parts or from what a merge has made of them, which does not know how prompts were cut.
 """
 
 from __future__ import annotations
@@ -13,27 +14,44 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.arrays import StoredArray, join
 from kvr_mpi.store.folder import Index, clear_results, index_run, run_files
 from kvr_mpi.store.hdf5 import explained, group_in, hold_open
-from kvr_mpi.store.kv import CachedTokens, Contents, KeysValues, StoredKV, StoredLayer, open_kv
+from kvr_mpi.store.joined import JoinedKV, JoinedLayer
+from kvr_mpi.store.kv import CachedTokens, StoredKV, StoredLayer, open_kv
 from kvr_mpi.store.ledger import ShardLine
 from kvr_mpi.store.outputs import Record, key_of, open_file, read_record
+from kvr_mpi.topology import KVHeads
 
 PARTS = "parts"
 
 
-def part_record(record: Record, start: int, stop: int) -> Record:
-    """Say what a part of a document is of, that has the tokens between two."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank wrote of a document's keys and values.
+
+    start, stop : tokens.
+    heads : KV heads; None: all.
+    part : id of the part that has it; empty: it is in the record's own group.
+    """
+
+    start: int
+    stop: int
+    heads: KVHeads | None
+    part: str
+
+
+def part_record(record: Record, tokens: CachedTokens) -> Record:
+    """Say what a part of a document is of, that has the keys and values of these tokens from the first one on."""
     return Record(
-        part_id(record.id, start, stop),
+        part_id(record.id, tokens.ids, tokens.first, tokens.heads),
         "done",
         document=record.id,
         slices=record.slices,
@@ -43,9 +61,16 @@ def part_record(record: Record, start: int, stop: int) -> Record:
     )
 
 
-def part_id(document_id: str, start: int, stop: int) -> str:
-    """Name a part by its tokens, so that none stands for one of another attempt that was cut otherwise."""
-    return f"{document_id}/{start}-{stop}"
+def part_id(document_id: str, ids: Sequence[int], start: int, heads: KVHeads | None) -> str:
+    """Name a part by its tokens, so that none stands for one of another attempt that was cut otherwise.
+
+    Of some KV heads they may be an answer's, too, which may be another one after another attempt.
+    """
+    name = f"{document_id}/{start}-{len(ids)}"
+    if heads is None:
+        return name
+    digest = hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:16]
+    return f"{name}:{heads.first}-{heads.last}:{digest}"
 
 
 def document_of(part: str) -> str:
@@ -53,15 +78,32 @@ def document_of(part: str) -> str:
     return part.rpartition("/")[0]
 
 
-def bounds_before(record: Record, first_token: int) -> list[tuple[int, int]]:
-    """List the bounds of the parts of a document whose record has the tokens from the first one on."""
-    return [(start, stop) for start, stop in itertools.pairwise(record.slices) if start < first_token]
+def pieces_of(record: Record, own: CachedTokens | None) -> list[list[Piece]]:
+    """Say what makes up a document's keys and values: of each slice, in order, the pieces of all KV heads.
+
+    Parameters
+    ----------
+    record : Record
+    own : CachedTokens, optional
+        Those of its own group.
+    """
+    if own is None:
+        return []
+    bounds = [(start, stop) for start, stop in itertools.pairwise(record.slices) if start < own.first]
+    heads = [None] if own.heads is None else own.heads.shares
+    rows = [
+        [Piece(start, stop, each, part_id(record.id, own.ids[:stop], start, each)) for each in heads]
+        for start, stop in [*bounds, (own.first, len(own.ids))]
+    ]
+    rows[-1] = [replace(piece, part="") if piece.heads == own.heads else piece for piece in rows[-1]]
+    return rows
 
 
-def edges_before(record: Record, first_token: int) -> list[int]:
-    """Say where the parts of a document begin and end; empty if it has none, or is one."""
-    bounds = [] if record.document and record.document == document_of(record.id) else bounds_before(record, first_token)
-    return [*(start for start, _ in bounds[:1]), *(stop for _, stop in bounds)]
+def parts_of(record: Record, own: CachedTokens | None) -> list[str]:
+    """List the parts that a document's keys and values need beside what is in its own group; of a part, none."""
+    if record.document and record.document == document_of(record.id):
+        return []
+    return [piece.part for piece in itertools.chain.from_iterable(pieces_of(record, own)) if piece.part]
 
 
 def index_parts(folder: Path) -> Index:
@@ -92,152 +134,19 @@ def incomplete(folder: Path, done: Iterable[str], parts: Iterable[str], lines: M
     wanted, found = set(done), set[str]()
     for file, places in index.by_file().items():
         here, line = wanted & places.keys(), lines.get(file.name)
-        edges = line.parts if line is not None else None
-        for name, cuts in (_read_edges(file, here) if edges is None else edges).items():
-            if name in here and any(part_id(name, *bounds) not in there for bounds in itertools.pairwise(cuts)):
+        needed = line.parts if line is not None else None
+        for name, needs in (_read_needs(file, here) if needed is None else needed).items():
+            if name in here and not there.issuperset(needs):
                 found.add(name)
     return found
 
 
-def _read_edges(file: Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """Read of some documents of a file where their parts begin and end."""
+def _read_needs(file: Path, names: Iterable[str]) -> dict[str, list[str]]:
+    """Read of some documents of a file which parts they need."""
     with open_file(file) as stored:
         documents = group_in(stored, "documents")
         groups = {name: group_in(documents, key_of(name)) for name in names}
-        return {name: edges_before(read_record(group), open_kv(group).first_token) for name, group in groups.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedArray:
-    """What keys or values of a layer are, that lie in several pieces; see `StoredArray`."""
-
-    shape: tuple[int, ...]
-    type_name: str
-    error: float
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedLayer:
-    """One layer's keys and values, of which each piece has some tokens; read as a `StoredLayer`."""
-
-    pieces: tuple[StoredLayer, ...]
-    rows: None = None  # of heads with tokens of their own: those are never in pieces
-
-    @property
-    def number(self) -> int:
-        """Of the layer."""
-        return self.pieces[0].number
-
-    @property
-    def tokens(self) -> int:
-        """Tokens it has keys and values of."""
-        return sum(piece.tokens for piece in self.pieces)
-
-    @property
-    def bytes(self) -> int:
-        """Of keys and values."""
-        return sum(piece.bytes for piece in self.pieces)
-
-    @property
-    def keys(self) -> JoinedArray:
-        """What they are."""
-        return self._array([piece.keys for piece in self.pieces])
-
-    @property
-    def values(self) -> JoinedArray:
-        """What they are."""
-        return self._array([piece.values for piece in self.pieces])
-
-    def read(self, first: int = 0, last: int | None = None) -> KeysValues:
-        """Read a range of tokens; see `StoredLayer.read`."""
-        import torch
-
-        stop, at, wanted = self.tokens if last is None else last, 0, []
-        if not 0 <= first <= stop <= self.tokens:
-            raise DataError(f"layer {self.number} has {self.tokens} tokens; {first} to {stop} were asked for")
-        for piece in self.pieces:
-            start, end = max(first - at, 0), min(stop - at, piece.tokens)
-            if start < end:
-                wanted.append((piece, start, end))
-            at += piece.tokens
-        found = []
-        for piece, start, end in wanted or [(self.pieces[0], 0, 0)]:
-            with explained(_file_of(piece)):
-                found.append(piece.read(start, end))
-        keys, values = (torch.cat(each) for each in zip(*found, strict=True))
-        return keys, values
-
-    def contents(self) -> Contents:
-        """Read all of it as it was written, in 8 bits if it is; raises as `read`."""
-        pairs = []
-        for piece in self.pieces:
-            with explained(_file_of(piece)):
-                pairs.append(piece.contents())
-        keys, values = (join([pair[place] for pair in pairs]) for place in (0, 1))
-        return keys, values
-
-    def check(self) -> None:
-        """Hold all of it against its checksums; see `StoredLayer.check`."""
-        for piece in self.pieces:
-            with explained(_file_of(piece)):
-                piece.check()
-
-    def _array(self, arrays: Sequence[StoredArray]) -> JoinedArray:
-        error = max(array.error for array in arrays)
-        return JoinedArray((self.tokens, *arrays[0].shape[1:]), arrays[0].type_name, error)
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedKV:
-    """A document's keys and values, all tokens', in files that are open; read as a `StoredKV`.
-
-    stored : what each rank wrote, in the order of the tokens; the last is in the record's own group.
-    """
-
-    stored: tuple[StoredKV, ...]
-    compression: str = ""  # what is compressed is never in pieces
-
-    @property
-    def tokens(self) -> CachedTokens:
-        """Whose they are."""
-        tokens = self.stored[-1].tokens
-        assert tokens is not None, "it says where it begins"
-        return replace(tokens, first=0)
-
-    @property
-    def layers(self) -> tuple[JoinedLayer, ...]:
-        """All layers that have keys and values, in order."""
-        return tuple(JoinedLayer(pieces) for pieces in zip(*(one.layers for one in self.stored), strict=True))
-
-    @property
-    def error_of_8_bits(self) -> float:
-        """Largest of all pieces'; see `StoredKV.error_of_8_bits`."""
-        return max(one.error_of_8_bits for one in self.stored)
-
-    @property
-    def is_compressed(self) -> bool:
-        """Whether some take less in their files, by Blosc2."""
-        return any(one.is_compressed for one in self.stored)
-
-    @property
-    def bytes(self) -> int:
-        """Of all layers."""
-        return sum(one.bytes for one in self.stored)
-
-    def check(self) -> None:
-        """Hold all of it against its checksums; see `StoredLayer.check`."""
-        for layer in self.layers:
-            layer.check()
-
-    def seal(self) -> str:
-        """Hash of everything but keys and values themselves; see `StoredKV.seal`."""
-        return hashlib.sha256("".join(one.seal() for one in self.stored).encode()).hexdigest()
-
-    def contents(self) -> Iterator[Contents | None]:
-        """Yield each layer's keys and values as they were written, each block held against its digest."""
-        layers = {layer.number: layer for layer in self.layers}
-        for number in range(max(layers, default=-1) + 1):
-            yield layers[number].contents() if number in layers else None
+        return {name: parts_of(read_record(group), open_kv(group).tokens) for name, group in groups.items()}
 
 
 WholeKV = StoredKV | JoinedKV
@@ -281,13 +190,13 @@ def open_whole_kv(group: Any, parts: PartIndexes, stack: ExitStack) -> WholeKV:
         If they are anything else than announced, or a part is missing, of another prompt, or does not fit.
     """
     stored = open_kv(group)
-    if not stored.first_token:
+    if stored.is_whole:
         return stored
     return open_parts(group, read_record(group), parts.beside(Path(group.file.filename)), stack)
 
 
 def open_parts(group: Any, record: Record, index: Index, stack: ExitStack) -> JoinedKV:
-    """Find the parts of a document, whose last one is in its record's own group.
+    """Find the parts of a document, one piece of which is in its record's own group.
 
     Parameters
     ----------
@@ -303,45 +212,52 @@ def open_parts(group: Any, record: Record, index: Index, stack: ExitStack) -> Jo
     DataError
         If one is missing or damaged, of another prompt, or they do not fit together.
     """
-    last = open_kv(group)
-    bounds = bounds_before(record, last.first_token)
-    found = [_open_part(record, start, stop, index, stack) for start, stop in bounds]
-    where = f"{group.file.filename}:{group.name}"
-    numbers = [layer.number for layer in last.layers]
-    if not bounds or bounds[0][0] or bounds[-1][1] != last.first_token:
-        raise DataError(f"{where}: its slices {list(record.slices)} do not lead up to token {last.first_token}")
-    for (start, stop), part in zip(bounds, found, strict=True):
-        if [layer.number for layer in part.layers] != numbers:
-            raise DataError(f"{where}: its part from token {start} on has other layers than the record")
-        for layer, own in zip(part.layers, last.layers, strict=True):
-            shapes = (layer.keys.shape[1:], layer.values.shape[1:]), (own.keys.shape[1:], own.values.shape[1:])
-            same_type = (layer.keys.type_name, layer.values.type_name) == (own.keys.type_name, own.values.type_name)
-            if layer.tokens != stop - start or shapes[0] != shapes[1] or not same_type:
-                raise DataError(
-                    f"{where}: its part from token {start} on has {layer.tokens} tokens of {shapes[0]} in layer "
-                    f"{layer.number}; expected {stop - start} of {shapes[1]}"
-                )
-    return JoinedKV((*found, last))
+    own, where = open_kv(group), f"{group.file.filename}:{group.name}"
+    rows = pieces_of(record, own.tokens)
+    ends = [0, *(row[0].stop for row in rows)]
+    if not rows or [row[0].start for row in rows] != ends[:-1]:
+        raise DataError(f"{where}: its slices {list(record.slices)} do not lead up to token {own.first_token}")
+    found = []
+    for row in rows:
+        stored = [_open_part(record, piece, own.compression, index, stack) if piece.part else own for piece in row]
+        for piece, one in zip(row, stored, strict=True):
+            _check_piece(piece, one, own, where)
+        found.append(tuple(stored))
+    return JoinedKV(tuple(found), own)
 
 
-def _open_part(record: Record, start: int, stop: int, index: Index, stack: ExitStack) -> StoredKV:
-    name = part_id(record.id, start, stop)
+def _check_piece(piece: Piece, stored: StoredKV, own: StoredKV, where: str) -> None:
+    """Refuse a piece that has not the layers, tokens or shapes that go with the record's own."""
+    about = f"{where}: its part from token {piece.start} on"
+    if [layer.number for layer in stored.layers] != [layer.number for layer in own.layers]:
+        raise DataError(f"{about} has other layers than the record")
+    for layer, like in zip(stored.layers, own.layers, strict=True):
+        shapes = (layer.keys.shape[1:], layer.values.shape[1:]), (like.keys.shape[1:], like.values.shape[1:])
+        same_type = (layer.keys.type_name, layer.values.type_name) == (like.keys.type_name, like.values.type_name)
+        counts_fit = like.rows is not None or layer.tokens == piece.stop - piece.start
+        alike = shapes[0] == shapes[1] and same_type and (layer.rows is None) == (like.rows is None)
+        if not alike or not counts_fit:
+            raise DataError(
+                f"{about} has {layer.tokens} tokens of {shapes[0]} in layer {layer.number}; expected "
+                f"{piece.stop - piece.start} of {shapes[1]}"
+            )
+
+
+def _open_part(record: Record, piece: Piece, compression: str, index: Index, stack: ExitStack) -> StoredKV:
+    name = piece.part
     if name not in index.places:
-        raise DataError(f"{record.id}: its keys and values of tokens {start} to {stop} are missing")
+        which = "" if piece.heads is None else f", KV heads {piece.heads.first} to {piece.heads.last},"
+        raise DataError(f"{record.id}: its keys and values of tokens {piece.start} to {piece.stop}{which} are missing")
     place = index.places[name]
     file = hold_open(place.file)
     stack.callback(file.close)
     with explained(place.file):
         group = group_in(group_in(file, "documents"), place.key)
         part, stored = read_record(group), open_kv(group)
-        told, wanted = (part.document, part.prompt_sha256), (record.id, record.prompt_sha256)
-        if told != wanted or stored.first_token != start:
+        told = part.document, part.prompt_sha256, stored.first_token, stored.heads, stored.compression
+        if told != (record.id, record.prompt_sha256, piece.start, piece.heads, compression):
             raise DataError(f"{place.file}:{group.name} is of another prompt, or of other tokens, than {name!r}")
         return stored
-
-
-def _file_of(layer: StoredLayer) -> Path:
-    return Path(layer.keys.data.file.filename)
 
 
 def part_bytes(folder: Path) -> int:

@@ -24,7 +24,7 @@ from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.ledger import LedgerWriter, ShardLine, crc32_of, seal, sync, unseal
 from kvr_mpi.store.lock import Lock, Owner, Say
 from kvr_mpi.store.outputs import Header, check_record, document_groups, has_seals, open_file, read_header
-from kvr_mpi.store.parts import PARTS, edges_before, incomplete, remove_parts
+from kvr_mpi.store.parts import PARTS, incomplete, parts_of, remove_parts
 from kvr_mpi.store.survey import DAMAGED, RESULTS, Survey, foreign, is_ours, order, survey
 from kvr_mpi.store.traces import remove_traces
 
@@ -228,11 +228,11 @@ def _adopt(found: Survey, name: str, header: Header, say: Say) -> None:
         with open_file(file) as stored:
             _check_identity(file, read_header(stored).identity, header.identity)
             trusted = not has_seals(stored)
-            parts: dict[str, list[int]] = {}
+            parts: dict[str, list[str]] = {}
             for group, _, _ in document_groups(stored):
                 record = check_record(group)
-                if edges := edges_before(record, open_kv(group).first_token):
-                    parts[record.id] = edges
+                if needs := parts_of(record, open_kv(group).tokens):
+                    parts[record.id] = needs
         documents = list_documents(file)
     except ForeignError:
         raise

@@ -29,7 +29,7 @@ from kvr_mpi.store.kv import CachedTokens, Contents, KeysValues
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.outputs import Header, Record, drop_record, start_file, write_record
-from kvr_mpi.store.parts import edges_before
+from kvr_mpi.store.parts import parts_of
 from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.trace import Recorder
@@ -78,7 +78,7 @@ class _Shard:
     due_s: float  # on the monotonic clock
     done: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # and why
-    parts: dict[str, list[int]] = field(default_factory=dict)  # of `ShardLine`
+    parts: dict[str, list[str]] = field(default_factory=dict)  # of `ShardLine`
 
     @property
     def part(self) -> Path:
@@ -321,8 +321,8 @@ class ShardWriter:
                 else:
                     if record.status == "done":
                         shard.done.append(record.id)
-                        if edges := edges_before(record, 0 if tokens is None else tokens.first):
-                            shard.parts[record.id] = edges
+                        if parts := parts_of(record, tokens):
+                            shard.parts[record.id] = parts
                     else:
                         shard.failed[record.id] = reason_of(record.id, record.error)
         finally:

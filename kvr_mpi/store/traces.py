@@ -30,6 +30,7 @@ from typing import Any, get_args
 from kvr_mpi.disk import create, read_regular
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.ledger import write_all
+from kvr_mpi.topology import in_lane_of, rank_name
 from kvr_mpi.trace import Kind, Recorder, Span
 
 TRACES = "trace"
@@ -51,6 +52,7 @@ class TraceHeader:
 
     origin_s : Unix time of the origin, by the rank's own clock.
     token_s, pair_s : what slices were cut by (``costs.solve.Rates``); 0: by something else.
+    ranks_per_stage : of the job.
     """
 
     rank: int
@@ -62,6 +64,16 @@ class TraceHeader:
     origin_s: float
     token_s: float = 0.0
     pair_s: float = 0.0
+    ranks_per_stage: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of the rank."""
+        return rank_name(self.rank, self.ranks_per_stage)
+
+    def peer_of(self, prompt: TracedPrompt, peer: int) -> int:
+        """Say which rank of the job a span of a prompt names: of another stage the one with the same heads."""
+        return in_lane_of(self.rank, prompt.first_rank + peer, self.ranks_per_stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +83,8 @@ class TracedPrompt:
     what : ``prompt``; ``shared``: what several prompts begin with; ``packed``: short prompts in one row.
     tokens : of the prompt, or of all in the row.
     start, stop : this rank's slice; the same: it has none, or several stretches.
-    first_rank, ranks : the chain's ranks among those of the job.
-    decode_rank : of the chain.
+    first_rank, ranks : the chain's ranks among those of the job; where a stage is several, its stages.
+    decode_rank : of the chain, as well.
     predicted_s : what this rank was to compute it in, by its rates; 0: not known.
     """
 
@@ -291,10 +303,12 @@ def _read_header(path: Path, line: bytes) -> TraceHeader:
         if isinstance(found, int) and found > version:
             raise DataError(f"{path} is a trace of version {found}; this kvr-mpi reads up to {version}: upgrade it")
         header = TraceHeader(**values)
-        for each in (header.rank, header.size, header.session, header.layers):
+        for each in (header.rank, header.size, header.session, header.layers, header.ranks_per_stage):
             _whole(each)
         for value in (header.origin_s, header.token_s, header.pair_s):
             _finite(value)
+        if header.ranks_per_stage < 1:
+            raise ValueError(header.ranks_per_stage)
         if found != version or not (isinstance(header.host, str) and isinstance(header.device, str)):
             raise ValueError(found)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -160,13 +160,16 @@ def _named(questions: QuestionsSection) -> dict[str, str]:
 
 
 def _alone(parallel: ParallelSection) -> ParallelSection:
-    """Let every rank take documents of its own: what is left to prefill of them is short."""
-    if parallel.ranks_per_chain not in ("all", 1) or parallel.strategy not in ("kvr", "auto"):
+    """Let every rank, or stage, take documents of its own: what is left to prefill of them is short."""
+    alone = parallel.ranks_per_stage
+    if parallel.ranks_per_chain not in ("all", alone) or parallel.strategy not in ("kvr", "auto"):
         raise ConfigError(
             f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} do not go with "
             f"questions: every rank answers about documents of its own; leave them out"
         )
-    return parallel.model_copy(update={"ranks_per_chain": 1, "strategy": "kvr", "partition": "even", "ratios": None})
+    return parallel.model_copy(
+        update={"ranks_per_chain": alone, "strategy": "kvr", "partition": "even", "ratios": None}
+    )
 
 
 def _together(parallel: ParallelSection) -> ParallelSection:

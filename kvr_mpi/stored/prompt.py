@@ -15,6 +15,7 @@ from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.store.hdf5 import explained, group_in, hold_open
+from kvr_mpi.store.joined import read_layer
 from kvr_mpi.store.outputs import Record, read_record
 from kvr_mpi.store.parts import PartIndexes, WholeKV, WholeLayer, open_whole_kv
 
@@ -63,6 +64,8 @@ def prefix_of(
 ) -> SharedPrefix:
     """Make a prefix of what is stored; nothing is looked at before its first layer is asked for.
 
+    A rank of a stage has its KV heads only; of what ranks wrote in pieces it reads those that have some of them.
+
     Whatever is wrong with it comes out then, as a `DataError`: other tokens than these, keys and values of another
     shape or type than the model's, blocks that are not what was written.
 
@@ -75,14 +78,14 @@ def prefix_of(
     path : Path
         Its file, for messages.
     """
-    open_layer = _opening(ids, loaded, open_stored)
+    open_layer, heads = _opening(ids, loaded, open_stored), _own_heads(loaded)
 
     def read(number: int, first: int, last: int) -> torch.Tensor | None:
         layer = open_layer(number)
         if layer is None:
             return None
         with explained(path):
-            keys, values = layer.read(first, last)
+            keys, values = read_layer(layer, first, last, heads)
         return torch.cat([keys.flatten(1), values.flatten(1)], 1)
 
     layers = LoadedLayers(len(loaded.shape.layers), lambda number: read(number, 0, len(ids)))
@@ -93,7 +96,7 @@ def compressed_prefix_of(
     ids: Sequence[int], loaded: LoadedModel, open_stored: Callable[[], StoredPrompt], path: Path, compression: str
 ) -> SharedPrefix:
     """Make a prefix of what compression has left, as `prefix_of`: of each head the rows of these tokens."""
-    open_layer = _opening(ids, loaded, open_stored)
+    open_layer, own = _opening(ids, loaded, open_stored), slice(*(_own_heads(loaded) or (None,)))
 
     def read(number: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         layer = open_layer(number)
@@ -102,7 +105,7 @@ def compressed_prefix_of(
         with explained(path):
             if layer.rows is None:
                 keys, values = layer.read(0, len(ids))
-                return list(zip(keys.unbind(1), values.unbind(1), strict=True))
+                return list(zip(keys.unbind(1), values.unbind(1), strict=True))[own]
             keys, values = layer.read()
         bounds = layer.rows.bounds_before(len(ids))
         if any(first == last for first, last in bounds):
@@ -110,9 +113,14 @@ def compressed_prefix_of(
                 f"{path}: a head of layer {number} keeps none of the first {len(ids)} tokens, up to the end of the "
                 f"text: its method chose the question's; compress with observes = 'document' what is to be asked again"
             )
-        return [(keys[first:last, 0], values[first:last, 0]) for first, last in bounds]
+        return [(keys[first:last, 0], values[first:last, 0]) for first, last in bounds[own]]
 
     return SharedPrefix(tuple(ids), (), heads=read, compression=compression)
+
+
+def _own_heads(loaded: LoadedModel) -> tuple[int, int] | None:
+    """First and last KV head, not included, that this rank has; None: all."""
+    return None if loaded.part is None else loaded.part.own_kv_heads
 
 
 def _opening(
@@ -141,7 +149,7 @@ def _check(stored: StoredPrompt, ids: Sequence[int], loaded: LoadedModel) -> Non
     for number, shape in enumerate(loaded.shape.layers):
         if not shape.elements:
             continue
-        layer, heads = found.get(number), shape.num_kv_heads
+        layer, heads = found.get(number), shape.num_kv_heads if loaded.part is None else loaded.part.kv_heads
         has = None if layer is None else (layer.keys.shape, layer.values.shape, layer.keys.type_name)
         rows = None if layer is None else layer.rows
         if rows is not None:  # which has looked at the number of its rows

@@ -130,6 +130,9 @@ def test_heads_are_divided_or_repeated_whole(heads: int, kv_heads: int, size: in
     if fits:
         parts = [part_of(config, rank, size) for rank in range(size)]
         assert [head for part in parts for head in range(*part.own_heads)] == list(range(heads))
+        stored = [part.held for part in parts if part.stores]
+        assert [head for one in stored for head in range(one.first, one.last)] == list(range(kv_heads))
+        assert all(one.shares == stored for one in stored)
         for part in parts:  # a query head attends to the KV head it has in the whole model
             first, last = part.own_kv_heads
             queries = range(*part.own_heads)

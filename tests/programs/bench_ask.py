@@ -123,7 +123,7 @@ class Bench:
                 writer.write(record, layers, CachedTokens(self.ids, (0, tokens), start))
             else:
                 whose = CachedTokens(self.ids[:stop], (0, stop), start)
-                with writer.writing(part_record(record, start, stop), whose) as own:
+                with writer.writing(part_record(record, whose), whose) as own:
                     self.prefill(self.ids, write_layer=own.add_layer)
         if writer is not None:
             writer.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from kvr_mpi.store.filters import has_blosc2
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import Record, check_record, open_file, read_record
-from kvr_mpi.store.parts import PARTS, index_parts, part_id
+from kvr_mpi.store.parts import PARTS, index_parts, parts_of
 
 SHARDED = ("output.kv=sharded", "prompt.max_tokens=400")
 
@@ -60,7 +59,7 @@ def check_only_own(folder: Path) -> None:
                 record, kv = read_record(group), open_kv(group)
                 own = record.slices[-2] if len(record.slices) > 2 else 0
                 assert kv.first_token == own and {layer.tokens + own for layer in kv.layers} == {len(kv.tokens.ids)}
-                found -= {part_id(record.id, *bounds) for bounds in itertools.pairwise(record.slices[:-1])}
+                found -= set(parts_of(record, kv.tokens))
     assert not found
 
 

@@ -15,9 +15,12 @@ from kvr_mpi.errors import ConfigError, KvrError
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.preflight.checks import check_job, lay_out
+from kvr_mpi.report.page import RunFacts, make_page
+from kvr_mpi.report.timeline import read_timelines
 from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.setup.planning import plan_job
 from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.traces import read_traces
 
 TOKENS = "generation.max_new_tokens=32"
 
@@ -80,12 +83,7 @@ def test_no_memory_on_one_rank_is_an_error_record(
     [
         ("parallel.strategy=ring", "choose strategy = 'kvr'"),
         ("parallel.ranks_per_chain=auto", "name a number of ranks"),
-        ("output.kv=true", "leave output.kv = false"),
-        ("output.kv=sharded", "leave output.kv = false"),
-        ("compress.method=ada-snapkv compress.budget=64", r"\[compress\] chooses among all heads"),
         ("decode.mode=head-parallel", "shared out already"),
-        ("report.trace=true", "leave report.trace = false"),
-        ("documents.reuse=runs/other", "documents.reuse goes on from stored"),
         ("model.adapter=adapters/mine", "merge it into a folder"),
         ("model.path=org/name", "name the folder"),
         ("parallel.ranks_per_stage=3", r"cannot be divided by it; choose one of \[1, 2, 4\]"),
@@ -120,3 +118,26 @@ def test_a_job_of_stages_is_planned_as_one_of_stages(job: Path, tmp_path: Path) 
     assert part is not None and all_of_it is not None and part < all_of_it
     with pytest.raises(ConfigError, match="cannot be divided into stages of 2"):
         plan_job(spec_of(job, "parallel.ranks_per_stage=2"), machine, 7, "h100-80gb")
+
+
+def test_every_rank_is_in_the_trace_with_its_stage(job: Path, tmp_path: Path, run_here: Any) -> None:
+    folder = tmp_path / "out"
+    done = run_here(4, [job, *with_settings("report.trace=true", "parallel.ranks_per_stage=2")])
+    assert done.returncode == 0, done.stderr
+    run = read_timelines(read_traces(folder))
+    assert run.names == {
+        0: "rank 0 (stage 0.0)",
+        1: "rank 1 (stage 0.1)",
+        2: "rank 2 (stage 1.0)",
+        3: "rank 3 (stage 1.1)",
+    }
+    assert not run.incomplete and not run.backwards and run.timelines
+    for timeline in run.timelines:
+        slices = {(lane.stage, lane.prompt.start, lane.prompt.stop) for lane in timeline.lanes}
+        assert sorted(lane.rank for lane in timeline.lanes) == [0, 1, 2, 3] and len(slices) == 2
+        for lane in timeline.lanes:  # keys and values of other heads are no rank's concern
+            peers = {lane.peer_of(span) for span in lane.spans if span.kind in ("send", "receive", "wait")}
+            assert peers <= {(lane.rank + 2) % 4}
+    page = make_page(RunFacts("a run", "tiny", "kvr_mpi 0"), list(read_run(folder)), run, (0.0, 0.0)).decode()
+    assert "rank 3 (stage 1.1)" in page
+    assert "rank 2 (stage 1.0)" in (folder / "trace.json").read_text()

@@ -53,7 +53,7 @@ def write_part(folder: Path, slices: Sequence[int], start: int, stop: int, name:
     tokens = CachedTokens(tuple(range(stop)), (1, min(3, stop)), start)
     of = whole(slices)
     layer = KEYS[start:stop], -KEYS[start:stop]
-    writer.write(of if is_last else part_record(of, start, stop), [layer, None, layer], tokens)
+    writer.write(of if is_last else part_record(of, tokens), [layer, None, layer], tokens)
     writer.close()
 
 
@@ -105,9 +105,10 @@ def test_a_part_of_another_prompt_is_refused(tmp_path: Path) -> None:
     slices = (0, 5, TOKENS)
     write_part(tmp_path, slices, 5, TOKENS, "0001")
     writer = ShardWriter(tmp_path / PARTS, "0000", HEADER, session=1)
-    other = replace(part_record(whole(slices), 0, 5), prompt_sha256="1" * 64)
+    tokens = CachedTokens(tuple(range(5)), (1, 3))
+    other = replace(part_record(whole(slices), tokens), prompt_sha256="1" * 64)
     layer = KEYS[:5], -KEYS[:5]
-    writer.write(other, [layer, None, layer], CachedTokens(tuple(range(5)), (1, 3)))
+    writer.write(other, [layer, None, layer], tokens)
     writer.close()
     with pytest.raises(DataError, match="is of another prompt"):
         merge_files(tmp_path)
@@ -157,7 +158,7 @@ def test_pruned_documents_lose_all_of_their_parts(tmp_path: Path) -> None:
         writer = ShardWriter(folder, f"other-{start}", HEADER, session=1)
         layer = KEYS[start:stop], -KEYS[start:stop]
         tokens = CachedTokens(tuple(range(stop)), (1, 3), start)
-        writer.write(of if folder == tmp_path else part_record(of, start, stop), [layer], tokens)
+        writer.write(of if folder == tmp_path else part_record(of, tokens), [layer], tokens)
         writer.close()
     assert [(one.id, one.bytes) for one in list_stored(index_run(tmp_path))] == [
         ("a", 4 * KEYS.nbytes),
@@ -177,7 +178,8 @@ def test_what_is_dropped_while_it_is_written_leaves_nothing(tmp_path: Path) -> N
     """A prompt that fails on this rank, or ends in an exception; the next one is written as ever."""
     (tmp_path / PARTS).mkdir()
     writer = ShardWriter(tmp_path / PARTS, "0000", HEADER, session=1)
-    part, tokens = part_record(whole((0, 5, TOKENS)), 0, 5), CachedTokens(tuple(range(5)), (1, 3))
+    tokens = CachedTokens(tuple(range(5)), (1, 3))
+    part = part_record(whole((0, 5, TOKENS)), tokens)
     with writer.writing(part, tokens) as layers:
         layers.add_layer((KEYS[:5], KEYS[:5]))
         layers.drop()
@@ -228,7 +230,7 @@ def test_resuming_reads_no_record_that_its_ledger_tells_of(
             of = replace(whole((0, 7, TOKENS)), id=name)
             writer = ShardWriter(folder, f"1{number:03d}", header, session=1)
             tokens, layer = CachedTokens(tuple(range(stop)), (1, 3), start), (KEYS[start:stop], -KEYS[start:stop])
-            writer.write(of if folder == tmp_path else part_record(of, start, stop), [layer, None, layer], tokens)
+            writer.write(of if folder == tmp_path else part_record(of, tokens), [layer, None, layer], tokens)
             writer.close()
     if is_earlier:
         without_edges(tmp_path)
@@ -255,6 +257,6 @@ def test_a_record_that_no_ledger_told_of_misses_its_parts(tmp_path: Path) -> Non
     done, _, said = resume(tmp_path)
     assert done == {"a"} and "was not in the ledger: read" in " ".join(said)
     ((line,),) = read_ledger(tmp_path).shards.values()
-    assert line.parts == {"a": [0, 5]}
+    assert line.parts == {"a": ["a/0-5"]}
     next((tmp_path / PARTS).glob("shard-*.h5")).unlink()
     assert resume(tmp_path)[0] == set()

@@ -46,7 +46,7 @@ def write_slices(folder: Path, loaded: LoadedModel, ids: list[int], bounds: tupl
             layers = [layer_kv(done.cache, layer, start) for layer in range(len(done.cache.layers))]
             writer.write(of, layers, tokens)
         else:
-            with writer.writing(part_record(of, start, stop), tokens) as document:
+            with writer.writing(part_record(of, tokens), tokens) as document:
                 prefill_kvr(loaded, ids, partition, chain, write_layer=document.add_layer)
         writer.close()
 

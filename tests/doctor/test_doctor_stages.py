@@ -1,0 +1,86 @@
+"""Sums over stages are timed and compared, wrong ones and stages over several hosts are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from made_facts import only, place, statuses
+
+from kvr_mpi.doctor import steps, sums
+from kvr_mpi.doctor.links import Effort
+from kvr_mpi.transport.local import LocalTransport, run_local
+
+SMALL = Effort(rounds=2, batches=2, link_bytes=1 << 18, repeats=2, timeout_s=20.0)
+CPU = torch.device("cpu")
+GOOD = {"latency_us": 10.0, "gigabytes_per_s": 4.0, "intact": True}
+
+
+class Noisy(LocalTransport):
+    """A rank that changes a number of every long sum."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        super().all_reduce(tensor)
+        if tensor.nbytes > 1 << 16:  # not what they agree by
+            tensor[-1] += 1
+
+    def split(self, color: int) -> LocalTransport:
+        stage = super().split(color)
+        return Noisy(stage._hub, stage.rank) if self.rank == 3 else stage
+
+
+def examine(world: LocalTransport, size: int, hosts: str) -> Any:
+    facts = [place(rank, host) for rank, host in enumerate(hosts)] if world.rank == 0 else []
+    request = steps.Request(effort=SMALL, patience_s=20.0, ranks_per_stage=size)
+    (step,) = (step for step in steps.STEPS if step.check == "stages")
+    return step.work(steps.Scene(world, request, {}, facts, None))
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(4, 2), (3, 3)])
+def test_every_stage_is_summed_and_timed(ranks: int, size: int) -> None:
+    found = run_local(ranks, lambda world: examine(world, size, "a" * ranks))
+    assert found[1:] == [[]] * (ranks - 1), "the first rank tells"
+    finding = only(found[0])
+    assert finding.status == "ok" and f"{ranks // size} stage(s) of {size} ranks" in finding.found
+    assert [one["ranks"] for one in finding.measured] == [[*range(at, at + size)] for at in range(0, ranks, size)]
+    assert all(one["latency_us"] > 0 and one["gigabytes_per_s"] > 0 for one in finding.measured)
+
+
+def test_a_wrong_sum_fails_and_names_the_stage() -> None:
+    def work(world: LocalTransport) -> Any:
+        return sums.measure_sums(Noisy(world._hub, world.rank), 2, CPU, SMALL)
+
+    findings = sums.check_sums(run_local(4, work), ["a"] * 4, 2)
+    assert statuses(findings) == ["ok", "fail"]
+    assert "stage 1 (ranks 2-3 on a): its ranks' sums are wrong" in findings[1].found
+
+
+def test_a_stage_over_several_hosts_is_warned_of() -> None:
+    (ok, warning) = run_local(4, lambda world: examine(world, 2, "aabc"))[0]
+    assert (ok.status, warning.status) == ("ok", "warn")
+    assert "1 stage(s) lie on several hosts" in warning.found and "stage 1 (ranks 2-3 on b, c)" in warning.found
+    assert "a multiple of 2 ranks on each host" in warning.remedy
+
+
+def test_stages_are_compared_with_their_kind() -> None:
+    slow = {**GOOD, "gigabytes_per_s": 0.5}
+    found = sums.check_sums([GOOD, GOOD, GOOD, slow, slow, slow], [*"aaaabc"], 2)
+    assert statuses(found) == ["ok", "warn", "warn"]
+    assert "1 stage(s) lie on several hosts" in found[1].found
+    assert "stage 1 (ranks 2-3 on a) sums at 0.50 GB/s" in found[2].found, "a network is slower than memory"
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    found = sums.check_sums([GOOD, GOOD, {"error": "TimeoutError: no"}, GOOD], ["a"] * 4, 2)
+    assert statuses(found) == ["ok", "fail"] and "stage 1 (ranks 2-3 on a): rank 2: TimeoutError: no" in found[1].found
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(3, 2), (1, 2)])
+def test_ranks_that_stages_do_not_divide_fail(ranks: int, size: int) -> None:
+    found = run_local(ranks, lambda world: examine(world, size, "a" * ranks))
+    assert only(found[0]).status == "fail" and f"a multiple of {size} ranks" in found[0][0].remedy
+
+
+def test_without_stages_nothing_is_said() -> None:
+    assert run_local(2, lambda world: examine(world, 1, "aa")) == [[], []]

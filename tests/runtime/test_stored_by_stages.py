@@ -1,0 +1,206 @@
+"""What a job with stages stores is what one process stores: whoever reads or asks it, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from made_jobs import answers, with_settings
+
+from kvr_mpi.api.results import open_results
+from kvr_mpi.store.folder import index_run, read_run
+from kvr_mpi.store.hdf5 import group_in
+from kvr_mpi.store.kv import StoredKV, open_kv
+from kvr_mpi.store.merge import merge_files
+from kvr_mpi.store.outputs import check_record, open_file
+from kvr_mpi.store.parts import PARTS
+from kvr_mpi.store.shares import read_run_header
+
+STAGES = "parallel.ranks_per_stage=2"
+Run = Callable[..., Path]
+
+
+@pytest.fixture
+def stored(job: Path, tmp_path: Path, run_here: Any) -> Run:
+    """Run the job with these settings on some ranks; return the folder of what it stored."""
+
+    def run(ranks: int, *settings: str, name: str) -> Path:
+        folder = tmp_path / name
+        done = run_here(ranks, [job, *with_settings(f"output.path={folder}", "output.kv=true", *settings)])
+        assert done.returncode == 0, done.stderr
+        return folder
+
+    return run
+
+
+@pytest.fixture
+def asked(job: Path, tmp_path: Path, run_here: Any) -> Callable[..., dict[str, tuple[int, ...]]]:
+    """Ask what a run stored; return the answers."""
+    path = tmp_path / "ask.toml"
+    model = next(line for line in job.read_text().splitlines() if "path" in line)
+    ask = '[questions]\nask = ["Who left?", "Which boat?"]\nreuse = "always"\n'
+    path.write_text(f"[model]\n{model.strip()}\n{ask}[generation]\nmax_new_tokens = 8\n")
+
+    def run(ranks: int, of: Path, *settings: str, code: int = 0) -> dict[str, tuple[int, ...]]:
+        folder = tmp_path / f"asked-{of.name}-{ranks}-{abs(hash(settings))}"
+        done = run_here(ranks, [path, *with_settings(f"documents.path={of}", f"output.path={folder}", *settings)])
+        assert done.returncode == code, done.stderr
+        if not any("reuse" in setting for setting in settings):
+            assert all(one.computed_tokens < 64 for one in read_run(folder)), "the documents are loaded"
+        return answers(folder)
+
+    return run
+
+
+def stored_in_pieces(stored: Run, ranks: int, *settings: str) -> Path:
+    """Run the job, and leave what its ranks wrote as if it were too large to be merged."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvr_mpi.runtime.batch.merge_run", lambda folder, stop: folder)
+        return stored(ranks, STAGES, *settings, name="pieces")
+
+
+def layers_of(folder: Path) -> dict[str, tuple[StoredKV, list[tuple[torch.Tensor, torch.Tensor]]]]:
+    """All keys and values of a merged run, with all that it says held against its checksums."""
+    found = {}
+    with open_file(folder / "results.h5") as file:
+        for name, place in index_run(folder).places.items():
+            group = group_in(group_in(file, "documents"), place.key)
+            check_record(group)
+            kv = open_kv(group)
+            found[name] = kv, [layer.read() for layer in kv.layers]
+    return found
+
+
+def assert_alike(found: Path, wanted: Path) -> None:
+    """Held by the same tokens, in the same shapes, to rounding, and of the same weights."""
+    mine, theirs = layers_of(found), layers_of(wanted)
+    assert mine.keys() == theirs.keys() and len(mine) == 5
+    for name, (kv, layers) in mine.items():
+        other, expected = theirs[name]
+        assert kv.is_whole and kv.tokens == other.tokens
+        for pair, of in zip(layers, expected, strict=True):
+            for tensor, like in zip(pair, of, strict=True):
+                assert tensor.shape == like.shape and float((tensor - like).abs().max()) < 1e-4
+    header, like_header = read_run_header(found), read_run_header(wanted)
+    assert header is not None and like_header is not None
+    assert header.identity == like_header.identity and header.model == like_header.model
+    assert not (found / PARTS).exists()
+    assert answers(found) == answers(wanted)
+
+
+def test_what_stages_store_is_what_one_process_stores(stored: Run, asked: Any) -> None:
+    """In pieces, asked by stages of another number; and when the pieces are put together."""
+    alone = stored(1, name="alone")
+    pieces = stored_in_pieces(stored, 4)
+    # Of two slices and two lanes all but the record's own; short prompts, of one stage each, have one more.
+    assert len(index_run(pieces / PARTS).places) > 5
+    wanted = asked(1, alone)
+    assert len(wanted) == 10 and asked(2, pieces, STAGES) == wanted
+    merge_files(pieces)
+    assert_alike(pieces, alone)
+
+
+@pytest.mark.long
+def test_anybody_asks_and_exports_what_stages_stored(stored: Run, asked: Any, run_kvr: Any, tmp_path: Path) -> None:
+    alone, merged = stored(1, name="alone"), stored(4, STAGES, name="merged")
+    assert_alike(merged, alone)
+    pieces = stored_in_pieces(stored, 4)
+    assert asked(4, merged, STAGES) == asked(1, pieces) == asked(3, pieces) == asked(1, alone)
+    mine, theirs = (open_results(one).kv("doc-4.txt") for one in (pieces, alone))
+    assert mine.token_ids == theirs.token_ids and mine.layers.keys() == theirs.layers.keys()
+    for number, (keys, values) in mine.layers.items():
+        assert torch.allclose(keys, theirs.layers[number][0], atol=1e-4)
+        assert torch.allclose(values, theirs.layers[number][1], atol=1e-4)
+    for folder in (pieces, alone):
+        code, out, _ = run_kvr("inspect", folder, "doc-4.txt", "--json")
+        assert code == 0 and "doc-4.txt" in out
+    assert run_kvr("export", pieces, "--kv", tmp_path / "tensors")[0] == 0
+
+
+@pytest.mark.long
+def test_kv_heads_that_several_ranks_have_are_stored_once(stored: Run, asked: Any) -> None:
+    alone, many = stored(1, name="alone"), stored(4, "parallel.ranks_per_stage=4", name="many")
+    assert_alike(many, alone)
+    assert asked(4, alone, "parallel.ranks_per_stage=4") == asked(1, many) == asked(1, alone)
+
+
+@pytest.mark.long
+def test_a_job_that_lacks_some_heads_does_their_documents_again(stored: Run, job: Path, run_here: Any) -> None:
+    alone = stored(1, name="alone")
+    pieces = stored_in_pieces(stored, 4)
+    lost = sorted((pieces / PARTS).glob("shard-*.h5"))[-1]
+    lost.unlink()
+    settings = with_settings(f"output.path={pieces}", "output.kv=true")
+    done = run_here(1, [job, *settings, "--resume"])
+    assert done.returncode == 0 and "lack keys and values of some rank" in done.stderr, done.stderr
+    assert_alike(pieces, alone)
+
+
+def test_a_damaged_piece_is_an_error_record_on_all_ranks(stored: Run, asked: Any, tmp_path: Path) -> None:
+    """One rank of the stage reads it, the other does not: nobody waits, and nobody answers from it."""
+    pieces = stored_in_pieces(stored, 2, "documents.limit=4")
+    (path,) = (pieces / PARTS).glob("shard-*.h5")
+    with h5py.File(path, "r+") as file:
+        (name,) = (name for name in file["documents"] if name.startswith("doc-2.txt"))
+        keys = file["documents"][name]["kv/layer_001/keys"]
+        keys[5] = np.asarray(keys[5]) + 1
+    found = asked(2, pieces, STAGES, "questions.reuse=always", code=65)
+    (folder,) = tmp_path.glob("asked-pieces-*")
+    records = {record.id: record for record in read_run(folder)}
+    bad = [record for record in records.values() if record.document == "doc-2.txt"]
+    assert len(bad) == 2 and all("cannot read what is stored" in record.error for record in bad)
+    assert len(records) == 8 and len([record for record in records.values() if record.status == "done"]) == 6
+    assert all(not found[record.id] for record in bad)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_stays_spread_over_stages_is_stored_and_asked_alike(stored: Run, asked: Any, stages: int) -> None:
+    alone = stored(1, name="alone")
+    spread = stored(2 * stages, STAGES, "output.kv=sharded", name="spread")
+    found, like = layers_of(spread), layers_of(alone)
+    for name, (kv, layers) in found.items():
+        assert kv.tokens == like[name][0].tokens
+        for pair, of in zip(layers, like[name][1], strict=True):
+            assert all(float((one - other).abs().max()) < 1e-4 for one, other in zip(pair, of, strict=True))
+    assert answers(spread) == answers(alone)
+    assert asked(2 * stages, alone, STAGES, "questions.sharded=true") == asked(1, alone)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["ada-snapkv", "snapkv", "pyramidkv", "streaming-llm"])
+def test_heads_of_a_stage_keep_what_those_of_one_process_keep(stored: Run, asked: Any, method: str) -> None:
+    """Also heads that compete: of which scores the other ranks of the stage have some."""
+    settings = [f"compress.method={method}", "compress.budget=64", "generation.max_new_tokens=32"]
+    settings += [] if method == "streaming-llm" else ["compress.window=16"]
+    settings.append("compress.observes=document")
+    alone, stages = stored(1, *settings, name="alone"), stored(4, STAGES, *settings, name="stages")
+    assert answers(stages) == answers(alone)
+    mine, theirs = layers_of(stages), layers_of(alone)
+    for name, (kv, _) in theirs.items():
+        found = mine[name][0]
+        assert found.compression == kv.compression
+        for layer, like in zip(found.layers, kv.layers, strict=True):
+            assert (layer.rows is None) == (like.rows is None)
+            if layer.rows is not None and like.rows is not None:
+                assert layer.rows.counts == like.rows.counts
+                assert np.array_equal(layer.rows.positions, like.rows.positions)
+    for one, other in zip(read_run(stages), read_run(alone), strict=True):
+        assert (one.retained_tokens, one.retained_bytes) == (other.retained_tokens, other.retained_bytes)
+    assert asked(2, stages, STAGES) == asked(1, stages) == asked(1, alone)
+
+
+@pytest.mark.long
+def test_stages_go_on_from_what_any_other_stored(stored: Run, job: Path, tmp_path: Path) -> None:
+    """A beginning of 256 tokens, on every rank its own heads."""
+    alone, stages = stored(1, name="alone"), stored(2, STAGES, name="stages")
+    for number, run in enumerate((alone, stages)):
+        again = stored(4, STAGES, f"documents.reuse={run}", name=f"again-{number}")
+        assert answers(again) == answers(alone)
+        reused = [record.id for record in read_run(again) if record.computed_tokens < record.prompt_tokens]
+        assert reused == [record.id for record in read_run(alone) if record.prompt_tokens > 256] != []
