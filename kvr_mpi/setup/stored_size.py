@@ -63,9 +63,16 @@ def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], fold
     Raises
     ------
     OutputError
-        If there is not that much room.
+        If there is not that much room, or the folder is gone.
     """
-    size, free = estimate_stored_bytes(setup, corpus, todo), shutil.disk_usage(folder).free
+    size = estimate_stored_bytes(setup, corpus, todo)
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise OutputError(
+            f"output.path {str(folder)!r}: {error.strerror}; it was there when this job began. Put it back, and go on "
+            f"with --resume"
+        ) from None
     text = f"keys and values of {len(todo)} document(s): about {in_words(size)}; {in_words(free)} are free"
     if size > DOUBT * free:
         raise OutputError(

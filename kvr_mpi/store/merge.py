@@ -71,9 +71,13 @@ def merge_run(folder: Path, should_stop: Callable[[], bool] = lambda: False) -> 
     parts = part_bytes(folder)
     if not run_files(folder / PARTS):  # no rank has written any
         remove_parts(folder)
-    size = sum(file.stat().st_size for file in files) + parts
+    try:
+        size = sum(file.stat().st_size for file in files) + parts
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise OutputError(f"{error.filename}: {error.strerror}; put it back, and merge with --resume") from None
     copies = len(files) > 1 or parts
-    if not files or size > MERGE_MAX_BYTES or (copies and shutil.disk_usage(folder).free < 1.1 * size):
+    if not files or size > MERGE_MAX_BYTES or (copies and free < 1.1 * size):
         return folder
     if files == [folder / RESULTS]:
         return files[0]

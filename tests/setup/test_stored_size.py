@@ -36,5 +36,17 @@ def test_a_job_that_would_fill_the_disk_is_refused_before_it_begins(
     assert not list((tmp_path / "out").glob("*.h5"))
 
 
+def test_a_folder_that_goes_while_a_job_begins_is_said_so(
+    job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(path: Path) -> Usage:
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    monkeypatch.setattr(stored_size.shutil, "disk_usage", gone)
+    run = run_here(2, [job, *KV])
+    assert run.returncode == 78 and "it was there when this job began" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
 def test_sizes_in_words() -> None:
     assert [in_words(size) for size in (0, 1023, 1536, 3.1 * 2**40)] == ["0 B", "1023 B", "1.5 KiB", "3.1 TiB"]

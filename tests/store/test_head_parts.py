@@ -118,11 +118,11 @@ def part_ids(folder: Path) -> list[str]:
 def test_a_document_is_done_when_all_heads_of_all_slices_are_there(tmp_path: Path) -> None:
     write_stages(tmp_path, 3)
     names = part_ids(tmp_path)
-    assert len(names) == 5 and incomplete(tmp_path, [WHOLE.id], names) == set()
+    assert len(names) == 5 and incomplete(tmp_path, [WHOLE.id], names, {}) == set()
     for name in names:
-        assert incomplete(tmp_path, [WHOLE.id], {*names} - {name}) == {WHOLE.id}
+        assert incomplete(tmp_path, [WHOLE.id], {*names} - {name}, {}) == {WHOLE.id}
     prune_kv(tmp_path, [WHOLE.id])
-    assert incomplete(tmp_path, [WHOLE.id], part_ids(tmp_path)) == set()
+    assert incomplete(tmp_path, [WHOLE.id], part_ids(tmp_path), {}) == set()
     assert not open_whole(tmp_path).layers
 
 
@@ -133,7 +133,7 @@ def test_heads_of_another_answer_stand_for_none(tmp_path: Path) -> None:
         if (start, heads) != (5, second):
             write_piece(tmp_path, start, heads)
     write_piece(tmp_path, 5, second, ids=(*IDS[:-1], 7))
-    assert incomplete(tmp_path, [WHOLE.id], part_ids(tmp_path)) == {WHOLE.id}
+    assert incomplete(tmp_path, [WHOLE.id], part_ids(tmp_path), {}) == {WHOLE.id}
     with pytest.raises(DataError, match="tokens 5 to 15, KV heads 3 to 6, are missing"):
         merge_files(tmp_path)
     write_piece(tmp_path, 5, second, name="again")
