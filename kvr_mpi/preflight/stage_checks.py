@@ -40,7 +40,7 @@ def _why_not_combined(spec: JobSpec) -> str | None:
     if spec.decode.mode != "data-parallel":
         return f"decode.mode = {spec.decode.mode!r} shares heads out that a stage has shared out already; leave it out"
     if spec.cache.is_rolling:
-        return "cache.kind = 'rolling' runs a document on one rank, which has the whole model; leave one of the two out"
+        return "cache.kind = 'rolling' goes with ranks that have the whole model each; leave one of the two out"
     if model.stream_weights:
         return (
             "model.stream_weights reads whole layers, of which a rank of a stage has a part; leave one of the two out"
