@@ -36,7 +36,7 @@ ATTENTION_OPERATIONS = {"aten::bmm", "aten::baddbmm"}
 REPEATS = 3
 PEAK_REPEATS = 5
 # Sides of square products, and rows of attention, at which the processor's best rate is looked for.
-SIDES = (1024, 2048, 3072)
+SIDES = (1024, 2048)
 ROWS = (1024, 2048)
 
 
@@ -112,10 +112,13 @@ def measure_rooflines(loaded: LoadedModel, world: Transport, contexts: Sequence[
     if loaded.device.type != "cpu":
         raise ConfigError(f"--roofline: measured on processors only; the model is on {loaded.device}")
     with pinned(world):
-        return [_measure(loaded, world, tokens) for tokens in contexts]
+        peaks = _product_peak(loaded, world), _attention_peak(loaded, world)
+        return [_measure(loaded, world, tokens, *peaks) for tokens in contexts]
 
 
-def _measure(loaded: LoadedModel, world: Transport, tokens: int) -> Roofline:
+def _measure(
+    loaded: LoadedModel, world: Transport, tokens: int, product_peak: float, attention_peak: float
+) -> Roofline:
     ids = loaded.shape.sample_ids(tokens, 1, 0)
     partition = Partition((0, tokens))
 
@@ -128,14 +131,19 @@ def _measure(loaded: LoadedModel, world: Transport, tokens: int) -> Roofline:
     spent = _profiled(prefill)
     with without_kernels(loaded.model):
         flop = _weight_flop(prefill)
-    products = Part(PRODUCTS, flop, spent[PRODUCTS], _product_peak(loaded, world))
-    attention = Part(ATTENTION, attention_flop(loaded, tokens), spent[ATTENTION], _attention_peak(loaded, world))
+    products = _part(PRODUCTS, flop, spent[PRODUCTS], product_peak)
+    attention = _part(ATTENTION, attention_flop(loaded, tokens), spent[ATTENTION], attention_peak)
     rest = Part(REST, 0.0, max(0.0, seconds - products.seconds - attention.seconds), 0.0)
     mine = [seconds, [(part.flop, part.seconds, part.peak) for part in (products, attention, rest)]]
     slowest = max(share_json(world, gather_json(world, mine)), key=lambda found: found[0])
     names = (PRODUCTS, ATTENTION, REST)
     parts = tuple(Part(name, *part) for name, part in zip(names, slowest[1], strict=True))
     return Roofline(tokens, world.size, slowest[0], parts)
+
+
+def _part(name: str, flop: float, seconds: float, peak: float) -> Part:
+    """Make a part; what it reaches itself is a rate at which this processor was seen to multiply, too."""
+    return Part(name, flop, seconds, max(peak, flop / seconds if seconds else 0.0))
 
 
 def _profiled(run: Callable[[], Any]) -> dict[str, float]:

@@ -81,10 +81,11 @@ def print_rooflines(rooflines: Sequence[Roofline], found: Sequence[dict[str, Any
     for one in rooflines:
         for part in one.parts:
             share = f"{100 * part.seconds / one.seconds:.0f} %"
-            counted = (f"{part.rate / 1e9:.1f}", f"{part.peak / 1e9:.1f}", f"{100 * part.rate / part.peak:.0f} %")
+            counted = ("", "", "")
+            if part.peak:
+                counted = (f"{part.rate / 1e9:.1f}", f"{part.peak / 1e9:.1f}", f"{100 * part.rate / part.peak:.0f} %")
             operations = f"{part.flop / 1e9:.0f}" if part.flop else ""
-            row = (str(one.tokens), part.name, operations, f"{part.seconds:.3f}", share)
-            table.add_row(*row, *(counted if part.peak else ("", "", "")))
+            table.add_row(str(one.tokens), part.name, operations, f"{part.seconds:.3f}", share, *counted)
     print("\na rank alone with the whole prompt, while every rank works:")
     Console(width=160, highlight=False, force_terminal=False).print(table)
     for one in rooflines:

@@ -94,9 +94,9 @@ def test_a_whole_corpus_in_every_way(tmp_path: Path, tiny_model_dir: Path, mpiru
     [
         (["--strategies", "kvr-x"], "'kvr-x': expected some of single"),
         (["--contexts", "9999"], "9999: expected between 4"),
-        (["--contexts", "many"], "'many': expected tokens"),
-        (["--contexts", ","], "expected at least one"),
-        (["--model", "./nothing"], "no such file or folder"),
+        pytest.param(["--contexts", "many"], "'many': expected tokens", marks=pytest.mark.long),
+        pytest.param(["--contexts", ","], "expected at least one", marks=pytest.mark.long),
+        pytest.param(["--model", "./nothing"], "no such file or folder", marks=pytest.mark.long),
     ],
 )
 def test_bench_refuses(options: list[str], word: str, tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:

@@ -41,7 +41,7 @@ def examine(world: LocalTransport, size: int, hosts: str) -> Any:
 def test_every_stage_is_summed_and_timed(ranks: int, size: int) -> None:
     found = run_local(ranks, lambda world: examine(world, size, "a" * ranks))
     assert found[1:] == [[]] * (ranks - 1), "the first rank tells"
-    finding = only(found[0])
+    finding = found[0][0]  # others, if any, say that a stage is slow just now
     assert finding.status == "ok" and f"{ranks // size} stage(s) of {size} ranks" in finding.found
     assert [one["ranks"] for one in finding.measured] == [[*range(at, at + size)] for at in range(0, ranks, size)]
     assert all(one["latency_us"] > 0 and one["gigabytes_per_s"] > 0 for one in finding.measured)
@@ -52,8 +52,8 @@ def test_a_wrong_sum_fails_and_names_the_stage() -> None:
         return sums.measure_sums(Noisy(world._hub, world.rank), 2, CPU, SMALL)
 
     findings = sums.check_sums(run_local(4, work), ["a"] * 4, 2)
-    assert statuses(findings) == ["ok", "fail"]
-    assert "stage 1 (ranks 2-3 on a): its ranks' sums are wrong" in findings[1].found
+    assert [status for status in statuses(findings) if status != "warn"] == ["ok", "fail"]  # warn: slow just now
+    assert any("stage 1 (ranks 2-3 on a): its ranks' sums are wrong" in finding.found for finding in findings)
 
 
 def test_a_stage_over_several_hosts_is_warned_of() -> None:

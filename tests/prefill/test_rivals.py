@@ -17,7 +17,7 @@ from kvr_mpi.prefill.one_prompt import Prefill, prefill_ring, prefill_tsp
 from kvr_mpi.prefill.ring import Ring
 from kvr_mpi.transport.local import LocalTransport, run_local
 
-SLOW = pytest.mark.slow
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
 RIVALS: dict[str, Callable[..., Prefill]] = {
     "tsp-dense": partial(prefill_tsp, dense=True),
     "tsp-causal": partial(prefill_tsp, dense=False),
@@ -27,8 +27,8 @@ RIVALS: dict[str, Callable[..., Prefill]] = {
 }
 
 
-@pytest.mark.parametrize("tokens", [pytest.param(60, marks=SLOW), pytest.param(61, marks=SLOW), 67])
-@pytest.mark.parametrize("size", [pytest.param(1, marks=SLOW), 2, 3, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize("tokens", [pytest.param(60, marks=LONG), pytest.param(61, marks=SLOW), 67])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=LONG), 2, 3, pytest.param(4, marks=SLOW)])
 @pytest.mark.parametrize("rival", RIVALS)
 def test_rivals_equal_one_process(rival: str, size: int, tokens: int) -> None:
     # Soft-caps and sinks where that is new: twice.

@@ -95,7 +95,9 @@ def test_windows_that_fit_give_what_plain_transformers_gives(
         *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt-oss-sinks", "falcon-mqa", "llama4-chunks")),
     ],
 )
-@pytest.mark.parametrize(("shares", "step_tokens", "sinks"), [([1, 1], 30, 3), ([2, 3, 1], 4, 7)])
+@pytest.mark.parametrize(
+    ("shares", "step_tokens", "sinks"), [([1, 1], 30, 3), pytest.param([2, 3, 1], 4, 7, marks=pytest.mark.long)]
+)
 def test_an_approximation_is_that_of_one_rank(name: str, shares: list[int], step_tokens: int, sinks: int) -> None:
     """Sinks that several ranks compute included, layers with windows beside others, and answers that go on."""
     loaded, ids = tiny(name), prompt(120)

@@ -326,7 +326,7 @@ def test_what_prompts_begin_with_may_be_stored(job: Path, tmp_path: Path, truth:
     check_same(sharded, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_8_bits_are_said_and_asked(job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path) -> None:
     """A quarter of the size, from shares as from one rank; whoever asks is told that they are not exact."""
     sizes = []

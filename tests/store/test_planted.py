@@ -128,7 +128,13 @@ HOSTILE_LOCKS: dict[str, bytes] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", HOSTILE_LOCKS.values(), ids=HOSTILE_LOCKS)
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(content, id=name, marks=() if name in ("list", "path", "huge") else pytest.mark.long)
+        for name, content in HOSTILE_LOCKS.items()
+    ],
+)
 def test_a_lock_may_say_anything(tmp_path: Path, content: bytes, kvr: Path) -> None:
     take(tmp_path, mode="new").close()
     write(tmp_path, "0000", [record("a")])
