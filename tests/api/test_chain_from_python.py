@@ -45,6 +45,7 @@ def on_ranks(size: int, model: Path, work: Callable[[Chain], Any], **settings: A
     return run_local(size, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3])
 def test_it_answers_as_one_process_does(size: int, tiny_model_dir: Path, truth: Any) -> None:
     def work(chain: Chain) -> tuple[ChainPrefill, Answer, Answer]:

@@ -79,6 +79,7 @@ def opened(name: str) -> tuple[StoredRows, list[list[int]], dict[int, list[int]]
     return store_rows(loaded, KNOWN), prompts, truths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), CASES)
 def test_each_layer_is_read_once_whatever_is_asked(name: str, ranks: int) -> None:
     """In two rows, and in one for each question: the answers of one rank, by rows that were read once."""

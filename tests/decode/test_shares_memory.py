@@ -66,6 +66,7 @@ def decode(loaded: LoadedModel, run: threading.local, chain: Transport) -> dict[
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window"])
 def test_a_row_that_is_too_much_is_run_in_halves(name: str, place: str) -> None:

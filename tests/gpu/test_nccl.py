@@ -64,6 +64,7 @@ def prompts_on(chain: TorchDistTransport, loaded: LoadedModel, ids: list[int]) -
     return [greedy_there(loaded, each) for each in found if each.logits is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(8, marks=pytest.mark.long)])
 def test_every_strategy_over_nccl(size: int, gpus: PretendedCuda, network: Network) -> None:
     loaded, ids = tiny("llama-gqa"), prompt(48)

@@ -78,6 +78,7 @@ def test_smollm_equals_one_process(smollm: LoadedModel) -> None:
         assert greedy(smollm.model, found, NEW_TOKENS) == tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt2", "falcon-mqa", "gemma2-softcap"])
 def test_bfloat16_is_no_farther_from_the_truth_than_transformers(name: str) -> None:
     truths, ours, theirs = [], [], []

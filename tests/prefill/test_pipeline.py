@@ -60,6 +60,7 @@ def test_prompts_of_a_pipeline_over_real_ranks(mpirun: Any, size: int, transport
     assert result["size"] == size and result["worst"] < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_shared_prefix_changes_nothing(name: str) -> None:
     loaded, ids = tiny(name), prompt(60)

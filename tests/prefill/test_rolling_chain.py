@@ -59,6 +59,7 @@ def test_stretches_are_the_prompt_in_order_whatever_the_slices() -> None:
         assert stretches.bounds(stretches.steps - 1, cut.size - 1)[0] < seen, "the last rank has the last token"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shares", "cache_tokens", "step_tokens"),
     [
@@ -197,6 +198,7 @@ class Scarce(threading.local):
             yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [LocalTransport, Untagged])
 @pytest.mark.parametrize("size", [2, 3])
 def test_prompts_follow_each_other_and_a_rank_without_memory_spares_the_rest(size: int, kind: Any) -> None:

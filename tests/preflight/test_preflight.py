@@ -103,6 +103,7 @@ def test_all_that_is_wrong_is_said_at_once_and_without_torch(job: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_one_rank_checks_and_all_end(job: Path, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
     settings = [setting.format(corpus=tmp_path / "corpus") for setting in ALL_WRONG]
     run = mpirun(2, [kvr_run, job, *(word for setting in settings for word in ("--set", setting))], cwd=tmp_path)

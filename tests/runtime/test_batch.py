@@ -65,6 +65,7 @@ def test_tiny_documents_are_packed_and_long_ones_go_over_the_chain(
         assert "90 document(s) in" in run.stderr and "an hour" in run.stderr
 
 
+@pytest.mark.slow
 def test_what_all_prompts_begin_with_is_computed_once(job: Any, tmp_path: Path, run_here: Any) -> None:
     path = job([0, 3, 9, 1, 12, 7])
     template = (

@@ -100,6 +100,7 @@ def fresh_answer(model: Path, kv: StoredKV, prompt_tokens: int) -> tuple[int, tu
     return len(asked), tuple(found[0].answer.token_ids)
 
 
+@pytest.mark.slow
 def test_a_stored_cache_answers_as_the_one_in_memory_did(
     stored: Path, ask: Any, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
@@ -148,6 +149,7 @@ DAMAGES: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.slow
 def test_damage_is_named_and_never_answered_from(stored: Path, ask: Any, tmp_path: Path, run_kvr: Kvr) -> None:
     """Each in a document of its own, where there is one; the whole one is answered."""
     pristine = (stored / "results.h5").read_bytes()
@@ -171,6 +173,7 @@ def test_damage_is_named_and_never_answered_from(stored: Path, ask: Any, tmp_pat
         assert "damaged" in found["doc-4.txt"].error and found["doc-4.txt"].answer == ""
 
 
+@pytest.mark.slow
 def test_what_takes_whole_keys_refuses_them_by_name(
     stored: Path, ask: Any, tmp_path: Path, run_kvr: Kvr, job: Path, run_here: Any
 ) -> None:

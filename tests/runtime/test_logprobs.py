@@ -49,6 +49,7 @@ GREEDY: tuple[str, ...] = ()
 WARM = ("generation.do_sample=true", "generation.temperature=1.7", "generation.top_k=40")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "others"), [(GREEDY, (3,)), pytest.param(WARM, (2, 3), marks=pytest.mark.long)], ids=["greedy", "sampled"]
 )

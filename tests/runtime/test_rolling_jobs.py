@@ -56,6 +56,7 @@ def test_windows_that_fit_are_answered_as_by_the_plain_job(
     assert any(record.parts > 1 for record in held.values()) == in_parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [

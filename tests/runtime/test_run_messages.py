@@ -69,6 +69,7 @@ def test_the_status_of_a_run_is_in_plain_words(job: Path, tmp_path: Path, run_he
     )
 
 
+@pytest.mark.slow
 def test_the_closing_hints_work_as_printed(job: Path, tmp_path: Path, kvr_run: Path) -> None:
     """Called by its path, in a shell that finds nothing of ours by name, and with words a shell would take apart."""
     (tmp_path / "env").mkdir()

@@ -68,6 +68,7 @@ def test_what_users_get_wrong(
     assert not list(tmp_path.glob("out/*.h5*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "code", "words"), [WRONG[0], WRONG[6], (["--overwrite", "--resume"], 2, ["choose one"])]
 )

@@ -28,6 +28,7 @@ def scoring(job: Path) -> Path:
     return job
 
 
+@pytest.mark.slow
 def test_continuations_of_a_list(scoring: Path, tmp_path: Path, run_here: Any, run_kvr: Kvr) -> None:
     found = {}
     for ranks in (1, 3):

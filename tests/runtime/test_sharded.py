@@ -78,6 +78,7 @@ def check_same(folder: Path, truth: Path) -> None:
                 torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [

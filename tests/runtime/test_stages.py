@@ -51,6 +51,7 @@ def test_stages_of_two_ranks_give_the_answers_of_one_process(answered: Any, stag
     assert f"1 chain(s) of {stages} stage(s) of 2 ranks" in log
 
 
+@pytest.mark.slow
 def test_no_memory_on_one_rank_is_an_error_record(
     job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

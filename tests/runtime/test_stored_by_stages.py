@@ -93,6 +93,7 @@ def assert_alike(found: Path, wanted: Path) -> None:
     assert answers(found) == answers(wanted)
 
 
+@pytest.mark.slow
 def test_what_stages_store_is_what_one_process_stores(stored: Run, asked: Any) -> None:
     """In pieces, asked by stages of another number; and when the pieces are put together."""
     alone = stored(1, name="alone")
@@ -141,6 +142,7 @@ def test_a_job_that_lacks_some_heads_does_their_documents_again(stored: Run, job
     assert_alike(pieces, alone)
 
 
+@pytest.mark.slow
 def test_a_damaged_piece_is_an_error_record_on_all_ranks(stored: Run, asked: Any, tmp_path: Path) -> None:
     """One rank of the stage reads it, the other does not: nobody waits, and nobody answers from it."""
     pieces = stored_in_pieces(stored, 2, "documents.limit=4")

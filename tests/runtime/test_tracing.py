@@ -116,6 +116,7 @@ def test_nothing_is_received_before_it_is_sent(job: Path, tmp_path: Path, run_he
     assert all(begun[key] <= when + 1e-5 for key, when in arrived.items())
 
 
+@pytest.mark.slow
 def test_a_resumed_job_adds_its_own_and_overwriting_removes_all(job: Path, tmp_path: Path, run_here: Any) -> None:
     assert run_here(2, [job, *TRACED, *with_settings("documents.limit=5")]).returncode == 0
     spans, ranks = write_perfetto(tmp_path / "out", tmp_path / "first.json")

@@ -82,6 +82,7 @@ def test_sbatch_is_refused_where_it_cannot_mean_anything(tmp_path: Path, kvr: Pa
         assert said in run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("separator", ["\n", "\r", "\x0b", "\x85", "\u2028"])
 def test_nothing_can_be_smuggled_into_the_script(tmp_path: Path, kvr: Path, separator: str) -> None:
     job = tmp_path / "job.toml"

@@ -74,6 +74,7 @@ def test_a_flipped_bit_in_the_root_group_is_refused_or_read_right(good: Path) ->
     assert {offset: said for offset, said in outcomes.items() if said not in ("right", "refused")} == {}
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_anywhere_is_refused_or_read_right(good: Path) -> None:
     # All that is read is under a checksum, HDF5's or our own.
     outcomes = flip(good, 900, good.stat().st_size, 31)

@@ -270,6 +270,7 @@ def other_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "word"), [(other_weights, "weights"), (other_rope, "configuration"), (other_tokenizer, "tokenizer")]
 )
@@ -284,6 +285,7 @@ def test_keys_of_another_model_are_refused(
     assert not list((tmp_path / "asked").glob("*.h5"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -339,6 +341,7 @@ def test_keys_of_another_shape_are_refused_even_with_checksums_that_fit(
         assert record.status == "error" and ("layer" in record.error or "begins with" in record.error)
 
 
+@pytest.mark.slow
 def test_kvr_ask_says_what_it_would_do_and_does_it(
     run: Path, tmp_path: Path, run_kvr: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

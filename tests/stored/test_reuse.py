@@ -71,6 +71,7 @@ def test_answers_are_the_same_and_only_the_rest_is_computed(
     assert known == {"doc-0.txt": 0, "doc-1.txt": 0, "doc-2.txt": 0, "doc-3.txt": 256, "doc-4.txt": 256, "new.txt": 256}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_damaged_beginning_is_an_error_record_and_the_chain_goes_on(
     job: Path, tmp_path: Path, run_here: Any, grown: Path, ranks: int

@@ -27,6 +27,7 @@ def test_ranks_keep_their_promises(mpirun: Any, ranks: int, name: str) -> None:
     assert found["transport"].startswith(f"transport: {'mpi' if name == 'auto' else name}: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "rounds", "name"),
     [
