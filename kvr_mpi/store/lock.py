@@ -274,7 +274,11 @@ def _describe(state: LockState | None) -> str:
 
 
 def _numbers(folder: Path) -> list[int]:
-    found = (LOCK_NAME.fullmatch(entry.name) for entry in os.scandir(folder))
+    try:
+        entries = list(os.scandir(folder))
+    except FileNotFoundError:
+        raise OutputError(f"{str(folder)!r} is gone; put it back, and go on with --resume") from None
+    found = (LOCK_NAME.fullmatch(entry.name) for entry in entries)
     return [int(match[1]) for match in found if match]
 
 

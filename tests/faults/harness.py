@@ -196,7 +196,8 @@ def disturb(
     if make_room is not None:
         code, told = end(process, case)
         case.story.append(f"ended with {code}")
-        assert code == 78 and "No space left" in told and "--resume" in told, _tell(case, told)
+        # Answers alone may fit.
+        assert code == well or (code == 78 and "No space left" in told and "--resume" in told), _tell(case, told)
         make_room()
         return
     wait_for_moment(process, output, chance, case)

@@ -212,3 +212,9 @@ def test_a_folder_that_was_swapped_is_noticed_though_its_lock_has_the_same_numbe
     away.rename(folder)
     lock.check(anew=True)
     lock.release()
+
+
+def test_a_folder_that_is_gone_is_said_so(tmp_path: Path) -> None:
+    """Between one look and the next somebody may remove it: that is no bug of ours."""
+    with pytest.raises(OutputError, match="is gone; put it back, and go on with --resume"):
+        session_of(tmp_path / "out")
