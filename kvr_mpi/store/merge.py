@@ -251,7 +251,7 @@ def _copy_document(
 ) -> tuple[Record, list[str]]:
     """Copy a document, with its keys and values, in one piece if its parts are told, or without them.
 
-    Returns its record, and where the parts begin and end that it still has.
+    Returns its record, and the parts that it still needs.
 
     Raises
     ------

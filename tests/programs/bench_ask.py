@@ -23,7 +23,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -277,8 +276,8 @@ def run(bench: Bench, wanted: set[str]) -> None:
     if "read" in wanted and bench.world.rank == 0:
         bench.read(file)
         reads = [bench.read(file) for _ in range(4 * bench.options.repeats)]
-        gbps: Callable[[float], float] = lambda seconds: round(bench.size / seconds / 1e9, 2)  # noqa: E731
-        best = {"best_gb_per_s": [gbps(min(column)) for column in zip(*reads, strict=True)]}
+        columns = zip(*reads, strict=True)
+        best = {"best_gb_per_s": [round(bench.size / min(column) / 1e9, 2) for column in columns]}
         bench.say("reading with checksums, against np.fromfile", ratio(reads) | best)
     bench.world.barrier()
     if "sharded" in wanted:
