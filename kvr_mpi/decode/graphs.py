@@ -31,10 +31,15 @@ from kvr_mpi.prefill.self_check import FAILURES, allowed_error, error_share
 # Rows of the documents of an extent: few numbers, since a graph is of one, and a row that is empty costs little beside
 # reading the weights.
 ROWS = (4, 16, 64)
+# Rows of a step that is captured, over all extents, at most.
+MOST_ROWS = 256
 # Steps of the same documents, or of as many, before they are captured: capturing takes as long as about four.
 PATIENCE = 16
-# Graphs that are kept; each holds its logits.
-KEPT_GRAPHS = 16
+# Graphs that are kept, and rows of all of them together: each holds the logits of its own.
+KEPT_GRAPHS, KEPT_ROWS = 16, 512
+# What a graph is taken to hold beside its tensors: of each of its kernels the driver keeps a record on the GPU. This is
+# guessed, not measured.
+GRAPH_BYTES = 32 << 20
 # Runs before a capture: kernels are loaded and chosen, and libraries take their memory, when they run first.
 WARM_UPS = 2
 
@@ -65,19 +70,38 @@ class GraphCapture:
         """
         current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UPS):
-                compute()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                result = compute()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # it says again that the capture has failed
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(WARM_UPS):
+                    compute()
+                result = self._captured(graph, compute)
+        finally:  # what failed is let go of, and its memory used again here
+            current.wait_stream(self._stream)
         return graph.replay, result
+
+    def _captured(self, graph: Any, compute: Compute) -> torch.Tensor:
+        """Capture on the current stream; leave it, and the allocator, as they were if that fails."""
+        try:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            result = compute()
+            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # it says again that the capture has failed
+                graph.capture_end()
+            self._end_allocations()
+            raise
+        return result
+
+    def _end_allocations(self) -> None:
+        """Tell torch's allocator that a capture is over, which one that fails leaves undone.
+
+        Until it is told it gives no memory back: ``empty_cache`` fails, and memory that runs out is not looked for.
+        """
+        try:
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        except RuntimeError:  # it was told: the capture ended well, and what came then failed
+            return
+        torch._C._cuda_releasePool(self._device.index, self._pool)
 
 
 def call_again(compute: Compute) -> tuple[Replay, torch.Tensor]:
@@ -164,6 +188,11 @@ class StepGraphs:
             return eager()
         return self._capture_beside(sizes, documents, runs, tokens, eager)
 
+    @property
+    def rows(self) -> int:
+        """Rows of all graphs that are kept."""
+        return sum(step.row.rows for step in self._steps.values())
+
     def give_up(self, why: str) -> None:
         """Let all graphs go, with their memory, and capture no more; say why."""
         self._steps.clear()
@@ -196,7 +225,7 @@ class StepGraphs:
         if why is not None or step is None:
             self.give_up(str(why))
             return logits
-        self._forget_some()
+        self._forget_some(step.row.rows)
         self._steps[sizes] = step
         self.captured += 1
         return logits
@@ -212,12 +241,12 @@ class StepGraphs:
 
         return compute
 
-    def _forget_some(self) -> None:
-        """Let go of graphs whose extents are gone, and of the one that was not used for longest."""
+    def _forget_some(self, rows: int) -> None:
+        """Let go of graphs whose extents are gone, and to have room for one more of those not used for longest."""
         for sizes in list(self._steps):
             if any(size.extent() is None for size in sizes):
                 del self._steps[sizes]
-        if len(self._steps) >= KEPT_GRAPHS:
+        while self._steps and (len(self._steps) >= KEPT_GRAPHS or self.rows + rows > KEPT_ROWS):
             del self._steps[next(iter(self._steps))]
 
 
@@ -242,7 +271,19 @@ def sizes_of(runs: Sequence[PageRun]) -> tuple[PartSize, ...] | None:
             return None
         longest = max(pages_for(len(run.buffers[0])) for run in some)
         sizes.append(PartSize(weakref.ref(some[0].extent), rows, 1 << (longest - 1).bit_length()))
-    return tuple(sizes)
+    return tuple(sizes) if sum(size.rows for size in sizes) <= MOST_ROWS else None
+
+
+def held_bytes(step_bytes: int, vocab_size: int) -> int:
+    """Count what captured steps hold at most: one's memory to compute in, which all share, and the logits of each.
+
+    Parameters
+    ----------
+    step_bytes : int
+        Of the activations of a step of `MOST_ROWS` rows, without logits.
+    """
+    logits = 2 * MOST_ROWS + KEPT_ROWS  # in the model's dtype and in float32; of each graph in float32
+    return step_bytes + 4 * logits * vocab_size + KEPT_GRAPHS * GRAPH_BYTES
 
 
 def why_never_captured(loaded: LoadedModel) -> str | None:

@@ -260,3 +260,22 @@ def test_a_full_document_is_refused_as_ever() -> None:
     with pytest.raises(ValueError, match="is full"):
         step(graphs, loaded, caches)
     assert tiny("llama-gqa").shape == loaded.shape and NEW_TOKENS > 2
+
+
+def test_graphs_hold_no_more_than_is_left_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors: the logits of so many rows; and no step of more rows than were counted with is captured."""
+    for name, value in (("KEPT_ROWS", 6), ("MOST_ROWS", 4), ("GRAPH_BYTES", 0)):
+        monkeypatch.setattr(stepping, name, value)
+    loaded = ready("llama-gqa")
+    graphs, vocab = graphs_of(loaded, [], call_again), loaded.shape.vocab_size
+    caches, _ = documents(loaded, arena_of(loaded, 8, has_scrap=True), 9)
+    rows = []
+    for some in (caches, caches[:2], caches[:1], caches):
+        step(graphs, loaded, some)
+        rows.append(graphs.rows)
+        held = sum(each.logits.nbytes for each in graphs._steps.values())
+        assert held == 4 * graphs.rows * vocab <= stepping.held_bytes(0, vocab) - 8 * 4 * vocab
+    assert rows == [4, 6, 3, 5] and graphs.captured == 4, "those not used for longest have gone"
+    monkeypatch.setattr(stepping, "MOST_ROWS", 3)
+    step(graphs, loaded, caches)
+    assert (graphs.captured, graphs.replayed) == (4, 0)

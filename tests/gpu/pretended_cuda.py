@@ -223,8 +223,10 @@ class PretendedCuda:
         assert state.streams is not None
         device, before = state.device, self.current_stream(stream.device)
         state.device, state.streams[index] = index, stream
-        yield
-        state.device, state.streams[index] = device, before
+        try:
+            yield
+        finally:
+            state.device, state.streams[index] = device, before
 
     def synchronize(self, device: Any = None) -> None:
         index = self.current_device() if device is None else self._index(device)

@@ -84,27 +84,68 @@ def test_a_copy_in_a_captured_step_would_be_seen(gpu: FakeGpu, monkeypatch: pyte
     assert within == [1]
 
 
+class PretendedPools:
+    """What torch's allocator keeps of captures: those under way, and how many hold each pool.
+
+    As its sources have it: a capture that CUDA calls broken raises where it ends, before the allocator hears of that.
+    """
+
+    def __init__(self) -> None:
+        self.underway: list[Any] = []
+        self.holders = 0
+        self.is_broken = False  # the capture under way
+
+    def begin(self, pool: Any) -> None:
+        self.underway.append(pool)
+        self.holders += 1
+
+    def end(self, device: int, pool: Any) -> None:
+        if pool not in self.underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.underway.remove(pool)
+
+    def release(self, device: int, pool: Any) -> None:
+        self.holders -= 1
+        assert self.holders >= 0
+
+    def empty_cache(self) -> None:
+        assert not self.underway, "captures_underway.empty() INTERNAL ASSERT FAILED"
+
+
 class PretendedGraph:
     """What CUDA's would be told: where it began, and on which stream."""
 
-    def __init__(self, gpus: PretendedCuda, told: list[Any]) -> None:
-        self.gpus, self.told = gpus, told
+    def __init__(self, gpus: PretendedCuda, told: list[Any], pools: PretendedPools) -> None:
+        self.gpus, self.told, self.pools = gpus, told, pools
 
     def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
         self.told.append(("begin", self.gpus.current_stream().id, pool, capture_error_mode))
+        self.pools.begin(pool)
 
     def capture_end(self) -> None:
         self.told.append(("end", self.gpus.current_stream().id))
+        if self.pools.is_broken:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.pools.end(0, "pool")
 
     def replay(self) -> None:
         self.told.append(("replay", self.gpus.current_stream().id))
 
 
 @pytest.fixture
-def told(gpus: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def pools(gpus: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> PretendedPools:
+    found = PretendedPools()
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", found.end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", found.release, raising=False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", found.empty_cache)
+    return found
+
+
+@pytest.fixture
+def told(gpus: PretendedCuda, pools: PretendedPools, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: PretendedGraph(gpus, found))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: PretendedGraph(gpus, found, pools))
     return found
 
 
@@ -137,17 +178,45 @@ def test_a_capture_that_waits_for_nothing_is_seen(
     assert gpus.faults
 
 
-def test_a_capture_that_fails_is_ended(gpus: PretendedCuda, told: list[Any]) -> None:
+@pytest.mark.parametrize("is_broken", [True, False], ids=["broken", "out of memory"])
+def test_a_capture_that_fails_leaves_nothing_behind(
+    gpus: PretendedCuda, told: list[Any], pools: PretendedPools, is_broken: bool
+) -> None:
+    """Neither the stream nor the allocator; what its runs before it were given may be used again at once."""
+    device = torch.device("cuda", 2)
+    gpus.set_device(device)
+    given = gpus.put(torch.ones(64, 64), device)
     runs = iter([False] * WARM_UPS + [True])
 
     def compute() -> torch.Tensor:
+        given.add_(1)
         if next(runs):
+            pools.is_broken = is_broken
             raise RuntimeError("operation not permitted when stream is capturing")
-        return torch.zeros(1)
+        return given
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        GraphCapture(torch.device("cuda", 0))(compute)
+        GraphCapture(device)(compute)
     assert [each[0] for each in told] == ["begin", "end"]
+    torch.cuda.empty_cache()
+    assert pools.holders == (0 if is_broken else 1), "a graph that was made lets its pool go by itself"
+    given.add_(1)
+    assert not gpus.faults
+
+
+def test_a_capture_that_cannot_end_is_one_that_failed(
+    gpus: PretendedCuda, told: list[Any], pools: PretendedPools
+) -> None:
+    """An operation may break it, and say nothing."""
+
+    def compute() -> torch.Tensor:
+        pools.is_broken = True
+        return torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        GraphCapture(torch.device("cuda", 0))(compute)
+    torch.cuda.empty_cache()
+    assert pools.holders == 0 and gpus.current_stream().id != told[0][1]
 
 
 # -- FlexAttention

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -14,20 +15,22 @@ from made_jobs import answers, spec_of
 from models import tiny
 
 from kvr_mpi.compress.decode_settings import DecodeSettings
-from kvr_mpi.decode.graphs import StepGraphs, call_again
+from kvr_mpi.decode.graphs import KEPT_GRAPHS, MOST_ROWS, StepGraphs, call_again, held_bytes
 from kvr_mpi.kv.paged import PAGE_TOKENS, PagedArena
 from kvr_mpi.kv.paged_row import PagedRow
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.report.log import Log
 from kvr_mpi.runtime.batch import RunOptions, run_job
 from kvr_mpi.setup import arena as arenas
 from kvr_mpi.setup import prepare
-from kvr_mpi.setup.arena import TRIAL_PAGES, open_arena, open_graphs
+from kvr_mpi.setup.arena import TRIAL_PAGES, graph_bytes, open_arena, open_graphs
 from kvr_mpi.setup.job_setup import Machine
+from kvr_mpi.setup.stages import JobRanks
 from kvr_mpi.store.lock import this_process
-from kvr_mpi.transport.local import run_local
+from kvr_mpi.transport.local import LocalTransport, run_local
 
 SPEC: Any = type("Spec", (), {"is_spread": False, "compress": None, "decode": DecodeSettings()})
 WITHOUT_GRAPHS: Any = type("Spec", (SPEC,), {"decode": DecodeSettings(cuda_graphs="off")})
@@ -63,6 +66,37 @@ def test_an_extent_is_a_share_of_the_room(monkeypatch: pytest.MonkeyPatch) -> No
     assert arena.has_scrap and not without.has_scrap
     assert arena.spare_bytes == without.spare_bytes == 10 * PAGE_BYTES
     assert opened(on_gpu(), [], free_bytes=0).extent_pages == 1
+
+
+def test_memory_is_left_for_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What prompts may take is less by that; where it would be too much of it, none is captured, and that is said."""
+    loaded, said, plenty = on_gpu(), list[str](), 80 << 30
+    footprint = footprint_of(loaded.model.config, loaded.dtype)
+    needs = graph_bytes(SPEC, loaded, footprint, plenty, said.append)
+    assert needs == held_bytes(footprint.activation_bytes(MOST_ROWS), loaded.shape.vocab_size) > KEPT_GRAPHS << 20
+    assert graph_bytes(SPEC, loaded, footprint, 8 * needs, said.append) == needs and not said
+    monkeypatch.setattr(prepare, "free_bytes", lambda device, sharers: plenty)
+    monkeypatch.setattr(prepare, "ranks_on_device", lambda world, device: 1)
+    spec: Any = type("Spec", (SPEC,), {"parallel": SimpleNamespace(memory_gib=None)})
+    ranks = JobRanks(LocalTransport(), LocalTransport())
+    (with_them,), captures = prepare._room(spec, loaded, ranks, None, footprint, said.append)
+    (without,), captures_none = prepare._room(spec, loaded, ranks, None, None, said.append)
+    assert without - with_them == needs and captures and not captures_none and not said
+    assert graph_bytes(SPEC, loaded, footprint, 8 * needs - 8, said.append) == 0
+    assert len(said) == 1 and "not as CUDA graphs: those may come to hold" in said[0]
+    monkeypatch.setattr(arenas, "why_not_packed", lambda loaded, arena: None)
+    assert not opened(loaded, said, captures=False).has_scrap
+
+
+def test_no_memory_is_left_where_no_step_is_captured() -> None:
+    loaded, said = on_gpu(), list[str]()
+    footprint = footprint_of(loaded.model.config, loaded.dtype)
+    others = [type("Spec", (SPEC,), {name: value}) for name, value in (("is_spread", True), ("compress", object()))]
+    for spec in (WITHOUT_GRAPHS, *others):
+        assert graph_bytes(spec, loaded, footprint, 80 << 30, said.append) == 0
+    for other in (tiny("llama-gqa"), replace(loaded, streamed=object())):
+        assert graph_bytes(SPEC, other, footprint, 80 << 30, said.append) == 0
+    assert graph_bytes(SPEC, loaded, None, 80 << 30, said.append) == 0 and not said
 
 
 def test_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
