@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvr_mpi.kv.flex import TooManyKindsError, attend_flex, suits_flex
+from kvr_mpi.kv.flex import NotCompiledError, attend_flex, suits_flex
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.gather import all_gather
@@ -216,7 +216,7 @@ def _attend_bent(
         dims = query.shape[-1], values.shape[-1]
         if why_no_flex(query.device, query.dtype, query.shape[1], keys.shape[1], dims, params.softcap) is None:
             how: Any = {"scale": params.scale, "softcap": params.softcap, "offset": offset, "window": window}
-            with contextlib.suppress(TooManyKindsError):
+            with contextlib.suppress(NotCompiledError):
                 return PartialAttention(*attend_flex(query, keys, values, **how))
     return _attend_blocks(query, keys, values, params, offset=offset, window=window)
 

@@ -85,7 +85,7 @@ class DocumentShare:
         self.layers: list[ShareLayer | None] = [None] * len(loaded.shape.layers)
         self.failure: str | None = None
         self._shapes, self._dtype, self._device = loaded.shape.layers, loaded.dtype, loaded.device
-        self._loading: LoadedLayers | None = LoadedLayers(len(self._shapes), self._read)
+        self._loading: LoadedLayers | None = LoadedLayers(len(self._shapes), self._read, loaded.device)
 
     @property
     def bytes(self) -> int:
@@ -101,7 +101,7 @@ class DocumentShare:
         rows = None if self.failure is not None else self._wait_for(layer_idx, self.bounds.stop - first)
         if rows is None:  # it failed: what is in them is not defined
             rows = torch.empty(self.bounds.stop - first, shape.elements, dtype=self._dtype)
-        self.layers[layer_idx] = ShareLayer(UniformLayout(rows.to(self._device), shape), first)
+        self.layers[layer_idx] = ShareLayer(UniformLayout(rows.to(self._device, non_blocking=True), shape), first)
 
     def end_loading(self) -> None:
         """Let go of the file; all layers are here."""

@@ -23,8 +23,8 @@ KERNEL = {"BACKEND": "TRITON"}
 Bend = Callable[..., torch.Tensor]
 
 
-class TooManyKindsError(Exception):
-    """So many kinds of layers were compiled that torch compiles no more."""
+class NotCompiledError(Exception):
+    """torch compiles nothing for such a layer: that failed, or so many kinds were compiled that it takes no more."""
 
 
 def suits_flex(query: torch.Tensor, values: torch.Tensor) -> bool:
@@ -71,8 +71,8 @@ def attend_flex(
 
     Raises
     ------
-    TooManyKindsError
-        If this is another kind of layer, and the compiler has had enough.
+    NotCompiledError
+        If the compiler fails, for these lengths or for this kind of layer, or has had enough.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -99,16 +99,23 @@ def _function(device_type: str) -> Any:
     return _compiled(flex_attention) if device_type == "cuda" else flex_attention
 
 
-def _compiled(function: Any, backend: str = "inductor") -> Any:
-    from torch._dynamo.exc import FailOnRecompileLimitHit
+def _compiled(function: Any, backend: Any = "inductor") -> Any:
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     compiled: Any = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+    refused: set[Any] = set()  # what it failed for once would take seconds to fail for again, in every layer
 
     def run(*given: Any, **how: Any) -> Any:
+        kind = *((each.shape[1::2], each.dtype) for each in given), *(name for name in how if how[name] is None)
+        if kind in refused:
+            raise NotCompiledError
         try:
             return compiled(*given, **how)
         except FailOnRecompileLimitHit as error:
-            raise TooManyKindsError from error
+            raise NotCompiledError(str(error)) from error
+        except TorchDynamoException as error:
+            refused.add(kind)
+            raise NotCompiledError(str(error)) from error
 
     return run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import overload
 
 import torch
@@ -26,11 +27,18 @@ class LoadedLayers(Sequence["torch.Tensor | None"]):
     load : callable
         Reads a layer (tokens, elements of K and V of all heads), or gives None if it keeps none; called in a thread of
         its own, one layer at a time. What it raises comes out where the layer is asked for.
+    device : torch.device, optional
+        Where the layers are copied to. For a GPU they come in page-locked memory, out of which it copies by itself: any
+        other copy waits for all that the GPU was told before, in every layer.
     """
 
-    def __init__(self, count: int, load: Callable[[int], torch.Tensor | None]) -> None:
-        self._count, self._load = count, load
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvr-loading")
+    def __init__(
+        self, count: int, load: Callable[[int], torch.Tensor | None], device: torch.device | None = None
+    ) -> None:
+        self._count = count
+        gpu = device if device is not None and device.type == "cuda" else None
+        self._load = load if gpu is None else partial(_load_locked, load)
+        self._pool = ThreadPoolExecutor(1, "kvr-loading", initializer=_begin_thread, initargs=(gpu,))
         self._layers: dict[int, Future[torch.Tensor | None]] = {}
 
     def __len__(self) -> int:
@@ -59,3 +67,15 @@ class LoadedLayers(Sequence["torch.Tensor | None"]):
         except BaseException:
             del self._layers[at]  # whoever asks again may have more luck: with memory, for one
             raise
+
+
+def _begin_thread(gpu: torch.device | None) -> None:
+    """Let a thread have its rank's GPU: otherwise that is GPU 0, with a context of its own there."""
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+
+
+def _load_locked(load: Callable[[int], torch.Tensor | None], layer: int) -> torch.Tensor | None:
+    """Read a layer into page-locked memory."""
+    rows = load(layer)
+    return None if rows is None else rows.pin_memory()

@@ -52,7 +52,7 @@ class SharedPrefix:
         """Fill the first rows of a layer's buffer (capacity, elements)."""
         rows = self.layers[layer_idx]
         if rows is not None:
-            buffer[: self.tokens].copy_(rows)
+            buffer[: self.tokens].copy_(rows, non_blocking=True)
 
     def check(self, ids: Sequence[int]) -> None:
         """Make sure that a prompt begins with it and goes on.

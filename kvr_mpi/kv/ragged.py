@@ -216,7 +216,7 @@ class RaggedLayout:
         for run in self._runs:
             places, held = run.places, run.kept + (appended if self.appends else 0)
             part = attend(grouped[:, places].flatten(1, 2), run.keys[:, :, :held], run.values[:, :, :held], params)
-            out[:, places] = part.out.view(1, len(run.heads), *out.shape[2:])
+            out[:, places] = part.out.float().view(1, len(run.heads), *out.shape[2:])
             lse[:, places] = part.lse.view(1, len(run.heads), *lse.shape[2:])
         return PartialAttention(out.flatten(1, 2), lse.flatten(1, 2))
 

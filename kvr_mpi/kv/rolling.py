@@ -127,8 +127,6 @@ class RollingLayer(RowLayer):
             if held > 0 and not self.cache.is_void:
                 buffer[self.sinks : self.sinks + held] = buffer[at : at + held].clone()
             self._base = first
-            if self.cache.relay is not None:  # what comes is not to be faster than that
-                self.cache.relay.transfers.waits.clock.catch_up()
         self.length = start
 
     def _row(self, position: int) -> int:

@@ -26,6 +26,8 @@ from kvr_mpi.transport.forwarder import Transfer
 
 # Pieces of a stretch that travel by themselves: its last tokens, and those of the prompt's sinks that are in it.
 PIECES = 2
+# Waits that are told apart, before they are added up: on a GPU that waits for all that it was told.
+WAITS_KEPT = 1000
 
 
 class RollingRows(Protocol):
@@ -145,7 +147,8 @@ class RollingRelay:
         """Begin a step; once more: nothing."""
         if step != self.step:
             self.step = step
-            self.transfers.waits.add_up()
+            if len(self.transfers.waits) > WAITS_KEPT:
+                self.transfers.waits.add_up()
 
     def post(self, layer: RollingRows) -> None:
         """Make room in a layer for a step, and post its receives; once more in the same step: nothing."""

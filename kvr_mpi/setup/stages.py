@@ -17,6 +17,7 @@ import torch
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.stage import Stage
 from kvr_mpi.prefill.failure import is_out_of_memory
+from kvr_mpi.prefill.one_prompt import wait_for_compute
 from kvr_mpi.setup.rates import Say
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport import Transport, gather_json, share_json
@@ -113,7 +114,6 @@ def _sum_seconds(stage: Stage, tokens: int, hidden: int, loaded: LoadedModel) ->
     for _ in range(TIMED_SUMS + 1):
         began = time.perf_counter()
         stage.all_reduce(states)
-        if loaded.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait_for_compute(loaded.device)
         times.append(time.perf_counter() - began)
     return median(times[1:])

@@ -25,6 +25,7 @@ from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import OutputError
 from kvr_mpi.store.arrays import quantise
 from kvr_mpi.store.hdf5 import create_hdf5
+from kvr_mpi.store.host_copies import Copied, copy_to_host, mark_copies
 from kvr_mpi.store.kv import CachedTokens, Contents, KeysValues
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.lock import session_of
@@ -63,6 +64,7 @@ class _Document:
 class _Layer:
     content: KeysValues | None
     size_bytes: int
+    copied: Copied | None = None  # while a GPU may still copy it
 
 
 class _DroppedError(Exception):
@@ -215,7 +217,7 @@ class ShardWriter:
             self._room.wait_for(lambda: self._waiting_bytes == 0 or self._waiting_bytes + size <= IN_FLIGHT_BYTES)
             self._waiting_bytes += size
         keys, values = (self._to_host(tensor) for tensor in layer)
-        return _Layer((keys, values), size)
+        return _Layer((keys, values), size, mark_copies(layer[0].device))
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to the host, in one piece, and into memory that was written out before if there is any.
@@ -225,9 +227,7 @@ class ShardWriter:
         with self._room:
             spare = self._spare.get((tensor.shape, tensor.dtype))
             copy = spare.pop() if spare else None
-        if copy is None:
-            copy = tensor.new_empty(tensor.shape, device="cpu")
-        return copy.copy_(tensor.detach())
+        return copy_to_host(tensor, copy)
 
     def _release(self, layer: _Layer) -> None:
         """Let the caller go on, and keep the memory if the next layer is likely to be of the same shape."""
@@ -300,6 +300,8 @@ class ShardWriter:
 
     def _contents(self, layers: Iterable[_Layer]) -> Iterator[Contents | None]:
         for layer in layers:
+            if layer.copied is not None:
+                layer.copied.wait()
             self._check_space(layer.size_bytes)
             if layer.content is None or not self._eight_bit:
                 yield layer.content

@@ -88,7 +88,7 @@ def prefix_of(
             keys, values = read_layer(layer, first, last, heads)
         return torch.cat([keys.flatten(1), values.flatten(1)], 1)
 
-    layers = LoadedLayers(len(loaded.shape.layers), lambda number: read(number, 0, len(ids)))
+    layers = LoadedLayers(len(loaded.shape.layers), lambda number: read(number, 0, len(ids)), loaded.device)
     return SharedPrefix(tuple(ids), layers, read=read)
 
 

@@ -231,3 +231,15 @@ def test_ragged_heads_are_sequences_to_flash_attention(
     monkeypatch.setattr(ragged, "_is_short_way", lambda *args: False)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _varlen_reference)
     torch.testing.assert_close(layout.attend(query, 101, 1, params), truth)
+
+
+def test_parts_of_heads_are_joined_in_float32_whatever_the_model_is() -> None:
+    """Kernels give outputs in the model's own type; heads that are no neighbours are put in their places by number."""
+    draw, shape, kept, heads = torch.Generator().manual_seed(0), LayerShape(4, 8, 8), [9, 9, 2], [0, 2, 3]
+    flat = torch.randn(elements_needed(shape, kept, 3), generator=draw).bfloat16()
+    query, params = torch.randn(1, 12, 1, 8, generator=draw).bfloat16(), AttentionParams(0.3)
+    narrow = RaggedLayout(flat, shape, kept, 3, 100, heads).attend_part(query, 100, params)
+    wide = RaggedLayout(flat.float(), shape, kept, 3, 100, heads).attend_part(query.float(), 100, params)
+    assert narrow.out.dtype == narrow.lse.dtype == torch.float32
+    torch.testing.assert_close(narrow.out, wide.out, atol=2e-2, rtol=2e-2)
+    assert narrow.lse[:, 3:6].isneginf().all() and not narrow.lse[:, 6:].isneginf().any()

@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as torchs
 
 from kvr_mpi.kv import attention, flex
 from kvr_mpi.kv.attention import AttentionParams, attend, why_no_flex
-from kvr_mpi.kv.flex import BLOCK, TooManyKindsError, attend_flex, visible_blocks
+from kvr_mpi.kv.flex import BLOCK, NotCompiledError, attend_flex, visible_blocks
 
 CPU = torch.device("cpu")
 
@@ -117,7 +117,7 @@ def test_it_is_used_where_it_holds(monkeypatch: pytest.MonkeyPatch, refused: str
 
     def counted(*given: Any, **how: Any) -> Any:
         if refused:
-            raise TooManyKindsError
+            raise NotCompiledError
         calls.append(how)
         return attend_flex(*given, **how)
 
@@ -167,6 +167,25 @@ def test_a_compiler_that_has_had_enough_is_said_and_not_gone_round() -> None:
     traced = flex._compiled(lambda tensor: tensor + 1, "eager")
     with torch._dynamo.config.patch(recompile_limit=1):
         traced(torch.zeros(2))
-        with pytest.raises(TooManyKindsError):
+        with pytest.raises(NotCompiledError):
             traced(torch.zeros(2, dtype=torch.int32))
+    torch._dynamo.reset()
+
+
+def test_a_compiler_that_fails_later_on_is_not_the_end() -> None:
+    """What was tried before the job need not be what other lengths ask for; it is not tried for every layer, either."""
+    calls: list[Any] = []
+
+    def broken(graph: Any, examples: Any) -> Any:
+        calls.append(graph)
+        raise RuntimeError("out of resource: shared memory")
+
+    compiled = flex._compiled(lambda tensor: tensor + 1, broken)
+    for _ in range(3):
+        with pytest.raises(NotCompiledError):
+            compiled(torch.zeros(1, 2, 3, 4))
+    assert len(calls) == 1
+    with pytest.raises(NotCompiledError, match="shared memory"):
+        compiled(torch.zeros(1, 4, 3, 4))
+    assert len(calls) == 2
     torch._dynamo.reset()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import h5py
 import pytest
 import torch
 from models import prompt, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.kv.loading import LAYERS_AHEAD, LAYERS_KEPT, LoadedLayers
@@ -94,3 +96,38 @@ def test_what_reading_raises_comes_out_where_the_layer_is_asked_for() -> None:
         with pytest.raises(OSError, match="damaged"):
             layers[2]
     assert layers[3] is not None
+
+
+class Copies(TorchDispatchMode):
+    """Notes of each copy whether it waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.waits.append(not (len(args) > 2 and args[2]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_for_a_gpu_are_copied_there_without_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of page-locked memory, made by a thread that says which GPU is its own; no GPU is here."""
+    gpu, told, locked = torch.device("cuda", 3), list[tuple[str, Any]](), list[str]()
+
+    def lock(rows: torch.Tensor) -> torch.Tensor:
+        locked.append(threading.current_thread().name)
+        return rows
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((threading.current_thread().name, device)))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
+    layers = LoadedLayers(3, lambda number: None if number == 1 else torch.full((2, 3), 1.0 + number), gpu)
+    prefix, buffer = SharedPrefix((5, 6), layers), torch.zeros(4, 3)
+    with Copies() as copies:
+        for number in range(3):
+            prefix.copy_into(buffer, number)
+    assert buffer[:2].eq(3.0).all() and buffer[2:].eq(0.0).all()
+    assert copies.waits == [False, False] and told == [("kvr-loading_0", gpu)] and locked == ["kvr-loading_0"] * 2
+    for device in (None, torch.device("cpu")):
+        assert LoadedLayers(1, lambda number: torch.ones(2, 3), device)[0] is not None
+    assert len(told) == 1 and len(locked) == 2

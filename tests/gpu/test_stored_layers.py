@@ -1,0 +1,53 @@
+"""Keys and values stored while a GPU computes: copied to the host without waiting. No GPU has run any of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_runs import HEADER, record
+from pretended_cuda import Event, GpuTensor, PretendedCuda
+
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.shards import ShardWriter
+
+GPU = torch.device("cuda", 3)
+
+
+def test_layers_are_copied_in_the_order_of_the_stream_and_waited_for_where_they_are_written(
+    gpus: PretendedCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that computes goes on at once; the one that writes says which GPU it waits for."""
+    copies, waits, devices = list[bool](), list[str](), list[tuple[str, Any]]()
+    launch, set_device, synchronize = gpus.launch, torch.cuda.set_device, Event.synchronize
+
+    def noted(func: Any, device: torch.device, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], GpuTensor):
+            copies.append(len(args) > 2 and args[2])
+        return launch(func, device, args, kwargs)
+
+    def waited(event: Event) -> None:
+        waits.append(threading.current_thread().name)
+        synchronize(event)
+
+    def told(device: Any) -> None:
+        devices.append((threading.current_thread().name, device))
+        set_device(device)
+
+    monkeypatch.setattr(gpus, "launch", noted)
+    monkeypatch.setattr(Event, "synchronize", waited)
+    set_device(GPU)
+    monkeypatch.setattr(torch.cuda, "set_device", told)
+    writer = ShardWriter(tmp_path, "0000", HEADER)
+    rows = [gpus.put(torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(at)), GPU) for at in range(4)]
+    with writer.writing(record("a"), CachedTokens((7, 8, 9, 5), (1, 3))) as document:
+        for layer in (tuple(rows[:2]), None, tuple(rows[2:])):
+            document.add_layer(layer)
+    writer.close()
+    assert copies == [True] * 4 and waits == ["kvr-shards-0000"] * 2
+    assert devices == [("kvr-shards-0000", GPU)] * 2 and not gpus.faults
+    assert [each.id for each in read_run(tmp_path)] == ["a"]
