@@ -8,6 +8,7 @@ stream and its GPU has room for its blocks, holds them until the other side has 
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -70,16 +71,28 @@ class Network:
     ----------
     heeds_limit : bool
         Take a group's option ``max_ctas``; NCCL's own choice otherwise.
+    pauses : callable
+        Seconds that a rank rests before each of its transfers, so that runs differ in who is where when.
     """
 
-    def __init__(self, gpus: PretendedCuda, *, heeds_limit: bool = True, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        gpus: PretendedCuda,
+        *,
+        heeds_limit: bool = True,
+        timeout_s: float = TIMEOUT_S,
+        pauses: Callable[[], float] | None = None,
+    ) -> None:
         self.gpus, self.heeds_limit, self.timeout_s = gpus, heeds_limit, timeout_s
+        self.pauses = pauses
         self.lock = threading.Lock()
         self.connections: dict[tuple[int, int, int], threading.Barrier] = {}
         self.queues: dict[tuple[int, int, int, str], deque[Transfer]] = defaultdict(deque)
         self.held: dict[int, int] = defaultdict(int)
         self.most_held: dict[int, int] = defaultdict(int)
         self.longest_queue: dict[int, int] = defaultdict(int)  # receives of a rank that wait for one peer
+        # Bytes of all messages, as they were begun: by group, source, destination and side.
+        self.orders: dict[tuple[int, int, int, str], list[int]] = defaultdict(list)
         self.groups: list[Group] = []
         self.failure: str | None = None
 
@@ -151,6 +164,8 @@ class Group:
         if not tensor.is_contiguous():
             raise ValueError("Tensors must be contiguous")
         self._connect(peer)
+        if network.pauses is not None:
+            time.sleep(network.pauses())
         stream = self._streams.get(peer)
         if stream is None:
             stream = self._streams[peer] = Stream(gpus, tensor.device)
@@ -165,6 +180,7 @@ class Group:
         with network.lock:
             queue = network.queues[self.number, source, dest, what]
             queue.append(transfer)
+            network.orders[self.number, source, dest, what].append(tensor.nbytes)
             if what == "receive":
                 network.longest_queue[self.rank] = max(network.longest_queue[self.rank], len(queue))
             network.progress()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu_machine import random_model
+from gpu_machine import most_gib, random_model
 from gpu_steps import Figures, Given
 
 from kvr_mpi.kv.attention import attend, attend_window
@@ -20,7 +22,6 @@ from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 
-GPU = torch.device("cuda", 0)
 KEYS, WINDOW = 4096, 256
 # Of the largest output, by dtype: what rounding of inputs and outputs allows.
 ALLOWED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}
@@ -28,12 +29,19 @@ ALLOWED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}
 SMALL: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": 32000}
 
 
-def _truth(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, first: int | None, window: int | None
+def truth_of(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    params: AttentionParams,
+    first: int | None,
+    window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp in float64; query i stands at key ``first + i``, or sees all."""
     group = query.shape[1] // keys.shape[1]
-    scores = query.double() @ keys.double().repeat_interleave(group, 1).transpose(-1, -2) * scale
+    scores = query.double() @ keys.double().repeat_interleave(group, 1).transpose(-1, -2) * params.scale
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
     if first is not None:
         behind = (
             torch.arange(query.shape[2], device=query.device)[:, None]
@@ -47,13 +55,15 @@ def _truth(
 
 def attention_is_exact(given: Given) -> Figures:
     """All, causal, windowed and merged attention, token-major as buffers lie, against float64."""
-    draw, worst = torch.Generator(GPU).manual_seed(0), {str(dtype): 0.0 for dtype in ALLOWED}
-    for dtype, dim, queries, heads in itertools.product(ALLOWED, (64, 128, 256), (1, 10, KEYS), (8, 2)):
-        query = torch.randn(1, 8, queries, dim, generator=draw, device=GPU, dtype=dtype)
-        rows = torch.randn(2, KEYS, heads, dim, generator=draw, device=GPU, dtype=dtype)
+    device = torch.device(given.device)
+    draw, worst = torch.Generator(device).manual_seed(0), {str(dtype): 0.0 for dtype in ALLOWED}
+    length, dims = (320, (64,)) if given.is_small else (KEYS, (64, 128, 256))
+    for dtype, dim, queries, heads in itertools.product(ALLOWED, dims, (1, 10, length), (8, 2)):
+        query = torch.randn(1, 8, queries, dim, generator=draw, device=device, dtype=dtype)
+        rows = torch.randn(2, length, heads, dim, generator=draw, device=device, dtype=dtype)
         keys, values = (row.transpose(0, 1).unsqueeze(0) for row in rows)
         params = AttentionParams(dim**-0.5)
-        half = KEYS // 3
+        half = length // 3
         cases = {
             "all": (attend(query, keys, values, params), None, None),
             "merged": (
@@ -63,12 +73,12 @@ def attention_is_exact(given: Given) -> Figures:
                 None,
                 None,
             ),
-            "window": (attend_window(query, keys, values, params, WINDOW), KEYS - queries, WINDOW),
+            "window": (attend_window(query, keys, values, params, WINDOW), length - queries, WINDOW),
         }
-        if queries == KEYS:
+        if queries == length:
             cases["causal"] = (attend(query, keys, values, params, causal=True), 0, None)
         for name, (part, first, window) in cases.items():
-            out, lse = _truth(query, keys, values, params.scale, first, window)
+            out, lse = truth_of(query, keys, values, params, first, window)
             error = max(
                 float((part.out.double() - out).abs().max() / out.abs().max()),
                 float((part.lse.double() - lse).abs().max() / lse.abs().max()),
@@ -80,7 +90,7 @@ def attention_is_exact(given: Given) -> Figures:
 
 def self_checks_hold(given: Given) -> Figures:
     """A chain's logits and a packed row's, as every job checks them before it begins."""
-    loaded = random_model(GPU)
+    loaded = random_model(given)
     told: list[str] = []
     checked = check_chain(loaded, say=told.append)
     return {
@@ -88,23 +98,33 @@ def self_checks_hold(given: Given) -> Figures:
         "attends in parts": checked.attends_in_parts,
         "cuts last layer": checked.cuts_last_layer,
         "said": "; ".join(told),
-        "GiB at most": torch.cuda.max_memory_allocated(GPU) / 2**30,
+        "GiB at most": most_gib(given),
     }
+
+
+@contextlib.contextmanager
+def _waits_noted(given: Given) -> Iterator[list[warnings.WarningMessage]]:
+    """Have torch warn of all that makes the host wait for the GPU; on a CPU nothing does."""
+    watches = given.kind == "cuda"
+    if watches:
+        torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            yield seen
+    finally:
+        if watches:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def nothing_synchronises(given: Given) -> Figures:
     """What makes the host wait for the GPU within a prefill: in each layer it should be nothing."""
-    loaded = random_model(GPU, **SMALL)
+    loaded = random_model(given, **SMALL)
     prepare_model(loaded.model, chain=True)
     ids = loaded.shape.sample_ids(2048, 7, 3)
     prefill_kvr(loaded, ids, Partition((0, 2048)), LocalTransport())
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            prefill_kvr(loaded, ids, Partition((0, 2048)), LocalTransport())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with _waits_noted(given) as seen:
+        prefill_kvr(loaded, ids, Partition((0, 2048)), LocalTransport())
     places = Counter(
         f"{one.filename.rpartition('/')[2]}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)
     )
@@ -119,7 +139,7 @@ def nothing_synchronises(given: Given) -> Figures:
 
 def memory_runs_out(given: Given) -> Figures:
     """Three ranks as threads on one GPU; the second asks for more than there is, once."""
-    loaded = random_model(GPU, **SMALL)
+    loaded = random_model(given, **SMALL)
     prepare_model(loaded.model, chain=True)
     ids, cut = loaded.shape.sample_ids(3000, 7, 3), Partition((0, 1200, 2200, 3000))
     truth = prefill_kvr(loaded, ids, Partition((0, 3000)), LocalTransport()).logits
@@ -130,11 +150,11 @@ def memory_runs_out(given: Given) -> Figures:
         def ask(*given: Any) -> None:
             mine = threading.current_thread().name == "rank 1"  # all run the same layers
             if mine and is_greedy[1]:
-                torch.empty(1 << 50, dtype=torch.uint8, device=GPU)
+                torch.empty(1 << 50, dtype=torch.uint8, device=loaded.device)
 
         layer = loaded.model.model.layers[1]
         hook = layer.register_forward_pre_hook(ask) if chain.rank == 1 else None
-        forwarder = Forwarder(chain, device=GPU)
+        forwarder = Forwarder(chain, device=loaded.device)
         is_greedy[1] = True
         chain.barrier()
         first = prefill_kvr(loaded, ids, cut, chain, forwarder=forwarder, spares_chain=True)
@@ -148,7 +168,7 @@ def memory_runs_out(given: Given) -> Figures:
         error = 0.0 if second.logits is None else float((second.logits - truth).abs().max() / truth.std())
         return first.error, error
 
-    *_, (told, error) = run_local(3, work, GPU)
+    *_, (told, error) = run_local(3, work, loaded.device)
     assert told is not None and "rank 1 ran out of memory" in told, told
     assert error < 0.2, f"the next prompt's logits differ by {error:.2f} of their spread"
     return {"said": told, "next prompt's error, of the logits' spread": error}

@@ -1,4 +1,4 @@
-"""Steps for one GPU: captured steps of decoding, FlexAttention, and parts of many segments."""
+"""Steps for one GPU: captured steps, FlexAttention, parts of many segments, ragged heads, rolling caches."""
 
 from __future__ import annotations
 
@@ -6,33 +6,43 @@ import functools
 from typing import Any
 
 import torch
-from gpu_correctness import ALLOWED, SMALL
+from gpu_correctness import ALLOWED, SMALL, truth_of
 from gpu_machine import random_model
 from gpu_steps import Absent, Figures, Given
 
 from kvr_mpi.decode.graphs import StepGraphs, why_not_captured
-from kvr_mpi.kv import attention
 from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, attend_window, why_no_flex
 from kvr_mpi.kv.flex import suits_flex
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.paged import PagedArena
+from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
+from kvr_mpi.kv.rolling import Rolling
+from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
+from kvr_mpi.prefill.rolling_chain import prefill_rolling_chain
 from kvr_mpi.prefill.self_check import allowed_error, error_share
+from kvr_mpi.prefill.streaming import prefill_streaming
+from kvr_mpi.transport.local import LocalTransport, run_local
 
-GPU = torch.device("cuda", 0)
 LENGTHS = (700, 64, 1500, 300, 90)
 STEPS, PARTS = 24, 8
 
 
 def _arena(loaded: Any, pages: int) -> PagedArena:
-    return PagedArena(loaded.shape.layers, loaded.dtype, GPU, extent_pages=pages, has_scrap=True)
+    return PagedArena(loaded.shape.layers, loaded.dtype, loaded.device, extent_pages=pages, has_scrap=True)
+
+
+def _prompts(given: Given, loaded: Any) -> list[list[int]]:
+    return [loaded.shape.sample_ids(length // (8 if given.is_small else 1), 7, 3) for length in LENGTHS]
 
 
 @torch.inference_mode()
 def graphs_are_exact(given: Given) -> Figures:
     """Logits of captured steps against those of steps as they are, while documents leave: in one extent, in several."""
-    loaded = random_model(GPU, **SMALL)
+    loaded = random_model(given, **SMALL)
     prepare_model(loaded.model, chain=True)
     why = why_not_captured(loaded, _arena(loaded, 2))
     assert why is None, why
@@ -40,15 +50,15 @@ def graphs_are_exact(given: Given) -> Figures:
     for pages in (64, 8):
         told: list[str] = []
         graphs, worst = StepGraphs(loaded, told.append, patience=1), 0.0
-        prompts = [loaded.shape.sample_ids(length, 7, 3) for length in LENGTHS]
         mine, alone = (
-            [each.cache for each in prefill_packed(loaded, prompts, reserve_tokens=STEPS, arena=arena)]
+            [each.cache for each in prefill_packed(loaded, _prompts(given, loaded), reserve_tokens=STEPS, arena=arena)]
             for arena in (_arena(loaded, pages), None)
         )
+        before = _reserved(given)
         for at in range(STEPS):
             if at in (8, 16):
                 mine, alone = mine[1:], alone[1:]
-            tokens = [(11 * at + place) % 1000 for place in range(len(mine))]
+            tokens = [(11 * at + place) % 500 for place in range(len(mine))]
             ones = [1] * len(mine)
             eager = functools.partial(decode_packed, loaded, PackedCache(mine, ones), tokens)
             logits = graphs.step(mine, tokens, eager)
@@ -61,27 +71,44 @@ def graphs_are_exact(given: Given) -> Figures:
             f"captured, {pages} pages": graphs.captured,
             f"replayed, {pages} pages": graphs.replayed,
             f"worst error, {pages} pages": worst,
+            f"GiB more, {pages} pages": _reserved(given) - before,
         }
     return found
 
 
+def _reserved(given: Given) -> float:
+    """GiB of the GPU that are not free: tensors', the allocator's, and what the driver keeps of graphs."""
+    if given.kind != "cuda":
+        return 0.0
+    free, total = torch.cuda.mem_get_info(given.device)
+    return (total - free) / 2**30
+
+
 def bent_scores_are_exact(given: Given) -> Figures:
-    """FlexAttention, compiled, against the portable way: soft caps, wide heads, windows."""
-    draw, found = torch.Generator(GPU).manual_seed(0), dict[str, Any]()
+    """FlexAttention, compiled, against float64: soft caps, wide heads, windows."""
+    device = torch.device(given.device)
+    draw, found = torch.Generator(device).manual_seed(0), dict[str, Any]()
+    queries, length = (200, 500) if given.is_small else (1000, 3000)
     for softcap, dim in ((50.0, 128), (50.0, 256), (None, 512), (20.0, 64)):
-        query = torch.randn(1, 8, 1000, dim, generator=draw, device=GPU, dtype=torch.bfloat16)
-        keys, values = torch.randn(2, 1, 4, 3000, dim, generator=draw, device=GPU, dtype=torch.bfloat16)
+        query = torch.randn(1, 8, queries, dim, generator=draw, device=device, dtype=torch.bfloat16)
+        keys, values = torch.randn(2, 1, 4, length, dim, generator=draw, device=device, dtype=torch.bfloat16)
         params, name = AttentionParams(dim**-0.5, softcap), f"soft cap {softcap}, head_dim {dim}"
         if not suits_flex(query, values):
             raise Absent("no compiler of kernels (triton) for this GPU")
-        why = why_no_flex(GPU, query.dtype, 8, 4, (dim, dim), softcap)
+        why = why_no_flex(device, query.dtype, 8, 4, (dim, dim), softcap)
         found[name] = why or "flex"
-        for part, how in (
-            (attend(query, keys, values, params), {"offset": None, "window": None}),
-            (attend_window(query, keys, values, params, 256), {"offset": 2000, "window": 256}),
+        before = length - queries
+        for part, first, window in (
+            (attend(query, keys, values, params), None, None),
+            (attend(query, keys[:, :, before:], values[:, :, before:], params, causal=True), 0, None),
+            (attend_window(query, keys, values, params, 256), before, 256),
         ):
-            truth = attention._attend_blocks(query, keys, values, params, **how)
-            error = float((part.out.float() - truth.out).abs().max() / truth.out.abs().max())
+            start = before if first == 0 else 0
+            out, lse = truth_of(query, keys[:, :, start:], values[:, :, start:], params, first, window)
+            error = max(
+                float((part.out.double() - out).abs().max() / out.abs().max()),
+                float((part.lse.double() - lse).abs().max() / lse.abs().max()),
+            )
             assert error <= ALLOWED[torch.bfloat16], f"{name}: {error:.1e}"
             found[f"{name}, worst error"] = max(error, found.get(f"{name}, worst error", 0.0))
     return found
@@ -89,15 +116,72 @@ def bent_scores_are_exact(given: Given) -> Figures:
 
 def parts_lose_little(given: Given) -> Figures:
     """Eight parts in bfloat16, merged in float32, against one pass, both against float64."""
-    draw, params = torch.Generator(GPU).manual_seed(0), AttentionParams(128**-0.5)
-    query = torch.randn(1, 8, 512, 128, generator=draw, device=GPU, dtype=torch.bfloat16)
-    keys, values = torch.randn(2, 1, 2, 4096, 128, generator=draw, device=GPU, dtype=torch.bfloat16)
-    wide = [each.double().repeat_interleave(4, 1) for each in (keys, values)]
-    truth = (query.double() @ wide[0].transpose(-1, -2) * params.scale).softmax(-1) @ wide[1]
-    cuts = [slice(at, at + 4096 // PARTS) for at in range(0, 4096, 4096 // PARTS)]
+    device, params = torch.device(given.device), AttentionParams(128**-0.5)
+    draw, length = torch.Generator(device).manual_seed(0), 512 if given.is_small else 4096
+    query = torch.randn(1, 8, 512, 128, generator=draw, device=device, dtype=torch.bfloat16)
+    keys, values = torch.randn(2, 1, 2, length, 128, generator=draw, device=device, dtype=torch.bfloat16)
+    truth, _ = truth_of(query, keys, values, params, None, None)
+    cuts = [slice(at, at + length // PARTS) for at in range(0, length, length // PARTS)]
     parts = [attend(query, keys[:, :, cut], values[:, :, cut], params) for cut in cuts]
     assert all(part.out.dtype == torch.bfloat16 and part.lse.dtype == torch.float32 for part in parts)
     whole, merged = attend(query, keys, values, params), functools.reduce(PartialAttention.merge, parts)
     errors = [float((part.out.double() - truth).abs().max()) for part in (whole, merged)]
     assert errors[1] <= 2 * errors[0], errors
     return {"error of one pass": errors[0], f"error of {PARTS} parts": errors[1]}
+
+
+@torch.inference_mode()
+def ragged_heads_are_exact(given: Given) -> Figures:
+    """Heads with tokens of their own, as compression leaves them: a layer against float64, a model against itself."""
+    device, worst = torch.device(given.device), 0.0
+    draw = torch.Generator(device).manual_seed(0)
+    for dim, kept in ((64, (700, 31, 1500, 1500)), (128, (5, 9, 9, 2)), (256, (1, 1, 1, 1))):
+        shape, origin = LayerShape(4, dim, dim), 2000
+        flat = torch.randn(elements_needed(shape, kept, 3), generator=draw, device=device, dtype=torch.bfloat16)
+        layout, params = RaggedLayout(flat, shape, kept, 3, origin), AttentionParams(dim**-0.5)
+        fresh = torch.randn(2, 1, 4, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)
+        layout.write(origin, *fresh)
+        query = torch.randn(1, 16, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)
+        found = layout.attend(query, origin + 1, 1, params)
+        for head in range(4):
+            keys, values = (rows[None, None] for rows in layout.head_rows(head, origin + 1))
+            group = slice(4 * head, 4 * head + 4)
+            out, _ = truth_of(query[:, group], keys, values, params, None, None)
+            error = float((found[:, group].double() - out).abs().max() / out.abs().max())
+            assert error <= ALLOWED[torch.bfloat16], f"head_dim {dim}, {kept[head]} tokens: {error:.1e}"
+            worst = max(worst, error)
+    loaded = random_model(given, **SMALL)
+    prepare_model(loaded.model, chain=True)
+    mine, alone = (
+        [each.cache for each in prefill_packed(loaded, _prompts(given, loaded), reserve_tokens=STEPS)] for _ in range(2)
+    )
+    for cache in mine:  # of heads that keep all their tokens nothing may change
+        every = torch.arange(cache.length, device=device)
+        cache.keep_only([[every] * layer.num_kv_heads for layer in loaded.shape.layers], STEPS)
+    ragged, whole, most = PackedCache(mine, [1] * len(mine)), PackedCache(alone, [1] * len(alone)), 0.0
+    for at in range(STEPS):
+        tokens = [(11 * at + place) % 500 for place in range(len(mine))]
+        logits = (decode_packed(loaded, cache, tokens) for cache in (ragged, whole))
+        most = max(most, error_share(*logits))
+    assert most <= allowed_error(loaded.dtype), most
+    return {"worst error of a layer": worst, "worst error of a model": most}
+
+
+@torch.inference_mode()
+def rolling_caches_are_exact(given: Given) -> Figures:
+    """A model with windows by a rolling cache, on one rank and on a chain of threads, against a whole cache."""
+    tokens, window = (300, 64) if given.is_small else (6000, 1024)
+    loaded = random_model(given, kind="mistral", sliding_window=window, **SMALL)
+    prepare_model(loaded.model, chain=True)
+    ids, rolling = loaded.shape.sample_ids(tokens, 7, 3), Rolling(window, window // 4)
+    truth = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport()).logits
+    assert truth is not None
+    cut = Partition.even(tokens, 3)
+    ranks = run_local(3, lambda rank: prefill_rolling_chain(loaded, ids, rolling, cut, rank).logits, loaded.device)
+    found: Figures = {"tokens": tokens, "tokens held": rolling.rows}
+    for name, logits in (("one rank", prefill_streaming(loaded, ids, rolling)[0]), ("three ranks", ranks[-1])):
+        assert logits is not None
+        error = error_share(logits, truth)
+        assert error <= allowed_error(loaded.dtype), f"{name}: {error:.1e}"
+        found[f"error, {name}"] = error
+    return found

@@ -23,6 +23,15 @@ SHAPE_8B: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "rope_theta": 500000.0,
 }
+# For a CPU, where a step is only tried.
+SHAPE_SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 LAYER_BYTES = 2 * 218_112_000  # of its weights, bfloat16
 OTHER_BYTES = 4 * 128256 * 4096
 
@@ -76,8 +85,35 @@ def _nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
 
 
-def random_model(device: Any, *, layers: int | None = None, **changes: Any) -> Any:
-    """A Llama of the 8B shape, random, bfloat16, with as many layers as fit into a third of what is free.
+def rank_count(given: Given) -> int:
+    """Ranks to run a step of several processes on: one for each GPU, or two on a CPU."""
+    return gpu_count() if given.kind == "cuda" else 2
+
+
+def wait_for(given: Given) -> None:
+    """Return when all that the device was told is done."""
+    import torch
+
+    if given.kind == "cuda":
+        torch.cuda.synchronize(given.device)
+
+
+def most_gib(given: Given) -> float:
+    """GiB that tensors held on the GPU at most."""
+    import torch
+
+    return torch.cuda.max_memory_allocated(given.device) / 2**30 if given.kind == "cuda" else 0.0
+
+
+def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> Any:
+    """A random model of the 8B shape, bfloat16, with as many layers as fit into a third of what is free.
+
+    Parameters
+    ----------
+    kind : str
+        ``llama``, or ``mistral`` for windows.
+    changes : dict
+        Of the configuration; the number of layers is not looked at then.
 
     Raises
     ------
@@ -89,17 +125,21 @@ def random_model(device: Any, *, layers: int | None = None, **changes: Any) -> A
 
     from kvr_mpi.model import LoadedModel, probe_shape
 
-    free, _ = torch.cuda.mem_get_info(device)
-    most = int((free / 3 - OTHER_BYTES) // LAYER_BYTES) if not changes else SHAPE_8B["num_hidden_layers"]
-    if most < 2:
-        raise Absent(f"{free / 2**30:.1f} GiB are free, too few for two layers of an 8B model")
-    shape = {**SHAPE_8B, "num_hidden_layers": min(layers or 32, most), **changes}
-    config = transformers.LlamaConfig(**shape)
+    device, most = torch.device(given.device), SHAPE_8B["num_hidden_layers"]
+    if device.type == "cuda" and not changes:
+        free, _ = torch.cuda.mem_get_info(device)
+        most = int((free / 3 - OTHER_BYTES) // LAYER_BYTES)
+        if most < 2:
+            raise Absent(f"{free / 2**30:.1f} GiB are free, too few for two layers of an 8B model")
+    shape = {**SHAPE_8B, **changes}
+    shape["num_hidden_layers"] = min(shape["num_hidden_layers"], most)
+    shape |= SHAPE_SMALL if given.is_small else {}
+    config = {"llama": transformers.LlamaConfig, "mistral": transformers.MistralConfig}[kind](**shape)
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device(device):
+        with device:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     finally:
         torch.set_default_dtype(before)
@@ -110,7 +150,7 @@ def random_model(device: Any, *, layers: int | None = None, **changes: Any) -> A
         name="random",
         fingerprint="random",
         dtype=torch.bfloat16,
-        device=torch.device(device),
+        device=device,
     )
 
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from gpu_machine import gpu_count, model_of
+from gpu_machine import gpu_count, model_of, rank_count
 from gpu_steps import Absent, Figures, Given, run_command
 
 from kvr_mpi.transport.mpi_query import describe_mpi
@@ -35,7 +35,7 @@ def _verify(ranks: int, transport: str, given: Given, timeout_s: float) -> str:
     """Exactness on a user's model; returns what the last line says."""
     told = launch(
         ranks,
-        *["kvr", "verify", "--model", model_of(given), "--device", "cuda", "--transport", transport, *LENGTHS],
+        *["kvr", "verify", "--model", model_of(given), "--device", given.kind, "--transport", transport, *LENGTHS],
         timeout_s=timeout_s,
     )
     held = re.findall(r"(\d+ of \d+ hold on \d+ rank\(s\))", told)
@@ -50,16 +50,17 @@ def staged_ranks_are_exact(given: Given) -> Figures:
 
 def doctor_is_content(given: Given) -> Figures:
     """Its lines, as they are; GPU memory is handed to MPI in a step of its own."""
-    told = launch(min(2, gpu_count()), "kvr", "doctor", timeout_s=170)
+    told = launch(min(2, rank_count(given)), "kvr", "doctor", timeout_s=170)
     return {f"line {number}": line for number, line in enumerate(told.splitlines(), 1)}
 
 
 def nccl_is_exact(given: Given) -> Figures:
     """One rank a GPU."""
-    sizes = [size for size in (2, 4, 8) if size <= gpu_count()]
+    sizes = [size for size in (2, 4, 8) if size <= rank_count(given)]
     if not sizes:
         raise Absent(f"{gpu_count()} GPU, and NCCL wants one for each rank")
-    return {f"{size} ranks": _verify(size, "nccl", given, 290 / len(sizes)) for size in sizes}
+    way = "nccl" if given.kind == "cuda" else "gloo"
+    return {f"{size} ranks": _verify(size, way, given, 290 / len(sizes)) for size in sizes}
 
 
 def cuda_aware_mpi_is_exact(given: Given) -> Figures:

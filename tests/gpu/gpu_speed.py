@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_machine import gpu_count, is_installed, random_model
+from gpu_machine import is_installed, random_model, rank_count, wait_for
 from gpu_ranks import launch
 from gpu_steps import Absent, Figures, Given, run_command
 from transformers import GenerationConfig
@@ -23,7 +23,6 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
 from kvr_mpi.transport.local import LocalTransport
 
-GPU = torch.device("cuda", 0)
 CONTEXTS = (32_768, 131_072)
 PROMPT, STEPS, REPEATS = 2048, 16, 3
 VLLM = """
@@ -40,27 +39,32 @@ print("seconds: " + json.dumps(found))
 """
 
 
-def _seconds(work: Any) -> float:
+def _seconds(given: Given, work: Any) -> float:
     """The middle of three, after one that is not counted."""
     times = []
     for _ in range(REPEATS + 1):
-        torch.cuda.synchronize(GPU)
+        wait_for(given)
         began = time.perf_counter()
         work()
-        torch.cuda.synchronize(GPU)
+        wait_for(given)
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:])
 
 
+def contexts_of(given: Given) -> tuple[int, ...]:
+    """Lengths of the prompts whose first token is timed."""
+    return (256,) if given.is_small else CONTEXTS
+
+
 def decode_together(given: Given) -> Figures:
     """Milliseconds a step, of sequences of 2048 tokens that are decoded together: each alone, in pages, captured."""
-    loaded = random_model(GPU)
+    loaded = random_model(given)
     prepare_model(loaded.model, chain=True)
     found: Figures = {"layers": len(loaded.shape.layers), "tokens of each": PROMPT}
-    for sequences in (1, 8, 32):
+    for sequences in (1, 3) if given.is_small else (1, 8, 32):
         for way in ("own memory", "pages", "graphs"):
             said: list[str] = []
-            step_s = _step_seconds(loaded, sequences, way, said)
+            step_s = _step_seconds(given, loaded, sequences, way, said)
             name = f"{sequences}, {way}"
             found |= {f"ms a step, {name}": 1e3 * step_s, f"tokens/s, {name}": sequences / step_s}
             if said:
@@ -68,43 +72,48 @@ def decode_together(given: Given) -> Figures:
     return found
 
 
-def _step_seconds(loaded: Any, sequences: int, way: str, said: list[str]) -> float:
+def _step_seconds(given: Given, loaded: Any, sequences: int, way: str, said: list[str]) -> float:
     """Seconds of a step, after some."""
-    pages = sequences * pages_for(PROMPT + 4 * STEPS) + 1
+    tokens = PROMPT // 16 if given.is_small else PROMPT
+    pages = sequences * pages_for(tokens + 4 * STEPS) + 1
     shapes = loaded.shape.layers
-    arena = None if way == "own memory" else PagedArena(shapes, loaded.dtype, GPU, extent_pages=pages, has_scrap=True)
+    arena = None
+    if way != "own memory":
+        arena = PagedArena(shapes, loaded.dtype, loaded.device, extent_pages=pages, has_scrap=True)
     graphs = StepGraphs(loaded, said.append, patience=1) if way == "graphs" else None
     config = GenerationConfig(do_sample=False, eos_token_id=None)
     batch: Any = DecodeBatch(loaded, config, stop=(), max_new_tokens=4 * STEPS, why_alone=None, graphs=graphs)
-    ids = loaded.shape.sample_ids(PROMPT, 7, 3)
+    ids = loaded.shape.sample_ids(tokens, 7, 3)
     for sequence in range(sequences):
         prefill = prefill_kvr(
-            loaded, ids, Partition((0, PROMPT)), LocalTransport(), reserve_tokens=4 * STEPS, arena=arena
+            loaded, ids, Partition((0, tokens)), LocalTransport(), reserve_tokens=4 * STEPS, arena=arena
         )
         batch.add(str(sequence), prefill, ids, sequence)
     for _ in range(4):
         batch.step()
-    torch.cuda.synchronize(GPU)
+    wait_for(given)
     began = time.perf_counter()
     for _ in range(STEPS):
         batch.step()
-    torch.cuda.synchronize(GPU)
+    wait_for(given)
     return (time.perf_counter() - began) / STEPS
 
 
 def first_token(given: Given) -> Figures:
     """A chain of one rank, and plain transformers with flash or math attention as it chooses."""
-    loaded = random_model(GPU)
+    loaded = random_model(given)
     found: Figures = {"layers": len(loaded.shape.layers)}
-    for tokens in CONTEXTS:
+    for tokens in contexts_of(given):
         ids = loaded.shape.sample_ids(tokens, 7919, 13)
         try:
             prepare_model(loaded.model, chain=True)
             found[f"seconds, {tokens}, kvr"] = _seconds(
-                lambda ids=ids, tokens=tokens: prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport())
+                given, lambda ids=ids, tokens=tokens: prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport())
             )
             prepare_model(loaded.model, chain=False)
-            found[f"seconds, {tokens}, transformers"] = _seconds(lambda ids=ids: prefill_single(loaded.model, ids, GPU))
+            found[f"seconds, {tokens}, transformers"] = _seconds(
+                given, lambda ids=ids: prefill_single(loaded.model, ids, loaded.device)
+            )
         except torch.OutOfMemoryError as error:
             found[f"seconds, {tokens}, no room"] = str(error).splitlines()[0]
             torch.cuda.empty_cache()
@@ -119,12 +128,22 @@ def _named(given: Given) -> str:
 
 def first_token_over_ranks(given: Given) -> Figures:
     """``kvr bench`` over all GPUs."""
-    model, ranks = _named(given), gpu_count()
+    model, ranks = _named(given), rank_count(given)
     if ranks < 2:
         raise Absent("one GPU")
     file = Path(given.output) / "bench.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    words = ["--model", model, "--device", "cuda", "--dtype", "bfloat16", "--contexts", "32k,128k", "--lend"]
+    words = [
+        "--model",
+        model,
+        "--device",
+        given.kind,
+        "--dtype",
+        "bfloat16",
+        "--contexts",
+        ",".join(map(str, contexts_of(given))),
+        "--lend",
+    ]
     launch(
         ranks,
         "kvr",
@@ -147,7 +166,7 @@ def first_token_of_vllm(given: Given) -> Figures:
     if not is_installed("vllm"):
         raise Absent("vllm is not installed")
     found: Figures = {}
-    for tokens in CONTEXTS:
+    for tokens in contexts_of(given):
         told = run_command([sys.executable, "-c", VLLM, model, str(tokens)], 145)
         line = next(line for line in told.splitlines() if line.startswith("seconds: "))
         found[f"seconds, {tokens}"] = statistics.median(json.loads(line.removeprefix("seconds: ")))
@@ -156,9 +175,22 @@ def first_token_of_vllm(given: Given) -> Figures:
 
 def write_profile(given: Given) -> Figures:
     """A lookup table of this machine, measured over all GPUs, and what its links and rates are."""
-    model, ranks = _named(given), gpu_count()
+    model, ranks = _named(given), rank_count(given)
     if ranks < 2:
         raise Absent("one GPU: there are no slices to measure")
-    words = ["--model", model, "--device", "cuda", "--dtype", "bfloat16", "--contexts", "8k,32k", "--output", "tables"]
+    contexts = "256" if given.is_small else "8k,32k"
+    folder = str(Path(given.output) / "tables") if given.is_small else "tables"
+    words = [
+        "--model",
+        model,
+        "--device",
+        given.kind,
+        "--dtype",
+        "bfloat16",
+        "--contexts",
+        contexts,
+        "--output",
+        folder,
+    ]
     told = launch(ranks, "kvr", "search", *words, timeout_s=230)
-    return {"said": told.strip().splitlines()[-1], "folder": "tables/"}
+    return {"said": told.strip().splitlines()[-1], "folder": folder}

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ MARK = "kvr-gpu-step: "
 TAIL_LINES = 60
 # Before a step's time is up its process shows where it stands; so long that takes at most.
 DUMP_S = 5.0
+# With less than this left of the time for all, no step is begun.
+LEAST_S = 30.0
 
 
 class Absent(Exception):  # noqa: N818 - it is no error
@@ -34,10 +36,21 @@ class Absent(Exception):  # noqa: N818 - it is no error
 
 @dataclass(frozen=True)
 class Given:
-    """What the user said: a model's folder, or none; where files may be written."""
+    """What the user said: a model's folder, or none; where files may be written.
+
+    device : where steps compute; a CPU only to try the steps themselves.
+    is_small : take sizes that a CPU computes in seconds.
+    """
 
     model: str = ""
     output: str = "."
+    device: str = "cuda:0"
+    is_small: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What kind of device that is, as jobs and commands name it."""
+        return self.device.partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -140,12 +153,13 @@ def run_all(
         if step.needs_gpu and (blind or not has_gpu()):
             blind = True
             outcomes.append(Outcome(step.name, "absent", said="this machine has no GPU that torch can use"))
-        elif left_s < step.timeout_s / 4:
+        elif left_s < LEAST_S:
             outcomes.append(Outcome(step.name, "absent", said=f"no time is left of the {budget_s:.0f} s (--budget)"))
         else:
-            print(f"{step.name}: {step.about} (at most {step.timeout_s:.0f} s)", flush=True)
-            words = [sys.executable, str(script), "--step", step.name]
-            outcomes.append(run_step(step, [*words, "--model", given.model, "--output", given.output]))
+            begun = replace(step, timeout_s=min(step.timeout_s, left_s - DUMP_S))
+            print(f"{step.name}: {step.about} (at most {begun.timeout_s:.0f} s)", flush=True)
+            words = [sys.executable, str(script), "--step", step.name, "--limit", f"{begun.timeout_s:.0f}"]
+            outcomes.append(run_step(begun, [*words, "--model", given.model, "--output", given.output]))
             print(f"  {outcomes[-1].status} after {outcomes[-1].seconds:.0f} s", flush=True)
     return outcomes
 

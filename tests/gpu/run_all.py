@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +23,12 @@ STEPS = (
     Step("machine", "versions, GPUs, and how they are connected", "gpu_machine:look_around", 60, needs_gpu=False),
     Step("attention", "every kind of attention against float64", "gpu_correctness:attention_is_exact", 180),
     Step("merges", "eight parts in bfloat16 against one pass", "gpu_features:parts_lose_little", 60),
-    Step("flex", "soft caps and wide heads by FlexAttention, compiled", "gpu_features:bent_scores_are_exact", 240),
+    Step(
+        "flex",
+        "soft caps and wide heads by FlexAttention, compiled, against float64",
+        "gpu_features:bent_scores_are_exact",
+        240,
+    ),
     Step(
         "self-check", "an 8B model's shape, random weights: a chain's logits", "gpu_correctness:self_checks_hold", 240
     ),
@@ -36,8 +42,12 @@ STEPS = (
     Step("staged", "three ranks on one GPU, through pinned host memory", "gpu_ranks:staged_ranks_are_exact", 180),
     Step("doctor", "kvr doctor, GPU buffers tried", "gpu_ranks:doctor_is_content", 180),
     Step("nccl", "2, 4 and 8 ranks over NCCL, as many as there are GPUs", "gpu_ranks:nccl_is_exact", 300),
+    Step("stages", "a job on stages of two GPUs, on 2 and 4, against one rank", "gpu_jobs:stages_answer_alike", 240),
+    Step("asking", "stored keys and values that are asked, on one GPU", "gpu_jobs:stored_is_asked", 240),
     Step("cuda-aware mpi", "ranks over an MPI that takes GPU memory", "gpu_ranks:cuda_aware_mpi_is_exact", 180),
     Step("graphs", "steps as CUDA graphs against steps as they are", "gpu_features:graphs_are_exact", 180),
+    Step("ragged", "heads with tokens of their own against float64", "gpu_features:ragged_heads_are_exact", 120),
+    Step("rolling", "rolling caches against whole ones", "gpu_features:rolling_caches_are_exact", 120),
     Step("decode", "1, 8 and 32 sequences together", "gpu_speed:decode_together", 240),
     Step("first token", "32k and 128k on one GPU, against transformers", "gpu_speed:first_token", 300),
     Step(
@@ -59,10 +69,12 @@ def main() -> int:
     parser.add_argument("--output", default="runs/gpu", help="folder of the report  [default: runs/gpu]")
     parser.add_argument("--budget", type=float, default=1800.0, help="seconds  [default: 1800]")
     parser.add_argument("--step", choices=[step.name for step in STEPS], help="run this step only, here")
+    parser.add_argument("--limit", type=float, default=0.0, help="seconds for it, if fewer than it takes otherwise")
     told = parser.parse_args()
     given = Given(told.model, told.output)
     if told.step:
-        run_inside(next(step for step in STEPS if step.name == told.step), given)
+        step = next(step for step in STEPS if step.name == told.step)
+        run_inside(replace(step, timeout_s=told.limit or step.timeout_s), given)
         return 0
     outcomes = run_all(STEPS, given, Path(__file__), has_gpu, told.budget)
     about = {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_steps
 import pytest
 import torch
 from gpu_steps import MARK, Given, Outcome, Step, run_all, run_step, write_report
@@ -72,3 +73,19 @@ def test_the_page_says_what_failed(tmp_path: Path) -> None:
     page = write_report([Outcome("nccl", "failed", 2.0, said="one\nranks 0 and 1 differ")], {"date": "today"}, tmp_path)
     assert "date: today" in page and "failed  nccl" in page and "ranks 0 and 1 differ" in page
     assert MARK not in page
+
+
+def test_a_step_gets_no_more_than_is_left_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half an hour is half an hour, whatever its steps would take."""
+    limits: list[tuple[float, float]] = []
+
+    def run(step: Step, command: list[str]) -> Outcome:
+        limits.append((step.timeout_s, float(command[command.index("--limit") + 1])))
+        return Outcome(step.name, "ok")
+
+    monkeypatch.setattr(gpu_steps, "run_step", run)
+    steps = [Step(name, "", lambda given: {}, limit) for name, limit in (("short", 40.0), ("long", 300.0))]
+    assert [each.status for each in run_all(steps, Given(), SCRIPT, lambda: True, 100.0)] == ["ok", "ok"]
+    (short, told_short), (long, told_long) = limits
+    assert (short, told_short) == (40.0, 40.0)
+    assert long + gpu_steps.DUMP_S <= 100.0 and abs(told_long - long) <= 0.5

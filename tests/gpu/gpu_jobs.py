@@ -1,0 +1,121 @@
+"""Steps of whole jobs under mpirun: stages of several GPUs, and stored keys and values that are asked on one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from gpu_machine import rank_count
+from gpu_ranks import launch
+from gpu_steps import Absent, Figures, Given
+
+WORDS, DOCUMENT_TOKENS, NEW_TOKENS = 240, (900, 1700, 60), 12
+JOB = """
+[model]
+path = "{model}"
+dtype = "float32"
+device = "{device}"
+[documents]
+path = "{corpus}"
+[prompt]
+template = "{{text}} w7 w8 w9"
+[generation]
+max_new_tokens = {new_tokens}
+[output]
+path = "{output}"
+"""
+Answers = dict[str, tuple[int, ...]]
+
+
+def make_model(folder: Path) -> Path:
+    """Write a small random Llama with a tokenizer of words, whose heads two ranks and four can share out."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    return folder
+
+
+def make_job(given: Given, name: str) -> Path:
+    """Write a job over three documents, with a model of its own."""
+    folder = Path(given.output) / name
+    corpus = folder / "corpus"
+    shutil.rmtree(folder, ignore_errors=True)  # of an examination before this one
+    corpus.mkdir(parents=True)
+    for number, tokens in enumerate(DOCUMENT_TOKENS):
+        count = tokens // 10 if given.is_small else tokens
+        words = (f"w{(7 * at * at + 31 * at + number) % WORDS}" for at in range(count))
+        (corpus / f"{number}.txt").write_text(" ".join(words))
+    words = {"model": make_model(folder / "model"), "corpus": corpus, "output": folder / "alone"}
+    path = folder / "job.toml"
+    path.write_text(JOB.format(**words, device=given.kind, new_tokens=NEW_TOKENS))
+    return path
+
+
+def answers_of(folder: Path) -> Answers:
+    """Token ids of each answer, by its id."""
+    from kvr_mpi.store.folder import read_run
+
+    return {record.id: record.token_ids for record in read_run(folder)}
+
+
+def stages_answer_alike(given: Given) -> Figures:
+    """A model that two ranks hold together, and two such stages in a chain, against a rank that has all of it."""
+    ranks = rank_count(given)
+    if ranks < 2:
+        raise Absent("one GPU, and a stage is of two")
+    job, found = make_job(given, "stages"), dict[str, Any]()
+    launch(1, "kvr-run", str(job), timeout_s=90)
+    truth = answers_of(job.parent / "alone")
+    assert len(truth) == len(DOCUMENT_TOKENS) and all(len(answer) == NEW_TOKENS for answer in truth.values()), truth
+    for size in (2, 4):
+        if size > ranks:
+            continue
+        output = job.parent / f"{size // 2}x2"
+        settings = [f"output.path={output}", "parallel.ranks_per_stage=2", "parallel.partition=even"]
+        told = launch(size, "kvr-run", str(job), *_set(settings), timeout_s=90)
+        assert answers_of(output) == truth, f"{size} ranks: other answers than one rank's"
+        found[f"sums, {size // 2} stages"] = _line(told, "measured sums take")
+    return found
+
+
+def stored_is_asked(given: Given) -> Figures:
+    """Answers of questions about stored documents: their keys and values loaded, against prefilled again."""
+    job = make_job(given, "asking")
+    launch(1, "kvr-run", str(job), *_set(["output.kv=true"]), timeout_s=90)
+    run, answers = job.parent / "alone", list[Answers]()
+    for reuse in ("always", "never"):
+        output = job.parent / f"answers-{reuse}"
+        words = ["kvr", "ask", str(run), "-q", "w3 w1 w4", "--reuse", reuse, "--max-new-tokens", str(NEW_TOKENS)]
+        settings = [f"model.device={given.kind}", "model.dtype=float32"]
+        launch(1, *words, "--output", str(output), *_set(settings), timeout_s=90)
+        answers.append(answers_of(output))
+    loaded, anew = answers
+    assert loaded == anew and len(loaded) == len(DOCUMENT_TOKENS), (loaded, anew)
+    return {"documents": len(loaded), "tokens of each answer": NEW_TOKENS}
+
+
+def _set(settings: list[str]) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def _line(told: str, words: str) -> str:
+    return next((line for line in told.splitlines() if words in line), "not said")

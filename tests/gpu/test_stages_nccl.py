@@ -1,0 +1,112 @@
+"""Sums within stages beside a chain of stages, over one stand-in for NCCL. No GPU has run any of this.
+
+Of two sorts of messages on one GPU either may wait for a rank that waits for the other. That no timing can bring that
+about is shown in three parts: every run ends, with pauses drawn anew; over each link messages go in one order, whatever
+the pauses, and no link has messages of both sorts; and all of them together leave the GPU more than half its room, so
+that none waits for another's to end. A rank's own steps are in one order, too. Whether such ranks come to an end does
+not depend on when each takes its step (Kahn 1974, section 2), so that one run that ends speaks for all.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_nccl import MULTIPROCESSORS, Network, installed, run_on_gpus
+from made_stages import ids_of, make_folder, truth_of
+from pretended_cuda import PretendedCuda
+from test_nccl import greedy_there
+
+from kvr_mpi.errors import TransportError
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.load_part import load_part
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.setup.stages import describe_stages, join_stages
+from kvr_mpi.topology import Topology
+from kvr_mpi.transport.choose import warm_up
+from kvr_mpi.transport.forwarder import Forwarder
+from kvr_mpi.transport.torchdist import TorchDistTransport
+
+IDS, NEW_TOKENS = ids_of(24), 2
+STAGE_LINKS, CHAIN_LINKS = {(0, 1), (2, 3)}, {(0, 2), (1, 3)}
+Orders = dict[tuple[int, int, int, str], list[int]]
+
+
+def run_stages(folder: Path, gpus: PretendedCuda, network: Network) -> list[list[list[int]]]:
+    """Two stages of two ranks: prompts that end at each in turn, without a barrier, and their answers."""
+
+    def work(ranks: TorchDistTransport) -> list[list[int]]:
+        device = torch.device("cuda", ranks.rank)
+        warm_up(ranks, device)
+        job = join_stages(ranks, ranks._control, Topology(4, 4, 2), device)
+        assert job.stage is not None
+        loaded = load_part(str(folder), job.stage, device="cpu", cache_dir=folder)
+        prepare_model(loaded.model, chain=True)
+        mine, said = gpus.move(loaded, device), list[str]()
+        describe_stages(job, mine, said.append)
+        assert "measured sums take" in said[0]
+        warm_up(job.lane, device)
+        forwarder = Forwarder(job.lane, device=device)
+        found: list[list[int]] = []
+        for last in (1, 0, 1):
+            options: Any = {"reserve_tokens": NEW_TOKENS, "last": last, "forwarder": forwarder}
+            prefill = prefill_kvr(mine, IDS, Partition((0, 14, 24)), job.lane, **options)
+            found += [greedy_there(mine, prefill)] if prefill.logits is not None else []
+        forwarder.close()
+        return found
+
+    return run_on_gpus(4, network, work)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    made, model = make_folder(tmp_path_factory.mktemp("stages"), "llama")
+    return made, truth_of(model, IDS, NEW_TOKENS)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [(1, 2), pytest.param(range(3, 9), marks=pytest.mark.long)])
+def test_sums_and_a_chain_never_wait_for_each_other(
+    seeds: Any, folder: tuple[Path, list[int]], gpus: PretendedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, truth = folder
+    orders: list[Orders] = []
+    for seed in seeds:
+        draw = random.Random(seed)
+        network = installed(monkeypatch, Network(gpus, pauses=lambda draw=draw: draw.choice((0.0, 0.0, 4e-3))))
+        gpus.watches = not orders
+        found = run_stages(path, gpus, network)
+        assert [len(each) for each in found] == [1, 1, 2, 2]
+        assert [tokens for each in found for tokens in each] == [truth] * 6
+        assert gpus.faults == [] and gpus.syncs_of_devices == []
+        assert max(network.most_held.values()) <= MULTIPROCESSORS // 2
+        orders.append(dict(network.orders))
+    links = {tuple(sorted(link[1:3])) for link in orders[0] if len(orders[0][link]) > 3}
+    assert links == STAGE_LINKS | CHAIN_LINKS
+    assert all(order == orders[0] for order in orders), "over each link one order, whoever was late"
+    for number, source, dest, side in orders[0]:
+        other = "send" if side == "receive" else "receive"
+        assert orders[0][number, source, dest, side] == orders[0][number, source, dest, other]
+
+
+def test_two_orders_over_one_link_are_found(gpus: PretendedCuda, network: Network) -> None:
+    """What would be if a sum and a chain had a link in common: one rank begins with the one, one with the other."""
+
+    def work(ranks: TorchDistTransport) -> None:
+        device = torch.device("cuda", ranks.rank)
+        warm_up(ranks, device)
+        rows, total = torch.zeros(6, device=device), torch.ones(2, device=device)
+        if ranks.rank == 0:
+            sent = ranks.isend(rows, 1, 0)
+            ranks.all_reduce(total)
+            sent.wait()
+        else:
+            ranks.all_reduce(total)
+            ranks.irecv(rows, 0, 0).wait()
+
+    with pytest.raises(TransportError, match="bytes are sent and"):
+        run_on_gpus(2, network, work)
