@@ -14,6 +14,7 @@ from gpu_steps import Absent, Figures, Given, run_command
 from kvr_mpi.transport.mpi_query import describe_mpi
 
 LENGTHS = ["--lengths", "64,512", "--longest", "2000"]
+SMALL_LENGTHS = ["--lengths", "24", "--longest", "30"]
 
 
 def launch(ranks: int, *words: str, timeout_s: float) -> str:
@@ -33,9 +34,10 @@ def launch(ranks: int, *words: str, timeout_s: float) -> str:
 
 def _verify(ranks: int, transport: str, given: Given, timeout_s: float) -> str:
     """Exactness on a user's model; returns what the last line says."""
+    lengths = SMALL_LENGTHS if given.is_small else LENGTHS
     told = launch(
         ranks,
-        *["kvr", "verify", "--model", model_of(given), "--device", given.kind, "--transport", transport, *LENGTHS],
+        *["kvr", "verify", "--model", model_of(given), "--device", given.kind, "--transport", transport, *lengths],
         timeout_s=timeout_s,
     )
     held = re.findall(r"(\d+ of \d+ hold on \d+ rank\(s\))", told)

