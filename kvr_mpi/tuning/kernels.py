@@ -1,4 +1,4 @@
-"""Which way each kind of product, norm and gate is computed fastest, measured on this processor.
+"""Which way each kind of product, norm, gate and attention is computed fastest, measured on this processor.
 
 Once for a processor, a number of threads, torch's version and a model's shapes: each way beside the module's own code,
 back to back, at the row counts that matter (`model.kernels.ROWS`). All ranks of a host measure at once, as they will
@@ -21,8 +21,11 @@ import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvr_mpi.costs.workload import workload_of
 from kvr_mpi.disk import read_regular, replacing
-from kvr_mpi.model import LoadedModel
+from kvr_mpi.kv.attention import attend
+from kvr_mpi.model import LayerShape, LoadedModel
+from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.fused import (
     COMPILED,
     GATES,
@@ -36,11 +39,13 @@ from kvr_mpi.model.fused import (
     give_norm,
     is_same,
 )
-from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, kernel_bytes, without_kernels
+from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, always, give_kernel, kernel_bytes, without_kernels
 from kvr_mpi.model.prepacked import PREPACKED, PrepackedProduct, prepack_weights, prepackable
+from kvr_mpi.model.tiled_attention import TILED, AttentionLibrary, TiledAttention
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.compile_program import NORM
 from kvr_mpi.tuning.compiled import Compiled, open_compiled
+from kvr_mpi.tuning.compiled_attention import open_attention
 from kvr_mpi.tuning.identity import processor_key, processor_name
 
 # A way is taken from this gain on; a second copy of weights is made if it gains so much at some number of rows.
@@ -49,6 +54,8 @@ LEAST_GAIN, LEAST_COPY_GAIN = 1.03, 1.1
 COPY_SHARE = 0.25
 # Models with fewer features than this gain nothing worth a compiler.
 LEAST_FEATURES = 256
+# Keys that queries attend to.
+KEYS = 1024
 PAIRS, SAMPLE_S = 5, 1e-3
 # A call that takes longer is not measured: fewer rows stand for it.
 MOST_CALL_S = 0.2
@@ -102,7 +109,8 @@ def choose_kernels(
     say : callable
         For a line of text.
     compiles : bool
-        Compile norms and gates, if that was never done for this processor; otherwise they are compiled only if it was.
+        Compile norms and gates, which takes half a minute, if that was never done for this processor; otherwise they
+        are compiled only if it was. Attention is compiled in any case: that takes two seconds.
     """
     if any(share_json(world, gather_json(world, loaded.device.type != "cpu"))):
         return
@@ -113,9 +121,10 @@ def choose_kernels(
     compiled = host_by_host(
         world, lambda: open_compiled(cache_dir, loaded.dtype, names, say, compiles=compiles and is_first)
     )
+    attention = host_by_host(world, lambda: _open_attention(loaded, cache_dir, say, compiles=is_first))
     with torch.inference_mode():
         pieces = [*_product_pieces(loaded.model, free_bytes), *_norm_pieces(norms, compiled)]
-        pieces += _gate_pieces(gates, compiled)
+        pieces += [*_gate_pieces(gates, compiled), *_attention_pieces(loaded, attention)]
         holds_for = _holds_for(pieces)
         file = cache_dir / "kernels" / f"{xxhash.xxh3_64_hexdigest(holds_for.encode())}.json"
         known = _read(file, holds_for, pieces)
@@ -123,6 +132,8 @@ def choose_kernels(
         views = share_json(world, gather_json(world, [socket.gethostname(), mine]))
         gains = _middle(mine, [found for host, found in views if host == socket.gethostname()])
         ways = _right_ways(pieces, choose_ways(gains, _copy_bytes(loaded.model), COPY_SHARE * free_bytes), say)
+    if attention is not None and (taken := ways.get(_attention_name(loaded))) is not None:
+        give_kernel(loaded.model, TiledAttention(attention, taken))
     del pieces
     if known is None and world.local_rank == 0:
         _keep(file, holds_for, gains, say)
@@ -145,6 +156,49 @@ def _compilable(loaded: LoadedModel, norms: Sequence[NormFound], gates: Sequence
     if loaded.model.config.get_text_config().hidden_size < LEAST_FEATURES:
         return []
     return ([NORM] if norms else []) + sorted({gate.activation for gate in gates})
+
+
+def _open_attention(loaded: LoadedModel, cache_dir: Path, say: Say, *, compiles: bool) -> AttentionLibrary | None:
+    """Open the kernel for attention, if this model is of its type and large enough to gain by it."""
+    if loaded.dtype != torch.float32 or loaded.model.config.get_text_config().hidden_size < LEAST_FEATURES:
+        return None
+    return open_attention(cache_dir, say, compiles=compiles)
+
+
+def _attention_pieces(loaded: LoadedModel, library: AttentionLibrary | None) -> list[_Piece]:
+    """List attention from queries as rows, to as many keys as make its two products matter."""
+    layer = _attending_layer(loaded)
+    if library is None or layer is None:
+        return []
+    heads, draw = workload_of(loaded.model.config, 4).heads, torch.Generator().manual_seed(KEYS)
+    keys, values = (
+        torch.randn(1, KEYS, layer.num_kv_heads, dim, generator=draw).transpose(1, 2)
+        for dim in (layer.key_dim, layer.value_dim)
+    )
+    if not library.takes(torch.empty(1, heads, 1, layer.key_dim), keys, values):
+        return []
+    scale = layer.key_dim**-0.5
+
+    def attending(params: AttentionParams) -> Compute:
+        def compute(rows: torch.Tensor) -> torch.Tensor:
+            query = rows.view(1, len(rows), heads, layer.key_dim).transpose(1, 2)
+            return attend(query, keys, values, params).out.transpose(1, 2).reshape(len(rows), -1)
+
+        return compute
+
+    ours = AttentionParams(scale, kernel=TiledAttention(library, always(TILED)))
+    ways = {PLAIN: [attending(AttentionParams(scale))], TILED: [attending(ours)]}
+    return [_Piece(_attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype)]
+
+
+def _attending_layer(loaded: LoadedModel) -> LayerShape | None:
+    """Return a layer that sees all keys."""
+    return next((layer for layer in loaded.shape.layers if layer.elements and not layer.visibility.size), None)
+
+
+def _attention_name(loaded: LoadedModel) -> str:
+    layer = _attending_layer(loaded)
+    return "" if layer is None else f"attention of {layer.num_kv_heads}x{layer.key_dim}"
 
 
 def _product_pieces(model: torch.nn.Module, free_bytes: int) -> list[_Piece]:
