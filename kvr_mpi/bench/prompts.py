@@ -224,7 +224,8 @@ def _measure_length(
     for name in others:
         rows[name].ratios = ratios_of(found[name], _ttft_s)
     tokens = trials[ours].tokens
-    say(f"{tokens} tokens: " + ", ".join(f"{name} {row.ttft_s:.2f} s" for name, row in rows.items()))
+    texts = [f"{name} {row.ttft_s:.2f} s, x {row.ratio.describe()}" for name, row in rows.items() if name != ours]
+    say("; ".join([f"{tokens} tokens: {ours} {rows[ours].ttft_s:.2f} s", *texts]))
     if drift := drift_of([run.ttft_s for run in rows[ours].runs]):
         say(f"{tokens} tokens: {ours} {drift}")
     return list(rows.values())
