@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
+
+from kvr_mpi.cli.options import grouped
 
 if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
 
-F = TypeVar("F", bound=Callable[..., Any])
 RANKS_PER_NODE = 4
 
-NODE_OPTIONS = (
+# What a node has.
+node_options = grouped(
     click.option(
         "--ranks-per-node", type=click.IntRange(1), help="Ranks on each node.  [default: 4, or all if there are fewer]"
     ),
@@ -30,13 +31,6 @@ NODE_OPTIONS = (
         help="Cores for each rank.  [default: parallel.threads, else 1, as SLURM gives]",
     ),
 )
-
-
-def node_options(command: F) -> F:
-    """Give a command the options that say what a node is."""
-    for option in reversed(NODE_OPTIONS):
-        command = option(command)
-    return command
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvr_mpi.cli.options import command
 from kvr_mpi.cli.run import RunArguments, run_as_told, run_options
 
 if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.argument("runs", type=click.Path(path_type=Path), metavar="RUN...", nargs=-1, required=True)
 @click.option("-q", "--question", "questions", multiple=True, help="What to ask of each document; may be repeated.")
 @click.option(

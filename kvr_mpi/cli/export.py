@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvr_mpi.cli.options import command
+
 if TYPE_CHECKING:
     from kvr_mpi.store.folder import Index
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.argument("paths", type=click.Path(path_type=Path), metavar="FILE...", nargs=-1, required=True)
 @click.option(
     "--format",

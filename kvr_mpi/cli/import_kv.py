@@ -6,8 +6,10 @@ from pathlib import Path
 
 import click
 
+from kvr_mpi.cli.options import command
 
-@click.command("import", context_settings={"help_option_names": ["-h", "--help"]})
+
+@command("import")
 @click.argument("source", type=click.Path(path_type=Path), metavar="FOLDER")
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
 def import_command(source: Path, run: Path) -> None:

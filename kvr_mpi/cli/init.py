@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from kvr_mpi.cli.options import command
+
 ASK = "Summarise the following document in one paragraph. Keep names, dates and numbers."
 # What stands for the document in a template.
 TEXT = "{text}"
@@ -53,7 +55,7 @@ path = {output}
 """
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.argument("job", type=click.Path(dir_okay=False, path_type=Path), default=Path("job.toml"))
 @click.option("--corpus", metavar="PATH", help="Folder, glob or file with the documents.")
 @click.option("--model", metavar="PATH", help="Folder, .gguf file, or id on the Hugging Face hub.")

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvr_mpi.cli.options import command
+
 if TYPE_CHECKING:
     from kvr_mpi.store.record import Record
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.argument("path", type=click.Path(path_type=Path), metavar="FILE")
 @click.argument("document", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

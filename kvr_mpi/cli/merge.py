@@ -7,8 +7,10 @@ from pathlib import Path
 
 import click
 
+from kvr_mpi.cli.options import command
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+
+@command()
 @click.argument("folders", type=click.Path(path_type=Path), metavar="DIR...", nargs=-1, required=True)
 @click.option(
     "-o",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvr_mpi.cli.allocation import allocation_of, node_options
+from kvr_mpi.cli.options import command, job_argument, set_option
 
 if TYPE_CHECKING:
     from kvr_mpi.schedule.forecast import Forecast
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 COMPARED_RANKS = 128
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job.")
+@command()
+@job_argument
+@set_option
 @click.option("--ranks", type=click.IntRange(1), help="Ranks the job will have; default: those of this allocation.")
 @click.option(
     "--hardware",

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import click
 
+from kvr_mpi.cli.options import command, job_argument, set_option
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job.")
+
+@command()
+@job_argument
+@set_option
 @click.option("--documents", default=8, show_default=True, type=click.IntRange(1), help="Most documents to sample.")
 @click.option(
     "--output",

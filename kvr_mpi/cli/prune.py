@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from kvr_mpi.cli.options import command
+
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -28,7 +30,7 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="RUN")
 @click.option("--doc", "documents", multiple=True, metavar="ID", help="Only those of this document; may be repeated.")
 @click.option(

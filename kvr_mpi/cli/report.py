@@ -6,8 +6,10 @@ from pathlib import Path
 
 import click
 
+from kvr_mpi.cli.options import command
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+
+@command()
 @click.argument("path", type=click.Path(path_type=Path), metavar="RUN")
 @click.option(
     "-o",

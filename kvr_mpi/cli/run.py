@@ -6,11 +6,19 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvr_mpi.cli.options import (
+    check_fresh_or_resumed,
+    command,
+    grouped,
+    job_argument,
+    overwrite_option,
+    parse_names,
+    set_option,
+)
 from kvr_mpi.transport.choose import NAMES
 
 if TYPE_CHECKING:
@@ -18,7 +26,6 @@ if TYPE_CHECKING:
     from kvr_mpi.transport import Transport
 
 
-F = TypeVar("F", bound=Callable[..., Any])
 LoadJob = Callable[[Sequence[str]], "tuple[JobSpec, dict[str, str]]"]
 
 
@@ -41,20 +48,14 @@ class RunArguments:
 
 
 # What every command has that runs a job.
-RUN_OPTIONS = (
-    click.option(
-        "--set",
-        "settings",
-        multiple=True,
-        metavar="SECTION.KEY=VALUE",
-        help="Override a setting of the job file.",
-    ),
+run_options = grouped(
+    set_option,
     click.option(
         "--transport",
         type=click.Choice(NAMES),
         help="What carries keys and values between ranks; the same as --set parallel.transport=...",
     ),
-    click.option("--overwrite", is_flag=True, help="Delete the results that are in the output folder."),
+    overwrite_option,
     click.option(
         "--resume",
         is_flag=True,
@@ -86,15 +87,8 @@ RUN_OPTIONS = (
 )
 
 
-def run_options(command: F) -> F:
-    """Give a command the options of `RunArguments`."""
-    for option in reversed(RUN_OPTIONS):
-        command = option(command)
-    return command
-
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
+@command()
+@job_argument
 @run_options
 def run(**given: Any) -> int:
     """Prefill, answer and store every document of the job file JOB.
@@ -125,8 +119,7 @@ def run_as_told(name: str, options: RunArguments, load: LoadJob) -> int:
         Given settings, makes the job, and says of each of its settings where it is from; called on one rank.
     """
     settings = options.settings
-    if options.overwrite and options.resume:
-        raise click.UsageError("--overwrite deletes what --resume would go on with: choose one")
+    check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume)
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.errors import KvrError, exit_line
     from kvr_mpi.report.log import Log
@@ -197,6 +190,6 @@ def run_on(world: Transport, name: str, told: RunArguments, load: Callable[[], t
         retry_failed=told.retry_failed,
         bar=wants_bar(told.progress, launched_size(os.environ) is not None),
         deadline_s=deadline_s,
-        stop_signals=tuple(filter(None, told.stop_signals.split(","))),
+        stop_signals=tuple(parse_names(told.stop_signals)),
     )
     return run_job(spec, options, world, log)

@@ -14,6 +14,7 @@ import click
 
 from kvr_mpi.cli.allocation import Allocation, allocation_of, limit_seconds, node_options
 from kvr_mpi.cli.batch_script import fill_in
+from kvr_mpi.cli.options import check_fresh_or_resumed, command, job_argument, overwrite_option, set_option
 
 SCRIPT, ARRAY_SCRIPT, GATHER_SCRIPT = "kvr_prefill.sh", "kvr_array.sh", "kvr_gather.sh"
 # What sbatch is told of an array that holds for its gathering, too.
@@ -45,9 +46,9 @@ class SbatchOptions:
     test_only: bool
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job.")
+@command()
+@job_argument
+@set_option
 @click.option(
     "--ranks",
     type=click.IntRange(1),
@@ -58,7 +59,7 @@ class SbatchOptions:
 @click.option("--time", "limit", metavar="TIME", help="Time limit as sbatch takes it; default: from the forecast.")
 @click.option("--hardware", metavar="NAME_OR_FILE", help="How fast a rank is, as in kvr plan.")
 @click.option("--resume", is_flag=True, help="Go on with the results that are in the output folder.")
-@click.option("--overwrite", is_flag=True, help="Delete the results that are in the output folder.")
+@overwrite_option
 @click.option(
     "--array",
     type=click.IntRange(2),
@@ -96,8 +97,7 @@ def sbatch(**given: Any) -> int:
     options = SbatchOptions(**given)
     if options.show and options.test_only:
         raise click.UsageError("--print asks SLURM nothing, --test-only prints no script: choose one")
-    if options.resume and options.overwrite:
-        raise click.UsageError("--overwrite deletes what --resume would go on with: choose one")
+    check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume)
     if options.at_once is not None and options.array is None:
         raise click.UsageError("--at-once is for an array: add --array N")
     from kvr_mpi.errors import ConfigError

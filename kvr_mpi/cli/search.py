@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
 
-from kvr_mpi.cli.bench import DEFAULT_MODEL
-from kvr_mpi.cli.launch import transport_option
+from kvr_mpi.cli.options import command, model_options, parse_numbers, transport_option
 
 if TYPE_CHECKING:
     from kvr_mpi.costs.layer_costs import Costs
@@ -43,22 +42,8 @@ class SearchOptions:
     trials: int | None
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, or id on the hub.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    default="float32",
-    show_default=True,
-    help="auto: the model's own.",
-)
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="auto: a GPU if there is one.",
-)
+@command()
+@model_options(dtype="float32")
 @transport_option
 @click.option("--contexts", default="1k,2k,4k,8k", show_default=True, help="Prompt lengths in tokens.")
 @click.option(
@@ -102,7 +87,7 @@ def search(**given: Any) -> int:
 
     def work() -> int:
         from kvr_mpi.bench.cores import pinned
-        from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
+        from kvr_mpi.cli.launch import load_everywhere, open_links
         from kvr_mpi.prefill.self_check import check_chain
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import on_root, together
@@ -114,7 +99,7 @@ def search(**given: Any) -> int:
 
         def check_arguments() -> list[int]:
             check_name("--hardware", options.hardware)
-            return check_contexts(parse_lengths(options.contexts), size, None)
+            return check_contexts(parse_numbers("--contexts", options.contexts), size, None)
 
         asked = together(world, check_arguments)
         loaded = load_everywhere(world, options.model, options.dtype, options.device)

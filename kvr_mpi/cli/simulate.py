@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvr_mpi.cli.options import command, parse_numbers, plot_option
+
 if TYPE_CHECKING:
     from kvr_mpi.costs.costmodel import RelayKind
     from kvr_mpi.costs.hardware import Hardware
@@ -45,7 +47,7 @@ class SimulateOptions:
     budget: int
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.option(
     "--model", default="Llama 3.1 8B", show_default=True, help="A named shape, a model's folder, .gguf file or hub id."
 )
@@ -82,7 +84,7 @@ class SimulateOptions:
               help="The same with the cells of a CSV file (table, model, gpus, context_tokens, ...).")  # fmt: skip
 @click.option("--json", "json_file", is_flag=False, flag_value=PRINT, metavar="[FILE]", help="JSON instead of a table.")
 @click.option("--csv", "csv_file", is_flag=False, flag_value=PRINT, metavar="[FILE]", help="CSV instead of a table.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (.png, .svg, .pdf).")
+@plot_option
 @click.option(
     "--plot-kind",
     type=click.Choice(["ttft", "slices"]),
@@ -122,7 +124,7 @@ def simulate(**given: Any) -> None:
     if options.fairkv is not None:
         from kvr_mpi.cli.fairkv import simulate_fairkv
 
-        ranks = _numbers("--ranks", options.ranks)
+        ranks = parse_numbers("--ranks", options.ranks)
         simulate_fairkv(options.fairkv, ranks, options.copies, options.budget, options.json_file == PRINT)
         return
     if options.paper or options.score is not None:
@@ -139,7 +141,7 @@ def simulate(**given: Any) -> None:
     size, link = options.ranks_per_stage, options.link_gigabytes_per_s
     found = look_out(options.model, options.hardware, link, options.relay, _is_offline, size)
     work, profile, costs, relay = found.work, found.hardware, found.costs, found.relay
-    contexts, ranks = _numbers("--contexts", options.contexts), _numbers("--ranks", options.ranks)
+    contexts, ranks = parse_numbers("--contexts", options.contexts), parse_numbers("--ranks", options.ranks)
     if size > 1:
         _simulate_stages(options, found, contexts, ranks)
         return
@@ -198,21 +200,6 @@ def _is_offline() -> bool:
     from kvr_mpi.cli.environment import read_environment
 
     return read_environment().machine.offline
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    """Whole numbers, separated by commas; k is 1024, m its square."""
-    from kvr_mpi.errors import ConfigError
-
-    scales, found = {"k": 1024, "m": 1024**2}, []
-    for word in filter(None, (part.strip().lower() for part in text.split(","))):
-        digits, scale = (word[:-1], scales[word[-1]]) if word[-1] in scales else (word, 1)
-        if not digits.isascii() or not digits.isdigit() or int(digits) == 0:
-            raise ConfigError(f"{option} {word!r}: expected numbers above 0 such as 8, 4096, 64k or 1m, with commas")
-        found.append(int(digits) * scale)
-    if not found:
-        raise ConfigError(f"{option} {text!r}: expected at least one number")
-    return found
 
 
 def _write(json_file: str | None, csv_file: str | None, found: Any, columns: list[dict[str, object]]) -> None:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvr_mpi.cli.options import command
+
 if TYPE_CHECKING:
     from kvr_mpi.store.status import Status
 
 SHOWN = 8  # running documents that are named
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.argument("folders", type=click.Path(path_type=Path), metavar="DIR...", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all that is running.")
 @click.option(

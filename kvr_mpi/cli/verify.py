@@ -8,8 +8,7 @@ from typing import IO, Any
 
 import click
 
-from kvr_mpi.cli.bench import DEFAULT_MODEL
-from kvr_mpi.cli.launch import transport_option
+from kvr_mpi.cli.options import command, model_options, parse_names, parse_numbers, transport_option
 
 EXIT_DIFFERS = 1
 
@@ -32,22 +31,8 @@ class VerifyOptions:
     lines: IO[str] | None
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, or id on the hub.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    default="float32",
-    show_default=True,
-    help="auto: the model's own.",
-)
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="auto: a GPU if there is one.",
-)
+@command()
+@model_options(dtype="float32")
 @click.option("--lengths", default="64,512", show_default=True, help="Prompt lengths in tokens.")
 @click.option(
     "--longest", type=click.IntRange(1), help="The longest length, always checked; default: the model's context."
@@ -72,7 +57,7 @@ def verify(**given: Any) -> int:
     """  # noqa: D301
     options = VerifyOptions(**given)
     if options.architectures:
-        names = [name.strip() for name in options.only.split(",") if name.strip()]
+        names = parse_names(options.only)
         return _verify_architectures(names, options.sample, options.seed, options.table, options.lines)
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
@@ -82,7 +67,7 @@ def verify(**given: Any) -> int:
     def work() -> int:
         from kvr_mpi.bench.verify import NEW_TOKENS, does_not_fit
         from kvr_mpi.bench.verify import verify as verify_all
-        from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
+        from kvr_mpi.cli.launch import load_everywhere, open_links
         from kvr_mpi.errors import ConfigError
         from kvr_mpi.prefill.self_check import check_chain
         from kvr_mpi.report.log import Log
@@ -95,7 +80,7 @@ def verify(**given: Any) -> int:
         def choose() -> list[int]:
             context = loaded.shape.max_tokens
             most = (context or 4096) - NEW_TOKENS
-            chosen = sorted({*parse_lengths(options.lengths), options.longest or most})
+            chosen = sorted({*parse_numbers("--lengths", options.lengths), options.longest or most})
             if chosen[0] < 2 * world.size or (context is not None and chosen[-1] > most):
                 raise ConfigError(
                     f"lengths {chosen}: expected between {2 * world.size} (two for each rank) and {most} "
