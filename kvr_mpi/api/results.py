@@ -17,11 +17,11 @@ from kvr_mpi.errors import ConfigError, DataError
 from kvr_mpi.store.folder import Index, read_records
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.head_rows import refuse_compressed
-from kvr_mpi.store.kv import KeysValues
 from kvr_mpi.store.outputs import STATUSES, Header, Record, open_file, read_record
 from kvr_mpi.store.parts import PartIndexes, open_whole_kv
 from kvr_mpi.store.run import wanted_documents
 from kvr_mpi.store.shares import find_runs, index_runs, read_header_of, tell_missing
+from kvr_mpi.store.stored_kv import KeysValues
 
 if TYPE_CHECKING:
     import numpy as np

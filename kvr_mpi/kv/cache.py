@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.buffers import LayerBuffers, make_flat
 from kvr_mpi.kv.clock import Clock, times_without_waits
+from kvr_mpi.kv.contents import rows_by_token
 from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.layout import UniformLayout
@@ -338,7 +339,7 @@ class SliceCache(Cache):
                 self.share.take(layer)
             if self._write_layer is not None:
                 bounds = self.exchange.partition.bounds[self.exchange.rank :][:2]
-                self._write_layer(_by_token(layer, *bounds) if layer.shape.elements else None)
+                self._write_layer(rows_by_token(layer, *bounds) if layer.shape.elements else None)
 
     def _post_up_to(self, count: int) -> None:
         for layer in self.layers[self._posted : count]:
@@ -365,35 +366,3 @@ def _make_layer(cache: SliceCache, layer_idx: int, shape: LayerShape) -> Any:
     if cache.in_parts:
         return SliceLayer(cache, layer_idx, shape)
     return WholeLayer(cache, layer_idx, shape)
-
-
-def _by_token(layer: SliceLayer, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values = layer.rows(first, last)
-    return keys[0].transpose(0, 1), values[0].transpose(0, 1)
-
-
-def layer_kv(cache: Any, layer_idx: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Keys and values a cache holds of one layer, each (tokens, kv_heads, head_dim), or None if it holds none.
-
-    Of a `SliceCache` those of tokens from the first one on.
-
-    A layer with a window or chunks may hold only its last tokens. Where each head keeps its own tokens they are of
-    (rows, 1, head_dim), one head after the other: `layer_positions` says whose.
-    """
-    layer = cache.layers[layer_idx]
-    if getattr(layer, "is_ragged", False):
-        heads = [layer.head(head) for head in range(layer.shape.num_kv_heads)]
-        keys, values = (torch.cat(each).unsqueeze(1) for each in zip(*heads, strict=True))
-        return keys, values
-    if isinstance(layer, SliceLayer):
-        return _by_token(layer, max(first, cache.exchange.first_held(layer.shape.visibility)), layer.length)
-    held: tuple[Any, Any] = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in held):
-        return None
-    return held[0][0].transpose(0, 1), held[1][0].transpose(0, 1)
-
-
-def layer_positions(cache: Any, layer_idx: int) -> list[torch.Tensor] | None:
-    """Positions (tokens,) that each KV head of a layer keeps; None if all of them keep the same."""
-    layer = cache.layers[layer_idx]
-    return layer.positions if getattr(layer, "is_ragged", False) else None

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.model.load import UNREADABLE, LoadedModel
+from kvr_mpi.model.load import LoadedModel
+from kvr_mpi.model.source import UNREADABLE
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

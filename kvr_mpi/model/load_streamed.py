@@ -9,8 +9,9 @@ import torch
 from transformers import GenerationConfig
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.model.load import LoadedModel, convert_gguf, find_model, load_outline
+from kvr_mpi.model.load import LoadedModel, load_outline
 from kvr_mpi.model.shape import probe_shape
+from kvr_mpi.model.source import convert_gguf, find_model
 from kvr_mpi.model.streamed import StreamedWeights
 from kvr_mpi.model.weight_files import find_weights
 

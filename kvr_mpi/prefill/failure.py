@@ -9,12 +9,17 @@ how they fared, the last rank drops what it has computed, and the next prompt fi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.topology import Rotation
+
+# The message begins so if it was the stored beginning of a prompt that could not be read.
+UNREADABLE = "what is stored of the prompt's beginning cannot be used"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -97,3 +102,15 @@ def agree(
     for receive in receives:
         forwarder.wait(receive)
     return sorted([place] * has_failed + [source for source, word in words if int(word)])
+
+
+def describe_failure(ranks: Sequence[int], computed: Sequence[int], failure: str | None, tokens: int, size: int) -> str:
+    """Say which ranks of the chain failed, and what to do about it."""
+    if failure is not None and failure.startswith(UNREADABLE):
+        return failure
+    why = f" ({failure})" if failure else ""
+    return (
+        f"a prompt of {tokens} tokens: of the {size} rank(s) of its chain rank {', '.join(map(str, ranks))} ran out of "
+        f"memory with a slice of {', '.join(map(str, computed))} tokens{why}; use longer chains, or less of it for "
+        f"other prompts (parallel.memory_gib)"
+    )

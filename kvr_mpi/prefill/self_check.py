@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.model import LoadedModel

@@ -18,7 +18,7 @@ from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import Index, index_run, join_indexes, run_files
 from kvr_mpi.store.hdf5 import create_hdf5, group_in
-from kvr_mpi.store.kv import CachedTokens, Contents, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.ledger import LedgerWriter, sync
 from kvr_mpi.store.outputs import (
     Header,
@@ -32,6 +32,7 @@ from kvr_mpi.store.outputs import (
 )
 from kvr_mpi.store.parts import PARTS, index_parts, open_parts, part_bytes, parts_of, remove_parts
 from kvr_mpi.store.shares import Runs, index_runs, read_header_of
+from kvr_mpi.store.stored_kv import CachedTokens, Contents
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.store.survey import RESULTS
 

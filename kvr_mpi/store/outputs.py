@@ -66,11 +66,12 @@ from kvr_mpi.store.hdf5 import (
     write_attribute,
     write_dataset,
 )
-from kvr_mpi.store.kv import CachedTokens, Contents, open_kv, strange_members, write_kv
+from kvr_mpi.store.kv import open_kv, strange_members, write_kv
 from kvr_mpi.store.record import ARRAYS as ARRAYS
 from kvr_mpi.store.record import ASKED_FOR, DATASETS, TEXTS
 from kvr_mpi.store.record import REALS as REALS
 from kvr_mpi.store.record import Record as Record
+from kvr_mpi.store.stored_kv import CachedTokens, Contents
 
 SCHEMA, SCHEMA_VERSION = "kvr-mpi", 4
 STATUSES = ("done", "error")

@@ -25,9 +25,10 @@ from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import Index, clear_results, index_run, run_files
 from kvr_mpi.store.hdf5 import explained, group_in, hold_open
 from kvr_mpi.store.joined import JoinedKV, JoinedLayer
-from kvr_mpi.store.kv import CachedTokens, StoredKV, StoredLayer, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.ledger import ShardLine
 from kvr_mpi.store.outputs import Record, key_of, open_file, read_record
+from kvr_mpi.store.stored_kv import CachedTokens, StoredKV, StoredLayer
 from kvr_mpi.topology import KVHeads
 
 PARTS = "parts"

@@ -25,12 +25,12 @@ from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import OutputError
 from kvr_mpi.store.arrays import quantise
 from kvr_mpi.store.hdf5 import create_hdf5
-from kvr_mpi.store.kv import CachedTokens, Contents, KeysValues
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.outputs import Header, Record, drop_record, start_file, write_record
 from kvr_mpi.store.parts import parts_of
 from kvr_mpi.store.settings import OutputSettings
+from kvr_mpi.store.stored_kv import CachedTokens, Contents, KeysValues
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.trace import Recorder
 

@@ -23,7 +23,6 @@ from kvr_mpi.errors import DataError, MissingError, OutputError
 from kvr_mpi.store.folder import Index
 from kvr_mpi.store.hdf5 import create_hdf5, group_in
 from kvr_mpi.store.head_rows import refuse_compressed
-from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.merge import part_of
 from kvr_mpi.store.outputs import (
@@ -41,6 +40,7 @@ from kvr_mpi.store.outputs import (
     write_record,
 )
 from kvr_mpi.store.parts import PartIndexes, open_whole_kv
+from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
 from kvr_mpi.store.survey import RESULTS
 
 if TYPE_CHECKING:

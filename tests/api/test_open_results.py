@@ -15,9 +15,9 @@ from made_runs import HEADER, NAMES, corpus_of, record, take, write
 import kvr_mpi
 from kvr_mpi import open_results
 from kvr_mpi.errors import ConfigError, DataError, MissingError
-from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.stored_kv import CachedTokens
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE, prompt, tiny
 
 from kvr_mpi.errors import ModelError, PartitionError, TransportError
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition

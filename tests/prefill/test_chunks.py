@@ -17,7 +17,7 @@ from made_tables import COSTS
 from models import CONFIGS, STATES, VOCAB, WHOLE, prompt, tiny
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition

@@ -28,8 +28,9 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, run_next
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import StoredKV, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import check_record, open_file
+from kvr_mpi.store.stored_kv import StoredKV
 from kvr_mpi.transport.local import LocalTransport
 
 SETTINGS = {"method": "ada-snapkv", "budget": 64, "window": 16, "kernel": 3, "observes": "document"}

@@ -17,8 +17,9 @@ from made_runs import HEADER, record
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.hdf5 import create_hdf5, group_in
 from kvr_mpi.store.head_rows import HeadRows, open_head_rows
-from kvr_mpi.store.kv import CachedTokens, StoredKV, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import check_record, open_file, start_file, write_record
+from kvr_mpi.store.stored_kv import CachedTokens, StoredKV
 
 ROWS = HeadRows((3, 5), np.array([0, 4, 9, 1, 2, 3, 8, 9], np.int32))
 METHOD = "snapkv: budget 4"

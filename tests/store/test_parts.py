@@ -19,7 +19,7 @@ from made_runs import HEADER, record, resume, stored_layers, take
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import index_run
 from kvr_mpi.store.hdf5 import hold_open, open_hdf5
-from kvr_mpi.store.kv import CachedTokens, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.ledger import read_ledger, seal, unseal
 from kvr_mpi.store.merge import merge_files
 from kvr_mpi.store.outputs import Record, open_file
@@ -36,6 +36,7 @@ from kvr_mpi.store.prune import list_stored, prune_kv
 from kvr_mpi.store.run import RUN_FILE
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.shares import find_runs
+from kvr_mpi.store.stored_kv import CachedTokens
 
 TOKENS = 12
 KEYS = torch.randn(TOKENS, 2, 8, generator=torch.Generator().manual_seed(0))

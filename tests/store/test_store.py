@@ -24,7 +24,7 @@ from kvr_mpi.errors import DataError
 from kvr_mpi.store.arrays import type_name
 from kvr_mpi.store.folder import RESULTS, find_record, read_run
 from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import KeysValues, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.outputs import (
     ANNOUNCED,
@@ -43,6 +43,7 @@ from kvr_mpi.store.outputs import (
 )
 from kvr_mpi.store.record import ASKED_FOR, DATASETS
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.stored_kv import KeysValues
 
 HEADER = Header(
     identity={"model": "0123abcd", "prompt": {"template": "Summarise: {text}\n", "keep": "head"}, "kv": True},

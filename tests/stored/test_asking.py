@@ -16,8 +16,8 @@ from constants import SMOLLM
 from made_jobs import TEXT, last_line
 
 from kvr_mpi.store.folder import read_run, run_files
-from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.outputs import Record, open_file, read_header, start_file, write_record
+from kvr_mpi.store.stored_kv import CachedTokens
 from kvr_mpi.transport.local import LocalTransport
 
 QUESTIONS = {"who": "Who wrote it?", "json": 'As {"json"}: what {is} it?'}

@@ -11,8 +11,8 @@ import pytest
 from made_jobs import TEXT
 
 from kvr_mpi.store.folder import read_run
-from kvr_mpi.store.kv import BLOCK_TOKENS
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.stored_kv import BLOCK_TOKENS
 from kvr_mpi.stored.reuse import hash_blocks
 
 MORE = "And then the harbour master wrote a second letter, which nobody answered. "
