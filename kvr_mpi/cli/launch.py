@@ -47,9 +47,7 @@ def _message(error: Exception) -> str:
 
     if isinstance(error, KvrError):
         return f"error: {error}"
-    return (
-        "this is a bug in kvr-mpi, or a fault of the machine:\n" + "".join(traceback.format_exception(error)).rstrip()
-    )
+    return "this is a bug in kvr-mpi, or a machine failure:\n" + "".join(traceback.format_exception(error)).rstrip()
 
 
 def quiet_libraries() -> None:

@@ -15,19 +15,19 @@ from kvr_mpi.cli.options import command
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The page to write.  [default: report.html in RUN]",
+    help="HTML file to write.  [default: report.html in RUN]",
 )
 @click.option(
     "--trace-json",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Also write what the ranks recorded as one JSON file, which ui.perfetto.dev and chrome://tracing open.",
+    help="Also write the ranks' trace as one JSON file for ui.perfetto.dev or chrome://tracing.",
 )
 def report(path: Path, output: Path | None, trace_json: Path | None) -> None:
-    """Write a page about RUN, the output folder of a run or a result file; also while the run is at work.
+    """Write a page about RUN, the output folder of a run or a result file, even while the job is running.
 
     The page is one HTML file that needs no network: where the time went (if the job had report.trace = true), slices,
-    times, failures and memory, and all answers to browse and search. What the run does not hold is said in a line.
+    times, failures and memory, and all answers to browse and search. It notes in one line what the run did not record.
     """
     from kvr_mpi.disk import replacing
     from kvr_mpi.errors import OutputError

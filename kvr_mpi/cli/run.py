@@ -31,7 +31,7 @@ LoadJob = Callable[[Sequence[str]], "tuple[JobSpec, dict[str, str]]"]
 
 @dataclass(frozen=True, slots=True)
 class RunArguments:
-    """How a command runs a job; `run_options` says more.
+    """How a command runs a job, as described in the help of `run_options`.
 
     settings : of the job, from the command line.
     """
@@ -59,30 +59,30 @@ run_options = grouped(
     click.option(
         "--resume",
         is_flag=True,
-        help="Go on with the results that are in the output folder; implied if SLURM has restarted the job.",
+        help="Continue from the results in the output folder; implied if SLURM has requeued the job.",
     ),
-    click.option("--retry-failed", is_flag=True, help="When resuming, do documents with error records again."),
+    click.option("--retry-failed", is_flag=True, help="When resuming, process documents with error records again."),
     click.option(
         "--time-limit",
         metavar="TIME",
-        help="Begin no document that would not end in time: seconds, h:mm:ss or d-hh:mm:ss from now.  "
-        "[default: SLURM's end of the job]",
+        help="Start no document that would not finish in time: seconds, h:mm:ss or d-hh:mm:ss from now.  "
+        "[default: the end of the SLURM job]",
     ),
     click.option(
         "--stop-signals",
         default="TERM,USR2",
         show_default=True,
         metavar="NAMES",
-        help="Signals after which no document is begun, what is begun is finished, and the exit code is 75; a second "
-        "one ends at once.",
+        help="Signals after which the job finishes its current documents, starts no others, and ends with exit code "
+        "75; a second signal ends it at once.",
     ),
-    click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and stop."),
+    click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and exit."),
     click.option(
         "--progress",
         type=click.Choice(["auto", "bar", "lines"]),
         default="auto",
         show_default=True,
-        help="A bar, or a line for each document; auto: a bar on a terminal if no launcher is used.",
+        help="Show a progress bar, or one line per document; auto: a bar on a terminal without a launcher.",
     ),
 )
 
@@ -98,8 +98,8 @@ def run(**given: Any) -> int:
     srun --mpi=pmi2 kvr-run jobs/summarize.toml --resume
 
     Exit codes: 0 done; 65 done, but more documents have error records than output.max_failed allows (default: 0); 75
-    stopped before the end: the same command with --resume goes on; 69 the ranks cannot talk; 78 the job cannot be run
-    as written; 2 wrong arguments; 1 a bug. The last line says which, and what it means.
+    stopped before the end: the same command with --resume continues; 69 the ranks cannot communicate; 78 the job cannot
+    be run as written; 2 wrong arguments; 1 a bug. The last line of output explains the exit code.
     """  # noqa: D301
     from kvr_mpi.job import load_job
 

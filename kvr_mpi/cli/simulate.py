@@ -26,7 +26,7 @@ PRINT = "-"
 
 @dataclass(frozen=True, slots=True)
 class SimulateOptions:
-    """What ``kvr simulate`` was told; its help says more."""
+    """Arguments of ``kvr simulate``, as described in its help."""
 
     model: str
     hardware: str | None
@@ -49,17 +49,20 @@ class SimulateOptions:
 
 @command()
 @click.option(
-    "--model", default="Llama 3.1 8B", show_default=True, help="A named shape, a model's folder, .gguf file or hub id."
+    "--model",
+    default="Llama 3.1 8B",
+    show_default=True,
+    help="A shape known by name, or a model: folder, .gguf file or hub id.",
 )
 @click.option(
-    "--hardware", metavar="NAME_OR_FILE", help="A profile, such as h200, or a JSON file.  [default: h100-80gb]"
+    "--hardware", metavar="NAME_OR_FILE", help="A hardware profile, such as h200, or a JSON file.  [default: h100-80gb]"
 )
-@click.option("--ranks", default="1,2,4,8", show_default=True, help="Numbers of ranks.")
+@click.option("--ranks", default="1,2,4,8", show_default=True, help="Numbers of ranks, separated by commas.")
 @click.option(
     "--contexts", default="8k,32k,128k", show_default=True, help="Prompt lengths in tokens; 8k is 8192, 1m is 1048576."
 )
 @click.option(
-    "--link-gigabytes-per-s", type=float, help="Bandwidth of each link in one direction; default: the profile's."
+    "--link-gigabytes-per-s", type=float, help="Bandwidth of each link in one direction.  [default: the profile's]"
 )
 @click.option(
     "--relay",
@@ -70,50 +73,66 @@ class SimulateOptions:
 @click.option(
     "--chunk-tokens",
     type=click.IntRange(1),
-    help="Let chains compute their slices in chunks of so many tokens.  [default: at once]",
+    help="Compute slices in chunks of this many tokens.  [default: whole slices]",
 )
 @click.option(
     "--ranks-per-stage",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Chains of stages of so many ranks that hold the model among them, beside tensor parallelism alone and rings.",
+    help="Forecast chains of stages instead, each of this many ranks that share one model; compared with tensor "
+    "parallelism alone and with rings.",
 )
-@click.option("--paper", is_flag=True, help="Compare forecasts with the paper's measurements instead.")
+@click.option("--paper", is_flag=True, help="Instead, compare forecasts with the paper's measurements.")
 @click.option("--score", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
-              help="The same with the cells of a CSV file (table, model, gpus, context_tokens, ...).")  # fmt: skip
-@click.option("--json", "json_file", is_flag=False, flag_value=PRINT, metavar="[FILE]", help="JSON instead of a table.")
-@click.option("--csv", "csv_file", is_flag=False, flag_value=PRINT, metavar="[FILE]", help="CSV instead of a table.")
+              help="The same for measurements in a CSV file (table, model, gpus, context_tokens, ...).")  # fmt: skip
+@click.option(
+    "--json",
+    "json_file",
+    is_flag=False,
+    flag_value=PRINT,
+    metavar="[FILE]",
+    help="Print JSON instead of a table, or write it to FILE.",
+)
+@click.option(
+    "--csv",
+    "csv_file",
+    is_flag=False,
+    flag_value=PRINT,
+    metavar="[FILE]",
+    help="Print CSV instead of a table, or write it to FILE.",
+)
 @plot_option
 @click.option(
     "--plot-kind",
     type=click.Choice(["ttft", "slices"]),
     default="ttft",
     show_default=True,
-    help="ttft: over the ranks, with the lower bounds TTFT(p) and TTFT*(p); slices: as in the paper's Fig. 10.",
+    help="ttft: time to first token over ranks, with the lower bounds TTFT(p) and TTFT*(p); slices: as in the paper's "
+    "Fig. 10.",
 )
 @click.option(
     "--fairkv",
     metavar="PROFILE",
-    help="Place a profile's heads on --ranks instead: HeadKV's scores (.json), DuoAttention's gates (.tsv), counts, or "
-    "`paper`: profiles made up for FairKV's Table 2.",
+    help="Instead, place the heads of a profile on --ranks: HeadKV's scores (.json), DuoAttention's gates (.tsv), "
+    "token counts, or `paper` for synthetic profiles that match FairKV's Table 2.",
 )
 @click.option(
     "--copies",
     type=click.IntRange(min=0),
     default=4,
     show_default=True,
-    help="With --fairkv: copies of heads in each layer.",
+    help="With --fairkv: number of copies of heads in each layer.",
 )
 @click.option(
     "--budget",
     type=click.IntRange(min=1),
     default=512,
     show_default=True,
-    help="With --fairkv: budget of a head, in tokens.",
+    help="With --fairkv: budget per head, in tokens.",
 )
 def simulate(**given: Any) -> None:
-    """Forecast the time to the first token for any model, hardware, ranks, prompt length and link.
+    """Forecast the time to first token for any model, hardware, number of ranks, prompt length and link.
 
     \b
     kvr simulate --model "Llama 3.1 8B 1M" --hardware h100-80gb --ranks 1,8,1024 --contexts 64k,1m
@@ -132,7 +151,7 @@ def simulate(**given: Any) -> None:
         from kvr_mpi.errors import ConfigError
 
         if options.plot is not None or (options.paper and options.score is not None):
-            raise ConfigError("--paper, --score and --plot: give one of them")
+            raise ConfigError("--paper, --score and --plot exclude each other: give only one")
         _score(options.score, load_hardware(options.hardware or "a100-80gb"), options.json_file, options.csv_file)
         return
     from kvr_mpi.schedule.simulate import look_out
@@ -170,7 +189,7 @@ def _simulate_stages(options: SimulateOptions, found: Outlook, contexts: list[in
     from kvr_mpi.schedule.simulate import simulate_stages
 
     if options.plot is not None or options.chunk_tokens is not None:
-        raise ConfigError("--ranks-per-stage does not go with --plot or --chunk-tokens; leave one of the two out")
+        raise ConfigError("--ranks-per-stage cannot be combined with --plot or --chunk-tokens: leave one of them out")
     size = options.ranks_per_stage
     rows = simulate_stages(found, contexts, ranks, size)
     if options.json_file is not None or options.csv_file is not None:
@@ -182,17 +201,19 @@ def _simulate_stages(options: SimulateOptions, found: Outlook, contexts: list[in
     click.echo(f"{found.work.name} on {found.hardware.name} ({found.hardware.source})")
     click.echo(
         f"stages of {size} ranks, sums at {bytes_per_s / 1e9:g} GB/s; links between stages "
-        f"{found.costs.link_bytes_per_s / 1e9:g} GB/s a rank; weights of a rank {rows[0].weight_bytes / 1e9:.1f} GB"
+        f"{found.costs.link_bytes_per_s / 1e9:g} GB/s per rank; weights per rank {rows[0].weight_bytes / 1e9:.1f} GB"
     )
-    click.echo("forecast seconds to the first token: kvr-s and ring over stages; tensor parallelism alone, and a ring")
-    click.echo("of ranks that have the whole model each, over as many ranks\n")
+    click.echo("forecast time to first token in seconds: kvr-s and ring over stages; and, with as many ranks, tensor")
+    click.echo("parallelism alone, and a ring of ranks that each hold the whole model\n")
     click.echo(
         f"{'tokens':>9}  {'ranks':>5}  {'stages':>8}  {'kvr-s':>8}  {'ring':>8}  {'tensor':>8}  {'ranks ring':>10}"
     )
     for row in rows:
         fits = row.whole_bytes <= row.memory_bytes
         times = "  ".join(f"{value:>8.4g}" for value in (row.kvr_s, row.ring_s, row.tensor_s))
-        told = f"{row.ranks_ring_s:>10.4g}" + ("" if fits else f"  ({row.whole_bytes / 1e9:.0f} GB do not fit a rank)")
+        told = f"{row.ranks_ring_s:>10.4g}" + (
+            "" if fits else f"  ({row.whole_bytes / 1e9:.0f} GB do not fit on one rank)"
+        )
         click.echo(f"{row.context_tokens:>9}  {row.ranks:>5}  {f'{row.stages} x {size}':>8}  {times}  {told}")
 
 
@@ -247,8 +268,8 @@ def _print_rows(rows: list[ForecastRow], work: Workload, profile: Hardware, cost
 
     click.echo(f"{work.name} on {profile.name} ({profile.source})")
     click.echo(f"links of {costs.link_bytes_per_s / 1e9:g} GB/s, {profile.attention} attention, chain by {relay}")
-    click.echo("seconds to the first token; efficiency: of kvr-s, 1 if p ranks are p times as fast as one;")
-    click.echo('auto: what a job with parallel.strategy = "auto" takes\n')
+    click.echo("time to first token in seconds; efficiency: of kvr-s, 1 if p ranks are p times as fast as one;")
+    click.echo('auto: the strategy that a job with parallel.strategy = "auto" uses\n')
     widths = {name: max(8, len(name)) for name in NAMES}
     auto = max(len("auto"), *(len(row.auto) for row in rows))
     names = "  ".join(f"{name:>{width}}" for name, width in widths.items())

@@ -10,7 +10,7 @@ from kvr_mpi.errors import EXIT_CONFIG, EXIT_NO_TRANSPORT, EXIT_OK
 
 Status = Literal["ok", "warn", "fail"]
 
-# A failure in one of these means that the ranks cannot talk.
+# A failure in one of these means that the ranks cannot communicate.
 TRANSPORT_CHECKS = frozenset({"launcher", "ranks", "transfers", "links"})
 
 
@@ -41,7 +41,7 @@ def fail(check: str, found: str, remedy: str) -> Finding:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """0 if nothing fails, 69 if the ranks cannot talk, 78 for other failures."""
+    """0 if nothing fails, 69 if the ranks cannot communicate, 78 for other failures."""
     failed = {finding.check for finding in findings if finding.status == "fail"}
     if not failed:
         return EXIT_OK

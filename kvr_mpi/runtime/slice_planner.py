@@ -22,7 +22,7 @@ LEAST_SLICE_TOKENS = 64
 class SlicePlanner:
     """Chooses strategy, slices and chunks for the prompts of one chain.
 
-    Every rank of the chain makes one at the same time, since they compare forecasts then; afterwards each may ask it alone.
+    Every rank of the chain makes one at the same time, since forecasts are compared then; later each may use it alone.
 
     Parameters
     ----------
