@@ -81,7 +81,7 @@ class Chain:
     Raises
     ------
     KvrError
-        On every rank, if model and settings do not go together; one of them says why.
+        On every rank, if model and settings cannot be combined; one of them says why.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class GenerationSection(BaseModel):
     @model_validator(mode="after")
     def _goes_together(self) -> GenerationSection:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("generation.top_logprobs goes with generation.logprobs = true: say that, too")
+            raise ValueError("generation.top_logprobs needs generation.logprobs = true")
         if self.score and self.score_column is not None:
             raise ValueError("generation.score and generation.score_column are two ways to say the same: choose one")
         if self.json_schema is not None and self.max_new_tokens == 0:
@@ -89,8 +89,8 @@ class GenerationSection(BaseModel):
         for key in ("stop", "no_repeat_ngram_size", "min_new_tokens"):
             if self.json_schema is not None and getattr(self, key):
                 raise ValueError(
-                    f"generation.{key} does not go with generation.json_schema: it would end or bend an answer where "
-                    f"the schema does not; leave one of them out"
+                    f"generation.{key} cannot be combined with generation.json_schema: it would end or change an answer "
+                    f"where the schema does not; leave one of them out"
                 )
         if self.n > 1 and (not self.do_sample or self.max_new_tokens == 0):
             raise ValueError(

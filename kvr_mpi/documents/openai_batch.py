@@ -129,7 +129,7 @@ def _generation(body: Mapping[str, Any], url: str) -> OwnGeneration:
     schema = _schema(body.get("response_format"))
     if schema and "stop" in found:
         raise DocumentError(
-            "body.stop does not go with body.response_format: it would end an answer before it is whole"
+            "body.stop cannot be combined with body.response_format: it would end an answer before it is whole"
         )
     return OwnGeneration(**found, top_logprobs=_top_logprobs(body, url), json_schema=schema)
 

@@ -91,7 +91,7 @@ def merge_adapter(loaded: LoadedModel, path: str | None) -> LoadedModel:
             model = adapted.merge_and_unload(safe_merge=True)
     except (*UNREADABLE, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ModelError(f"{where} does not go with the model {loaded.name}: {reason}") from error
+        raise ModelError(f"{where} does not match the model {loaded.name}: {reason}") from error
     model = model.eval().requires_grad_(False)
     return replace(loaded, model=model, fingerprint=with_adapter(loaded.fingerprint, path))
 

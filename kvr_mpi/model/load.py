@@ -98,7 +98,7 @@ def load_model(
         if not source.is_hub and not any(Path(source.location).glob("*.safetensors")):
             raise ModelError(
                 f"model.path {path!r}: the folder {source.location} has a config.json but no *.safetensors weights; "
-                f"pickled weights (*.bin, *.pt) are not loaded, since they can run code: convert them first"
+                f"pickled weights (*.bin, *.pt) are never loaded, since they can run code: convert them to safetensors"
             )
         check_config(config)
         # Before weights are read: what cannot be run is refused by its shape. Code from a model's folder is built once.
@@ -176,7 +176,9 @@ def choose_device(name: str, index: int) -> torch.device:
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():
-        raise ModelError("model.device = 'cuda', but this rank sees no GPU; use 'auto' or 'cpu', or ask for GPUs")
+        raise ModelError(
+            "model.device = 'cuda', but this rank sees no GPU; use 'auto' or 'cpu', or request GPUs for the job"
+        )
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
         device = torch.device("cuda", device_index(index, torch.cuda.device_count()))
         torch.cuda.set_device(device)

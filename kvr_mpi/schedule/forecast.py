@@ -43,7 +43,7 @@ def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, af
     Raises
     ------
     ConfigError
-        If prompt, answer and the model's context do not go together.
+        If prompt and answer do not fit into the model's context.
     """
     prompt = spec.prompt
     context = prompt.max_tokens or shape.max_tokens or 1 << 62

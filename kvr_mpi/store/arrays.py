@@ -204,7 +204,7 @@ def open_array(group: h5py.Group, name: str) -> StoredArray:
     scales, names = dataset_in(group, name + SCALES, "f", (2,)), attribute_names(data)
     dtype, error = read_attribute(data, "dtype", str), read_attribute(data, "error", float)
     if scales.dtype != np.float32 or scales.shape != data.shape[:2] or names != {"dtype", "error"}:
-        raise DataError(f"{where(data)} and its scales {scales.shape} {scales.dtype} do not go together")
+        raise DataError(f"{where(data)} and its scales {scales.shape} {scales.dtype} do not match")
     if dtype not in DTYPES:
         raise DataError(f"{where(data)} was of type {dtype!r}; expected one of {', '.join(DTYPES)}")
     return StoredArray(data, scales, dtype, error)

@@ -194,7 +194,7 @@ def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
         expected = (-(-max(keys.shape[0], values.shape[0]) // block), len(KINDS))
         if digests.shape != expected or keys.shape[0] != values.shape[0]:
             raise DataError(
-                f"{where(layer)}: keys {keys.shape}, values {values.shape}, digests {digests.shape} do not go together"
+                f"{where(layer)}: keys {keys.shape}, values {values.shape}, digests {digests.shape} do not match"
             )
         rows = open_head_rows(layer, keys.shape)
         yield StoredLayer(int(name.removeprefix("layer_")), keys, values, digests[()], block, rows)

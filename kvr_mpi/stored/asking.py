@@ -30,7 +30,7 @@ def complete_questions(spec: JobSpec) -> JobSpec:
     Raises
     ------
     ConfigError
-        If there is no question, or a setting does not go with questions.
+        If there is no question, or a setting cannot be combined with questions.
     DataError
         If the run cannot be read.
     """
@@ -42,19 +42,23 @@ def complete_questions(spec: JobSpec) -> JobSpec:
         words_after(questions.template, text)
     if changed := sorted(spec.prompt.model_fields_set & set(STORED)):
         raise ConfigError(
-            f"prompt.{changed[0]} does not go with questions: the prompts are the stored ones, up to the end of the "
-            f"document; what follows is questions.template"
+            f"prompt.{changed[0]} cannot be combined with questions: the stored prompts are used up to the end of the "
+            f"document; leave it out, and set questions.template for the text after that"
         )
     if spec.documents.shard is not None:
-        raise ConfigError("documents.shard does not go with questions; name the documents in questions.documents")
+        raise ConfigError(
+            "documents.shard cannot be combined with questions; name the documents in questions.documents"
+        )
     for key in OF_FILES:
         if getattr(spec.documents, key) != type(spec.documents).model_fields[key].default:
             raise ConfigError(
-                f"documents.{key} does not go with questions: they are about a run's documents, whose prompts are "
-                f"stored; leave it out"
+                f"documents.{key} cannot be combined with questions: they are about the documents of a run, whose prompts "
+                f"are stored; leave it out"
             )
     if spec.output.columns:
-        raise ConfigError("output.columns does not go with questions: a run's documents have no rows; leave it out")
+        raise ConfigError(
+            "output.columns cannot be combined with questions: a run's documents have no rows; leave it out"
+        )
     header = stored_header("documents.path", spec.documents.path)
     try:
         prompt = PromptSection.model_validate({**header.identity["prompt"], "max_tokens": spec.prompt.max_tokens})
@@ -164,8 +168,8 @@ def _alone(parallel: ParallelSection) -> ParallelSection:
     alone = parallel.ranks_per_stage
     if parallel.ranks_per_chain not in ("all", alone) or parallel.strategy not in ("kvr", "auto"):
         raise ConfigError(
-            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} do not go with "
-            f"questions: every rank answers about documents of its own; leave them out"
+            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} cannot be combined "
+            f"with questions: every rank answers about its own documents; leave them out"
         )
     return parallel.model_copy(
         update={"ranks_per_chain": alone, "strategy": "kvr", "partition": "even", "ratios": None}
@@ -176,7 +180,7 @@ def _together(parallel: ParallelSection) -> ParallelSection:
     """Let the ranks of a chain hold a document together."""
     if parallel.ranks_per_chain == "auto" or parallel.strategy not in ("kvr", "auto"):
         raise ConfigError(
-            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} do not go with "
-            f"questions.sharded: say how many ranks hold a document together, and leave out the strategy"
+            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} cannot be combined "
+            f"with questions.sharded: set the number of ranks that hold a document together, and leave strategy out"
         )
     return parallel.model_copy(update={"strategy": "kvr", "partition": "even", "ratios": None})

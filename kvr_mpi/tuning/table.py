@@ -127,7 +127,9 @@ class Entry(Part):
                 f"bounds_tokens {_short(bounds)}: expected to rise from 0 to context_tokens = {self.context_tokens}"
             )
         if (self.ttft_s is None) != (self.repetitions == 0) or self.repetitions > self.runs:
-            raise ValueError("ttft_s, repetitions and runs do not go together: expected a time if there were runs")
+            raise ValueError(
+                "ttft_s, repetitions and runs do not match: expected a time if and only if there were runs"
+            )
         return self
 
     @property

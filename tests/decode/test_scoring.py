@@ -142,7 +142,7 @@ def test_what_would_cut_an_answer_by_a_schema_is_refused() -> None:
         batch.add("a", prefill_alone(loaded), IDS, 0, own)
         (found,) = batch.step()
         assert found.answer is None and said in (found.error or "")
-        assert "does not go with a JSON schema" in (found.error or "")
+        assert "cannot be combined with a JSON schema" in (found.error or "")
 
 
 def test_a_prompt_is_answered_several_times_only_where_that_can_be() -> None:

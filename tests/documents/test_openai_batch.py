@@ -91,7 +91,10 @@ def test_what_is_no_request(change: dict[str, Any], said: str) -> None:
         ({"response_format": {"type": "json_schema"}}, "body.response_format: its schema is no JSON schema: null"),
         ({"response_format": schema_of({"typ": "object"})}, 'is no JSON schema: {"typ": "object"}'),
         ({"response_format": schema_of({"type": "objekt"})}, "Invalid type: objekt"),
-        ({"response_format": {"type": "json_object"}, "stop": "x"}, "body.stop does not go with body.response_format"),
+        (
+            {"response_format": {"type": "json_object"}, "stop": "x"},
+            "body.stop cannot be combined with body.response_format",
+        ),
         ({"frequency_penalty": 0.5}, "body.frequency_penalty is 0.5"),
         ({"tools": [{"type": "function"}]}, "body.tools"),
         ({"temprature": 1, "beams": 3}, "body has beams, temprature"),

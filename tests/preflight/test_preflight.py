@@ -217,7 +217,7 @@ def test_compression_is_refused_beside_what_would_ignore_it(job: Path, setting: 
     ("setting", "expected"),
     [
         ("parallel.strategy=single", "strategy = 'single' decodes from transformers' own cache"),
-        ("output.kv=true", "output.kv = true stores what one rank holds.* or choose mode = 'auto'"),
+        ("output.kv=true", "output.kv = true stores the cache of one rank.* or choose mode = 'auto'"),
         ("output.kv=sharded", "with output.kv = 'sharded' ranks decode together already"),
         ("questions.sharded=true", "with questions.sharded ranks decode together already"),
         ("generation.logprobs=true", "log-probabilities, scores, several samples and schemas are not for ranks that"),
@@ -235,4 +235,4 @@ def test_sharing_heads_is_refused_beside_what_would_ignore_it(job: Path, setting
 def test_only_texts_are_observed_from_their_end(job: Path) -> None:
     settings = ("compress.method=snapkv", "compress.budget=512", "compress.observes=document")
     told = refusal(job, *settings, "documents.format=messages")
-    assert "observes = 'document' asks where a document's text is" in told
+    assert "observes = 'document' needs to know where the document's text is" in told

@@ -125,8 +125,8 @@ def spoiled(adapter: Path, folder: Path, change: str) -> Path:
     [
         ("one missing", "such as base_model.model.model.layers.0"),
         ("one more", "such as base_model.model.model.layers.7"),
-        ("other size", "does not go with the model"),
-        ("other layers", "does not go with the model"),
+        ("other size", "does not match the model"),
+        ("other layers", "does not match the model"),
     ],
 )
 def test_an_adapter_of_another_model_is_refused(

@@ -152,7 +152,7 @@ def test_conversations_and_the_same_words_in_a_template(job: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("prompt.template=Sum up: {text}", "prompt.template does not go with documents.format = 'openai-batch'"),
+        ("prompt.template=Sum up: {text}", "prompt.template cannot be combined with documents.format = 'openai-batch'"),
         ("prompt.system=Be brief.", "prompt.system does not go"),
         ("prompt.too_long=truncate", "prompt.too_long does not go"),
         ("documents.id_field=name", "documents.id_field does not go"),
@@ -173,7 +173,7 @@ def test_other_results_are_no_responses(job: Path, tmp_path: Path, run_here: Any
     code, _, err = run_kvr("export", tmp_path / "out", "--format", "openai-batch", "-o", tmp_path / "a.jsonl")
     assert code == EXIT_BAD_DATA and "is no request of a batch" in err and not (tmp_path / "a.jsonl").exists()
     code, _, err = run_kvr("export", tmp_path / "out", "--errors", tmp_path / "b.jsonl")
-    assert code == 2 and "--errors FILE goes with" in err
+    assert code == 2 and "--errors FILE needs" in err
 
 
 @pytest.mark.long

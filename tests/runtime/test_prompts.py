@@ -194,10 +194,10 @@ def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:
         ({"a b": "{text}"}, (), "a prompt is named 'a b'"),
         ({"a": "no text"}, (), "prompts.a.template 'no text' contains {text} 0 times"),
         ({"a": "{text} {title}"}, (), "prompts.a.template '{text} {title}' has {title}"),
-        (PROMPTS, ("output.kv=true",), "output.kv = true does not go with [[prompts]]"),
-        (PROMPTS, ("output.kv=sharded",), "output.kv = 'sharded' does not go with [[prompts]]"),
-        (PROMPTS, ("prompt.template=Sum up: {text}",), "prompt.template does not go with [[prompts]]"),
-        (PROMPTS, ("parallel.ranks_per_chain=auto",), "'auto' does not go with [[prompts]]"),
+        (PROMPTS, ("output.kv=true",), "output.kv = true cannot be combined with [[prompts]]"),
+        (PROMPTS, ("output.kv=sharded",), "output.kv = 'sharded' cannot be combined with [[prompts]]"),
+        (PROMPTS, ("prompt.template=Sum up: {text}",), "prompt.template cannot be combined with [[prompts]]"),
+        (PROMPTS, ("parallel.ranks_per_chain=auto",), "'auto' cannot be combined with [[prompts]]"),
     ],
 )
 def test_what_does_not_go_with_several_prompts(

@@ -70,7 +70,7 @@ def test_what_users_get_wrong(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "code", "words"), [WRONG[0], WRONG[6], (["--overwrite", "--resume"], 2, ["choose one"])]
+    ("options", "code", "words"), [WRONG[0], WRONG[6], (["--overwrite", "--resume"], 2, ["give only one"])]
 )
 def test_what_users_get_wrong_under_mpirun(
     options: list[str],

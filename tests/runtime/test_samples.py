@@ -102,8 +102,8 @@ def test_a_batch_file_asks_for_several(job: Path, tmp_path: Path, run_here: Any,
         (["generation.n=2"], "without generation.do_sample = true"),
         ([*THREE, "generation.max_new_tokens=0"], "all of them are the same"),
         (["generation.n=129"], "less than or equal to 128"),
-        ([*THREE, "output.kv=true"], "does not go with generation.n"),
-        ([*THREE, "prompt.too_long=split"], "does not go with generation.n"),
+        ([*THREE, "output.kv=true"], "cannot be combined with generation.n"),
+        ([*THREE, "prompt.too_long=split"], "cannot be combined with generation.n"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(job: Path, run_here: Any, settings: list[str], said: str) -> None:

@@ -43,8 +43,8 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
         assert array.count(f"#SBATCH --{line}\n") == 1
     assert "#SBATCH --account=abc\n" in gather and "exclusive" not in gather and "gpus" not in gather
     assert "set -- 'the out' 3\n" in gather and "#SBATCH --job-name=kvr-job-gather\n" in gather
-    assert "for the longest of 3 shares" in err and re.search(r"predicted to take \S+ node hours, \S+ GPU hours", err)
-    minutes = re.search(r"asking for (\d+) min", err)
+    assert "for the longest of 3 shares" in err and re.search(r"predicted cost: \S+ node hours, \S+ GPU hours", err)
+    minutes = re.search(r"requesting (\d+) min", err)
     assert minutes is not None
     most = Allocation(2, 8, 8, 8).hours(3 * 60 * int(minutes[1]))
     assert f"at most {most}, the time limit of {minutes[1]} on 2 node(s) for each of 3 shares" in err

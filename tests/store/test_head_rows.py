@@ -90,7 +90,7 @@ def test_a_file_cut_short_is_refused(path: Path) -> None:
         (lambda rows: rows["positions"].reverse(), "rows 0 to 3 are not of ascending tokens"),
         (lambda rows: rows["positions"].__setitem__(4, 1), "rows 3 to 8 are not of ascending tokens"),
         (lambda rows: rows["positions"].__setitem__(0, -1), "rows 0 to 3 are not of ascending tokens"),
-        (lambda rows: rows["positions"].pop(), "do not go together"),
+        (lambda rows: rows["positions"].pop(), "do not match"),
         (lambda rows: rows.pop("positions"), "positions"),
         (lambda rows: rows.pop("head_rows"), "head_rows"),
     ],
@@ -107,5 +107,5 @@ def test_rows_that_cannot_be_are_refused(tmp_path: Path, change: Callable[[Any],
             open_head_rows(layer, (8, 1, 6))
         assert re.search(why, str(caught.value))
         if len(rows) == 2:
-            with pytest.raises(DataError, match="do not go together"):
+            with pytest.raises(DataError, match="do not match"):
                 open_head_rows(layer, (8, 2, 6))

@@ -219,7 +219,7 @@ def test_a_table_that_does_not_fit_is_refused_before_the_batch(
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        (["parallel.partition=even"], "go together"),
+        (["parallel.partition=even"], "the other way round"),
         (["parallel.table=''"], "at least 1 character"),
         (["parallel.ranks_per_chain=auto"], "'auto'"),
     ],

@@ -84,7 +84,7 @@ def changed(path: tuple[str | int, ...], value: Any) -> Callable[[dict[str, Any]
         (changed(("entries", 0, "context_tokens"), "1024"), ["context_tokens", "'1024'"]),
         (changed(("entries", 0, "context_tokens"), 10**40), ["context_tokens"]),
         (changed(("entries", 0, "ttft_s"), math.inf), ["ttft_s"]),
-        (changed(("entries", 0, "ttft_s"), None), ["do not go together"]),
+        (changed(("entries", 0, "ttft_s"), None), ["do not match"]),
         (changed(("entries", 0, "provenance", "date"), "yesterday"), ["provenance.date"]),
         (changed(("entries", 0, "provenance", "command"), "x" * 5000), ["provenance.command"]),
     ],
