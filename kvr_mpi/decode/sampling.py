@@ -133,8 +133,8 @@ class SamplingParams:
         if not found:
             return None
         return (
-            f"{found[0]} = {bending[found[0]]!r}, from the job or from the model's generation_config, cannot be combined "
-            f"with a JSON schema: it would end or change an answer where the schema does not"
+            f"{found[0]} = {bending[found[0]]!r}, from the job or from the model's generation_config, cannot be "
+            f"combined with a JSON schema: it would end or change an answer where the schema does not"
         )
 
     def processors(self, prompt_tokens: int, device: torch.device) -> Any:

@@ -89,8 +89,8 @@ class GenerationSection(BaseModel):
         for key in ("stop", "no_repeat_ngram_size", "min_new_tokens"):
             if self.json_schema is not None and getattr(self, key):
                 raise ValueError(
-                    f"generation.{key} cannot be combined with generation.json_schema: it would end or change an answer "
-                    f"where the schema does not; leave one of them out"
+                    f"generation.{key} cannot be combined with generation.json_schema: it would end or change an "
+                    f"answer where the schema does not; leave one of them out"
                 )
         if self.n > 1 and (not self.do_sample or self.max_new_tokens == 0):
             raise ValueError(

@@ -271,8 +271,8 @@ def _check_stored_again(loaded: Sequence[StoredDocument]) -> None:
         how = f"compressed ({one.compression})" if one.compression else "stored in 8 bits" * bool(one.error_of_8_bits)
         if how:
             raise ConfigError(
-                f"output.kv = true cannot be combined with questions about {one.id}: it is {how}, so the stored keys and "
-                f"values would differ from those that the model computes; leave output.kv out, or prefill the "
+                f"output.kv = true cannot be combined with questions about {one.id}: it is {how}, so the stored keys "
+                f"and values would differ from those that the model computes; leave output.kv out, or prefill the "
                 f"documents again with questions.reuse = 'never'"
             )
 

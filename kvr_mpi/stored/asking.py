@@ -52,8 +52,8 @@ def complete_questions(spec: JobSpec) -> JobSpec:
     for key in OF_FILES:
         if getattr(spec.documents, key) != type(spec.documents).model_fields[key].default:
             raise ConfigError(
-                f"documents.{key} cannot be combined with questions: they are about the documents of a run, whose prompts "
-                f"are stored; leave it out"
+                f"documents.{key} cannot be combined with questions: they are about the documents of a run, whose "
+                f"prompts are stored; leave it out"
             )
     if spec.output.columns:
         raise ConfigError(
@@ -168,8 +168,8 @@ def _alone(parallel: ParallelSection) -> ParallelSection:
     alone = parallel.ranks_per_stage
     if parallel.ranks_per_chain not in ("all", alone) or parallel.strategy not in ("kvr", "auto"):
         raise ConfigError(
-            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} cannot be combined "
-            f"with questions: every rank answers about its own documents; leave them out"
+            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} cannot be "
+            f"combined with questions: every rank answers about its own documents; leave them out"
         )
     return parallel.model_copy(
         update={"ranks_per_chain": alone, "strategy": "kvr", "partition": "even", "ratios": None}
@@ -180,7 +180,8 @@ def _together(parallel: ParallelSection) -> ParallelSection:
     """Let the ranks of a chain hold a document together."""
     if parallel.ranks_per_chain == "auto" or parallel.strategy not in ("kvr", "auto"):
         raise ConfigError(
-            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} cannot be combined "
-            f"with questions.sharded: set the number of ranks that hold a document together, and leave strategy out"
+            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} cannot be "
+            f"combined with questions.sharded: set the number of ranks that hold a document together, and leave "
+            f"strategy out"
         )
     return parallel.model_copy(update={"strategy": "kvr", "partition": "even", "ratios": None})

@@ -66,7 +66,7 @@ ALL_WRONG = (
     "output.path=job.toml/out",
 )
 ALL_WORDS = (
-    "10 things are wrong",
+    "10 problems with this job",
     "documents.path 'nowhere'",
     "documents.path 'void'",
     "documents.text_field = 'text'",
@@ -99,7 +99,7 @@ def test_all_that_is_wrong_is_said_at_once_and_without_torch(job: Path, tmp_path
     assert alone.stdout == "78 []\n", alone.stderr
     for word in ALL_WORDS[1:-2]:
         assert word in alone.stderr
-    assert "9 things are wrong" in alone.stderr and alone.stderr.count("error: ") == 1
+    assert "9 problems with this job" in alone.stderr and alone.stderr.count("error: ") == 1
     assert not (tmp_path / "out").exists()
 
 
