@@ -87,7 +87,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("sharded sharded-int8", "ring auto single", "'sharded' needs parallel.strategy = 'kvr'"),
     ("kv int8", "questions-compressed", "questions about doc-.*: it is compressed"),
     ("kv int8", "questions-rounded", "questions about doc-.*: it is stored in 8 bits"),
-    ("kv int8", "samples", "output.kv = true, of whose keys only one answer's are left"),
+    ("kv int8", "samples", "output.kv = true, which stores the keys of only one answer"),
     ("sharded sharded-int8", COMPRESSED, "heads choose among all tokens on one rank"),
     (SPREAD, "score", "cannot be combined with generation.score yet"),
     (SPREAD, "score-column", "cannot be combined with generation.score_column yet"),

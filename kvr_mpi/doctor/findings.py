@@ -67,9 +67,9 @@ def to_lines(findings: Sequence[Finding]) -> list[str]:
     for one in findings:
         lines.append(f"{one.status:4}  {one.check:{width}}  {_one_line(one.found)}")
         if one.remedy:
-            lines.append(f"{'':{6 + width}}  what to do: {_one_line(one.remedy)}")
+            lines.append(f"{'':{6 + width}}  remedy: {_one_line(one.remedy)}")
     counts = {status: sum(one.status == status for one in findings) for status in ("ok", "warn", "fail")}
-    lines.append(f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed")
+    lines.append(f"{counts['ok']} ok, {counts['warn']} warning(s), {counts['fail']} failed")
     return lines
 
 

@@ -110,7 +110,7 @@ def describe_failure(ranks: Sequence[int], computed: Sequence[int], failure: str
         return failure
     why = f" ({failure})" if failure else ""
     return (
-        f"a prompt of {tokens} tokens: of the {size} rank(s) of its chain rank {', '.join(map(str, ranks))} ran out of "
-        f"memory with a slice of {', '.join(map(str, computed))} tokens{why}; use longer chains, or less of it for "
+        f"a prompt of {tokens} tokens: rank {', '.join(map(str, ranks))} of the {size} in its chain ran out of memory "
+        f"with a slice of {', '.join(map(str, computed))} tokens{why}; use longer chains, or reserve less memory for "
         f"other prompts (parallel.memory_gib)"
     )

@@ -70,14 +70,14 @@ def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], fold
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise OutputError(
-            f"output.path {str(folder)!r}: {error.strerror}; it was there when this job began. Put it back, and go on "
+            f"output.path {str(folder)!r}: {error.strerror}; it existed when this job began. Restore it, and continue "
             f"with --resume"
         ) from None
     text = f"keys and values of {len(todo)} document(s): about {in_words(size)}; {in_words(free)} are free"
     if size > DOUBT * free:
         raise OutputError(
-            f"output.path {str(folder)!r}: this job would write more than there is room for: {text} (quotas are not "
-            f"seen). Choose another folder, fewer documents, or output.kv = false"
+            f"output.path {str(folder)!r}: not enough space for this job: {text} (quotas are not checked). Choose "
+            f"another folder, fewer documents, or output.kv = false"
         )
     return text
 

@@ -63,7 +63,10 @@ def complete_questions(spec: JobSpec) -> JobSpec:
     try:
         prompt = PromptSection.model_validate({**header.identity["prompt"], "max_tokens": spec.prompt.max_tokens})
     except (ValidationError, KeyError, TypeError) as error:
-        raise DataError(f"{spec.documents.path[0]}: its header does not say how the prompts were made") from error
+        raise DataError(
+            f"{spec.documents.path[0]}: its header does not record how the prompts were made; expected a run of this "
+            f"kvr-mpi"
+        ) from error
     dtype = header.model["dtype"] if spec.model.dtype == "auto" else spec.model.dtype
     return spec.model_copy(
         update={
@@ -88,12 +91,12 @@ def stored_header(key: str, paths: Sequence[str]) -> Header:
     found: Header | None = None
     for path in find_runs([Path(each) for each in paths]).paths:
         if path.is_dir() and is_alive(path):
-            raise OutputError(f"{key} {str(path)!r} is being written by a running job: wait until that has ended")
+            raise OutputError(f"{key} {str(path)!r} is being written by a running job: wait until it has ended")
         header = read_run_header(path)
         if header is None:
-            raise DataError(f"{key} {str(path)!r}: no result file (*.h5) there; expected the output of a run")
+            raise DataError(f"{key} {str(path)!r}: no result file (*.h5) found; expected the output folder of a run")
         if found is not None and header.identity != found.identity:
-            raise DataError(f"{key} {list(paths)}: {path} is of another job; expected shares of one")
+            raise DataError(f"{key} {list(paths)}: {path} belongs to a different job; expected shares of one job")
         found = header
     assert found is not None, "a path at least"
     return found
@@ -147,8 +150,8 @@ def check_made_by(key: str, paths: Sequence[str], spec: JobSpec, loaded: LoadedM
     ]
     if differing:
         raise ConfigError(
-            f"model.path {spec.model.path!r} is not what made the keys and values in {paths[0]}: other "
-            f"{', '.join(differing)}. They are of {header.model['name']}; name that, or prefill the documents again"
+            f"model.path {spec.model.path!r} did not compute the keys and values in {paths[0]}: different "
+            f"{', '.join(differing)}. Use {header.model['name']}, or prefill the documents again"
         )
 
 
@@ -159,7 +162,9 @@ def _named(questions: QuestionsSection) -> dict[str, str]:
         return checked(ask, "questions.ask")
     more = read_questions(Path(questions.file))
     if twice := ask.keys() & more.keys():
-        raise ConfigError(f"questions.ask and questions.file both have a question {min(twice)!r}; give it another name")
+        raise ConfigError(
+            f"questions.ask and questions.file both contain a question {min(twice)!r}; rename one of them"
+        )
     return checked({**ask, **more}, "questions.ask")
 
 

@@ -127,7 +127,7 @@ def find_beginnings(
         return None
     found = StoredBeginnings(*share_json(world, on_root(world, lambda: scan_beginnings(path).to_json())))
     count = len(found.documents)
-    say(f"documents.reuse: prompts go on from the longest beginning that one of {count} stored prompts shares")
+    say(f"documents.reuse: prompts start from the longest beginning they share with one of {count} stored prompts")
     if found.passed_over:
-        say(f"documents.reuse: {found.passed_over} stored prompts are compressed or in 8 bits, and not gone on from")
+        say(f"documents.reuse: {found.passed_over} stored prompts are compressed or in 8 bits, and are not reused")
     return found

@@ -48,7 +48,7 @@ def test_doctor_alone_says_what_fails(kvr: Path) -> None:
     assert run.returncode == 78, run.stderr
     lines = run.stdout.splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("fail"))
-    assert "folder" in lines[at] and "what to do:" in lines[at + 1]
+    assert "folder" in lines[at] and "remedy:" in lines[at + 1]
     assert any(line.startswith("ok") and "versions" in line for line in lines), "the checks after it were made"
 
 

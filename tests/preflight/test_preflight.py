@@ -202,7 +202,7 @@ def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -
     ("setting", "expected"),
     [
         ("parallel.strategy=single", "strategy = 'single' decodes from transformers' own cache"),
-        ("output.kv=sharded", "output.kv = 'sharded' stores what each rank of a chain has"),
+        ("output.kv=sharded", "output.kv = 'sharded' stores the part of each rank"),
         ("documents.reuse=runs/before", "documents.reuse goes on from stored keys"),
         ("questions.ask=['Who?']", r"\[questions\] goes on from stored keys"),
         ("compress.profile=nowhere.json", "compress.profile = 'nowhere.json': no such file"),

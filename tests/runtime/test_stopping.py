@@ -39,7 +39,7 @@ def test_the_first_signal_stops_and_the_second_ends() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     with listening(stop, ("USR2", "SIGTERM"), ended.append):
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert stop.heard and stop.reason == "told to stop by SIGUSR2" and not ended
+        assert stop.heard and stop.reason == "stopped by SIGUSR2" and not ended
         os.kill(os.getpid(), signal.SIGTERM)
         assert ended == ["SIGTERM while stopping: ended at once; what was finished is kept"]
     assert signal.getsignal(signal.SIGUSR2) is before

@@ -235,7 +235,7 @@ def test_documents_that_have_no_whole_cache_are_error_records(
     run = run_here(2, [job, *options("output.kv=true", "prompt.too_long=split")])
     assert run.returncode == 65
     asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, tmp_path / "out")])
-    assert asked.returncode == 65 and "1 document(s) of the run have error records, and are not asked" in asked.stderr
+    assert asked.returncode == 65 and "1 document(s) of the run have error records, and are skipped" in asked.stderr
     found = records(tmp_path / "asked")
     assert "parts" in found["long.txt#who"].error and "empty.txt#who" not in found
     assert sum(record.status == "done" for record in found.values()) == 10
