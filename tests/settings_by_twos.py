@@ -88,14 +88,14 @@ REFUSED: list[tuple[str, str, str]] = [
     ("kv int8", "questions-compressed", "questions about doc-.*: it is compressed"),
     ("kv int8", "questions-rounded", "questions about doc-.*: it is stored in 8 bits"),
     ("kv int8", "samples", "output.kv = true, which stores the keys of only one answer"),
-    ("sharded sharded-int8", COMPRESSED, "heads choose among all tokens on one rank"),
+    ("sharded sharded-int8", COMPRESSED, "compression chooses among all tokens on one rank"),
     (SPREAD, "score", "cannot be combined with generation.score yet"),
     (SPREAD, "score-column", "cannot be combined with generation.score_column yet"),
     (SPREAD, "samples", "cannot be combined with generation.n yet"),
     (SPREAD, "schema", "cannot be combined with generation.json_schema yet"),
     ("reuse reuse-rounded", f"{ASKING} questions-sharded", "documents.reuse cannot be combined with questions"),
     ("reuse reuse-rounded", "prompts", r"documents.reuse cannot be combined with \[\[prompts\]\]"),
-    (f"{LOADING} questions-sharded", COMPRESSED, "of stored tokens there are no queries to observe with"),
+    (f"{LOADING} questions-sharded", COMPRESSED, "compression also needs the queries"),
     (f"{LOADING} questions-sharded", "adapter", "is not what made the keys and values .* other weights"),
     (f"{ASKING} questions-sharded", "split", "prompt.too_long cannot be combined with questions"),
     (f"{ASKING} questions-sharded", "prompts", r"cannot be combined with \[\[prompts\]\]"),
@@ -119,9 +119,9 @@ REFUSED: list[tuple[str, str, str]] = [
     ("score", "score-column", "two ways to say the same"),
     ("chunks", "ring single", "chunk_tokens is for chains"),
     ("heads", "single", "'single' decodes from transformers' own cache"),
-    ("heads", "sharded sharded-int8 questions-sharded", "ranks decode together already"),
+    ("heads", "sharded sharded-int8 questions-sharded", "ranks already decode together"),
     ("heads", "kv int8", "output.kv = true stores the cache of one rank"),
-    ("heads", f"logprobs samples schema {SCORES}", "not for ranks that share heads yet"),
+    ("heads", f"logprobs samples schema {SCORES}", "not supported yet by ranks that share heads"),
 ]
 
 

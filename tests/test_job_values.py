@@ -78,8 +78,8 @@ def test_a_wrong_choice_lists_the_choices(tmp_path: Path, key: str, choices: tup
         ("generation.min_p=-0.1", "greater than or equal to 0"),
         ("generation.min_p=2", "less than or equal to 1"),
         ("parallel.threads=0", "greater than or equal to 1"),
-        ("parallel.ranks_per_chain=0", "expected 'all', 'auto' or at least 1"),
-        ("parallel.ranks_per_chain=-2", "expected 'all', 'auto' or at least 1"),
+        ("parallel.ranks_per_chain=0", "expected 'all', 'auto' or a number of at least 1"),
+        ("parallel.ranks_per_chain=-2", "expected 'all', 'auto' or a number of at least 1"),
     ],
 )
 def test_a_number_out_of_range_names_the_range(tmp_path: Path, setting: str, expected: str) -> None:

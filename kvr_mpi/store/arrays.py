@@ -197,7 +197,7 @@ def open_array(group: h5py.Group, name: str) -> StoredArray:
     data = dataset_in(group, name, "fi", (3,))
     if data.dtype.kind == "f":
         if attribute_names(data) or name + SCALES in group:
-            raise DataError(f"{where(data)} has a scale or attributes, and is not in 8 bits")
+            raise DataError(f"{where(data)} has scales or attributes of 8-bit data, but is not int8")
         return StoredArray(data)
     if data.dtype != np.int8:
         raise DataError(f"{where(data)}: type {data.dtype}; expected keys or values ({', '.join(DTYPES)}, int8)")

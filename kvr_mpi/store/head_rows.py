@@ -80,8 +80,8 @@ def refuse_compressed(compression: str, name: str, what: str) -> None:
     """
     if compression:
         raise ConfigError(
-            f"{name!r} has compressed keys and values ({compression}), whose heads keep different tokens; {what} takes "
-            f"whole ones: ask it with kvr ask, or prefill it again without [compress]"
+            f"{name!r} has compressed keys and values ({compression}), whose heads keep different tokens; {what} needs "
+            f"whole ones: use kvr ask, or prefill it again without [compress]"
         )
 
 

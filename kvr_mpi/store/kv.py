@@ -126,7 +126,7 @@ def open_kv(group: h5py.Group) -> StoredKV:
         if stored.bytes != announced:
             raise DataError(f"{place} has {stored.bytes} bytes; the record announces {announced}")
         if "kv_sha256" in names and stored.seal() != read_attribute(group, "kv_sha256", str):
-            raise DataError(f"{place} is damaged: what is said of it is not what was written (checksum)")
+            raise DataError(f"{place} is damaged: its description differs from what was written (checksum)")
     else:  # version 1
         tokens = read_attribute(group, "prompt_tokens", int) + read_attribute(group, "new_tokens", int)
         longest = max((layer.tokens for layer in stored.layers), default=0)
@@ -134,7 +134,7 @@ def open_kv(group: h5py.Group) -> StoredKV:
             raise DataError(f"{place} has {longest} tokens; the record announces {tokens}")
     if stored.bytes > MAX_INFLATION * group.file.id.get_filesize():
         raise DataError(
-            f"{place} has {stored.bytes} bytes in a file of {group.file.id.get_filesize()}; that is no data"
+            f"{place} has {stored.bytes} bytes in a file of {group.file.id.get_filesize()}, which cannot be real data"
         )
     return stored
 
@@ -164,12 +164,12 @@ def _open(kv: h5py.Group) -> StoredKV:
     compression = read_attribute(kv, "compression", str) if "compression" in attribute_names(kv) else ""
     if bool(compression) != bool(rows) or (rows and (tokens is None or tokens.first or longest != len(tokens.ids))):
         raise DataError(
-            f"{where(kv)} says {compression or 'no compression'!r}, has {len(rows)} layer(s) whose heads keep "
-            f"tokens of their own, up to token {longest}: that does not go together"
+            f"{where(kv)} says {compression or 'no compression'!r}, has {len(rows)} layer(s) whose heads keep their "
+            f"own tokens, up to token {longest}: these do not match"
         )
     heads = read_heads(kv, (layer.kv_heads for layer in layers))
     if heads is not None and tokens is None:
-        raise DataError(f"{where(kv)} has some KV heads, and does not say of which tokens")
+        raise DataError(f"{where(kv)} has some of the KV heads, but does not record the tokens")
     if tokens is not None:
         tokens = replace(tokens, compression=compression, rows=rows, heads=heads)
     return StoredKV(layers, tokens)
@@ -184,7 +184,7 @@ def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
         if name == "token_ids":
             continue
         if not LAYER_NAME.fullmatch(name):
-            raise DataError(f"{where(kv)}/{name} is no layer; expected layer_000, ...")
+            raise DataError(f"{where(kv)}/{name} is not a layer; expected layer_000, ...")
         layer = group_in(kv, name)
         keys, values = (open_array(layer, kind) for kind in KINDS)
         if block is None:

@@ -231,7 +231,7 @@ def _check_piece(piece: Piece, stored: StoredKV, own: StoredKV, where: str) -> N
     """Refuse a piece that has not the layers, tokens or shapes that go with the record's own."""
     about = f"{where}: its part from token {piece.start} on"
     if [layer.number for layer in stored.layers] != [layer.number for layer in own.layers]:
-        raise DataError(f"{about} has other layers than the record")
+        raise DataError(f"{about} has different layers than the record")
     for layer, like in zip(stored.layers, own.layers, strict=True):
         shapes = (layer.keys.shape[1:], layer.values.shape[1:]), (like.keys.shape[1:], like.values.shape[1:])
         same_type = (layer.keys.type_name, layer.values.type_name) == (like.keys.type_name, like.values.type_name)
@@ -257,7 +257,7 @@ def _open_part(record: Record, piece: Piece, compression: str, index: Index, sta
         part, stored = read_record(group), open_kv(group)
         told = part.document, part.prompt_sha256, stored.first_token, stored.heads, stored.compression
         if told != (record.id, record.prompt_sha256, piece.start, piece.heads, compression):
-            raise DataError(f"{place.file}:{group.name} is of another prompt, or of other tokens, than {name!r}")
+            raise DataError(f"{place.file}:{group.name} belongs to another prompt, or to other tokens, than {name!r}")
         return stored
 
 

@@ -109,7 +109,7 @@ def open_run(
     try:
         others = foreign(folder)
         if others:
-            say(f"not this program's, and left alone in {str(folder)!r}: {_some(others)}")
+            say(f"files in {str(folder)!r} that are not from kvr-mpi are left alone:  {_some(others)}")
         if mode == "overwrite":
             _clear(folder)
         elif mode == "new":
@@ -174,7 +174,7 @@ def _recover(folder: Path, header: Header, say: Say) -> Survey:
         with contextlib.suppress(DataError), open_file(newest) as stored:  # a damaged file is dealt with below
             _check_identity(newest, read_header(stored).identity, header.identity)
     for file, number in found.ledger.damaged:
-        say(f"{folder / file}: line {number} is torn or damaged; files it may have told of are read instead")
+        say(f"{folder / file}: line {number} is incomplete or damaged; the files it may have listed are read instead")
     if _name_recorded(found):
         found = survey(folder)
     for part in folder.glob(f"*.h5{PART}"):
@@ -185,11 +185,13 @@ def _recover(folder: Path, header: Header, say: Say) -> Survey:
         _adopt(found, name, header, say)
     for name, why in sorted(found.damaged.items()):
         kept = _set_aside(folder / name)
-        say(f"{folder / name} is damaged: {why}; kept as {kept.name}, its documents are done again")
+        say(f"{folder / name} is damaged: {why}; it is kept as {kept.name}, and its documents are processed again")
     for name, line in found.missing().items():
         if name not in found.damaged:
             count = len(line.done) + len(line.failed)
-            say(f"{folder / name} is gone; its {count} document(s) are done again where they are nowhere else")
+            say(
+                f"{folder / name} is gone; its {count} document(s) are processed again unless they are stored elsewhere"
+            )
     return found
 
 
@@ -202,7 +204,10 @@ def _without_parts(run: Survey, header: Header, done: set[str], say: Say) -> set
     there = _recover(parts, header, say).documents()[0] if is_there else set[str]()
     found = incomplete(run.folder, done, there, run.sound)
     if found:
-        say(f"{len(found)} document(s) lack keys and values of some rank, and are done again: {_some(sorted(found))}")
+        say(
+            f"{len(found)} document(s) lack keys and values from some rank, and are processed again:  "
+            f"{_some(sorted(found))}"
+        )
     return found
 
 
@@ -247,9 +252,9 @@ def _adopt(found: Survey, name: str, header: Header, say: Say) -> None:
     line = ShardLine(name, *sizes, done, list(failed), time.time(), list(failed.values()), parts)
     LedgerWriter(found.folder, "adopted").record(line)
     found.sound[name] = line
-    say(f"{file} was not in the ledger: read, and its {len(documents)} document(s) recorded")
+    say(f"{file} was not in the ledger; it was read, and its {len(documents)} document(s) were added")
     if trusted:
-        say(f"{file} is of an earlier version, without checksums of its own: that it is sound is not known")
+        say(f"{file} was written by an earlier version without checksums, so it cannot be verified")
 
 
 def _set_aside(file: Path) -> Path:
@@ -276,7 +281,7 @@ def _check_job(folder: Path, header: Header, corpus: Corpus, share: slice, has_r
         _check_identity(folder, stored[0]["identity"], header.identity)
         _check_corpus(folder, stored[1], corpus)
     elif has_results:
-        say(f"{folder / RUN_FILE} is missing or damaged: whether the documents are still the same is not known")
+        say(f"{folder / RUN_FILE} is missing or damaged, so it is unknown whether the documents are still the same")
     wanted = {"share": [share.start, share.step], "corpus": corpus.to_json()}
     line = seal({"identity": header.identity, "model": header.model, **wanted})
     path = folder / RUN_FILE
@@ -306,7 +311,7 @@ def _check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) 
     ]
     if changed:
         raise OutputError(
-            f"cannot resume {file}: it was made with other settings ({'; '.join(changed)}); set them back, or choose "
+            f"cannot resume {file}: it was written with other settings ({'; '.join(changed)}); restore them, or choose "
             f"another output.path"
         )
 
@@ -315,8 +320,8 @@ def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
     """Refuse other documents; those that could not be read before may have been mended."""
     if told := differing_documents(before, now):
         raise OutputError(
-            f"cannot resume {folder}: its documents are not those it was begun with: {told}; put them "
-            f"back, or choose another output.path"
+            f"cannot resume {folder}: the documents have changed since it began: {told}; restore them, or choose "
+            f"another output.path"
         )
 
 

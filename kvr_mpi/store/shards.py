@@ -250,8 +250,8 @@ class ShardWriter:
         free = self._free or self._space()
         reason = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
         return OutputError(
-            f"output.path {str(self._folder)!r} cannot be written any more ({free} free there): {reason}. What is in "
-            f"its ledger is safe; make room, or mend the disk, and go on with --resume"
+            f"output.path {str(self._folder)!r} cannot be written any more ({free} free there): {reason}. Everything "
+            f"in its ledger is safe; free some space, or repair the disk, and continue with --resume"
         )
 
     def _space(self) -> str:

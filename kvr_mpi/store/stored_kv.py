@@ -88,7 +88,7 @@ class StoredLayer:
         """
         stop = self.tokens if last is None else last
         if not 0 <= first <= stop <= self.tokens:
-            raise DataError(f"{where(self.keys.data)} has {self.tokens} tokens; {first} to {stop} were asked for")
+            raise DataError(f"{where(self.keys.data)} has {self.tokens} tokens; {first} to {stop} were requested")
         keys, values = (array.tensor(self._bits(array, first, stop)) for array in (self.keys, self.values))
         return keys, values
 
@@ -123,8 +123,8 @@ class StoredLayer:
         for at in range(start, stop, block):
             if digest_of([each[at - start : at - start + block] for each in bits]) != self.digests[at // block, place]:
                 raise DataError(
-                    f"{where(array.data)} is damaged: tokens {at} to {min(at + block, self.tokens)} are not what was "
-                    f"written (checksum)"
+                    f"{where(array.data)} is damaged: tokens {at} to {min(at + block, self.tokens)} differ from what "
+                    f"was written (checksum)"
                 )
         return [each[first - start : last - start] for each in bits]
 

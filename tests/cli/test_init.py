@@ -37,7 +37,9 @@ def test_the_job_says_what_was_wanted_and_runs(place: Path, tiny_model_dir: Path
     assert code == EXIT_OK and "a.txt" in out, err
     before = Path("minutes.toml").read_bytes()
     code, _, err = run_kvr(*words)
-    assert code == EXIT_CONFIG and "exists and is left as it is" in err and Path("minutes.toml").read_bytes() == before
+    assert (
+        code == EXIT_CONFIG and "exists, and is not overwritten" in err and Path("minutes.toml").read_bytes() == before
+    )
 
 
 def test_what_is_commented_out_is_valid(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
@@ -56,8 +58,8 @@ def test_what_is_commented_out_is_valid(place: Path, tiny_model_dir: Path, run_k
         (["--corpus", "nowhere"], "nowhere"),
         (["--corpus", "my corpus", "--model", "/no/model"], "no such file or folder"),
         (["--corpus", "rows.jsonl"], "documents.text_field = 'text': no text of that name"),
-        (["--corpus", "my corpus", "--ask", "Say \x1b[2J"], "cannot be shown"),
-        (["--corpus", "my corpus", "--output", "my corpus/a.txt/x"], "is no folder"),
+        (["--corpus", "my corpus", "--ask", "Say \x1b[2J"], "cannot be printed"),
+        (["--corpus", "my corpus", "--output", "my corpus/a.txt/x"], "is not a folder"),
         (["nowhere/job.toml", "--corpus", "my corpus"], "cannot be written"),
     ],
 )

@@ -35,8 +35,8 @@ RIGHT = "".join(
 @pytest.mark.parametrize(
     ("said", "then", "status", "words"),
     [
-        (READY + RIGHT, "", "ok", "checksums right"),
-        (READY + "[1] { noise" + RIGHT, "", "ok", "checksums right"),
+        (READY + RIGHT, "", "ok", "checksums correct"),
+        (READY + "[1] { noise" + RIGHT, "", "ok", "checksums correct"),
         (READY, "os.abort()", "fail", "crashes (killed by SIGABRT)"),
         (READY + RIGHT, "sys.exit(3)", "fail", "crashes (exit code 3)"),
         (READY, "", "fail", "crashes (exit code 0)"),

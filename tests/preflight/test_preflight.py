@@ -153,8 +153,8 @@ def test_models_that_are_not_whole(job: Path, tmp_path: Path) -> None:
     os.mkfifo(model / "config.json")
     assert "has no config.json" in refusal(job)
     (tmp_path / "a.gguf").write_bytes(b"<html>")
-    assert "is no GGUF file" in refusal(job, f"model.path={tmp_path / 'a.gguf'}")
-    assert "is not among the local files" in refusal(job, "model.path=no-org/no-model")
+    assert "is not a GGUF file" in refusal(job, f"model.path={tmp_path / 'a.gguf'}")
+    assert "is not in the local cache" in refusal(job, "model.path=no-org/no-model")
 
 
 def test_some_rows_without_text_are_no_reason_to_refuse(job: Path, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -
     check(job, goes_on=True)
     shutil.rmtree(tmp_path / "out")
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         check(job, goes_on=True)
 
 
@@ -220,8 +220,14 @@ def test_compression_is_refused_beside_what_would_ignore_it(job: Path, setting: 
         ("output.kv=true", "output.kv = true stores the cache of one rank.* or choose mode = 'auto'"),
         ("output.kv=sharded", "with output.kv = 'sharded' ranks decode together already"),
         ("questions.sharded=true", "with questions.sharded ranks decode together already"),
-        ("generation.logprobs=true", "log-probabilities, scores, several samples and schemas are not for ranks that"),
-        ("generation.score=['yes']", "log-probabilities, scores, several samples and schemas are not for ranks that"),
+        (
+            "generation.logprobs=true",
+            "log-probabilities, scores, several samples and schemas are not supported yet by ranks that",
+        ),
+        (
+            "generation.score=['yes']",
+            "log-probabilities, scores, several samples and schemas are not supported yet by ranks that",
+        ),
         ("decode.copies=3", r"decode.copies = 3 is more than the 2 rank\(s\) of a chain"),
         ("decode.profile=nowhere.json", "decode.profile = 'nowhere.json': no such file"),
     ],

@@ -55,7 +55,7 @@ def test_existing_results_are_refused_resumed_or_deleted(
 
     fewer = run_here(2, [job, "--resume", "--set", "documents.limit=3"])
     assert fewer.returncode == 78
-    assert "documents are not those" in fewer.stderr and "doc-4.txt" in fewer.stderr
+    assert "documents have changed" in fewer.stderr and "doc-4.txt" in fewer.stderr
 
     resumed = mpirun(1, [kvr_run, job, "--resume"])  # on another number of ranks
     assert resumed.returncode == 0, resumed.stderr

@@ -44,9 +44,9 @@ def test_each_phase_has_its_line_before_it_begins(job: Path, run_here: Any) -> N
         "reading the documents",
         "loading ",
         "loaded; measuring kernels",
-        "checking on a few tokens",
+        "checking with a few tokens",
         "computing the instructions",
-        "probing how fast",
+        "measuring the speed",
         "documents: 5",
         "exit code 0",
     ]

@@ -180,7 +180,7 @@ def test_a_part_that_is_lost_is_made_again(
     code, _, said = run_kvr("merge", out)
     assert code == 65 and "are missing" in said and not (out / "results.h5").exists()
     again = run_here(ranks, [job, *options(*SHARDED), "--resume"])
-    assert again.returncode == 0 and "lack keys and values of some rank" in again.stderr
+    assert again.returncode == 0 and "lack keys and values from some rank" in again.stderr
     assert run_kvr("merge", out)[0] == 0
     check_same(out, truth)
 
@@ -341,7 +341,7 @@ def test_8_bits_are_said_and_asked(job: Path, tmp_path: Path, run_here: Any, tin
     assert run_here(2, [job, *options(*told)]).returncode == 0
     for run in (tmp_path / "out-1", sharded):
         asked = run_here(2, [ask_sharded(tmp_path, tiny_model_dir, run), "--overwrite"])
-        assert asked.returncode == 0 and "in 8 bits, and not exact" in asked.stderr
+        assert asked.returncode == 0 and "in 8 bits: their keys and values have errors" in asked.stderr
         assert {record.status for record in records(tmp_path / "asked").values()} == {"done"}
     again = run_here(2, [job, *options("output.kv=true", f"output.path={tmp_path / 'out-1'}"), "--resume"])
     assert again.returncode != 0 and "kv was 'True int8', is True" in again.stderr

@@ -83,9 +83,9 @@ def test_no_memory_on_one_rank_is_an_error_record(
     ("setting", "words"),
     [
         ("parallel.strategy=ring", "choose strategy = 'kvr'"),
-        ("parallel.ranks_per_chain=auto", "name a number of ranks"),
-        ("decode.mode=head-parallel", "shared out already"),
-        ("model.adapter=adapters/mine", "merge it into a folder"),
+        ("parallel.ranks_per_chain=auto", "give a number of ranks"),
+        ("decode.mode=head-parallel", "which stages already do"),
+        ("model.adapter=adapters/mine", "save a merged model"),
         ("model.path=org/name", "name the folder"),
         ("parallel.ranks_per_stage=3", r"cannot be divided by it; choose one of \[1, 2, 4\]"),
         ("parallel.ranks_per_chain=3", "cannot be divided into chains of 3"),

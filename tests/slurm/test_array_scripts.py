@@ -56,7 +56,7 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     [
         (["--array", "7"], "7 shares of 6 document(s): some would have none"),
         (["--array", "2", "--set", "documents.shard=0/2"], "leave documents.shard out"),
-        (["--sbatch=--array=0-3"], "for shares of it: --array N"),
+        (["--sbatch=--array=0-3"], "use --array N"),
     ],
 )
 def test_arrays_that_cannot_be_meant(arguments: list[str], why: str, job: Path, run_kvr: Kvr) -> None:
@@ -69,7 +69,7 @@ def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:
     code, out, _ = run_kvr("plan", job, "--ranks", "8", "--hardware", "h200", "--cpus-per-rank", "16")
     assert code == EXIT_OK and re.search(r"takes \S+ node hours, \S+ GPU hours, \S+ core hours, on 2 node", out)
     code, _, err = run_kvr("plan", job, "--ranks", "6", "--hardware", "h200", "--ranks-per-node", "4")
-    assert code == EXIT_CONFIG and "as many ranks on every node" in err
+    assert code == EXIT_CONFIG and "the same number of ranks on every node" in err
     used = Allocation(nodes=2, ranks=8, gpus=8, cores=128).used(1800)
     assert used == {"node_hours": 1.0, "gpu_hours": 4.0, "core_hours": 64.0}
     assert Allocation(1, 2, 0, 2).hours(3600) == "1 node hours, 2 core hours"

@@ -281,7 +281,7 @@ def test_keys_of_another_model_are_refused(
     change(model)
     asked = run_here(2, [ask_job(tmp_path, model, run)])
     assert asked.returncode == 78, asked.stderr
-    assert "is not what made the keys and values" in asked.stderr and word in asked.stderr
+    assert "did not compute the keys and values" in asked.stderr and word in asked.stderr
     assert not list((tmp_path / "asked").glob("*.h5"))
 
 

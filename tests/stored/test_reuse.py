@@ -99,7 +99,7 @@ def test_another_models_beginnings_are_refused(job: Path, tmp_path: Path, run_he
     model.get_input_embeddings().weight.data[5] += 1
     model.save_pretrained(other)
     refused = run_here(2, [job, *options(f"documents.reuse={grown}", f"model.path={other}")])
-    assert refused.returncode == 78 and "is not what made the keys and values" in refused.stderr
+    assert refused.returncode == 78 and "did not compute the keys and values" in refused.stderr
     refused = run_here(1, [job, *options(f"documents.reuse={tmp_path / 'nowhere'}")])
     assert refused.returncode == 65 and "nowhere" in refused.stderr
 
