@@ -37,8 +37,8 @@ def check_adapter(path: str) -> dict[str, Any]:
         raise ModelError(f"{where}: the folder has no {CONFIG}; expected a LoRA adapter as peft saves it")
     if not (folder / WEIGHTS).is_file():
         raise ModelError(
-            f"{where}: the folder has no {WEIGHTS}; pickled weights (adapter_model.bin) are not loaded, since they can "
-            f"run code: save it again with safetensors"
+            f"{where}: the folder has no {WEIGHTS}; pickled weights (adapter_model.bin) are never loaded, since they "
+            f"can run code: save it as safetensors"
         )
     try:
         config = json.loads((folder / CONFIG).read_bytes())
@@ -106,7 +106,7 @@ def _check_complete(adapted: Any, folder: Path, where: str) -> None:
     if strange or missing:
         raise ModelError(
             f"{where}: the model has no place for {len(strange)} of its weights, and {len(missing)} that it needs are "
-            f"missing, such as {min(strange | missing)}; it is of another model, or incomplete"
+            f"missing, such as {min(strange | missing)}; it is for another model, or incomplete"
         )
     for name, tensor in stored.items():
         if not placed[name].cpu().to(tensor.dtype).allclose(tensor, rtol=1e-2, atol=1e-2):

@@ -39,8 +39,8 @@ def load_part(
     source, options = locate(path, True, None, False, cache_dir)
     if source.is_hub:
         raise ModelError(
-            f"model.path {path!r} is an id on the hub, and the ranks of a stage read slices of files in a folder: "
-            f"fetch it (hf download {path} --local-dir FOLDER), and name the folder"
+            f"model.path {path!r} is an id on the hub, but the ranks of a stage read slices of files in a folder: "
+            f"download it (hf download {path} --local-dir FOLDER), and use that folder"
         )
     import torch
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig

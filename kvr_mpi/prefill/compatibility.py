@@ -12,7 +12,7 @@ from kvr_mpi.model.layer_chunks import cut_layers
 def why_no_chunks(loaded: LoadedModel) -> str | None:
     """Say why a model's slices cannot be run in chunks; None if they can, and the model is ready for it."""
     if loaded.shape.has_states:
-        why = "its recurrent layers hand on one state for a slice"
+        why = "its recurrent layers pass on one state per slice"
     elif not loaded.attends_in_parts:
         why = "its attention cannot be taken over in parts, and makes a mask for the whole slice"
     else:
@@ -36,12 +36,12 @@ def check_order(loaded: LoadedModel, exchange: Exchange) -> None:
     """
     if exchange.in_order:
         return
-    why = "its recurrent layers go on from a state" if loaded.shape.has_states else None
+    why = "its recurrent layers need the state of the tokens before" if loaded.shape.has_states else None
     if not loaded.attends_in_parts:
         why = "its attention cannot be taken over in parts"
     elif len(exchange.owned) > 1 and loaded.shape.counts_cache:
         why = "its attention temperature counts from the length of the cache"
     elif len(exchange.owned) > 1 and not takes(loaded.model, "position_ids"):
-        why = "it counts positions itself, and takes none"
+        why = "it counts positions itself and accepts none"
     if why is not None:
         raise ModelError(f"{loaded.shape.architecture}: {why}, so it runs as a chain (strategy = 'kvr') or single only")

@@ -154,8 +154,8 @@ def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
     """
     if kinds := depends_on_length(loaded.model):
         raise ModelError(
-            f"{loaded.shape.architecture}: its rotary embedding ({kinds}) depends on the whole prompt's length, so "
-            f"what prompts begin with cannot be computed once for all of them"
+            f"{loaded.shape.architecture}: its rotary embedding ({kinds}) depends on the whole prompt's length, so the "
+            f"common beginning of prompts cannot be computed once for all of them"
         )
     return prefix_of_cache(ids, prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport()).cache)
 
@@ -297,7 +297,7 @@ def _prepare(
         if why := why_no_chunks(loaded):
             raise ModelError(why)
         if not make(partition, 0).takes_chunks:
-            raise ModelError(f"{strategy} takes no chunks: ranks would compute in turn; use strategy = 'kvr' for them")
+            raise ModelError(f"strategy = {strategy!r} cannot use chunks; use strategy = 'kvr' for them")
         make = partial(make, chunk_tokens=chunk_tokens)
     make = partial(make, sends_all=options.get("keeps_all", False) or not loaded.attends_in_parts)
     prefix = options.get("prefix")

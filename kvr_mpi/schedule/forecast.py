@@ -52,8 +52,8 @@ def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, af
     room = context - spec.generation.max_new_tokens
     if room < 1:
         raise ConfigError(
-            f"generation.max_new_tokens = {spec.generation.max_new_tokens} leaves no room for a prompt in a "
-            f"context of {context} tokens; ask for fewer"
+            f"generation.max_new_tokens = {spec.generation.max_new_tokens} leaves no room for a prompt in a context of "
+            f"{context} tokens; lower it"
         )
     return make_frame(
         tokenizer,
@@ -259,8 +259,8 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
     if hardware is None and len(machines) != 1:
         measured = f"{' or '.join(machines)} (measured, in tables), " if machines else ""
         raise ConfigError(
-            f"nothing says how fast a rank is: choose with --hardware {measured}{', '.join(profiles())} (profiles), or "
-            f"a JSON file of the same keys; or measure a table of this model on the ranks themselves with kvr search"
+            f"the speed of a rank is unknown: give --hardware {measured}{', '.join(profiles())} (profiles), or a JSON "
+            f"file with the same keys; or measure a table of this model with kvr search"
         )
     if hardware in machines or hardware is None:
         mine = [table for table in tables if table.key.hardware == (hardware or machines[0])]

@@ -84,7 +84,7 @@ class Partitioner:
         if choice.how == "extrapolated" and not self._has_extrapolated and self.chain.rank == 0:
             self.say(
                 f"warning: the table was searched for {describe_range(table)}; a prompt of {tokens} tokens on "
-                f"{self.chain.size} ranks is beyond that: such prompts are cut by the table's fitted rates"
+                f"{self.chain.size} ranks is outside this range: such prompts are cut by the fitted rates of the table"
             )
         self._has_extrapolated |= choice.how == "extrapolated"
         return choice.partition

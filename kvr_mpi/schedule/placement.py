@@ -183,7 +183,7 @@ def _choose(fixed: dict[int, Plan], times: Table, lengths: Sequence[int], ranks:
 def _misfit(tokens: int, ranks: int, fits: Fits) -> str:
     """Say what would do for a document that fits on no chain."""
     enough = next((more for more in (ranks << power for power in range(1, 11)) if fits(tokens, more)), None)
-    advice = f"start {enough} ranks" if enough else "no number of ranks would do: it needs more memory on each"
+    advice = f"start {enough} ranks" if enough else "more ranks do not help: it needs more memory on each rank"
     return f"{tokens} tokens do not fit into the memory of a chain of up to {ranks} rank(s); {advice}"
 
 
@@ -213,7 +213,7 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
     times, shares, column = choice.times[row], choice.shares[row], int(choice.plan.columns[row])
     possible = np.flatnonzero(times < NEVER)
     if column not in possible:
-        return "shorter than the chain: its last rank does it"
+        return "shorter than the chain: its last rank computes it alone"
     if column == possible[0]:
         if column:
             return "does not fit on fewer ranks"
@@ -223,7 +223,7 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
         return "a longer chain would not end the batch sooner"
     below = int(possible[possible < column][-1])
     took, before = int(times[column]) / 1e6, int(times[below]) / 1e6
-    late = " (longer than the whole batch)" if times[below] > choice.plan.makespan else ""
+    late = ", longer than the whole batch" if times[below] > choice.plan.makespan else ""
     reason = f"{took:.1f} s instead of {before:.1f} s on {lengths[below]}{late}; {100 * shares[column]:.0f} % efficient"
     if choice.later is not None and shares[column] < choice.limit:
         reason += f", but without such chains the batch would end {100 * (choice.later - 1):.0f} % later"

@@ -88,7 +88,7 @@ def describe(plan: Schedule) -> list[str]:
         return lines
     over = 100 * (plan.makespan_s / plan.lower_bound_s - 1)
     lines.append(
-        f"predicted {duration(plan.makespan_s)}, {over:.1f} % over the lower bound {duration(plan.lower_bound_s)}"
+        f"predicted {duration(plan.makespan_s)}, {over:.1f} % above the lower bound {duration(plan.lower_bound_s)}"
     )
     alone = plan.data_parallel_s
     lines.append(

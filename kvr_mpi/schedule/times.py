@@ -62,7 +62,7 @@ def tabulate_times(tokens: Sequence[int], lengths: Sequence[int], seconds: Secon
 def _microseconds(found: float, tokens: int, length: int) -> int:
     if not (math.isfinite(found) and found >= 0):
         raise ConfigError(
-            f"predicted time of {tokens} tokens on {length} rank(s) is {found} s; expected a finite number, not "
-            f"negative: look at the rates or the hardware profile it comes from"
+            f"predicted time of {tokens} tokens on {length} rank(s) is {found} s; expected a finite number of at least "
+            f"0: check the rates or the hardware profile"
         )
     return min(max(1, round(found * 1e6)), NEVER - 1)

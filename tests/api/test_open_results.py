@@ -53,7 +53,7 @@ def test_what_is_asked_for_wrongly_is_refused(folder: Path) -> None:
         found.records("failed")  # which an empty answer would pass for "nothing failed"
     with pytest.raises(ConfigError, match=r"no document 'dirc' .*'dir/c'"):
         found["dirc"]
-    with pytest.raises(ConfigError, match="nothing to open"):
+    with pytest.raises(ConfigError, match="at least one path"):
         open_results()
     with pytest.raises(MissingError, match="no such file or folder"):
         open_results(folder / "nowhere")

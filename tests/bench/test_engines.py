@@ -39,7 +39,7 @@ def test_an_engine_that_cannot_take_part_is_said_so(tmp_path: Path, name: str, m
 
 def test_an_environment_that_is_not_there_is_said_how_to_make(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match="`make rivals` makes it"),
+        pytest.raises(ConfigError, match="`make rivals` creates it"),
         open_rival("openvino", Path("a.gguf"), 9, tmp_path),
     ):
         pass

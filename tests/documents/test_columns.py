@@ -92,7 +92,7 @@ def test_a_field_that_changes_becomes_an_error(tmp_path: Path, field: str) -> No
     file.write_text(before.replace('"unused": 1', '"unused": 2'))
     assert corpus.read(0).error is None
     file.write_text(before.replace(f'"{field}": "{field[0]}"', f'"{field}": "x"'))
-    assert "has changed since the batch began" in (corpus.read(0).error or "")
+    assert "has changed since the job began" in (corpus.read(0).error or "")
 
 
 def test_text_files_have_no_fields(tmp_path: Path) -> None:

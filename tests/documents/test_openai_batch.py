@@ -151,4 +151,4 @@ def test_settings_that_change_become_an_error(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "batch.jsonl", row(temperature=1))
     corpus = scan_corpus([str(file)], rows=RowFormat(kind="openai-batch"))
     write_lines(file, row(temperature=2))
-    assert "has changed since the batch began" in (corpus.read(0).error or "")
+    assert "has changed since the job began" in (corpus.read(0).error or "")

@@ -100,7 +100,7 @@ def test_a_template_that_leaves_no_room_is_refused(tokenizer: Any) -> None:
     for limit in (0, 1, taken - 1, taken):
         with pytest.raises(
             ConfigError,
-            match=f"template alone takes {taken} tokens.*may have {limit} .*max_new_tokens.*shorten the template",
+            match=f"template alone has {taken} tokens.*can have at most {limit} .*max_new_tokens.*shorten the template",
         ):
             make_frame(tokenizer, template, max_prompt_tokens=limit)
     assert make_frame(tokenizer, template, max_prompt_tokens=taken + 1).text_budget == 1

@@ -240,7 +240,7 @@ def test_models_that_cannot_go_round_are_refused_by_name() -> None:
     assert [one.name for one in candidates("auto", whole)] == ["kvr"]
     recurrent = LayerShape(states=(StateShape("recurrent", 0, (1, 6, 8, 8)),))
     state = replace(loaded, shape=replace(loaded.shape, layers=(recurrent, *loaded.shape.layers[1:])))
-    with pytest.raises(ModelError, match="layers whose state goes from token to token"):
+    with pytest.raises(ModelError, match="recurrent layers, but a"):
         RING.check(state)
 
 

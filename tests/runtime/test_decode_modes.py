@@ -93,7 +93,7 @@ def test_requests_with_settings_of_their_own(job: Path, tmp_path: Path, run_here
         )
         records = list(read_run(tmp_path / mode))
         found.append({record.id: record.token_ids for record in records if record.status == "done"})
-        assert all("run it with decode.mode = 'data-parallel'" in one.error for one in records if one.status == "error")
+        assert all("use decode.mode = 'data-parallel'" in one.error for one in records if one.status == "error")
     assert {name for name in found[0] if name not in found[1]} == {"more"}, "it asks for log-probabilities"
     assert all(found[0][str(at)] == found[1][str(at)] and len(found[0][str(at)]) == 3 + at for at in range(4))
 

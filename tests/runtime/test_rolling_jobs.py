@@ -209,7 +209,7 @@ def test_what_does_not_go_together_is_said_by_name(job: Path, settings: tuple[st
     [
         (("cache.tokens=40",), "cache.tokens is of rolling caches"),
         (("cache.approximation=streaming-llm",), "cache.approximation is of rolling caches"),
-        (("cache.kind=rolling", "cache.sinks=2"), "cache.sinks is of an approximation"),
+        (("cache.kind=rolling", "cache.sinks=2"), "cache.sinks is for an approximation"),
         (("cache.kind=rolling", "cache.tokens=4", "cache.approximation=streaming-llm"), "leaves nothing of the 4"),
         (("cache.kind=rolling", "cache.approximation=h2o"), "cache.approximation = 'h2o'"),
         (("cache.kind=rolling", "cache.step_tokens=0"), "cache.step_tokens = 0"),

@@ -86,7 +86,7 @@ def test_no_memory_on_one_rank_is_an_error_record(
         ("parallel.ranks_per_chain=auto", "give a number of ranks"),
         ("decode.mode=head-parallel", "which stages already do"),
         ("model.adapter=adapters/mine", "save a merged model"),
-        ("model.path=org/name", "name the folder"),
+        ("model.path=org/name", "use that folder"),
         ("parallel.ranks_per_stage=3", r"cannot be divided by it; choose one of \[1, 2, 4\]"),
         ("parallel.ranks_per_chain=3", "cannot be divided into chains of 3"),
     ],

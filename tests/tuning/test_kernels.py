@@ -158,7 +158,7 @@ def test_anything_else_in_its_place_is_passed_over(loaded: Any, gains: list[int]
 def test_a_cache_that_cannot_be_written_is_said(loaded: Any, gains: Any, tmp_path: Path) -> None:
     (tmp_path / "kernels").write_text("")
     said = choose(loaded, tmp_path)
-    assert "is not kept" in said[1] and "cannot be written" in said[1] and kernels_of(loaded.model)
+    assert "are not kept" in said[1] and "cannot be written" in said[1] and kernels_of(loaded.model)
 
 
 @needs_onednn

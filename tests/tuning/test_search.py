@@ -103,7 +103,7 @@ def test_a_profile_needs_no_machine(tmp_path: Path, tiny_model_dir: Path, mpirun
         pytest.param(
             *(["--method", "model", "--profile", "abacus"], 78, "'abacus': no such profile"), marks=pytest.mark.long
         ),
-        (["--output", "bad.json"], 65, "damaged or foreign"),
+        (["--output", "bad.json"], 65, "damaged or not a table"),
         pytest.param(*(["--output", "bad.json/x"], 78, "cannot be written"), marks=pytest.mark.long),
     ],
 )
@@ -189,13 +189,13 @@ def test_a_job_is_cut_by_its_table(
     assert min(record.prompt_tokens for record in inside) >= 128, "long enough to be cut at all"
     for record in inside:
         assert record.slices == Partition.by_ratio(record.prompt_tokens, [1, 3], 16).bounds
-    assert run.stderr.count("by the table's fitted rates") == 1, "the longer prompts are warned about once"
+    assert run.stderr.count("by the fitted rates of the table") == 1, "the longer prompts are warned about once"
 
     refused = run_here(3, [job, "--overwrite"])
     assert refused.returncode == 78 and "ranks is 2, here it is 3" in refused.stderr
     forced = run_here(3, [job, "--overwrite", "--set", "parallel.table_force=true"])
     assert forced.returncode == 0, forced.stderr
-    assert "used despite differences" in forced.stderr and forced.stderr.count("by the table's fitted rates") == 1
+    assert "used despite differences" in forced.stderr and forced.stderr.count("by the fitted rates of the table") == 1
     for record in read_run(tmp_path / "out"):
         assert len(record.slices) == (4 if record.prompt_tokens >= 3 * 64 else 2), "short ones are not cut"
         assert record.token_ids == records[record.id].token_ids, "another split, the same answer"
@@ -203,7 +203,7 @@ def test_a_job_is_cut_by_its_table(
 
 @pytest.mark.parametrize(
     ("content", "code", "word"),
-    [("{}", 65, "damaged or foreign"), (a_table().model_dump_json(), 78, "model is 'models/Tiny")],
+    [("{}", 65, "damaged or not a table"), (a_table().model_dump_json(), 78, "model is 'models/Tiny")],
 )
 def test_a_table_that_does_not_fit_is_refused_before_the_batch(
     content: str, code: int, word: str, job: Path, tmp_path: Path, run_here: Any
