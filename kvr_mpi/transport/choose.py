@@ -110,13 +110,13 @@ def choose(wanted: Name, views: Sequence[_View], *, in_processes: bool) -> tuple
         return "local", f"{size} threads of one process"
     if wanted == "nccl":
         _need_nccl(views)
-        return "nccl", "asked for; control messages over MPI"
+        return "nccl", "as requested; control messages over MPI"
     if wanted == "gloo":
         if on_gpu:
             raise TransportError(
                 "transport 'gloo' moves host memory, but the model is on GPUs;  use 'nccl' or 'staged'"
             )
-        return "gloo", "asked for; control messages over MPI"
+        return "gloo", "as requested; control messages over MPI"
     if wanted == "staged" and not on_gpu:
         return "staged", "as requested; the model is on the CPU, so this only adds a copy through a second buffer"
     if not on_gpu:

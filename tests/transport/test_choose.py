@@ -27,9 +27,9 @@ def gpus(*names: str, claims: bool | None = True, proven: bool = False, nccl: bo
 @pytest.mark.parametrize(
     ("wanted", "views", "chosen", "reason"),
     [
-        ("auto", cpus(4), "mpi", "as it lies"),
-        ("mpi", cpus(2), "mpi", "as it lies"),
-        ("gloo", cpus(2), "gloo", "asked for"),
+        ("auto", cpus(4), "mpi", "without a copy"),
+        ("mpi", cpus(2), "mpi", "without a copy"),
+        ("gloo", cpus(2), "gloo", "as requested"),
         ("staged", cpus(2), "staged", "only adds a copy"),
         ("auto", cpus(1), "local", "one rank"),
         ("local", cpus(1), "local", "one rank"),
@@ -41,8 +41,8 @@ def gpus(*names: str, claims: bool | None = True, proven: bool = False, nccl: bo
         ("auto", [*gpus("a", proven=True), *gpus("b", claims=False)], "nccl", "not known"),
         ("mpi", gpus("a", "b"), "mpi", "has not been tested"),
         ("mpi", gpus("a", "a", proven=True), "mpi", "it has been tested"),
-        ("staged", gpus("a", "a", proven=True), "staged", "asked for"),
-        ("nccl", gpus("a", "b", proven=True), "nccl", "asked for"),
+        ("staged", gpus("a", "a", proven=True), "staged", "as requested"),
+        ("nccl", gpus("a", "b", proven=True), "nccl", "as requested"),
     ],
 )
 def test_the_choice_and_its_reason(wanted: Any, views: list[_View], chosen: str, reason: str) -> None:
@@ -104,7 +104,7 @@ def test_a_job_says_what_it_chose(mpirun: Any, kvr: Path, tiny_model_dir: Path) 
     options = ["verify", "--model", tiny_model_dir, "--lengths", "16", "--longest", "40"]
     run = mpirun(2, [kvr, *options, "--transport", "gloo"], timeout_s=100)
     assert run.returncode == 0, run.stderr
-    assert run.stderr.count("transport: gloo: asked for") + run.stdout.count("transport: gloo: asked for") == 1
+    assert run.stderr.count("transport: gloo: as requested") + run.stdout.count("transport: gloo: as requested") == 1
     for name, message in (("nccl", "rank 0 has its model on the CPU"), ("local", "2 ranks were started")):
         refused = mpirun(2, [kvr, *options, "--transport", name], timeout_s=100)
         assert refused.returncode == 69
@@ -126,7 +126,7 @@ def test_a_job_file_names_its_transport(mpirun: Any, kvr_run: Path, tiny_model_d
     )
     run = mpirun(2, [kvr_run, job], timeout_s=100)
     assert run.returncode == 0, run.stderr
-    assert "transport: gloo: asked for" in run.stderr + run.stdout
+    assert "transport: gloo: as requested" in run.stderr + run.stdout
     refused = mpirun(2, [kvr_run, job, "--overwrite", "--transport", "nccl"], timeout_s=100)
     assert refused.returncode == 69
     assert "transport 'nccl' moves GPU memory" in refused.stderr + refused.stdout
