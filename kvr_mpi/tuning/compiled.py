@@ -105,11 +105,7 @@ def _compile(folder: Path, dtype: torch.dtype, names: Sequence[str], say: Say, l
                 stream.write(f"{why}\n".encode())
             return
         for name in names:
-            made = work / f"{name}.pt2"
-            made.chmod(0o600)
-            with replacing(folder / f"{name}.xxh3") as stream:
-                stream.write(_digest(made).encode())
-            made.replace(folder / made.name)
+            keep_made(work / f"{name}.pt2", folder / f"{name}.pt2")
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -117,13 +113,28 @@ def _compile(folder: Path, dtype: torch.dtype, names: Sequence[str], say: Say, l
 def _run_compiler(work: Path, dtype: torch.dtype, names: Sequence[str], limit_s: float) -> str:
     """Run the program that compiles; say why it failed, nothing if it did not."""
     command = [sys.executable, "-m", compile_program_name(), str(work), str(dtype).removeprefix("torch."), *names]
+    why = run_compiler(command, {"TORCHINDUCTOR_CACHE_DIR": str(work), "TORCHINDUCTOR_COMPILE_THREADS": "1"}, limit_s)
+    if why:
+        return why
+    absent = [name for name in names if not (work / f"{name}.pt2").is_file()]
+    return f"the compiler did not create {', '.join(absent)}" if absent else ""
+
+
+def run_compiler(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> str:
+    """Run a compiler in a session of its own; say why it failed, nothing if it did not.
+
+    Raises
+    ------
+    OSError
+        If it cannot be run.
+    """
     with tempfile.TemporaryFile() as told:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=told,
             stderr=told,
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(work), "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+            env={**os.environ, **environment},
             start_new_session=True,  # so that a compiler that hangs ends with it
         )
         try:
@@ -137,10 +148,37 @@ def _run_compiler(work: Path, dtype: torch.dtype, names: Sequence[str], limit_s:
         told.seek(0)
         lines = [line.strip() for line in told.read().decode(errors="replace").splitlines() if line.strip()]
     if code:
-        reason = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "without output")
+        reason = next(
+            (line for line in reversed(lines) if "error" in line.lower()), "".join(lines[-1:]) or "without output"
+        )
         return f"the compiler failed ({reason[:300]})"
-    absent = [name for name in names if not (work / f"{name}.pt2").is_file()]
-    return f"the compiler did not create {', '.join(absent)}" if absent else ""
+    return ""
+
+
+def keep_made(made: Path, file: Path) -> None:
+    """Move what a compiler made to its place, with its checksum beside it."""
+    made.chmod(0o600)
+    with replacing(file.with_suffix(".xxh3")) as stream:
+        stream.write(_digest(made).encode())
+    made.replace(file)
+
+
+def check_kept(file: Path) -> None:
+    """Make sure that a file of code was kept by us and is whole.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+    ValueError
+        If it may be somebody else's, or is damaged.
+    """
+    for path in (file.parent, file):
+        found = path.lstat()
+        if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise ValueError(f"{path} is a link, or others can write to it")
+    if _digest(file) != read_regular(file.with_suffix(".xxh3"), 100).decode(errors="replace"):
+        raise ValueError("it is damaged")
 
 
 def compile_program_name() -> str:
@@ -158,13 +196,7 @@ def _load(file: Path, name: str, dtype: torch.dtype) -> Compiled:
     ValueError
         If it may be somebody else's, is damaged, or computes something else.
     """
-    for path in (file.parent, file):
-        found = path.lstat()
-        if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise ValueError(f"{path} is a link, or others can write to it")
-    expected = read_regular(file.with_suffix(".xxh3"), 100).decode(errors="replace")
-    if _digest(file) != expected:
-        raise ValueError("it is damaged")
+    check_kept(file)
     package = _LOADER(str(file), "model", False, 1, -1)
 
     def compute(*tensors: torch.Tensor) -> torch.Tensor:
