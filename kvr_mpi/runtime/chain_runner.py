@@ -1,6 +1,6 @@
-"""A model on a chain of ranks, and one prompt's run on it.
+"""A model on a chain of ranks: plans one prompt at a time, and prefills it.
 
-Stands between the batch, which has the documents, and the strategies, which know nothing of them.
+Stands between the batch, which handles documents, and the strategies, which only see token ids.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvr_mpi.transport.forwarder import Forwarder
 class ChainRunner:
     """A model on a chain of ranks, ready to answer documents.
 
-    Every rank of the chain gives the same prompts in the same order to `prefill`.
+    Every rank of the chain calls `prefill` with the same prompts in the same order.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class ChainRunner:
         self.chain, self.first_rank = chain, ranks.start
         self._setup, self._spec, self._loaded = setup, setup.spec, setup.loaded
         self._free_bytes = setup.free_bytes[ranks]
-        self.in_passes = setup.loaded.streamed is not None  # a wave's prompts go through the model together
+        self.in_passes = setup.loaded.streamed is not None  # all prompts of a wave go through the model together
         self.seed = self._spec.generation.seed
         self.new_tokens = self._spec.generation.max_new_tokens  # of an answer, unless a row says otherwise
         self._slices = SlicePlanner(setup, chain, ranks, say)
@@ -67,9 +67,9 @@ class ChainRunner:
         return self._spec.is_spread
 
     def writes_own(self, planned: PlannedPrompt) -> bool:
-        """Whether every rank stores the keys and values of its slice, while the last one has all to decode from them.
+        """Whether every rank stores its own slice's keys and values, although the last rank decodes from all of them.
 
-        Not with compression: what that leaves is chosen on the last rank.
+        Not with compression, which selects tokens on the last rank.
         """
         is_kept = self._spec.output.kv is True and self._spec.compress is None and not self.is_spread
         return is_kept and planned.has_slices(self.chain.size)
@@ -79,9 +79,9 @@ class ChainRunner:
         return Forwarder(self.chain, device=self._loaded.device, recorder=recorder) if self.chain.size > 1 else None
 
     def plan(self, request: PromptRequest, decode_rank: int) -> PlannedPrompt:
-        """Decide how a prompt is run with this rank of the chain last; only the chain's first rank does.
+        """Decide how a prompt is run, with the last slice on `decode_rank`; only on the chain's first rank.
 
-        Other ranks are told, since what is rounded here could be rounded differently on another processor.
+        The others receive the plan instead of repeating this, since rounding may differ on another processor.
         """
         prompt, prefix, new_tokens = request.prompt, self._prefix_of(request), request.document.new_tokens
         known, window = prefix.tokens if prefix else 0, self._setup.window_of(prompt)
@@ -103,7 +103,7 @@ class ChainRunner:
         return PlannedPrompt(prompt, prefix, decode_rank, strategy, partition, new_tokens, chunk_tokens=chunks)
 
     def _plan_shared(self, request: PromptRequest, decode_rank: int) -> PlannedPrompt | None:
-        """Plan a prompt whose beginning other prompts have, too; None if it has none, or there is no room for that."""
+        """Plan a prompt whose beginning is shared with other prompts; None if there is none, or no memory for it."""
         document, prefix = request.document, self._prefix_of(request)
         tokens, known = document.shared_tokens, prefix.tokens if prefix else 0
         if self._shares_nothing or tokens <= known:
@@ -117,14 +117,14 @@ class ChainRunner:
         return plan if self.fits_beside(plan, [0] * self.chain.size) else None
 
     def pinned_rank(self, request: PromptRequest) -> int | None:
-        """Say which rank has what a prompt goes on from."""
+        """Say which rank holds the shared beginning or stored document that a prompt continues; None: any."""
         shared, tokens = self._shared, request.document.shared_tokens
         if shared and shared.ids == request.prompt.ids[:tokens]:
             return shared.decode_rank
         return self.documents.pinned_rank(request.document.prefix)
 
     def check_shareable(self, request: PromptRequest) -> None:
-        """Refuse a prompt of which some rank would have nothing (`SpreadDocuments.check_shareable`)."""
+        """Refuse a prompt too short to give every rank a token (`SpreadDocuments.check_shareable`)."""
         if self.is_spread:
             self.documents.check_shareable(request.prompt, self._prefix_of(request))
 
@@ -137,7 +137,7 @@ class ChainRunner:
         shared_tokens: int,
         chunk_tokens: int | None,
     ) -> PlannedPrompt:
-        """Make a prompt's plan of what the chain's first rank tells of it."""
+        """Make a prompt's plan from the decisions of the chain's first rank."""
         partition = None if bounds is None else Partition(tuple(bounds))
         prefix, new_tokens = self._prefix_of(request), request.document.new_tokens
         way = STRATEGIES[strategy]
@@ -146,7 +146,7 @@ class ChainRunner:
         )
 
     def why_too_large(self, plan: PlannedPrompt) -> str | None:
-        """Say why a prompt fits on no empty chain, and how many ranks would do; None if it does."""
+        """Say why a prompt does not fit even on an empty chain, and how many ranks would be enough; None if it fits."""
         footprint = self._setup.footprint
         try:
             self._loaded.shape.check_ids(plan.prompt.ids)
@@ -244,12 +244,12 @@ class ChainRunner:
         )
 
     def prefill_shared(self, planned: PlannedPrompt, forwarder: Forwarder | None) -> Prefill | None:
-        """Let go of what the last prompts began with, and prefill what this one and others do; as `prefill`.
+        """Free the previous shared beginning, and prefill that of this prompt and others; collective, as `prefill`.
 
         Returns
         -------
         Prefill or None
-            What this rank did for it; None if that was nothing.
+            This rank's part of it; None if it has none.
         """
         ids, rank = planned.shared_ids, planned.decode_rank
         self._shared, prefill = None, None  # its memory first
@@ -265,11 +265,11 @@ class ChainRunner:
 
     @property
     def has_shared(self) -> bool:
-        """Whether what prompts begin with is kept."""
+        """Whether a shared beginning is held."""
         return self._shared is not None
 
     def goes_on(self, planned: PlannedPrompt) -> bool:
-        """Whether a prompt begins with what was prefilled last."""
+        """Whether a prompt begins with the shared beginning that is held."""
         return self._shared is not None and bool(planned.shared_ids) and self._shared.ids == planned.shared_ids
 
     def prefill_packed(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
@@ -301,12 +301,12 @@ class ChainRunner:
         return prefills
 
     def _goes_alone(self, tokens: int, before_window: int | None = None) -> bool:
-        """Whether so many tokens are too few to be cut: one rank prefills them, packed with others.
+        """Whether so many tokens are too few to be cut, so that one rank prefills them, packed with others.
 
         Parameters
         ----------
         before_window : int or None
-            How many of them stand before those whose queries compression asks for.
+            How many of them come before compression's observation window.
         """
         if self.in_passes or (self._setup.rolling is not None and self.chain.size == 1):
             return True
@@ -318,7 +318,7 @@ class ChainRunner:
         return self._slices.is_too_short(tokens) or (size == 1 and 2 * tokens <= PACK_TOKENS)
 
     def _prefix_of(self, request: PromptRequest) -> SharedPrefix | None:
-        """Find what a prompt begins with, if that is computed already."""
+        """Find the beginning of a prompt that has been computed already, if any."""
         ids, known, window = request.prompt.ids, request.document.prefix, self._setup.window_of(request.prompt)
         end = len(ids) if window is None else window[0]  # of what is known there are no queries
         fitting = (one for one in self._setup.prefixes if one.tokens <= end and ids[: one.tokens] == one.ids)
