@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvr_mpi.cli.options import command
+from kvr_mpi.cli.writing import writing
 
 if TYPE_CHECKING:
     from kvr_mpi.store.folder import Index
@@ -98,22 +99,18 @@ def _write(index: Index, kind: str, targets: tuple[Path | None, Path | None], st
     from contextlib import ExitStack
 
     from kvr_mpi.disk import replacing
-    from kvr_mpi.errors import OutputError
     from kvr_mpi.store.batch_responses import write_responses
     from kvr_mpi.store.export import write_export
     from kvr_mpi.store.folder import read_columns, read_model, read_records
 
     records = read_records(index, index.ids(status))
     output, errors = targets
-    try:
-        with ExitStack() as files:
-            stream = sys.stdout.buffer if output is None else files.enter_context(replacing(output))
-            failed = stream if errors is None else files.enter_context(replacing(errors))
-            if kind == "openai-batch":
-                write_responses(records, stream, failed, read_model(index))
-            else:
-                write_export(records, kind, stream, read_columns(index))
-    except OSError as error:
-        if output is None:
-            raise
-        raise OutputError(f"{error.filename or output} cannot be written: {error.strerror or error}") from error
+    with ExitStack() as files:
+        if output is not None:  # else it is standard output, whose reader may be gone
+            files.enter_context(writing(output))
+        stream = sys.stdout.buffer if output is None else files.enter_context(replacing(output))
+        failed = stream if errors is None else files.enter_context(replacing(errors))
+        if kind == "openai-batch":
+            write_responses(records, stream, failed, read_model(index))
+        else:
+            write_export(records, kind, stream, read_columns(index))

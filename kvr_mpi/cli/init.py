@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from kvr_mpi.cli.options import command
+from kvr_mpi.cli.writing import writing
 
 ASK = "Summarise the following document in one paragraph. Keep names, dates and numbers."
 # What stands for the document in a template.
@@ -105,11 +106,8 @@ def init(
     }
     text, spec = _write(job, wanted)
     check_job(spec, 1, goes_on=False, offline=is_offline())
-    try:
-        with job.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except OSError as error:
-        raise OutputError(f"{job} cannot be written: {error.strerror or error}") from error
+    with writing(job), job.open("x", encoding="utf-8") as stream:
+        stream.write(text)
     click.echo(f"{job} written; try it with two documents:\n  mpirun -n 2 kvr-run {job} --set documents.limit=2")
 
 

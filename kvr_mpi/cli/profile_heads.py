@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from kvr_mpi.cli.options import command, job_argument, set_option
+from kvr_mpi.cli.writing import writing
 
 
 @command()
@@ -55,11 +56,8 @@ def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     for name, reason in sample.left_out:
         click.echo(f"left out: {name}: {reason}", err=True)
     found = sample.as_json(setup, spec.documents.path)
-    try:
-        with replacing(output) as stream:
-            stream.write((json.dumps(found) + "\n").encode())
-    except OSError as error:
-        raise OutputError(f"--output {str(output)!r} cannot be written: {error.strerror or error}") from error
+    with writing(output), replacing(output) as stream:
+        stream.write((json.dumps(found) + "\n").encode())
     if plot is not None:
         name = found["name"].rpartition("/")[2]
         title = f"{name}, mean of {len(sample.documents)} document(s)\n{spec.compress}"

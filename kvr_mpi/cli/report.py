@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from kvr_mpi.cli.options import command
+from kvr_mpi.cli.writing import writing
 
 
 @command()
@@ -30,12 +31,11 @@ def report(path: Path, output: Path | None, trace_json: Path | None) -> None:
     times, failures and memory, and all answers to browse and search. It notes in one line what the run did not record.
     """
     from kvr_mpi.disk import replacing
-    from kvr_mpi.errors import OutputError
     from kvr_mpi.report.perfetto import write_perfetto
     from kvr_mpi.report.run_page import page_of
 
     target = output or (path if path.is_dir() else path.parent) / "report.html"
-    try:
+    with writing(target):
         page, skipped = page_of(path)
         for line in skipped:
             click.echo(f"warning: left out: {line}", err=True)
@@ -45,5 +45,3 @@ def report(path: Path, output: Path | None, trace_json: Path | None) -> None:
         if trace_json is not None:
             spans, ranks = write_perfetto(path if path.is_dir() else path.parent, trace_json, skipped.append)
             click.echo(f"{trace_json}: {spans} spans of {ranks} rank(s); open it at ui.perfetto.dev")
-    except OSError as error:
-        raise OutputError(f"{error.filename or target} cannot be written: {error.strerror or error}") from error

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvr_mpi.cli.options import command, parse_numbers, plot_option
+from kvr_mpi.cli.writing import writing
 
 if TYPE_CHECKING:
     from kvr_mpi.costs.costmodel import RelayKind
@@ -224,8 +225,6 @@ def _is_offline() -> bool:
 
 
 def _write(json_file: str | None, csv_file: str | None, found: Any, columns: list[dict[str, object]]) -> None:
-    from kvr_mpi.errors import OutputError
-
     texts = []
     if json_file is not None:
         texts.append((json_file, json.dumps(found, indent=1) + "\n"))
@@ -239,10 +238,8 @@ def _write(json_file: str | None, csv_file: str | None, found: Any, columns: lis
         if name == PRINT:
             click.echo(text, nl=False)
             continue
-        try:
+        with writing(name):
             Path(name).write_text(text)
-        except OSError as error:
-            raise OutputError(f"{name} cannot be written: {error}") from error
 
 
 def _columns(row: ForecastRow) -> dict[str, object]:

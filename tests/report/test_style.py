@@ -35,7 +35,14 @@ def test_lengths_and_times_are_said_plainly() -> None:
         "3 min 20 s",
         "2 h 5 min",
     ]
-    assert [bytes_text(n) for n in (12, 2048, 3.4 * 2**20, 12 * 2**30)] == ["12 B", "2 KiB", "3.4 MiB", "12 GiB"]
+    assert [bytes_text(n) for n in (0, 12, 2048, 3.4 * 2**20, 12 * 2**30)] == [
+        "0 B",
+        "12 B",
+        "2 KiB",
+        "3.4 MiB",
+        "12 GiB",
+    ]
+    assert bytes_text(1023) == "1023 B" and bytes_text(3.1 * 2**40) == "3.1 TiB"
     assert [percent_text(p) for p in (0, 0.004, 0.034, 1)] == ["0 %", "0.4 %", "3 %", "100 %"]
     assert [plain_number(n) for n in (0.5, 10, 4000)] == ["0.5", "10", "4,000"]
 
