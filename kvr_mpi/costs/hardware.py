@@ -118,7 +118,7 @@ def load_hardware(name_or_path: str) -> Hardware:
             for item in error.errors()[:5]
         )
         raise DataError(
-            f"hardware file {name_or_path!r} is not a profile:  {found}; valid keys: {', '.join(Hardware.model_fields)}"
+            f"hardware file {name_or_path!r} is not a profile: {found}; valid keys: {', '.join(Hardware.model_fields)}"
         ) from error
 
 
@@ -134,7 +134,7 @@ def _read_text(path: Path, shipped: list[str]) -> str:
         if len(data) > MAX_FILE_BYTES:
             raise DataError(
                 f"hardware file {str(path)!r} is larger than {MAX_FILE_BYTES >> 20} MiB, so it is not a profile; "
-                f"shipped profiles:  {', '.join(shipped)}"
+                f"shipped profiles: {', '.join(shipped)}"
             )
         return data.decode()
     except (OSError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""Decode all documents a rank holds together: they join when their prefill ends and leave when they are answered.
+"""Decode all documents on a rank together: they join after their prefill, and leave when they are answered.
 
-The model runs once a step on a packed row of one token of each document. What a document is answered does not depend
-on its company: it has its own cache, positions, logits processors and random numbers. Stands between the prefills of a
-wave and the writer.
+In each step, the model runs once on a packed row with one token of each document. The answer of a document does not
+depend on the others in the row: each has its own cache, positions, logits processors and random numbers. Stands between
+the prefills of a wave and the writer.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, run
 from kvr_mpi.prefill.packed import decode_packed
 from kvr_mpi.transport.local import LocalTransport
 
-# Most sequences a rank decodes together: beyond that, weights are read seldom enough.
+# Most sequences that a rank decodes together: with more, reading the weights is no longer what takes the time.
 MAX_SEQUENCES = 64
-# Settings of rows that are kept, for rows with the same.
+# Sampling settings of recent documents that are cached, for documents with the same settings.
 KEPT_RULES = 16
 
 K = TypeVar("K")
@@ -41,7 +41,7 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class Finished(Generic[K]):
-    """A document that left the batch: with an answer, or with what went wrong."""
+    """A document that has left the batch, with an answer or an error."""
 
     key: K
     prefill: Prefill  # with all its keys and values; without a cache after an error
@@ -182,7 +182,7 @@ class DecodeBatch(Generic[K]):
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return f"not enough memory to score its continuations:  {str(error).splitlines()[0]}"
+            return f"not enough memory to score its continuations: {str(error).splitlines()[0]}"
         return None
 
     def _why_not_compressed(self, prefill: Prefill, tokens: int, new_tokens: int) -> str | None:

@@ -54,7 +54,7 @@ def make_generation_config(model: Any, settings: dict[str, Any]) -> GenerationCo
         config = GenerationConfig.from_dict({**model.generation_config.to_dict(), **settings})
         config.validate(user_set_attributes=set(settings))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"[generation]: transformers does not accept {settings}:  {error}") from error
+        raise ConfigError(f"[generation]: transformers does not accept {settings}: {error}") from error
     return config
 
 

@@ -66,4 +66,4 @@ def _render(tokenizer: Any, messages: Sequence[Message], contents: Sequence[str]
     try:
         return render_chat(tokenizer, said)
     except ValueError as error:
-        raise DocumentError(f"this model's chat template rejects the conversation:  {error}") from error
+        raise DocumentError(f"this model's chat template rejects the conversation: {error}") from error

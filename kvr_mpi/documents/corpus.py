@@ -113,7 +113,7 @@ class Corpus:
         except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
             self._open = None
             reason = getattr(error, "strerror", None) or str(error)
-            return Document(entry.id, error=f"{file} could be read when the job began, but no longer:  {reason}")
+            return Document(entry.id, error=f"{file} could be read when the job began, but no longer: {reason}")
         if document.error is not None or document.sha256 != entry.sha256:
             return Document(
                 entry.id, error=f"{file} has changed since the job began: {entry.id!r} has another text now"

@@ -109,7 +109,7 @@ class GenerationSection(BaseModel):
             )
         if self.scores and self.max_new_tokens:
             raise ValueError(
-                f"generation.score replaces the answer, but max_new_tokens = {self.max_new_tokens} asks for one:  "
+                f"generation.score replaces the answer, but max_new_tokens = {self.max_new_tokens} asks for one: "
                 f"leave one of them out, or set generation.max_new_tokens = 0"
             )
         if self.logprobs and self.max_new_tokens == 0:

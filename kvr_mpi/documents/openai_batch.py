@@ -93,7 +93,7 @@ def _check_envelope(row: Mapping[str, Any]) -> None:
     understood = {content, *SPECIAL, *NUMBERS, *NEUTRAL, *BYSTANDERS}
     if unknown := sorted(str(name) for name, value in body.items() if value is not None and name not in understood):
         raise DocumentError(
-            f"body has {', '.join(unknown)}, which is not supported here, so the request is not answered (supported:  "
+            f"body has {', '.join(unknown)}, which is not supported here, so the request is not answered (supported: "
             f"{content}, {', '.join((*SPECIAL, *NUMBERS))})"
         )
     for name, values in NEUTRAL.items():

@@ -307,7 +307,7 @@ def _render_user(tokenizer: Any, parsed: Template, system: str | None) -> tuple[
         text = render_chat(tokenizer, messages)
     except ValueError as error:
         raise ConfigError(
-            f"this model's chat template rejects the prompt:  {error}; leave out prompt.system or set "
+            f"this model's chat template rejects the prompt: {error}; leave out prompt.system or set "
             f"prompt.chat_template = false"
         ) from error
     pieces = MARK.split(text)

@@ -36,12 +36,12 @@ class CacheSettings(BaseModel):
             raise ValueError(f"cache.{changed[0]} is for rolling caches: set cache.kind = 'rolling', or leave it out")
         if self.approximation is None and "sinks" in changed:
             raise ValueError(
-                "cache.sinks is for an approximation:  set cache.approximation = 'streaming-llm', or leave it out"
+                "cache.sinks is for an approximation: set cache.approximation = 'streaming-llm', or leave it out"
             )
         if self.sinks >= self.tokens:
             raise ValueError(
                 f"cache.sinks = {self.sinks} leaves no room for the last tokens among the {self.tokens} that are kept "
-                f"(cache.tokens);  lower it, or raise cache.tokens"
+                f"(cache.tokens); lower it, or raise cache.tokens"
             )
         return self
 

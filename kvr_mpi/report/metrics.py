@@ -59,7 +59,7 @@ class ProgressFiles:
             _replace(self._folder / PROMETHEUS_FILE, as_prometheus(found))
         except OSError as error:
             self._has_failed = True
-            self._say(f"warning: {PROGRESS_FILE} can no longer be written:  {error.strerror or error}")
+            self._say(f"warning: {PROGRESS_FILE} can no longer be written: {error.strerror or error}")
 
 
 def as_prometheus(values: Mapping[str, float | None]) -> str:

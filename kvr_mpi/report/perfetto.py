@@ -77,7 +77,7 @@ def describe_trace(folder: Path) -> str:
     try:
         spans, ranks = write_perfetto(folder, folder / TRACE_FILE, skipped.append)
     except (DataError, OSError) as error:
-        return f"warning: the ranks' traces were not merged:  {'; '.join([*skipped, str(error)])}"
+        return f"warning: the ranks' traces were not merged: {'; '.join([*skipped, str(error)])}"
     without = f"; left out: {'; '.join(skipped)}" if skipped else ""
     return (
         f"trace: {spans} spans of {ranks} rank(s) in {folder / TRACE_FILE}; open it at ui.perfetto.dev, or see "

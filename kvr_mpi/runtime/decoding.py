@@ -70,7 +70,7 @@ def _say_choice(setup: JobSetup, choice: DecodeChoice, ranks: int, say: Say) -> 
     if setup.spec.decode.mode == "auto":
         say(str(choice))
     elif setup.spec.decode.mode == "head-parallel" and choice.mode != "head-parallel":
-        say(f"decode.mode = 'head-parallel' is replaced by data-parallel here:  {choice.why}")
+        say(f"decode.mode = 'head-parallel' is replaced by data-parallel here: {choice.why}")
     if choice.mode == "head-parallel":
         assert isinstance(setup.sharing, HeadSharing)
         say(f"answers are decoded by {ranks} ranks that share heads ({setup.sharing.describe(ranks)})")

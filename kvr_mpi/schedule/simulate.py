@@ -143,7 +143,7 @@ def _check_contexts(work: Workload, contexts: Sequence[int], most_ranks: int) ->
         if work.max_tokens is not None and tokens > work.max_tokens:
             longer = [name for name, shape in SHAPES.items() if (shape.max_tokens or tokens) >= tokens]
             raise ConfigError(
-                f"{tokens} tokens exceed the {work.max_tokens} of {work.name}; shapes for this length:  "
+                f"{tokens} tokens exceed the {work.max_tokens} of {work.name}; shapes for this length: "
                 f"{', '.join(longer)}"
             )
         if tokens < most_ranks:

@@ -25,7 +25,7 @@ def costs_of(loaded: LoadedModel, world: Transport, say: Say) -> Costs:
     say("measuring ranks and links for the plan")
     costs = measure_costs(loaded, world)
     say(
-        f"measured links: {costs.link_bytes_per_s / 1e9:.2f} GB/s, {costs.link_latency_s * 1e6:.0f} us; decoding:  "
+        f"measured links: {costs.link_bytes_per_s / 1e9:.2f} GB/s, {costs.link_latency_s * 1e6:.0f} us; decoding: "
         f"{1e3 * (costs.layers * costs.launch_floor_s + costs.head_s):.1f} ms per token"
     )
     return costs
@@ -49,7 +49,7 @@ def describe_rates(rates: Sequence[Rates], tokens: int) -> str:
     lengths = equal_time(tokens, rates)
     return (
         f"measured per layer: {rates[0].token_s * 1e6:.1f} us per token, {rates[0].pair_s * 1e9:.2f} ns per query-key "
-        f"pair;  slices of equal time for {tokens} tokens: {Partition.by_ratio(tokens, lengths, QUANTUM_TOKENS)}"
+        f"pair; slices of equal time for {tokens} tokens: {Partition.by_ratio(tokens, lengths, QUANTUM_TOKENS)}"
     )
 
 
@@ -60,7 +60,7 @@ def table_of(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transp
         return None
     here, path = key_of(loaded, chain), Path(parallel.table)
     table, differences = together(world, lambda: find_table(path, here, force=parallel.table_force))
-    say(f"slices from the table of  {table.key.model.name} on {table.key.hardware}, {describe_range(table)}")
+    say(f"slices from the table of {table.key.model.name} on {table.key.hardware}, {describe_range(table)}")
     if differences:
-        say(f"warning: used despite differences (parallel.table_force):  {'; '.join(differences)}")
+        say(f"warning: used despite differences (parallel.table_force): {'; '.join(differences)}")
     return table

@@ -88,7 +88,7 @@ def check_filters(dataset: Any, where: str, largest_bytes: int) -> None:
     if BLOSC2 not in filters:
         return
     if not has_blosc2():
-        raise ForeignError(f"{where} is compressed by Blosc2, which needs hdf5plugin to read:  {INSTALL}")
+        raise ForeignError(f"{where} is compressed by Blosc2, which needs hdf5plugin to read: {INSTALL}")
     importlib.import_module("hdf5plugin")
     chunk, item_bytes = plist.get_chunk(), dataset.get_type().get_size()
     chunk_bytes = math.prod(chunk) * item_bytes

@@ -164,7 +164,7 @@ class Lock:
             )
         raise OutputError(
             f"another job has taken over {str(self._folder)!r} while this one was suspended; this one ends, the other "
-            f"continues:  {_describe(state)}"
+            f"continues: {_describe(state)}"
         )
 
     def release(self) -> None:

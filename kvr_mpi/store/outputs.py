@@ -286,7 +286,7 @@ def check_record(group: h5py.Group) -> Record:
     known = {spec.name for spec in fields(Record)} | {*ANNOUNCED, RECORD_SEAL}
     strange = {*group} - {*DATASETS, "kv"} | attribute_names(group) - known | strange_members(group)
     if strange:
-        raise DataError(f"{group.file.filename}:{group.name} has unknown members:  {', '.join(sorted(strange)[:5])}")
+        raise DataError(f"{group.file.filename}:{group.name} has unknown members: {', '.join(sorted(strange)[:5])}")
     return record
 
 

@@ -109,7 +109,7 @@ def open_run(
     try:
         others = foreign(folder)
         if others:
-            say(f"files in {str(folder)!r} that are not from kvr-mpi are left alone:  {_some(others)}")
+            say(f"files in {str(folder)!r} that are not from kvr-mpi are left alone: {_some(others)}")
         if mode == "overwrite":
             _clear(folder)
         elif mode == "new":
@@ -205,7 +205,7 @@ def _without_parts(run: Survey, header: Header, done: set[str], say: Say) -> set
     found = incomplete(run.folder, done, there, run.sound)
     if found:
         say(
-            f"{len(found)} document(s) lack keys and values from some rank, and are processed again:  "
+            f"{len(found)} document(s) lack keys and values from some rank, and are processed again: "
             f"{_some(sorted(found))}"
         )
     return found

@@ -177,7 +177,7 @@ def _read(file: Path) -> tuple[Header, Record, list[KeysValues | None], CachedTo
                 start, stop = map(int, about["text"])
                 tokens = CachedTokens(tuple(tensors["token_ids"].tolist()), (start, stop))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{file} is damaged, or was not written by `kvr export --kv`:  {error}") from error
+        raise DataError(f"{file} is damaged, or was not written by `kvr export --kv`: {error}") from error
     return header, record, layers, tokens
 
 

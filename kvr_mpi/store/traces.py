@@ -195,7 +195,7 @@ class TraceWriter:
         try:
             write_all(self._handle, data)
         except OSError as error:
-            self._end(f"the trace can no longer be written:  {error.strerror or error}")
+            self._end(f"the trace can no longer be written: {error.strerror or error}")
             return
         if is_full:
             self._end(
@@ -315,7 +315,7 @@ def _read_header(path: Path, line: bytes) -> TraceHeader:
             raise ValueError(found)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{path} is not a trace of a kvr-mpi run, or is damaged:  its first line is {line[:60]!r}"
+            f"{path} is not a trace of a kvr-mpi run, or is damaged: its first line is {line[:60]!r}"
         ) from error
     return header
 

@@ -113,9 +113,7 @@ def choose(wanted: Name, views: Sequence[_View], *, in_processes: bool) -> tuple
         return "nccl", "as requested; control messages over MPI"
     if wanted == "gloo":
         if on_gpu:
-            raise TransportError(
-                "transport 'gloo' moves host memory, but the model is on GPUs;  use 'nccl' or 'staged'"
-            )
+            raise TransportError("transport 'gloo' moves host memory, but the model is on GPUs; use 'nccl' or 'staged'")
         return "gloo", "as requested; control messages over MPI"
     if wanted == "staged" and not on_gpu:
         return "staged", "as requested; the model is on the CPU, so this only adds a copy through a second buffer"

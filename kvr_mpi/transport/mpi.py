@@ -91,7 +91,7 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     world = MPI.COMM_WORLD
     if world.size == 1 and meant > 1:
         raise TransportError(
-            f"this process is alone, but {meant} ranks were intended ({launcher}):  the launcher does not match the "
+            f"this process is alone, but {meant} ranks were intended ({launcher}): the launcher does not match the "
             f"MPI that mpi4py loads ({library}). Under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with "
             f"Open MPI, or that MPI's own mpirun; for one rank on purpose, use `srun -n 1`"
         )
@@ -117,7 +117,7 @@ def adopt(comm: Any) -> MpiTransport:
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise TransportError(
-            "MPI was initialised without MPI_THREAD_MULTIPLE, but keys and values are sent by a separate thread;  "
+            "MPI was initialised without MPI_THREAD_MULTIPLE, but keys and values are sent by a separate thread; "
             "leave mpi4py.rc.thread_level at its default, 'multiple', or call MPI.Init_thread(MPI.THREAD_MULTIPLE)"
         )
     return MpiTransport(comm.Dup())

@@ -253,7 +253,7 @@ def steady(split: Partition, predicted_s: float, run: Run, say: Say) -> tuple[Ob
         say(f"  {split} took {seen.ttft_s} s (busy {_list(seen.busy_s)} s), predicted {predicted_s:.3f} s: {again}")
     if not numbers:
         raise DataError(
-            f"{split}: {MAX_HICCUPS} runs gave no valid times (the last:  {seen.ttft_s} s, busy {_list(seen.busy_s)} "
+            f"{split}: {MAX_HICCUPS} runs gave no valid times (the last: {seen.ttft_s} s, busy {_list(seen.busy_s)} "
             f"s); expected positive seconds: check the ranks' clocks with kvr doctor, and search again"
         )
     say(f"  {split} is consistently slow: using the fastest of {len(numbers)} run(s)")

@@ -211,12 +211,12 @@ def load_table(path: Path) -> Table:
     except OSError as error:
         raise DataError(f"table {str(path)!r} cannot be read: {error}") from error
     if len(data) > MAX_FILE_BYTES:
-        raise DataError(f"table {str(path)!r} is larger than {MAX_FILE_BYTES >> 20} MiB, so it is not a table;  {hint}")
+        raise DataError(f"table {str(path)!r} is larger than {MAX_FILE_BYTES >> 20} MiB, so it is not a table; {hint}")
     try:
         return Table.model_validate_json(data)
     except ValidationError as error:
         found = [_explain(dict(item)) for item in error.errors()[:5]]
-        raise DataError(f"table {str(path)!r} is damaged or not a table:  {'; '.join(found)}; {hint}") from error
+        raise DataError(f"table {str(path)!r} is damaged or not a table: {'; '.join(found)}; {hint}") from error
 
 
 def save_table(table: Table, path: Path) -> None:
@@ -279,7 +279,7 @@ def merge_tables(old: Table, new: Table) -> tuple[Table, list[str]]:
         If their keys differ, saying in what.
     """
     if differences := differences_of(old.key, new.key):
-        raise ConfigError(f"only tables for the same setup can be merged:  {'; '.join(differences)}")
+        raise ConfigError(f"only tables for the same setup can be merged: {'; '.join(differences)}")
     entries = {entry.context_tokens: entry for entry in old.entries}
     said = []
     for entry in new.entries:
