@@ -234,7 +234,7 @@ def check_fits(
         advice += ", since the last one keeps them all (unless output.kv = 'sharded')"
     raise DocumentError(
         f"a prompt of {tokens} tokens does not fit: rank {rank} of {size} needs {needs[rank] / GIB:.2f} GiB in "
-        f"addition to the weights, but has {free_bytes[rank] / GIB:.2f} GiB;  its keys and values alone take "
+        f"addition to the weights, but has {free_bytes[rank] / GIB:.2f} GiB; its keys and values alone take "
         f"{tokens * footprint.shape.kv_bytes_per_token / GIB:.2f} GiB; {advice}"
     )
 

@@ -149,7 +149,7 @@ def _need_nccl(views: Sequence[_View]) -> None:
     without = [rank for rank, view in enumerate(views) if view.device != "cuda"]
     if without:
         raise TransportError(
-            f"transport 'nccl' moves GPU memory, but the model of rank {without[0]} is on the CPU;  use 'auto', 'mpi' "
+            f"transport 'nccl' moves GPU memory, but the model of rank {without[0]} is on the CPU; use 'auto', 'mpi' "
             f"or 'gloo'"
         )
     if not all(view.has_nccl for view in views):
