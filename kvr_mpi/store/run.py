@@ -1,7 +1,7 @@
-"""Beginning a run, or going on with one: the folder taken, checked against the job, and put in order.
+"""Starting or resuming a run: its folder is locked, checked against the job, and repaired after crashes.
 
-After any crash, and whatever was left behind, the documents that need nothing more are exactly those in files
-that are as recorded; everything else is done again. Files that are not as they should be are set aside, never deleted.
+After any crash, exactly those documents count as finished that are in files that match the ledger; all others are
+processed again. Files that do not match are set aside, never deleted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvr_mpi.store.traces import remove_traces
 
 RUN_FILE = "run.json"
 RUN_FILE_BYTES = 1 << 30
-# Checksums are looked at for so much of the newest files when a run goes on; `merge_files` looks at all.
+# Bytes of the newest files whose checksums are verified when a run is resumed; `merge_files` verifies all of them.
 VERIFY_BYTES = 1 << 30
 NAMED = 5  # examples in a message
 ALL = slice(0, None, 1)
@@ -42,8 +42,8 @@ Mode = Literal["new", "overwrite", "resume"]
 class Run:
     """A folder that this job may write to.
 
-    done : documents that are done.
-    failed : documents whose error records are to stay; empty if they are to be tried again.
+    done : ids of documents that are done.
+    failed : ids of documents whose error records are kept; empty if these documents are to be tried again.
     """
 
     done: set[str]
@@ -52,15 +52,15 @@ class Run:
 
     @property
     def session(self) -> int:
-        """Number of this job among those that had the folder."""
+        """Number of this job among all that have used the folder."""
         return self.lock.number
 
     def check(self, *, anew: bool = False) -> None:
-        """Raise `OutputError` if the folder is another job's, another one, or gone; see `Lock.check`."""
+        """Raise `OutputError` if the folder belongs to another job, was replaced, or is gone; see `Lock.check`."""
         self.lock.check(anew=anew)
 
     def close(self) -> None:
-        """Let other jobs have the folder."""
+        """Release the folder for other jobs."""
         self.lock.release()
 
 
@@ -75,32 +75,32 @@ def open_run(
     owner: Owner,
     say: Say = lambda line: None,
 ) -> Run:
-    """Take a run's folder, and find out what is done.
+    """Lock the folder of a run, repair it, and find out what is done.
 
     Parameters
     ----------
     folder : Path
     header : Header
-        Its identity has to be that of the results that are there.
+        Its identity has to match the existing results.
     corpus : Corpus
-        It has to have the documents of the results that are there.
+        It has to contain the documents of the existing results.
     share : slice
-        Which of them this job is to do, as ``slice(first, None, step)``; for whoever asks how far it is.
+        The documents that this job processes, as ``slice(first, None, step)``; recorded for progress reports.
     mode : {'new', 'overwrite', 'resume'}
-        Refuse if there is anything; delete what is there; go on with it.
+        What to do with existing results: refuse to start, delete them, or continue from them.
     retry_failed : bool
-        Do documents with error records again.
+        Process documents with error records again.
     owner : Owner
         This process.
     say : callable
-        For lines about what was found and done.
+        Takes log lines about what was found and repaired.
 
     Raises
     ------
     OutputError
-        If the folder cannot be written, is in use, or holds results of something else; the message says what.
+        If the folder cannot be written, is in use, or holds results of another job; the message names the difference.
     DataError
-        If a file with the name of a result is of another program, or of a newer version of this one.
+        If a file with the name of a result file was written by another program, or by a newer version of this one.
     """
     check_writable(folder)
     if mode == "new":
