@@ -129,7 +129,7 @@ def test_an_empty_stop_string_is_refused(tmp_path: Path) -> None:
 def test_ratios_and_their_partition_go_together(tmp_path: Path, more: str) -> None:
     message = refusal(write_job(tmp_path, f"[parallel]\n{more}"))
     assert re.search(
-        r"job\.toml: .*parallel\.partition = 'ratio' and parallel\.ratios = .* the other way round", message
+        r"job\.toml: .*parallel\.partition = 'ratio' needs parallel\.ratios = .* the other way round", message
     )
 
 

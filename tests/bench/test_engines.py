@@ -27,7 +27,7 @@ def environment(folder: Path, script: str) -> Path:
     ("name", "model", "words"),
     [
         ("vllm", "model.gguf", "'vllm': expected some of openvino, llama.cpp"),
-        ("openvino", "folder", "folder is no .gguf file"),
+        ("openvino", "folder", "folder is not a .gguf file"),
         ("openvino", "model.gguf", "ended with 3: no such library"),
     ],
 )

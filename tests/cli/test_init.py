@@ -73,7 +73,7 @@ def test_what_cannot_run_is_not_written(
 
 def test_three_questions_on_a_terminal(place: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = CliRunner().invoke(group, ["init"], input="my corpus\n")
-    assert told.exit_code == EXIT_USAGE and "--corpus and --model: needed" in told.output
+    assert told.exit_code == EXIT_USAGE and "--corpus and --model: required" in told.output
     monkeypatch.setattr("kvr_mpi.cli.init._is_terminal", lambda: True)
     answers = f"nowhere\nmy corpus\n/no/model\n{tiny_model_dir}\nWho was there?\n"
     told = CliRunner().invoke(group, ["init"], input=answers, catch_exceptions=False)

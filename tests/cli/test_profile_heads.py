@@ -44,7 +44,7 @@ def test_a_profile_is_placed_and_compresses(job: Path, tmp_path: Path, run_kvr: 
     code, out, err = run_kvr("profile-heads", job, *METHOD, "--output", output, "--plot", plot)
     assert code == EXIT_OK, err
     assert "3 layers of 2 KV heads" in out and "mean_centred" in out and plot.read_bytes()[:4] == b"\x89PNG"
-    assert "left out: short.txt: the budget holds all of it" in err
+    assert "left out: short.txt: shorter than the budget" in err
     found = json.loads(output.read_text())
     each = np.array(found["of_each_document"])
     assert found["documents"] == ["doc-0.txt", "doc-1.txt", "doc-2.txt"] and each.shape == (3, 3, 2)

@@ -178,7 +178,7 @@ def test_models_without_keys_of_heads_are_refused_by_name(name: str, why: str) -
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     settings = settings_of("headkv", tmp_path)
     assert open_compression(settings, tiny("llama-gqa")).profile is not None
-    with pytest.raises(ConfigError, match="3 layers of 2 KV heads, and .* here has 3 of 6"):
+    with pytest.raises(ConfigError, match="3 layers of 2 KV heads, but .* here has 3 of 6"):
         open_compression(settings, tiny("llama-mha"))
     (tmp_path / "heads.json").write_text(json.dumps({"counts": [[1, 2]] * 3, "model": "another", "source": "there"}))
     with pytest.raises(ConfigError, match="for another model"):

@@ -64,7 +64,7 @@ def test_a_profile_is_what_heads_are_placed_by_and_of_this_model(tmp_path: Path)
     mean = (heaviest + others) / 2
     assert opened().efficiency(2) == pytest.approx(mean / max(heaviest, others))
     assert opened(model=loaded.fingerprint).layers == layers
-    with pytest.raises(ConfigError, match="decode.profile = .* is of another model"):
+    with pytest.raises(ConfigError, match="decode.profile = .* is for another model"):
         opened(model="another")
 
 

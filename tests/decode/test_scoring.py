@@ -113,7 +113,7 @@ def test_plain_transformers_cache_is_left_alone() -> None:
 def test_what_cannot_be_scored_is_said() -> None:
     loaded = ready(tiny("llama-gqa"))
     long = " ".join(["5"] * 500)
-    with pytest.raises(DocumentError, match="the model takes 512"):
+    with pytest.raises(DocumentError, match="context has 512 tokens"):
         score_continuations(loaded, prefill_alone(loaded), len(IDS), [long])
     with pytest.raises(DocumentError, match="has no tokens"):
         score_continuations(loaded, prefill_alone(loaded), len(IDS), ["nothing"])

@@ -265,7 +265,9 @@ def test_a_rings_memory_is_that_of_whole_buffers() -> None:
     make = RING.ours.make
     assert make is not None
     check_fits(footprint, cut, [decode_rank, other], 24, make)
-    with pytest.raises(DocumentError, match=r"1000 tokens does not fit: rank 1 of 2 needs .*; [0-9]+ ranks would do"):
+    with pytest.raises(
+        DocumentError, match=r"1000 tokens does not fit: rank 1 of 2 needs .*; [0-9]+ ranks would be enough"
+    ):
         check_fits(footprint, cut, [decode_rank, other - 1], 24, make)
 
 

@@ -70,7 +70,7 @@ ALL_WORDS = (
     "documents.path 'nowhere'",
     "documents.path 'void'",
     "documents.text_field = 'text'",
-    "their fields are body, id, title",
+    "the fields are body, id, title",
     "model.path './no-model'",
     "has {question}",
     "prompt.reduce_template 'Sum up.' contains {text} 0 times",
@@ -132,7 +132,8 @@ def test_a_table_for_other_chains_is_refused(job: Path, tmp_path: Path, ranks: i
     check(job, *settings)
     check(job, *settings, "parallel.ranks_per_chain=2", ranks=4)
     check(job, *settings, "parallel.table_force=true", ranks=ranks)
-    assert f"ranks is 2, here it is {ranks}" in refusal(job, *settings, ranks=ranks)
+    told = refusal(job, *settings, ranks=ranks)
+    assert f"chains of {ranks} rank(s)" in told and "is for 2 ranks" in told
 
 
 def test_models_that_are_not_whole(job: Path, tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_models_that_are_not_whole(job: Path, tmp_path: Path) -> None:
     (model / "model-1-of-2.safetensors").write_bytes(b"")
     names = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    assert "1 of its 2 files of weights are missing, such as model-2-of-2.safetensors" in refusal(job)
+    assert "1 of its 2 weight files are missing, such as model-2-of-2.safetensors" in refusal(job)
     for config in ("[]", "{", "[" * 100_000):
         (model / "config.json").write_text(config)
         assert "config.json" in refusal(job)
@@ -162,7 +163,7 @@ def test_some_rows_without_text_are_no_reason_to_refuse(job: Path, tmp_path: Pat
     (corpus / "a-first.jsonl").write_text('{"id": "x", "text": "of another name"}\n{"id": "y"}\nno JSON\n')
     check(job)
     (corpus / "rows.jsonl").unlink()
-    assert "their fields are id, text" in refusal(job)
+    assert "the fields are id, text" in refusal(job)
     (corpus / "a-first.jsonl").write_text("no JSON\n")  # records, as ever
     check(job)
     (corpus / "a-first.jsonl").write_text('{"id": "x"}\n')
@@ -184,7 +185,7 @@ def test_the_text_field_of_other_tables(job: Path, tmp_path: Path, suffix: str) 
     else:
         (corpus / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"id": "a", "body": "words"}\n'))
     check(job)
-    assert "their fields are body, id" in refusal(job, "documents.text_field=words")
+    assert "the fields are body, id" in refusal(job, "documents.text_field=words")
 
 
 def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -> None:
@@ -203,8 +204,8 @@ def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -
     [
         ("parallel.strategy=single", "strategy = 'single' decodes from transformers' own cache"),
         ("output.kv=sharded", "output.kv = 'sharded' stores the part of each rank"),
-        ("documents.reuse=runs/before", "documents.reuse goes on from stored keys"),
-        ("questions.ask=['Who?']", r"\[questions\] goes on from stored keys"),
+        ("documents.reuse=runs/before", "documents.reuse uses stored keys"),
+        ("questions.ask=['Who?']", r"\[questions\] uses stored keys"),
         ("compress.profile=nowhere.json", "compress.profile = 'nowhere.json': no such file"),
     ],
 )
@@ -218,8 +219,8 @@ def test_compression_is_refused_beside_what_would_ignore_it(job: Path, setting: 
     [
         ("parallel.strategy=single", "strategy = 'single' decodes from transformers' own cache"),
         ("output.kv=true", "output.kv = true stores the cache of one rank.* or choose mode = 'auto'"),
-        ("output.kv=sharded", "with output.kv = 'sharded' ranks decode together already"),
-        ("questions.sharded=true", "with questions.sharded ranks decode together already"),
+        ("output.kv=sharded", "with output.kv = 'sharded', ranks already decode together"),
+        ("questions.sharded=true", "with questions.sharded, ranks already decode together"),
         (
             "generation.logprobs=true",
             "log-probabilities, scores, several samples and schemas are not supported yet by ranks that",

@@ -91,7 +91,7 @@ def rows_in_pairs(low: float, *, told: bool) -> list[dict[str, Any]]:
 def test_a_title_goes_by_pairs_and_not_by_the_spread(tmp_path: Path) -> None:
     for low, told, title in (
         (1.1, True, "kvr-s is fastest at 4k tokens on 2 ranks: 20 % ahead of ring"),
-        (0.9, False, "kvr-s and ring are not told apart at 4k tokens on 2 ranks"),
+        (0.9, False, "kvr-s and ring do not differ significantly at 4k tokens on 2 ranks"),
     ):
         plot_bench(rows_in_pairs(low, told=told), tmp_path / "plot.svg", about="rows of today")
         drawn = (tmp_path / "plot.svg").read_text()
@@ -119,4 +119,4 @@ def test_a_document_that_grew_is_drawn(tmp_path: Path) -> None:
     ]
     plot_extension(rows, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
-    assert "64 tokens added to 4k: 46.9 times as fast as all of it again" in drawn and ">after 1k<" in drawn
+    assert "64 tokens added to 4k: 46.9 times as fast as prefilling everything again" in drawn and ">after 1k<" in drawn

@@ -106,7 +106,7 @@ def test_a_run_goes_on_in_either_way(job: Path, tmp_path: Path, run_here: Any) -
     assert run_here(2, [job, *with_settings(*SMALL, SHARED, "documents.shard='0/2'")]).returncode == 0
     assert len(answers(tmp_path / "out")) == 3
     again = run_here(3, [job, "--resume", *with_settings(*SMALL, "decode.mode=auto")])
-    assert again.returncode == 0 and "3 of them done already" in again.stderr
+    assert again.returncode == 0 and "3 of them already done" in again.stderr
     assert again.stderr.count("decode.mode = 'auto': ") == 1 and "a step is forecast to take" in again.stderr
     assert answers(tmp_path / "out") == answers(wanted)
 

@@ -21,7 +21,7 @@ def test_alone_under_slurm_with_several_tasks(job: Path, kvr_run: Path, tmp_path
     )
     assert run.returncode == 69
     assert last_line(run.stderr) == "exit code 69: the ranks cannot communicate"
-    assert "4 ranks were meant" in run.stderr and "srun --mpi=pmi2" in run.stderr
+    assert "4 ranks were intended" in run.stderr and "srun --mpi=pmi2" in run.stderr
     assert not (tmp_path / "out").exists()
 
 

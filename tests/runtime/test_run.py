@@ -59,7 +59,7 @@ def test_existing_results_are_refused_resumed_or_deleted(
 
     resumed = mpirun(1, [kvr_run, job, "--resume"])  # on another number of ranks
     assert resumed.returncode == 0, resumed.stderr
-    assert "3 of them done already" in resumed.stderr
+    assert "3 of them already done" in resumed.stderr
     after = {record.id: record for record in read_run(tmp_path / "out")}
     assert len(after) == 5
     assert all(after[name] == record for name, record in before.items())

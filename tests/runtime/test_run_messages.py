@@ -66,9 +66,7 @@ def test_the_status_of_a_run_is_in_plain_words(job: Path, tmp_path: Path, run_he
         "state     not running and not finished; the same kvr-run command with --resume continues"
     )
     assert run_here(1, [job, "--resume"]).returncode == 65
-    assert state() == (
-        "state     finished: nothing is left to do, 1 with an error record (--retry-failed does them again)"
-    )
+    assert state() == ("state     finished, 1 with an error record (--retry-failed tries them again)")
 
 
 @pytest.mark.slow

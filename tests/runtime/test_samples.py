@@ -87,7 +87,7 @@ def test_a_batch_file_asks_for_several(job: Path, tmp_path: Path, run_here: Any,
     assert run_here(2, [job]).returncode == EXIT_BAD_DATA
     _, out, _ = run_kvr("export", tmp_path / "out", "--format", "openai-batch")
     lines = {line["custom_id"]: line for line in map(json.loads, out.splitlines())}
-    assert "2 answers that are not sampled are the same" in lines["greedy"]["error"]["message"]
+    assert "2 answers without sampling would all be the same" in lines["greedy"]["error"]["message"]
     body = lines["four"]["response"]["body"]
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     words = [choice["message"]["content"] for choice in body["choices"]]

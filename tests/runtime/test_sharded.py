@@ -160,7 +160,7 @@ def test_what_every_rank_wrote_of_its_own_is_read_as_one(
         for number, pair in here.layers.items():
             torch.testing.assert_close(pair, there.layers[number], rtol=1e-4, atol=1e-4)
     again = run_here(2, [job, *options(*own), "--resume"])
-    assert again.returncode == 0 and "5 of them done already" in again.stderr
+    assert again.returncode == 0 and "5 of them already done" in again.stderr
     code, _, said = run_kvr("merge", out)
     assert code == 0, said
     assert not (out / PARTS).exists()
@@ -311,7 +311,7 @@ def test_bad_documents_stop_nothing(job: Path, tmp_path: Path, run_here: Any) ->
     assert done.returncode == 65 and last_line(done.stderr).count("2 of 7 document(s) failed")
     found = records(tmp_path / "out")
     assert [record.status for record in found.values()] == ["done"] * 5 + ["error"] * 2
-    assert "tokens cannot stay spread over 3 ranks" in found["short.txt"].error
+    assert "tokens cannot be spread over 3 ranks" in found["short.txt"].error
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_ranks_that_stages_do_not_divide_are_refused(job: Path, ranks: int, stag
 def test_one_weight_a_stage(job: Path) -> None:
     weights = ("parallel.partition=ratio", "parallel.ratios=[1, 2]", "parallel.ranks_per_stage=2")
     assert lay_out(spec_of(job, *weights), 4).stages == 2
-    with pytest.raises(ConfigError, match="in stages of 2; give one for each stage"):
+    with pytest.raises(ConfigError, match="in stages of 2; expected one per stage"):
         lay_out(spec_of(job, *weights), 8)
 
 

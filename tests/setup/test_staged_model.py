@@ -29,7 +29,7 @@ def test_answers_and_identity_are_those_of_the_original(
     monkeypatch.setenv("KVR_STAGE_MODEL", "1")
     monkeypatch.setenv("KVR_LOCAL", str(local))
     resumed = run_here(2, [job, "--resume"])  # the identity is the same, or this would be refused
-    assert resumed.returncode == EXIT_OK and "5 of them done already" in resumed.stderr
+    assert resumed.returncode == EXIT_OK and "5 of them already done" in resumed.stderr
     other = run_here(2, [job, "--set", f"output.path={tmp_path / 'staged'}"])
     assert other.returncode == EXIT_OK and f"to {local}/kvr-model-" in other.stderr and "verified" in other.stderr
     assert answers(tmp_path / "staged") == answers(tmp_path / "out")

@@ -38,7 +38,7 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     words = ["--ranks", "8", "--array", "3", "--at-once", "2", "--print", "--hardware", "h200"]
     code, out, err = run_kvr("sbatch", job, *words, "--sbatch=--account=abc", "--sbatch=--exclusive")
     assert code == EXIT_OK
-    array, gather = re.split(r"^# And, submitted with --dependency=afterany:JOB:\n", out, flags=re.MULTILINE)
+    array, gather = re.split(r"^# Then, submitted with --dependency=afterany:JOB:\n", out, flags=re.MULTILINE)
     for line in ("array=0-2%2", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "account=abc", "exclusive"):
         assert array.count(f"#SBATCH --{line}\n") == 1
     assert "#SBATCH --account=abc\n" in gather and "exclusive" not in gather and "gpus" not in gather
@@ -54,7 +54,7 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--array", "7"], "7 shares of 6 document(s): some would have none"),
+        (["--array", "7"], "7 shares of 6 document(s): some shares would be empty"),
         (["--array", "2", "--set", "documents.shard=0/2"], "leave documents.shard out"),
         (["--sbatch=--array=0-3"], "use --array N"),
     ],

@@ -130,7 +130,7 @@ def test_a_chunk_that_would_burst_is_refused_before_it_is_unpacked(
     data = bytearray(path.read_bytes())
     change(data, chunk_of(path, 1))
     path.write_bytes(data)
-    with open_file(path) as file, pytest.raises(DataError, match="chunk 1 is no Blosc2 frame"):
+    with open_file(path) as file, pytest.raises(DataError, match="chunk 1 is not a Blosc2 frame"):
         open_kv(file["documents/a"])
 
 

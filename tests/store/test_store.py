@@ -43,7 +43,6 @@ from kvr_mpi.store.outputs import (
 )
 from kvr_mpi.store.record import ASKED_FOR, DATASETS
 from kvr_mpi.store.shards import ShardWriter
-from kvr_mpi.store.stored_kv import KeysValues
 
 HEADER = Header(
     identity={"model": "0123abcd", "prompt": {"template": "Summarise: {text}\n", "keep": "head"}, "kv": True},
@@ -111,7 +110,7 @@ def same(got: dict[str, Any], wanted: dict[str, Any]) -> bool:
     return list(got) == list(wanted) and all(repr(got[name]) == repr(wanted[name]) for name in wanted)
 
 
-def write_shard(folder: Path, record: Record, layers: list[KeysValues | None]) -> Path:
+def write_shard(folder: Path, record: Record, layers: list[tuple[torch.Tensor, torch.Tensor] | None]) -> Path:
     writer = ShardWriter(folder, "0000", HEADER)
     writer.write(record, layers)
     writer.flush()
@@ -344,7 +343,7 @@ def test_any_tensor_comes_back_bit_for_bit(patterns: list[int], dtype: torch.dty
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_layers_come_back_from_a_records_group(tmp_path: Path, dtype: torch.dtype, tokens: int) -> None:
     # As the model hands them over: transposed views, not contiguous, and with a gradient.
-    layers: list[KeysValues | None] = [
+    layers: list[tuple[torch.Tensor, torch.Tensor] | None] = [
         (torch.randn(2, tokens, 4).to(dtype).transpose(0, 1), torch.randn(tokens, 2, 3, requires_grad=True).to(dtype))
         for _ in range(3)
     ]

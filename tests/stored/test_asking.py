@@ -108,7 +108,7 @@ def test_answers_are_those_of_a_fresh_prefill(
     for readers in (1, 3):
         asked = run_here(readers, [ask_job(tmp_path, model, tmp_path / "out"), "--overwrite"])
         assert asked.returncode == 0, asked.stderr
-        assert "5 document(s) are loaded" in asked.stderr and "questions about documents: 10" in asked.stderr
+        assert "5 document(s) will be loaded" in asked.stderr and "questions about documents: 10" in asked.stderr
         check_answers(tmp_path / "asked", fresh)
 
 
@@ -139,7 +139,7 @@ def test_prefilling_again_gives_the_same(
 ) -> None:
     asked = run_here(2, [ask_job(tmp_path, tiny_model_dir, run), *options("questions.reuse=never")])
     assert asked.returncode == 0, asked.stderr
-    assert "5 document(s) are prefilled again" in asked.stderr
+    assert "5 document(s) will be prefilled again" in asked.stderr
     found = records(tmp_path / "asked")
     for name, folder in ask_fresh(job, tmp_path, run_here).items():
         for document, truth in records(folder).items():
@@ -165,7 +165,7 @@ def test_some_documents_a_file_of_questions_and_resuming(
     assert again.returncode == 0, again.stderr
     assert len(records(tmp_path / "asked")) == 8
     again = run_here(3, [job, "--resume"])
-    assert again.returncode == 0 and "8 of them done already" in again.stderr
+    assert again.returncode == 0 and "8 of them already done" in again.stderr
 
 
 @pytest.mark.slow
@@ -348,7 +348,7 @@ def test_kvr_ask_says_what_it_would_do_and_does_it(
     monkeypatch.setattr("kvr_mpi.transport.mpi.connect", LocalTransport)
     command = ("ask", run, "-q", "Who?", "-q", "Why?", "--doc", "doc-3.txt", "--reuse", "always")
     code, out, err = run_kvr(*command, "--dry-run")
-    assert code == 0 and err == "" and "doc-3.txt" in out and "1 document(s) are loaded" in out
+    assert code == 0 and err == "" and "doc-3.txt" in out and "1 document(s) will be loaded" in out
     assert not (tmp_path / "out-answers").exists()
     code, out, err = run_kvr(*command, "--max-new-tokens", "5")
     assert code == 0, err
@@ -356,7 +356,7 @@ def test_kvr_ask_says_what_it_would_do_and_does_it(
     assert set(found) == {"doc-3.txt#q1", "doc-3.txt#q2"} and found["doc-3.txt#q2"].new_tokens == 5
     (tmp_path / "empty").mkdir()
     code, out, err = run_kvr("ask", tmp_path / "empty", "-q", "Who?")
-    assert code == 65 and "no result file" in err and "exit code 65: what was to be read is damaged" in err
+    assert code == 65 and "no result file" in err and "exit code 65: a file is damaged" in err
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_answers_are_the_same_and_only_the_rest_is_computed(
     again = options(f"documents.reuse={grown}", f"output.path={tmp_path / 'again'}", *more)
     reused = run_here(ranks, [job, *again])
     assert reused.returncode == 0, reused.stderr
-    assert "one of 5 stored prompts shares" in reused.stderr
+    assert "with one of 5 stored prompts" in reused.stderr
     truth, found = records(tmp_path / "out"), records(tmp_path / "again")
     assert len(found) == 6 and found.keys() == truth.keys()
     for name, record in found.items():

@@ -54,8 +54,8 @@ def test_the_choice_and_its_reason(wanted: Any, views: list[_View], chosen: str,
 @pytest.mark.parametrize(
     ("wanted", "views", "message"),
     [
-        ("nccl", cpus(2), "rank 0 has its model on the CPU; use 'auto', 'mpi' or 'gloo'"),
-        ("nccl", [*gpus("a"), *cpus(1)], "rank 1 has its model on the CPU"),
+        ("nccl", cpus(2), "the model of rank 0 is on the CPU; use 'auto', 'mpi' or 'gloo'"),
+        ("nccl", [*gpus("a"), *cpus(1)], "the model of rank 1 is on the CPU"),
         ("nccl", gpus("a", "b", "a"), r"ranks \[0, 2\] share one GPU \(a\).*use 'staged'"),
         ("nccl", gpus("a", "b", nccl=False), "built without NCCL"),
         ("gloo", gpus("a", "b"), "use 'nccl' or 'staged'"),
@@ -89,7 +89,7 @@ def test_threads_are_warmed_up_and_a_link_that_changes_data_is_found(tmp_path: P
         return open_transport(mine, "auto", torch.device("cpu"), cache_dir=tmp_path, every_pair=True)[1]
 
     assert run_local(3, work) == ["transport: local: 3 threads of one process"] * 3
-    with pytest.raises(TransportError, match="from rank 0 to rank 2 delivers something else|another rank failed"):
+    with pytest.raises(TransportError, match="from rank 0 to rank 2 delivers other data|another rank failed"):
         run_local(3, lambda rank: work(rank, Garbling))
 
 
@@ -105,7 +105,7 @@ def test_a_job_says_what_it_chose(mpirun: Any, kvr: Path, tiny_model_dir: Path) 
     run = mpirun(2, [kvr, *options, "--transport", "gloo"], timeout_s=100)
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("transport: gloo: as requested") + run.stdout.count("transport: gloo: as requested") == 1
-    for name, message in (("nccl", "rank 0 has its model on the CPU"), ("local", "2 ranks were started")):
+    for name, message in (("nccl", "the model of rank 0 is on the CPU"), ("local", "2 ranks were started")):
         refused = mpirun(2, [kvr, *options, "--transport", name], timeout_s=100)
         assert refused.returncode == 69
         assert message in refused.stderr + refused.stdout

@@ -177,7 +177,7 @@ def test_a_hiccup_is_repeated_and_said() -> None:
 def test_a_clock_that_is_broken_ends_it() -> None:
     split = Partition((0, 50, 100))
     bad = Observation(split, 1.0, (math.nan, 1.0), (0.0, 0.0))
-    with pytest.raises(DataError, match=r"50\+50: 3 runs gave no times .*kvr doctor"):
+    with pytest.raises(DataError, match=r"50\+50: 3 runs gave no valid times .*kvr doctor"):
         steady(split, 1.0, lambda _: bad, silent)
 
 

@@ -75,7 +75,7 @@ def test_search_merges_and_checks(tmp_path: Path, tiny_model_dir: Path, mpirun: 
     # The times of a model this small are noise, so it may well miss; it says so, and the exit code does, too.
     assert second.returncode == (1 if "MISSED" in second.stderr else 0)
     assert "of 3 hold, median of 1 trial(s)" in second.stderr
-    for words in (": 400 tokens: ", ": 256 tokens: ", ": 320 tokens, not searched", "even slices"):
+    for words in (": 400 tokens: ", ": 256 tokens: ", ": 320 tokens, not in the table", "even slices"):
         assert words in second.stderr
     third = mpirun(2, [*command, "--dtype", "bfloat16", "--contexts", "128"])
     assert third.returncode == 78
@@ -99,7 +99,7 @@ def test_a_profile_needs_no_machine(tmp_path: Path, tiny_model_dir: Path, mpirun
 @pytest.mark.parametrize(
     ("options", "code", "word"),
     [
-        (["--contexts", "9999"], 78, "9999: expected between 4 (two for each rank) and 512"),
+        (["--contexts", "9999"], 78, "9999: expected from 4 (two tokens per rank) to 512"),
         pytest.param(
             *(["--method", "model", "--profile", "abacus"], 78, "'abacus': no such profile"), marks=pytest.mark.long
         ),
@@ -136,7 +136,7 @@ def test_contexts_that_cannot_be_searched() -> None:
     assert check_contexts([256, 128, 256], 2, 512) == [128, 256]
     with pytest.raises(ConfigError, match="mpirun -n 2 kvr search"):
         check_contexts([128], 1, 512)
-    with pytest.raises(ConfigError, match="3: expected between 4 .two for each rank. and what the model takes"):
+    with pytest.raises(ConfigError, match="3: expected from 4 .two tokens per rank. to what the model takes"):
         check_contexts([3], 2, None)
 
 
@@ -192,7 +192,7 @@ def test_a_job_is_cut_by_its_table(
     assert run.stderr.count("by the fitted rates of the table") == 1, "the longer prompts are warned about once"
 
     refused = run_here(3, [job, "--overwrite"])
-    assert refused.returncode == 78 and "ranks is 2, here it is 3" in refused.stderr
+    assert refused.returncode == 78 and "is for 2 ranks" in refused.stderr
     forced = run_here(3, [job, "--overwrite", "--set", "parallel.table_force=true"])
     assert forced.returncode == 0, forced.stderr
     assert "used despite differences" in forced.stderr and forced.stderr.count("by the fitted rates of the table") == 1
