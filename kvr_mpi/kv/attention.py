@@ -128,6 +128,9 @@ def attend_window(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, window: int
 ) -> PartialAttention:
     """Attend to the last `window` keys up to each query; the last query stands at the last key."""
+    if params.kernel is not None and params.is_plain and params.kernel.takes(query, keys, values):
+        how: Any = {"scale": params.scale, "causal": True, "window": window}
+        return PartialAttention(*params.kernel(query, keys, values, **how))
     if takes_flash(query, values, params):
         return _attend_flash(query, keys, values, params, window=window, causal=True)
     return _attend_bent(query, keys, values, params, offset=keys.shape[2] - query.shape[2], window=window)

@@ -29,12 +29,14 @@ ATTENTION = "kvr"
 
 
 class AttentionKernel(Protocol):
-    """Attention without softcaps or masks, for the shapes that it takes (`model.tiled_attention`)."""
+    """Attention without softcaps, for the shapes that it takes (`model.tiled_attention`)."""
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether it is to attend from these to those."""
 
-    def __call__(self, *tensors: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, *tensors: torch.Tensor, scale: float, causal: bool, window: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Give output (1, heads, queries, head_dim) and log-sum-exp (1, heads, queries) of query, keys and values."""
 
 

@@ -9,7 +9,7 @@ faster (`tuning.kernels`). What comes of it is held against plain transformers b
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -42,7 +42,9 @@ class Kernel(Protocol):
 
     slot: str
     nbytes: int  # memory it takes beside the module's own
-    __call__: Callable[..., Any]
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Compute what the slot is for."""
 
 
 # Beside the models and not in them: a copy of a model, in another dtype maybe, is a plain one.

@@ -40,6 +40,7 @@ struct Shape {
     int64_t query_head, query_row, key_row, value_row, out_head, out_row;
     float scale;
     int32_t causal;  // query i sees the keys up to keys - queries + i
+    int64_t window;  // and of those, if causal, only the last so many
 };
 
 // c (ROWS, WIDE) = a (ROWS, depth) b (depth, WIDE), to which c times `keep` of its row is added if that is given.
@@ -92,10 +93,11 @@ static inline float sum(Lanes lanes) {
     return total;
 }
 
-// Make weights of a query's scores of a block (wide), of which the first `seen` are its own. Updates the largest score
-// and the sum of weights; returns what earlier weights are to be multiplied by.
-static float weigh(float *scores, int64_t seen, int64_t wide, float &most, float &total) {
-    std::fill(scores + seen, scores + wide, -1e30f);  // finite, so that no difference of two is NaN
+// Make weights of a query's scores of a block (wide), of which it sees those from `low` to `high`. Updates the largest
+// score and the sum of weights; returns what earlier weights are to be multiplied by.
+static float weigh(float *scores, int64_t low, int64_t high, int64_t wide, float &most, float &total) {
+    std::fill(scores, scores + low, -1e30f);  // finite, so that no difference of two is NaN
+    std::fill(scores + high, scores + wide, -1e30f);
     Lanes tops[2] = {load(scores), load(scores + LANES)}, sums[2] = {};
     for (int64_t c = WIDE; c < wide; c += WIDE)
         for (int half = 0; half < 2; ++half) tops[half] = larger(load(scores + c + half * LANES), tops[half]);
@@ -107,7 +109,8 @@ static float weigh(float *scores, int64_t seen, int64_t wide, float &most, float
             store(scores + c + half * LANES, weights);
             sums[half] += weights;
         }
-    std::fill(scores + seen, scores + wide, 0.0f);
+    std::fill(scores, scores + low, 0.0f);
+    std::fill(scores + high, scores + wide, 0.0f);
     const float rescale = std::exp2(before - most);
     total = total * rescale + sum(sums[0] + sums[1]);
     return rescale;
@@ -127,13 +130,16 @@ static void attend(const Shape &s, const float *query, const float *turned, cons
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t d = 0; d < s.dim; ++d) tile[r * s.dim + d] = query[(first + r) * s.query_row + d] * scale;
     const int64_t all = s.causal ? before + rows : s.keys;
-    for (int64_t begin = 0; begin < all; begin += BLOCK) {
+    const int64_t unseen = s.causal ? std::max<int64_t>(0, before + 1 - s.window) : 0;
+    for (int64_t begin = unseen / WIDE * WIDE; begin < all; begin += BLOCK) {
         const int64_t count = std::min<int64_t>(BLOCK, all - begin), wide = (count + WIDE - 1) / WIDE * WIDE;
         for (int64_t c = 0; c < wide; c += WIDE)
             multiply(tile, s.dim, turned + begin + c, padded, scores + c, BLOCK, s.dim, nullptr);
         for (int64_t r = 0; r < ROWS; ++r) {
-            const int64_t seen = s.causal ? before + std::min(r + 1, rows) - begin : count;
-            rescale[r] = weigh(scores + r * BLOCK, std::clamp<int64_t>(seen, 0, count), wide, most[r], total[r]);
+            const int64_t own = before + std::min(r + 1, rows) - begin;  // keys of the block up to the query's own
+            const int64_t high = s.causal ? std::clamp<int64_t>(own, 0, count) : count;
+            const int64_t low = s.causal ? std::clamp<int64_t>(own - s.window, 0, high) : 0;
+            rescale[r] = weigh(scores + r * BLOCK, low, high, wide, most[r], total[r]);
         }
         for (int64_t d = 0; d < s.dim; d += WIDE)
             multiply(scores, BLOCK, values + begin * s.value_row + d, s.value_row, sums + d, s.dim, count, rescale);

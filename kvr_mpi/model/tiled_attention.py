@@ -23,7 +23,12 @@ _SIZES = "group queries keys dim query_head query_row key_row value_row out_head
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_int64) for name in _SIZES), ("scale", ctypes.c_float), ("causal", ctypes.c_int32))
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _SIZES),
+        ("scale", ctypes.c_float),
+        ("causal", ctypes.c_int32),
+        ("window", ctypes.c_int64),
+    )
 
 
 class AttentionLibrary:
@@ -58,7 +63,14 @@ class AttentionLibrary:
         return same and dim % self.multiple == 0 and query.shape[1] % keys.shape[1] == 0 and min(keys.shape) > 0
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        *,
+        causal: bool,
+        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend to all keys, or (`causal`) to those up to each query, where the last query stands at the last key.
 
@@ -68,6 +80,8 @@ class AttentionLibrary:
             (1, heads, queries, head_dim) in float32, the features of each together, as of the others.
         keys, values : torch.Tensor
             (1, kv_heads, keys, head_dim).
+        window : int or None
+            If `causal`: see only the last so many of the keys up to each query.
 
         Returns
         -------
@@ -75,13 +89,13 @@ class AttentionLibrary:
             Output (1, heads, queries, head_dim), by queries, and log-sum-exp (1, heads, queries).
         """
         (_, heads, queries, dim), (_, kv_heads, count, _) = query.shape, keys.shape
-        assert self.takes(query, keys, values) and (not causal or queries <= count)
+        assert self.takes(query, keys, values) and (queries <= count if causal else window is None)
         group, threads = heads // kv_heads, torch.get_num_threads()
         out = torch.empty(1, queries, heads, dim).transpose(1, 2)
         lse = torch.empty(1, heads, queries)
         room = torch.empty(self._room(dim, count, threads))
         strides = query.stride(1), query.stride(2), keys.stride(2), values.stride(2), out.stride(1), out.stride(2)
-        shape = _Shape(group, queries, count, dim, *strides, scale, causal)
+        shape = _Shape(group, queries, count, dim, *strides, scale, causal, window or count)
         with torch.profiler.record_function("tiled attention"):
             for head in range(kv_heads):
                 of_group = slice(head * group, head * group + group)
@@ -108,9 +122,12 @@ class TiledAttention:
         """Whether it can attend from these to those, and was measured to be faster."""
         return way_for(self.ways, query.shape[2]) != PLAIN and self._library.takes(query, keys, values)
 
-    def __call__(self, *tensors: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, *tensors: torch.Tensor, scale: float, causal: bool, window: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend (`AttentionLibrary.attend`)."""
-        return self._library.attend(*tensors, scale, causal=causal)
+        query, keys, values = tensors
+        return self._library.attend(query, keys, values, scale, causal=causal, window=window)
 
 
 def attention_kernel(model: Any) -> TiledAttention | None:

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -115,21 +116,22 @@ def _try(library: AttentionLibrary) -> None:
             torch.randn(1, rows, number, dim, generator=draw).transpose(1, 2)
             for rows, number in ((queries, heads), (count, kv_heads), (count, kv_heads))
         )
-        for causal in (False, True):
-            found = library.attend(query, keys, values, 0.3, causal=causal)
-            for mine, truth in zip(found, _attend_in_float64(query, keys, values, 0.3, causal=causal), strict=True):
+        for causal, window in ((False, None), (True, None), (True, 10)):
+            how: Any = {"causal": causal, "window": window}
+            found = library.attend(query, keys, values, 0.3, **how)
+            for mine, truth in zip(found, _attend_in_float64(query, keys, values, 0.3, **how), strict=True):
                 if not torch.allclose(mine.double(), truth, rtol=ALLOWED_ERROR, atol=ALLOWED_ERROR):
                     raise ValueError("it gives wrong results")
 
 
 def _attend_in_float64(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = query.shape[1] // keys.shape[1]
     keys, values = (each.double().repeat_interleave(group, dim=1) for each in (keys, values))
     scores = query.double() @ keys.transpose(-1, -2) * scale
     if causal:
         queries, count = scores.shape[-2:]
-        after = torch.ones(queries, count, dtype=torch.bool).triu(count - queries + 1)
-        scores = scores.masked_fill(after, float("-inf"))
+        distance = torch.arange(count - queries, count).unsqueeze(1) - torch.arange(count)
+        scores = scores.masked_fill((distance < 0) | (distance >= (window or count)), float("-inf"))
     return scores.softmax(-1) @ values, scores.logsumexp(-1)

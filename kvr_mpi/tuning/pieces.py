@@ -144,11 +144,12 @@ def attention_pieces(loaded: LoadedModel, library: AttentionLibrary | None) -> l
 
 
 def _attending_layer(loaded: LoadedModel) -> LayerShape | None:
-    """Return a layer that sees all keys."""
-    return next((layer for layer in loaded.shape.layers if layer.elements and not layer.visibility.size), None)
+    """Return a layer that sees all keys, or one that sees some."""
+    attending = [layer for layer in loaded.shape.layers if layer.elements]
+    return next((layer for layer in attending if not layer.visibility.size), next(iter(attending), None))
 
 
 def attention_name(loaded: LoadedModel) -> str:
-    """Name the attention of a model's layers that see all keys."""
+    """Name a model's attention, by its keys."""
     layer = _attending_layer(loaded)
     return "" if layer is None else f"attention of {layer.num_kv_heads}x{layer.key_dim}"

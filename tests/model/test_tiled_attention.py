@@ -46,12 +46,21 @@ def draw(heads: int, kv_heads: int, queries: int, keys: int, dim: int) -> Tensor
     return query, one, other
 
 
-def exact(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool) -> Any:
+def exact(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool,
+    window: int | None = None,
+) -> Any:
     group, (queries, count) = query.shape[1] // keys.shape[1], (query.shape[2], keys.shape[2])
     keys, values = (each.double().repeat_interleave(group, dim=1) for each in (keys, values))
     scores = query.double() @ keys.transpose(-1, -2) * scale
     if causal:
-        scores = scores.masked_fill(torch.ones(queries, count).triu(count - queries + 1).bool(), -math.inf)
+        seen = torch.ones(queries, count).tril(count - queries).triu(count - queries + 1 - (window or count))
+        scores = scores.masked_fill(seen == 0, -math.inf)
     return scores.softmax(-1) @ values, scores.logsumexp(-1)
 
 
@@ -75,9 +84,9 @@ def test_it_is_exact(
     tensors, before = draw(heads, kv_heads, queries, keys, dim), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for causal in (False, True):
-            found = library.attend(*tensors, 0.2, causal=causal)
-            for mine, truth in zip(found, exact(*tensors, 0.2, causal=causal), strict=True):
+        for causal, window in ((False, None), (True, None), (True, 1), (True, 100), (True, 530)):
+            found = library.attend(*tensors, 0.2, causal=causal, window=window)
+            for mine, truth in zip(found, exact(*tensors, 0.2, causal=causal, window=window), strict=True):
                 torch.testing.assert_close(mine.double(), truth, rtol=1e-5, atol=1e-5)
     finally:
         torch.set_num_threads(before)
@@ -133,6 +142,7 @@ COMMON: dict[str, Any] = {
 }
 CONFIGS: dict[str, Any] = {
     "llama": tf.LlamaConfig(**COMMON, intermediate_size=64, num_key_value_heads=2),
+    "mistral": tf.MistralConfig(**COMMON, intermediate_size=64, num_key_value_heads=2, sliding_window=50),
     "falcon": tf.FalconConfig(**COMMON, num_kv_heads=2, new_decoder_architecture=True),
 }
 
