@@ -102,7 +102,7 @@ def test_self_check_lets_good_models_through(name: str) -> None:
 def test_self_check_says_which_models_attend_to_a_whole_prefix_and_why(name: str) -> None:
     said: list[str] = []
     assert not check_chain(replace(tiny(name), attends_in_parts=True), say=said.append).attends_in_parts
-    assert len(said) == 1 and "the model's own attention" in said[0] and "cannot be taken over" in said[0]
+    assert len(said) == 1 and "the model's own attention" in said[0] and "cannot be computed in parts" in said[0]
 
 
 @pytest.mark.parametrize("name", SINGLE_ONLY)

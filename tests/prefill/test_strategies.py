@@ -342,4 +342,4 @@ def test_a_ring_whose_ranks_all_run_out_of_memory_does_not_stand_still() -> None
     with Failing(lambda: (getattr(mine, "rank", None), getattr(mine, "fails", None))).installed(("llama-gqa",)):
         errors = run_local(5, work)
     assert all(error is not None and "ran out of memory with a slice of 12" in error for error in errors)
-    assert errors[2] is not None and "rank 2, 3, 4, 0, 1 ran out" in errors[2]
+    assert errors[2] is not None and "rank 2, 3, 4, 0, 1 of the 5 in its chain ran out" in errors[2]

@@ -40,7 +40,7 @@ WRONG = [
     (["--set", "model.path={tmp}/no-weights"], 78, ["no *.safetensors"]),
     (["--set", "model.path={tmp}/unknown-architecture"], 78, ["cannot be loaded", "no-such-type"]),
     (["--set", "model.path={tmp}/damaged-weights"], 78, ["cannot be loaded"]),
-    (["--set", "model.path=package:no_such_package/x.gguf"], 78, ["no package 'no_such_package'"]),
+    (["--set", "model.path=package:no_such_package/x.gguf"], 78, ["package 'no_such_package' is not installed"]),
     (["--set", "model.dtype=float31"], 78, ["model.dtype = 'float31'", "'bfloat16'"]),
     (["--set", "model.device=cuda"], 78, ["model.device = 'cuda'", "no GPU"]),
     (["--set", "generation.max_tokens=3"], 78, ["unknown key", "did you mean 'max_new_tokens'"]),

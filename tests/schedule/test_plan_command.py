@@ -146,7 +146,7 @@ def test_a_lookup_table_of_this_model_says_what_things_cost(
         (
             ["--ranks", "2", "--set", "documents.shard=20/30", "--hardware", "h200"],
             78,
-            ["no document of the share 20/30"],
+            ["no documents of the share 20/30"],
         ),
         (["--ranks", "2", "--set", "prompt.template=x"], 78, ["prompt.template", "{text}"]),
         (["--ranks", "2", "--set", "parallel.ranks_per_chain=some"], 78, ["'auto'", "'some'"]),

@@ -338,7 +338,9 @@ def test_keys_of_another_shape_are_refused_even_with_checksums_that_fit(
     asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, forged)])
     assert asked.returncode == 65, asked.stderr
     for record in records(tmp_path / "asked").values():
-        assert record.status == "error" and ("layer" in record.error or "begins with" in record.error)
+        assert record.status == "error" and (
+            "layer" in record.error or "at the beginning of its stored prompt" in record.error
+        )
 
 
 @pytest.mark.slow
