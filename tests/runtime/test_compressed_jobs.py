@@ -114,7 +114,7 @@ def test_a_profile_is_known_by_what_it_says(job: Path, tmp_path: Path, run_here:
     assert again.returncode != 0 and "compress was" in again.stderr
     profile.write_text(json.dumps({"counts": [[20, 60]]}))
     other = run_here(1, [job, "--overwrite", *with_settings(*settings, limit)])
-    assert other.returncode != 0 and "is of 1 layers of 2 KV heads" in other.stderr
+    assert other.returncode != 0 and "is for 1 layers of 2 KV heads" in other.stderr
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def test_continuations_of_each_row_and_prompt(scoring: Path, tmp_path: Path, run
         assert [score["text"] for score in found[f"two#{prompt}"].scored] == [" yes", " no"]
         assert [score["text"] for score in found[f"one#{prompt}"].scored] == [" perhaps"]
         assert "'choices' (generation.score_column) is 'None'" in found[f"none#{prompt}"].error
-        assert "none of them empty" in found[f"empty#{prompt}"].error
+        assert "expected a non-empty text" in found[f"empty#{prompt}"].error
     assert found["two#p"].scored[0]["logprob"] != found["two#q"].scored[0]["logprob"]
 
 
