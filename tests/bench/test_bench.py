@@ -93,8 +93,8 @@ def test_a_whole_corpus_in_every_way(tmp_path: Path, tiny_model_dir: Path, mpiru
     ("options", "word"),
     [
         (["--strategies", "kvr-x"], "'kvr-x': expected some of single"),
-        (["--contexts", "9999"], "9999: expected between 4"),
-        pytest.param(["--contexts", "many"], "'many': expected tokens", marks=pytest.mark.long),
+        (["--contexts", "9999"], "9999: expected from 4"),
+        pytest.param(["--contexts", "many"], "'many': expected whole numbers", marks=pytest.mark.long),
         pytest.param(["--contexts", ","], "expected at least one", marks=pytest.mark.long),
         pytest.param(["--model", "./nothing"], "no such file or folder", marks=pytest.mark.long),
     ],

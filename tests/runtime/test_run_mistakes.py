@@ -23,7 +23,7 @@ def test_folders_that_are_missing_are_wrong_arguments_not_damaged_data(tmp_path:
 
 WRONG = [
     (["--set", "documents.path=nowhere"], 78, ["documents.path 'nowhere'", "no such file or folder"]),
-    (["--set", "documents.path={tmp}/void"], 78, ["holds no .txt"]),
+    (["--set", "documents.path={tmp}/void"], 78, ["contains no .txt"]),
     (["--set", "documents.path={tmp}/void.jsonl"], 78, ["contain no documents"]),
     (["--set", "prompt.template=Summarise it."], 78, ["prompt.template", "{{text}} 0 times"]),
     (["--set", "prompt.template={{question}} {{text}}"], 78, ["prompt.template", "{{question}}", "known are {{text}}"]),
@@ -105,7 +105,7 @@ def make_broken_things(tmp_path: Path, tiny_model_dir: Path) -> None:
 
 def test_missing_and_broken_job_files(tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
     missing = mpirun(2, [kvr_run, tmp_path / "none.toml"])
-    assert missing.returncode == 78 and "no such file" in missing.stderr
+    assert missing.returncode == 78 and "not found" in missing.stderr
     (tmp_path / "broken.toml").write_text("[model\n")
     broken = mpirun(2, [kvr_run, tmp_path / "broken.toml"])
     assert broken.returncode == 78 and "cannot be read as TOML" in broken.stderr
