@@ -101,11 +101,11 @@ def _checked(handle: int, path: Path) -> int:
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return handle
     os.close(handle)
-    raise OSError(errno.EINVAL, "no regular file: somebody put something else there", str(path))
+    raise OSError(errno.EINVAL, "not a regular file; something else was put in its place", str(path))
 
 
 def _link(path: Path) -> OSError:
-    return OSError(errno.ELOOP, "a symbolic link, which is not written through: remove it", str(path))
+    return OSError(errno.ELOOP, "a symbolic link, which is never followed when writing: remove it", str(path))
 
 
 def drop_pages(path: Path) -> None:

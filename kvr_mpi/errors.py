@@ -5,7 +5,7 @@
     ├── DataError           65   a file we were asked to read is damaged or foreign
     │   ├── ForeignError         ... another program's, or a newer version's, and nothing is wrong with it
     │   └── MissingError    78   ... which is not there: the command, as written, cannot be run
-    ├── TransportError      69   no usable way for the ranks to talk
+    ├── TransportError      69   no usable way for the ranks to communicate
     └── ConfigError         78   the job, as written, cannot be run
         ├── CorpusError          ... because of its documents
         ├── ModelError           ... because of its model
@@ -27,11 +27,11 @@ EXIT_INTERRUPTED = 130  # by Ctrl-C
 # What a job's last line says; more is said above it.
 MEANINGS = {
     EXIT_OK: "done",
-    EXIT_BUG: "a bug in kvr-mpi, or a fault of the machine",
+    EXIT_BUG: "a bug in kvr-mpi, or a machine failure",
     EXIT_USAGE: "wrong arguments",
     EXIT_BAD_DATA: "done, but some documents have error records",
-    EXIT_NO_TRANSPORT: "the ranks cannot talk",
-    EXIT_STOPPED: "stopped before the end; the same command with --resume goes on",
+    EXIT_NO_TRANSPORT: "the ranks cannot communicate",
+    EXIT_STOPPED: "stopped before the end; the same command with --resume continues",
     EXIT_CONFIG: "the job cannot be run as written",
     EXIT_INTERRUPTED: "interrupted",
 }
@@ -39,7 +39,7 @@ MEANINGS = {
 
 def exit_line(code: int, about: str = "", meaning: str = "") -> str:
     """Say what an exit code means, in a line; `meaning` is one of its own."""
-    meaning = meaning or MEANINGS.get(code, "ended from outside")
+    meaning = meaning or MEANINGS.get(code, "ended by something else")
     return f"exit code {code}: {meaning}" + (f"; {about}" if about else "")
 
 
@@ -67,22 +67,22 @@ class DataError(KvrError):
     """A file is damaged, foreign, or not to be trusted."""
 
     exit_code = EXIT_BAD_DATA
-    meaning = "what was to be read is damaged, foreign or missing"
+    meaning = "a file is damaged, of another program, or missing"
 
 
 class ForeignError(DataError):
-    """A file is of another program, or of a newer version of this one."""
+    """A file was written by another program, or by a newer version of this one."""
 
 
 class MissingError(DataError):
-    """A file or folder that was named is not there."""
+    """A file or folder does not exist."""
 
     exit_code = EXIT_CONFIG
     meaning = ""
 
 
 class TransportError(KvrError):
-    """The ranks cannot talk: no MPI, or a launcher that does not match it."""
+    """The ranks cannot communicate: no MPI, or a launcher that does not match it."""
 
     exit_code = EXIT_NO_TRANSPORT
 

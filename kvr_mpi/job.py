@@ -44,17 +44,17 @@ class ModelSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
     kernels: Literal["measured", "compiled", "plain"] = Field(
         "measured",
-        description="on CPUs: what is fastest here for each product, norm and gate; compiled: compile some first, once "
-        "for a processor; plain: the model's own code",
+        description="on CPUs: the fastest kernels measured on this machine; compiled: also compile some, once per "
+        "processor type; plain: the model's own code",
     )
     adapter: str | None = Field(None, min_length=1, description="folder of a LoRA adapter, merged when it is loaded")
     stream_weights: bool = Field(
-        False, description="hold embedding and head; read layers from disk for each pass of many prompts: prefill only"
+        False, description="read layers from disk in each pass over many prompts, instead of keeping them in memory"
     )
     revision: str | None = Field(None, description="branch, tag or commit on the hub")
     offline: bool | None = Field(None, description="never ask the hub; default: true under SLURM")
     trust_remote_code: bool = Field(
-        False, description="run Python code that comes with the model; the environment alone cannot"
+        False, description="run Python code that comes with the model; cannot be set by an environment variable"
     )
 
 
@@ -65,17 +65,17 @@ class DocumentsSection(Section):
         min_length=1, description="folders, globs or files: .txt .md .jsonl .jsonl.gz .parquet"
     )
     format: Literal["text", "messages", "openai-batch"] = Field(
-        "text", description="what a row is: a text, a conversation, or a request of OpenAI's batch format"
+        "text", description="contents of a row: a text, a conversation, or a request in OpenAI's batch format"
     )
-    id_field: str = Field("id", description="field of a row that names it")
-    text_field: str = Field("text", description="field of a row that holds its text")
-    messages_field: str = Field("messages", description="field of a row that holds its conversation")
-    limit: int | None = Field(None, ge=1, description="only the first documents")
+    id_field: str = Field("id", description="field of a row with the document's id")
+    text_field: str = Field("text", description="field of a row with the document's text")
+    messages_field: str = Field("messages", description="field of a row with the conversation")
+    limit: int | None = Field(None, ge=1, description="process only this many documents, the first ones")
     shard: str | None = Field(None, description="'i/n': every n-th document, from the i-th (0 to n - 1)")
     reuse: str | None = Field(
         None,
         min_length=1,
-        description="a run with keys and values: prompts that begin like its prompts go on from them",
+        description="an earlier run with stored keys and values, loaded for prompts that begin as its prompts do",
     )
 
     @field_validator("path", mode="before")
@@ -104,21 +104,29 @@ class PromptSection(Section):
 
     template: str = Field(
         "{text}",
-        description="the user's words, with {text} where the document goes, and {field} for any field of its row",
+        description="user message; {text} is replaced by the document, and {field} by any field of its row",
     )
     system: str | None = Field(None, description="system prompt")
-    chat_template: bool | None = Field(None, description="wrap in the model's chat template; default: if it has one")
-    too_long: Literal["error", "truncate", "split"] = Field("error", description="when a prompt exceeds the context")
-    keep: Literal["head", "tail", "middle"] = Field("head", description="what truncate keeps")
-    reduce_template: str | None = Field(None, description="for the answers about the parts; default: template")
-    max_tokens: int | None = Field(None, ge=2, description="longest prompt and answer; default: the model's context")
+    chat_template: bool | None = Field(None, description="use the model's chat template; default: if it has one")
+    too_long: Literal["error", "truncate", "split"] = Field(
+        "error", description="what to do if a prompt exceeds the context"
+    )
+    keep: Literal["head", "tail", "middle"] = Field("head", description="which part of the document truncate keeps")
+    reduce_template: str | None = Field(
+        None, description="template that combines the answers about the parts; default: template"
+    )
+    max_tokens: int | None = Field(
+        None, ge=2, description="maximum length of prompt and answer together; default: the model's context"
+    )
 
 
 class NamedPrompt(Section):
     """One of several prompts about each document, in place of `prompt.template`."""
 
-    name: str = Field(description="what it is called: part of the ids of its answers")
-    template: str = Field(description="as prompt.template; what stands before {text} is best the same in all of them")
+    name: str = Field(description="name of the prompt; part of the ids of its answers")
+    template: str = Field(
+        description="as prompt.template; fastest if the text before {text} is the same in all prompts"
+    )
 
 
 class ParallelSection(Section):
@@ -126,35 +134,39 @@ class ParallelSection(Section):
 
     strategy: str = Field(
         "kvr",
-        description="kvr: chains of ranks; ring: zigzag rings; auto: what is forecast to be faster for each prompt; "
-        "single: a document per rank",
+        description="kvr: chains of ranks; ring: zigzag rings; auto: the one with the faster forecast for each prompt; "
+        "single: one document per rank",
     )
     ranks_per_chain: int | Literal["all", "auto"] = Field(
         "all", description="ranks that share one prompt; auto: planned for each document"
     )
     ranks_per_stage: int = Field(
-        1, ge=1, description="ranks that hold one copy of the model among them, and share each slice of a prompt"
+        1, ge=1, description="ranks over which one copy of the model is split; they share each slice of a prompt"
     )
     min_efficiency: float = Field(
-        0.5, ge=0, le=1, description="auto: of the ideal speed-up a chain is to reach, unless the batch suffers"
+        0.5, ge=0, le=1, description="auto: minimum parallel efficiency of a chain, unless that slows the batch down"
     )
     partition: Literal["equal_time", "even", "ratio", "table"] = Field("equal_time", description="how a prompt is cut")
     ratios: list[Annotated[float, Field(gt=0)]] | None = Field(
         None, description="weights of the slices, for partition = 'ratio'"
     )
     table: str | None = Field(
-        None, min_length=1, description="a file of kvr search, or a folder of them, for partition = 'table'"
+        None, min_length=1, description="a file written by kvr search, or a folder of them, for partition = 'table'"
     )
-    table_force: bool = Field(False, description="take a table of another model, dtype, device or number of ranks")
+    table_force: bool = Field(
+        False, description="use a table even if it is for another model, dtype, device or number of ranks"
+    )
     chunk_tokens: ChunkTokens = Field(
-        "auto", description="a rank computes its slice in chunks of so many tokens; auto: only where memory asks for it"
+        "auto", description="compute slices in chunks of this many tokens; auto: only if memory is short"
     )
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: its share of the cores")
     memory_gib: float | None = Field(
-        None, gt=0, description="most memory of a rank for prompts, beside the weights; default: what it has left"
+        None,
+        gt=0,
+        description="maximum memory per rank for prompts, in addition to the weights; default: all that is free",
     )
     transport: Name = Field(
-        "auto", description="what carries keys and values between ranks; auto: what is proven to work here"
+        "auto", description="what carries keys and values between ranks; auto: what has been tested to work here"
     )
 
     @field_validator("strategy")
@@ -168,15 +180,17 @@ class ParallelSection(Section):
     @classmethod
     def _positive(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 1:
-            raise ValueError("expected 'all', 'auto' or at least 1")
+            raise ValueError("expected 'all', 'auto' or a number of at least 1")
         return value
 
     @model_validator(mode="after")
     def _ratios_or_table(self) -> ParallelSection:
         if (self.partition == "ratio") != (self.ratios is not None):
-            raise ValueError("parallel.partition = 'ratio' and parallel.ratios = [...] go together")
+            raise ValueError("parallel.partition = 'ratio' needs parallel.ratios = [...], and the other way round")
         if (self.partition == "table") != (self.table is not None):
-            raise ValueError("parallel.partition = 'table' and parallel.table = 'tables/...' go together")
+            raise ValueError(
+                "parallel.partition = 'table' needs parallel.table = 'tables/...', and the other way round"
+            )
         if self.strategy in ("ring", "single") and self.chunk_tokens != "auto":
             raise ValueError(
                 f"parallel.chunk_tokens is for chains, and strategy = {self.strategy!r} takes no chunks: choose "
@@ -204,14 +218,17 @@ class QuestionsSection(Section):
     """What is asked of documents whose keys and values are stored: `documents.path` is then the run that has them."""
 
     ask: list[str] | dict[str, str] = Field([], description="questions, or questions by name")
-    file: str | None = Field(None, min_length=1, description="a question a line, or .jsonl with id and question")
-    template: str = Field("\n\n{question}", description="what follows the document")
-    documents: list[str] | None = Field(None, description="ids of documents; default: all of the run")
+    file: str | None = Field(
+        None, min_length=1, description="a file with one question per line, or .jsonl with id and question"
+    )
+    template: str = Field("\n\n{question}", description="text that follows the document")
+    documents: list[str] | None = Field(None, description="ids of documents to ask about; default: all in the run")
     reuse: Literal["auto", "always", "never"] = Field(
-        "auto", description="load what is stored: auto where that is faster than to prefill again"
+        "auto", description="whether to load stored keys and values; auto: where that is faster than prefilling again"
     )
     sharded: bool = Field(
-        False, description="every rank of a chain loads its share of a document, once: for what no rank has room for"
+        False,
+        description="spread each document's keys and values over the ranks of a chain, if it is too large for one",
     )
 
 
@@ -239,11 +256,11 @@ class JobSpec(Section):
     @model_validator(mode="after")
     def _sharded_over_chains(self) -> JobSpec:
         if self.questions is not None and self.questions.sharded and self.output.kv:
-            raise ValueError("output.kv does not go with questions.sharded: leave one of them out")
+            raise ValueError("output.kv cannot be combined with questions.sharded: leave one of them out")
         if self.output.kv == "sharded" and (self.parallel.strategy != "kvr" or self.questions is not None):
             raise ValueError(
-                "output.kv = 'sharded' is for the chains of parallel.strategy = 'kvr', and jobs without questions: "
-                "choose that, or output.kv = true"
+                "output.kv = 'sharded' needs parallel.strategy = 'kvr' and a job without questions; change these, or "
+                "use output.kv = true"
             )
         return self
 
@@ -275,7 +292,9 @@ def load_job(
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
-        raise ConfigError(f"job file {str(path)!r}: no such file (looked for {path.absolute()})") from error
+        raise ConfigError(
+            f"job file {str(path)!r} not found (looked for {path.absolute()}); kvr init writes one"
+        ) from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"job file {str(path)!r} cannot be read as TOML: {error}") from error
     return make_job(raw, path, settings, environ)
@@ -294,8 +313,8 @@ def make_job(
             _put(raw, sources, section, key, value, name)
     if _runs_code(raw) and not runs_code and not any(_target(one) == REMOTE_CODE for one in settings):
         raise ConfigError(
-            f"{sources[REMOTE_CODE]}: the environment alone does not make a model's own code run; write "
-            f"model.trust_remote_code = true into {str(path)!r}, or say --set {REMOTE_CODE}=true"
+            f"{sources[REMOTE_CODE]}: an environment variable alone cannot allow a model's own code to run; write "
+            f"model.trust_remote_code = true into {str(path)!r}, or add --set {REMOTE_CODE}=true"
         )
     for setting in settings:
         target, equals, value = setting.partition("=")

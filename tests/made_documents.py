@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from models import prompt
 
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.document_share import DocumentShare, ShareBounds
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel

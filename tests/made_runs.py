@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from kvr_mpi.documents import Corpus, CorpusFile, Entry
-from kvr_mpi.store.kv import CachedTokens, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.lock import this_process
 from kvr_mpi.store.outputs import Header, Record
 from kvr_mpi.store.run import Run, open_run
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.stored_kv import CachedTokens
 
 IDENTITY: dict[str, Any] = {"model": "0123abcd", "generation": {"max_new_tokens": 96}, "kv": False}
 HEADER = Header(IDENTITY, {"name": "tiny", "architecture": "LlamaForCausalLM", "dtype": "float32"})

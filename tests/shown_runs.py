@@ -9,9 +9,9 @@ from pathlib import Path
 
 from kvr_mpi.store.export import write_export
 from kvr_mpi.store.folder import read_run
-from kvr_mpi.store.kv import KeysValues
 from kvr_mpi.store.outputs import Header, Record
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.stored_kv import KeysValues
 
 HEADER = Header(
     {"model": "0123abcd", "prompt": {"template": "Summarise: {text}"}},

@@ -107,7 +107,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     spec, sources = load_job(write_job(tmp_path, text=text), (), {})
     given = {key for key, _, source in show_job(spec, sources) if source != "default"}
     given |= {"generation.score", "generation.score_column"}  # instead of an answer
-    given.add("generation.json_schema")  # does not go with stop
+    given.add("generation.json_schema")  # cannot be combined with stop
     given.add("parallel.table")  # goes with another partition, and not with ratios
     assert given == {key for key, _, _ in show_job(spec, sources)}  # a key added to the job is added here
     assert spec.documents.path == ["a", "b/*.txt"]

@@ -15,7 +15,9 @@ from job_files import MINIMAL, SECTIONS, refusal, write_job
 
 def test_a_missing_job_file_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert refusal(Path("no.toml")) == f"job file 'no.toml': no such file (looked for {tmp_path / 'no.toml'})"
+    assert refusal(Path("no.toml")) == (
+        f"job file 'no.toml' not found (looked for {tmp_path / 'no.toml'}); kvr init writes one"
+    )
 
 
 def test_a_folder_is_no_job_file(tmp_path: Path) -> None:

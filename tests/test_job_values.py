@@ -78,8 +78,8 @@ def test_a_wrong_choice_lists_the_choices(tmp_path: Path, key: str, choices: tup
         ("generation.min_p=-0.1", "greater than or equal to 0"),
         ("generation.min_p=2", "less than or equal to 1"),
         ("parallel.threads=0", "greater than or equal to 1"),
-        ("parallel.ranks_per_chain=0", "expected 'all', 'auto' or at least 1"),
-        ("parallel.ranks_per_chain=-2", "expected 'all', 'auto' or at least 1"),
+        ("parallel.ranks_per_chain=0", "expected 'all', 'auto' or a number of at least 1"),
+        ("parallel.ranks_per_chain=-2", "expected 'all', 'auto' or a number of at least 1"),
     ],
 )
 def test_a_number_out_of_range_names_the_range(tmp_path: Path, setting: str, expected: str) -> None:
@@ -128,13 +128,15 @@ def test_an_empty_stop_string_is_refused(tmp_path: Path) -> None:
 )
 def test_ratios_and_their_partition_go_together(tmp_path: Path, more: str) -> None:
     message = refusal(write_job(tmp_path, f"[parallel]\n{more}"))
-    assert re.search(r"job\.toml: .*parallel\.partition = 'ratio' and parallel\.ratios = .* go together", message)
+    assert re.search(
+        r"job\.toml: .*parallel\.partition = 'ratio' needs parallel\.ratios = .* the other way round", message
+    )
 
 
 def test_what_is_wrong_with_sections_is_named_once_each_and_in_lines_of_their_own(tmp_path: Path) -> None:
     path = write_job(tmp_path, "[generation]\ntop_logprobs = 2\n[compress]\nmethod = 'snapkv'")
     assert re.search(
-        r"^job\.toml: generation\.top_logprobs goes with .*\njob\.toml: compress\.budget = TOKENS or .*\Z",
+        r"^job\.toml: generation\.top_logprobs needs .*\njob\.toml: compress\.budget = TOKENS or .*\Z",
         refusal(path).replace(str(path), "job.toml"),
     )
 

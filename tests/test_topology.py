@@ -87,7 +87,7 @@ def test_devices_and_cores_are_shared_evenly(ranks: int, devices: int) -> None:
     shares = [share_of_cores(range(devices), rank, ranks) for rank in range(ranks)]
     assert all(shares) and set().union(*shares) <= set(range(devices))
     if ranks <= devices:
-        assert sum(map(len, shares)) == len(set().union(*shares)), "no core belongs to two"
+        assert sum(map(len, shares)) == len(set().union(*shares)), "no core is shared by two"
 
 
 @given(topologies())

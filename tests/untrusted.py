@@ -12,9 +12,10 @@ import torch
 
 from kvr_mpi.errors import EXIT_BAD_DATA
 from kvr_mpi.store.folder import read_run
-from kvr_mpi.store.kv import CachedTokens, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import Header, Record, document_groups, open_file, read_header, read_software
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.stored_kv import CachedTokens
 
 IDENTITY: dict[str, Any] = {"model": "0123abcd", "kv": True}
 HEADER = Header(IDENTITY, {"name": "tiny", "architecture": "LlamaForCausalLM", "dtype": "float32"})

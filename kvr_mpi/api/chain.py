@@ -81,7 +81,7 @@ class Chain:
     Raises
     ------
     KvrError
-        On every rank, if model and settings do not go together; one of them says why.
+        On every rank, if model and settings cannot be combined; one of them says why.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Chain:
         """
         ids = encode_text(self.tokenizer, text)
         if not ids:
-            raise DocumentError(f"the tokenizer makes no tokens of {text!r:.60}")
+            raise DocumentError(f"the tokenizer gives no tokens for {text!r:.60}")
         return self._checked(self._setup.frame.around(ids).ids)
 
     def prefill(self, prompt: PromptLike | None = None) -> ChainPrefill:
@@ -167,10 +167,12 @@ class Chain:
             As `prefill`.
         """
         if self._runner.new_tokens == 0:
-            raise ConfigError("generation.max_new_tokens = 0: the chain was made to prefill only; give it 1 or more")
+            raise ConfigError(
+                "generation.max_new_tokens = 0: this chain can only prefill; create it with at least 1 to generate"
+            )
         found = prompt if isinstance(prompt, ChainPrefill) else self.prefill(prompt)
         if found._has_gone_on:
-            raise ConfigError("this prefill was gone on from before, and its cache has the answer in it: prefill again")
+            raise ConfigError("this prefill was used before, and its cache contains the answer: prefill again")
         prefill, found._prefill, found._has_gone_on = found._prefill, None, True
         with ending_all(self._ranks):
             answer = together(self._ranks, lambda: None if prefill is None else self._decode(found._request, prefill))
@@ -208,11 +210,11 @@ class Chain:
 
         def check() -> None:
             if ids is None:
-                raise ConfigError("rank 0 gave no prompt; only others may leave it out")
+                raise ConfigError("rank 0 was given no prompt; only other ranks may leave it out")
             if mine is not None and mine != ids:
                 raise ConfigError(
-                    f"rank {self.rank} gave another prompt than rank 0: a chain runs one prompt, and every rank has to "
-                    f"give the same, or none"
+                    f"rank {self.rank} was given another prompt than rank 0: every rank of a chain has to be given the "
+                    f"same prompt, or none"
                 )
 
         together(self._ranks, check)
@@ -224,7 +226,7 @@ class Chain:
         longest = self._setup.frame.max_tokens
         if not 0 < len(ids) <= longest:
             raise DocumentError(
-                f"a prompt of {len(ids)} tokens: expected 1 to {longest} (the context less generation.max_new_tokens)"
+                f"a prompt of {len(ids)} tokens: expected 1 to {longest} (the context minus generation.max_new_tokens)"
             )
         self._setup.loaded.shape.check_ids(ids)
         return ids
@@ -267,7 +269,7 @@ class Chain:
         def check() -> None:
             if mine != roots:
                 raise ConfigError(
-                    f"rank {self._world.rank} was given other settings than rank 0; a chain has one of each"
+                    f"rank {self._world.rank} was given other settings than rank 0; expected the same on all ranks"
                 )
 
         together(self._world, check)
@@ -288,13 +290,14 @@ def _spec(
     spec, _ = make_job(raw, Path("Chain()"), (), {})
     if spec.generation.of_answers != AS_THE_JOB or spec.generation.scores:
         raise ConfigError(
-            "a Chain tells text and tokens of an answer: generation.logprobs, n, score and json_schema are for jobs; "
-            "leave them out"
+            "a Chain returns only the text and tokens of an answer: generation.logprobs, n, score and json_schema are "
+            "for jobs; leave them out"
         )
     if spec.parallel.strategy == "single" or spec.parallel.ranks_per_chain != "all":
         raise ConfigError(
             f"parallel.strategy = {spec.parallel.strategy!r}, ranks_per_chain = {spec.parallel.ranks_per_chain!r}: a "
-            f"Chain is all ranks of its communicator; give it one of fewer ranks (comm.Split), or leave these out"
+            f"Chain always uses all ranks of its communicator; leave these out, or pass a smaller communicator "
+            f"(comm.Split)"
         )
     return spec
 

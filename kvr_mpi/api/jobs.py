@@ -87,7 +87,7 @@ def run(
         On every rank, if the job cannot be run as written; one of them says why.
     """
     if overwrite and resume:
-        raise ConfigError("overwrite=True deletes what resume=True would go on with: choose one")
+        raise ConfigError("overwrite=True deletes the results that resume=True would continue from: choose one")
     told = RunArguments(
         settings=(),
         transport=None,
@@ -126,7 +126,7 @@ def plan(
         If the job cannot be run as written, or nothing says how fast a rank is.
     """
     if ranks < 1:
-        raise ConfigError(f"ranks = {ranks}: how many ranks will the job have? Expected 1 or more")
+        raise ConfigError(f"ranks = {ranks}: expected the number of ranks of the job, at least 1")
     from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.setup.planning import plan_job
 
@@ -181,7 +181,10 @@ def read_job(job: Job, settings: Sequence[str] = ()) -> JobSpec:
     """
     if isinstance(job, JobSpec):
         if settings:
-            raise ConfigError(f"settings = {list(settings)} change a job as it is read, and this one was read already")
+            raise ConfigError(
+                f"settings = {list(settings)} are for jobs that are read from a file; this one has been read already: "
+                f"pass its path, or change the object"
+            )
         spec = job
     elif isinstance(job, Mapping):
         raw = {name: dict(table) if isinstance(table, Mapping) else table for name, table in job.items()}

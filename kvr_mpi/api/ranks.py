@@ -63,6 +63,6 @@ def ending_all(world: Transport) -> Iterator[None]:
     except Exception as error:
         if world.size > 1:
             code = error.exit_code if isinstance(error, KvrError) else EXIT_BUG
-            Log(world.rank).line(f"error: {error}; all ranks are ended, which would wait for this one")
+            Log(world.rank).line(f"error: {error}; ending all ranks, since they would wait for this one")
             world.abort(code)
         raise

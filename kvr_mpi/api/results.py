@@ -17,11 +17,11 @@ from kvr_mpi.errors import ConfigError, DataError
 from kvr_mpi.store.folder import Index, read_records
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.head_rows import refuse_compressed
-from kvr_mpi.store.kv import KeysValues
 from kvr_mpi.store.outputs import STATUSES, Header, Record, open_file, read_record
 from kvr_mpi.store.parts import PartIndexes, open_whole_kv
 from kvr_mpi.store.run import wanted_documents
 from kvr_mpi.store.shares import find_runs, index_runs, read_header_of, tell_missing
+from kvr_mpi.store.stored_kv import KeysValues
 
 if TYPE_CHECKING:
     import numpy as np
@@ -135,7 +135,9 @@ class Results:
         try:
             import pandas
         except ImportError as error:
-            raise ConfigError("a table needs pandas: `pip install pandas`; without it iterate over records") from error
+            raise ConfigError(
+                "a table needs pandas: `pip install pandas`; or iterate over the records instead"
+            ) from error
         rows = [record.as_dict() for record in self.records(status, where)]
         return pandas.DataFrame(rows, columns=[spec.name for spec in fields(Record)])
 
@@ -209,11 +211,11 @@ def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool
         them, or, unless `partial`, something is missing.
     """
     if not paths:
-        raise ConfigError("open_results() was given nothing to open; expected a result file or the output of a run")
+        raise ConfigError("open_results() needs at least one path: a result file or the output folder of a run")
     runs = find_runs([Path(path) for path in paths])
     index, missing = index_runs(runs, verify=verify)
     if missing and not partial:
-        raise DataError(f"{tell_missing(missing)}; partial=True takes what is there")
+        raise DataError(f"{tell_missing(missing)}; partial=True opens what is there")
     wanted = wanted_documents(runs.paths[0]) if len(runs.paths) == 1 and runs.paths[0].is_dir() else None
     left = None if wanted is None else len(set(wanted) - index.places.keys())
     return Results(runs.paths, read_header_of(runs.paths), missing, left, index)

@@ -90,8 +90,8 @@ def choose(entries: dict[str, Entry], only: Sequence[str], sample: int | None, s
     if unknown:
         like = [name for name in entries if any(name.startswith(each.split(" ")[0][:4]) for each in unknown)]
         raise ConfigError(
-            f"--only {', '.join(unknown)}: no such entry among {len(entries)}; expected a model type of transformers "
-            f"or the name of a variant{': perhaps ' + ', '.join(like[:12]) if like else ''}"
+            f"--only {', '.join(unknown)}: not one of the {len(entries)} entries; expected a model type of "
+            f"transformers or the name of a variant{': perhaps ' + ', '.join(like[:12]) if like else ''}"
         )
     names = list(only or entries)
     if sample is not None and sample < len(names):

@@ -212,13 +212,13 @@ def check_ways(spec: JobSpec, corpus: Corpus, ways: Sequence[str], rivals: Seque
     if not set(OURS) & set(ways):
         raise ConfigError(f"--ways {','.join(ways)}: expected at least one of {', '.join(OURS)} to compare with")
     if not corpus.entries:
-        raise ConfigError(f"documents.shard = {spec.documents.shard!r}: no document is in it; expected at least one")
+        raise ConfigError(f"documents.shard = {spec.documents.shard!r} contains no documents; expected at least one")
     if spec.prompt.too_long == "split":
-        raise ConfigError("prompt.too_long = 'split': generate cannot do that; compare with 'truncate' or 'error'")
+        raise ConfigError("prompt.too_long = 'split' is not supported by generate; compare with 'truncate' or 'error'")
     if rivals and spec.generation.model_dump(exclude={"max_new_tokens"}) != GREEDY:
         asked = spec.generation.model_dump(exclude={"max_new_tokens"}, exclude_defaults=True)
         raise ConfigError(
-            f"--rivals {','.join(rivals)}: [generation] {asked}: they answer greedily, and are told no more"
+            f"--rivals {','.join(rivals)}: [generation] {asked}: other engines only decode greedily; leave it out"
         )
 
 

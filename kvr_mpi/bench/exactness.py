@@ -17,7 +17,7 @@ import torch
 
 from kvr_mpi.bench.tiny import PAD
 from kvr_mpi.errors import DocumentError, KvrError
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model, run_plain

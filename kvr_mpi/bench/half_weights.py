@@ -67,7 +67,7 @@ def _write(source: Path, part: Path) -> None:
         weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         if weights.ndim > 1:
             if float(np.abs(weights).max()) > LARGEST:
-                raise ValueError(f"{tensor.name} exceeds what float16 holds")
+                raise ValueError(f"{tensor.name} exceeds the range of float16")
             weights = weights.astype(np.float16)
         writer.add_tensor(tensor.name, weights)
     writer.write_header_to_file()

@@ -164,6 +164,6 @@ def drift_of(times: Sequence[float]) -> str | None:
     if abs(last / first - 1) <= DRIFT:
         return None
     return (
-        f"took {first:.2f} s in the beginning and {last:.2f} s in the end: this machine drifts. Ratios of pairs stand; "
-        f"seconds measured at different times do not compare"
+        f"took {first:.2f} s at the beginning and {last:.2f} s at the end: the speed of this machine drifts. The "
+        f"ratios of pairs are still valid, but do not compare seconds measured at different times"
     )

@@ -163,7 +163,7 @@ def bench(
     for tokens in contexts:
         if not 2 * world.size <= tokens <= (loaded.shape.max_tokens or tokens):
             raise ConfigError(
-                f"--contexts {tokens}: expected between {2 * world.size} (two for each rank) and "
+                f"--contexts {tokens}: expected from {2 * world.size} (two tokens per rank) to "
                 f"{loaded.shape.max_tokens} (the model's context)"
             )
     given = {tokens: _given(tokens, lengths, world.size) for tokens, lengths in contest.slices.items()}
@@ -238,8 +238,8 @@ def _ttft_s(run: StrategyRun) -> float:
 def _given(tokens: int, lengths: Sequence[int], size: int) -> Partition:
     if len(lengths) != size or sum(lengths) != tokens or min(lengths) < 1:
         raise ConfigError(
-            f"--slices {tokens}={'+'.join(map(str, lengths))}: expected {size} lengths of at least 1, one for each "
-            f"rank, that add up to {tokens}; these add up to {sum(lengths)}"
+            f"--slices {tokens}={'+'.join(map(str, lengths))}: expected {size} lengths of at least 1, one per rank, "
+            f"with a sum of {tokens}; the sum is {sum(lengths)}"
         )
     return Partition((0, *accumulate(lengths)))
 

@@ -104,10 +104,10 @@ class Rival:
             try:
                 ended = f"ended with {self._process.wait(ENDS_S)}"
             except subprocess.TimeoutExpired:
-                ended = f"says nothing for {TIMEOUT_S:.0f} s"
+                ended = f"did not respond for {TIMEOUT_S:.0f} s"
             self._drains[1].join(ENDS_S)  # what it said last may still be on its way
             told = " ".join("".join(self._said[-4:]).split())
-            raise ConfigError(f"--rivals {self.name}: it {ended}: {told or 'without a word'}")
+            raise ConfigError(f"--rivals {self.name}: it {ended}: {told or 'without output'}")
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -148,9 +148,11 @@ def open_rival(name: str, model: Path, longest: int, folder: Path, at_once: int 
         raise ConfigError(f"--rivals {name!r}: expected some of {', '.join(PROGRAMS)}")
     python = folder / name / "bin" / "python"
     if not python.exists():
-        raise ConfigError(f"--rivals {name}: no environment at {python}; `make rivals` makes it")
+        raise ConfigError(f"--rivals {name}: no Python environment at {python}; `make rivals` creates it")
     if model.suffix != ".gguf":
-        raise ConfigError(f"--rivals {name}: model {model} is no .gguf file, which is what the other engines read")
+        raise ConfigError(
+            f"--rivals {name}: model {model} is not a .gguf file, the only format that the other engines read here"
+        )
     program = Path(__file__).parent / "outside" / PROGRAMS[name]
     with all_cores():
         threads = len(os.sched_getaffinity(0))
@@ -185,7 +187,7 @@ def exactness_of(rival: Rival, loaded: LoadedModel, ids: Sequence[int]) -> str:
     assert logits is not None
     logprobs = logits.double().log_softmax(-1).flatten()
     token = answer.tokens[0][0]
-    same = "the same first token" if token == int(logprobs.argmax()) else "another first token"
+    same = "the same first token" if token == int(logprobs.argmax()) else "a different first token"
     error = abs(answer.logprobs[0] - float(logprobs[token]))
     busy = f"{answer.cpu_s / answer.seconds:.1f} of {cores} core(s) kept busy"
     return f"{rival.name} {rival.version}: {same} as transformers, its log-probability off by {error:.1e}; {busy}"

@@ -32,7 +32,7 @@ from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.local import LocalTransport
 
-PRODUCTS, ATTENTION, REST = "products with weights", "attention", "all else"
+PRODUCTS, ATTENTION, REST = "products with weights", "attention", "everything else"
 # What a profile calls them; what compiled kernels do has no name there, and belongs to the rest.
 WEIGHT_OPERATIONS = {"aten::mm", "aten::addmm", "aten::linear", "aten::_grouped_mm", "mkldnn::_linear_pointwise"}
 ATTENTION_OPERATIONS = {"aten::bmm", "aten::baddbmm"}
@@ -113,7 +113,7 @@ def measure_rooflines(loaded: LoadedModel, world: Transport, contexts: Sequence[
         On a GPU, whose kernels a profile of this process does not time.
     """
     if loaded.device.type != "cpu":
-        raise ConfigError(f"--roofline: measured on processors only; the model is on {loaded.device}")
+        raise ConfigError(f"--roofline needs the model on the CPU; it is on {loaded.device}")
     with pinned(world):
         peaks = _product_peak(loaded, world), _attention_peak(loaded, world)
         return [_measure(loaded, world, tokens, *peaks) for tokens in contexts]

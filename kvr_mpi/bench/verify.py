@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_single, run_next, why_no_chunks
+from kvr_mpi.prefill.compatibility import why_no_chunks
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_single, run_next
 from kvr_mpi.prefill.registry import STRATEGIES, Strategy
 from kvr_mpi.prefill.self_check import allowed_error
 from kvr_mpi.transport import Transport, share_json

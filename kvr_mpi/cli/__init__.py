@@ -18,24 +18,28 @@ from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USAGE, KvrError
 
 # Subcommand: (module, function in it, help line for the list).
 COMMANDS = {
-    "init": ("kvr_mpi.cli.init", "init", "Write a job file: which corpus, which model, what to ask."),
+    "init": ("kvr_mpi.cli.init", "init", "Write a job file: which documents, which model, what to ask."),
     "demo": ("kvr_mpi.cli.demo", "demo", "Summarise eight documents that come with kvr-mpi, with a small real model."),
     "run": ("kvr_mpi.cli.run", "run", "Prefill, answer and store every document of a job."),
     "ask": ("kvr_mpi.cli.ask", "ask", "Ask stored documents new questions, without prefilling them again."),
     "plan": ("kvr_mpi.cli.plan", "plan", "Show which documents would run on which chains, when, and why."),
     "sbatch": ("kvr_mpi.cli.sbatch", "sbatch", "Submit a job to SLURM, with nodes and time from the plan."),
     "simulate": ("kvr_mpi.cli.simulate", "simulate", "Forecast the time to the first token; no run, no model needed."),
-    "profile-heads": ("kvr_mpi.cli.profile_heads", "profile_heads", "Measure what KV heads keep under compression."),
-    "doctor": ("kvr_mpi.cli.doctor", "doctor", "Is this machine ready? Launcher, cores, GPUs, links, files, SLURM."),
-    "search": ("kvr_mpi.cli.search", "search", "Measure the best slices here and write them to a lookup table."),
+    "profile-heads": (
+        "kvr_mpi.cli.profile_heads",
+        "profile_heads",
+        "Measure how many tokens each KV head keeps when compressed.",
+    ),
+    "doctor": ("kvr_mpi.cli.doctor", "doctor", "Check the machine: launcher, cores, GPUs, links, files, SLURM."),
+    "search": ("kvr_mpi.cli.search", "search", "Measure the best slices on this machine; write a lookup table."),
     "bench": ("kvr_mpi.cli.bench", "bench", "Time the strategies side by side."),
-    "verify": ("kvr_mpi.cli.verify", "verify", "Prove that every strategy gives what one process gives."),
-    "status": ("kvr_mpi.cli.status", "status", "How far is a run? Done, failed, running, left; also while it runs."),
-    "report": ("kvr_mpi.cli.report", "report", "Write one HTML page of a run: where the time went, and the answers."),
-    "merge": ("kvr_mpi.cli.merge", "merge", "Put the shards of a run into one HDF5 file, every checksum verified."),
-    "inspect": ("kvr_mpi.cli.inspect", "inspect", "Show what is in a result file, or one document of it."),
-    "export": ("kvr_mpi.cli.export", "export", "Write the answers as JSON lines, CSV or Parquet; keys and values too."),
-    "import": ("kvr_mpi.cli.import_kv", "import_command", "Make a run of exported keys and values."),
+    "verify": ("kvr_mpi.cli.verify", "verify", "Check that every strategy gives the same results as one process."),
+    "status": ("kvr_mpi.cli.status", "status", "Show the progress of a run: done, failed, running and left."),
+    "report": ("kvr_mpi.cli.report", "report", "Write an HTML page about a run: where the time went, and the answers."),
+    "merge": ("kvr_mpi.cli.merge", "merge", "Merge the shards of a run into one HDF5 file, verifying every checksum."),
+    "inspect": ("kvr_mpi.cli.inspect", "inspect", "Show the contents of a result file, or one of its documents."),
+    "export": ("kvr_mpi.cli.export", "export", "Export answers as JSON lines, CSV or Parquet, or keys and values."),
+    "import": ("kvr_mpi.cli.import_kv", "import_command", "Turn exported keys and values back into a run."),
     "prune": ("kvr_mpi.cli.prune", "prune", "Remove stored keys and values: by document, age or size."),
 }
 
@@ -58,7 +62,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a subcommand; one that is not there is told what is like it."""
+        """Find a subcommand; the error about an unknown one names similar ones."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -82,8 +86,8 @@ def group() -> None:
     kvr demo                       # a first look
     kvr init                       # a job of your own
 
-    Completion with the tab key: put eval "$(_KVR_COMPLETE=bash_source kvr)" into ~/.bashrc; for zsh and fish say
-    zsh_source and fish_source.
+    For shell completion, add eval "$(_KVR_COMPLETE=bash_source kvr)" to ~/.bashrc; for zsh and fish, use zsh_source
+    and fish_source.
     """  # noqa: D301
 
 

@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
+
+from kvr_mpi.cli.options import grouped
 
 if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
 
-F = TypeVar("F", bound=Callable[..., Any])
 RANKS_PER_NODE = 4
 
-NODE_OPTIONS = (
+# What a node has.
+node_options = grouped(
     click.option(
-        "--ranks-per-node", type=click.IntRange(1), help="Ranks on each node.  [default: 4, or all if there are fewer]"
+        "--ranks-per-node",
+        type=click.IntRange(1),
+        help="Ranks on each node.  [default: 4, or all of them if there are fewer]",
     ),
     click.option(
         "--gpus-per-node",
         type=click.IntRange(0),
-        help="GPUs on each node.  [default: one for each rank, if the job or a profile asks for GPUs]",
+        help="GPUs on each node.  [default: one per rank if the job or the hardware profile uses GPUs, else 0]",
     ),
     click.option(
         "--cpus-per-rank",
         type=click.IntRange(1),
-        help="Cores for each rank.  [default: parallel.threads, else 1, as SLURM gives]",
+        help="Cores per rank.  [default: parallel.threads, or else 1, as in SLURM]",
     ),
 )
-
-
-def node_options(command: F) -> F:
-    """Give a command the options that say what a node is."""
-    for option in reversed(NODE_OPTIONS):
-        command = option(command)
-    return command
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +79,9 @@ def allocation_of(
 
     per_node = ranks_per_node or min(RANKS_PER_NODE, ranks)
     if not divides(per_node, ranks):
-        raise ConfigError(f"--ranks {ranks} --ranks-per-node {per_node}: expected as many ranks on every node")
+        raise ConfigError(
+            f"--ranks {ranks} --ranks-per-node {per_node}: expected the same number of ranks on every node"
+        )
     nodes = ranks // per_node
     gpus = _gpus(spec, per_node, hardware) if gpus_per_node is None else gpus_per_node
     return Allocation(nodes, ranks, nodes * gpus, ranks * (cpus_per_rank or spec.parallel.threads or 1))

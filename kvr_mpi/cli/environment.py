@@ -19,36 +19,36 @@ if TYPE_CHECKING:
 # and SLURM set to say where a process is, is not among them.
 VARIABLES: dict[str, dict[str, str]] = {
     "commands": {
-        "KVR_SECTION__KEY": "a setting of the job, such as `KVR_GENERATION__SEED=7`: stronger than the job file, "
-        "weaker than `--set`",
-        "KVR_CACHE": "folder for converted models, kernels, and what was measured of them; default: `kvr-mpi` in "
-        "`XDG_CACHE_HOME`, or in `~/.cache`",
-        "KVR_STAGE_MODEL": "1: copy a model's folder to each node's own disk before its ranks load it",
-        "KVR_LOCAL": "a folder on each node for that, and for what the job scripts' ranks compile and convert; "
-        "default: `SLURM_TMPDIR`, `TMPDIR`, or `/tmp`",
-        "OMP_NUM_THREADS": "CPU threads of a rank, unless `parallel.threads` says; default: its share of the cores",
-        "HF_HUB_OFFLINE": "1: take models from local files only, as always under SLURM",
-        "SLURM_JOB_END_TIME": "when the job has to be done (Unix time), unless `--time-limit` says; SLURM, or the job "
-        "script, sets it",
-        "CUDA_MODULE_LOADING": "set to `EAGER` unless it is set: no kernel is loaded while a transfer waits",
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "set to 64 unless it is set: with 1024 a rank grows over prompts of many "
+        "KVR_SECTION__KEY": "a setting of the job, such as `KVR_GENERATION__SEED=7`; overrides the job file, but not "
+        "`--set`",
+        "KVR_CACHE": "folder for converted models, compiled kernels and their measurements; default: `kvr-mpi` in "
+        "`XDG_CACHE_HOME` or in `~/.cache`",
+        "KVR_STAGE_MODEL": "1: copy the model folder to the local disk of each node before its ranks load it",
+        "KVR_LOCAL": "local folder on each node for these copies, and for what ranks of the job scripts compile and "
+        "convert; default: `SLURM_TMPDIR`, `TMPDIR` or `/tmp`",
+        "OMP_NUM_THREADS": "CPU threads per rank, unless `parallel.threads` is set; default: its share of the cores",
+        "HF_HUB_OFFLINE": "1: use models from local files only, which is the default under SLURM",
+        "SLURM_JOB_END_TIME": "time when the job has to end (Unix time), unless `--time-limit` is given; set by SLURM "
+        "or the job script",
+        "CUDA_MODULE_LOADING": "`EAGER` unless set otherwise, so that no kernel is loaded while a transfer waits",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64 unless set otherwise: with 1024, memory use grows over prompts of many "
         "lengths",
     },
     "job scripts": {
-        "KVR_SITE": "the site file; default: `site.sh` beside the scripts",
+        "KVR_SITE": "the site file; default: `site.sh` next to the scripts",
         "KVR_VENV": "the virtual environment to activate; default: the checkout's `.venv`, if there is no `kvr` yet",
-        "KVR_CONTAINER": "what stands before every command, such as `apptainer exec --nv kvr.sif`",
-        "KVR_MPI_TYPE": "what `srun --mpi=` is given; default: what goes with the MPI that mpi4py loads",
-        "KVR_LAUNCHER": "what starts the ranks in place of `srun`, with its options, such as `mpirun`",
-        "KVR_SHARES": "into how many shares `kvr_array.sh` cuts the corpus; default: one for each task",
-        "KVR_MAX_REQUEUES": "how often a job that was stopped early is queued again; default: 20",
-        "KVR_SLURM_DIR": "folder of the scripts; default: asked of SLURM",
+        "KVR_CONTAINER": "prefix of every command, such as `apptainer exec --nv kvr.sif`",
+        "KVR_MPI_TYPE": "value for `srun --mpi=`; default: the one that fits the MPI that mpi4py loads",
+        "KVR_LAUNCHER": "launcher to use instead of `srun`, with its options, such as `mpirun`",
+        "KVR_SHARES": "number of shares into which `kvr_array.sh` splits the corpus; default: one per task",
+        "KVR_MAX_REQUEUES": "how often a job that was stopped early is requeued; default: 20",
+        "KVR_SLURM_DIR": "folder of the scripts; default: from SLURM",
     },
     "libraries": {
-        "HF_HOME": "where models of the hub are kept: fill it on a login node",
-        "CUDA_VISIBLE_DEVICES": "which GPUs a process sees; a rank takes the one of its number on the host",
-        "MPICH_GPU_SUPPORT_ENABLED": "1: Cray's MPICH takes GPU memory",
-        "NCCL_MAX_CTAS": "blocks of a GPU that a transfer of NCCL's takes; default here: 4",
+        "HF_HOME": "cache for models from the hub; download them on a login node",
+        "CUDA_VISIBLE_DEVICES": "GPUs that a process can see; each rank uses the one with its local rank number",
+        "MPICH_GPU_SUPPORT_ENABLED": "1: Cray MPICH accepts GPU memory",
+        "NCCL_MAX_CTAS": "thread blocks on the GPU for an NCCL transfer; default here: 4",
     },
 }
 

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvr_mpi.cli.options import command
+from kvr_mpi.cli.writing import writing
+
 if TYPE_CHECKING:
     from kvr_mpi.store.folder import Index
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.argument("paths", type=click.Path(path_type=Path), metavar="FILE...", nargs=-1, required=True)
 @click.option(
     "--format",
@@ -20,30 +23,34 @@ if TYPE_CHECKING:
     type=click.Choice(["jsonl", "csv", "parquet", "openai-batch"]),
     default="jsonl",
     show_default=True,
-    help="openai-batch: responses to the requests of a job with documents.format = 'openai-batch'.",
+    help="Output format; openai-batch: responses to the requests of a job with documents.format = 'openai-batch'.",
 )
 @click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File to write; default: standard output.",
+    help="File to write.  [default: standard output]",
 )
 @click.option(
     "--errors",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="With --format openai-batch: the file for requests that failed; default: among the answers.",
+    help="With --format openai-batch: a separate file for requests that failed.  [default: same file as the answers]",
 )
 @click.option(
     "--kv",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Write keys and values into this folder instead, a safetensors file for each document; see kvr import.",
+    help="Instead, write keys and values into this folder, one safetensors file per document; see kvr import.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace what exists.")
-@click.option("--status", type=click.Choice(["done", "error"]), help="Only documents that are done, or that failed.")
+@click.option("--overwrite", is_flag=True, help="Replace existing files.")
+@click.option(
+    "--status",
+    type=click.Choice(["done", "error"]),
+    help="Export only documents that are done, or only those that failed.",
+)
 @click.option(
     "--verify/--no-verify",
     default=True,
-    help="Verify all checksums first, which reads files as a whole; those of records are always verified.",
+    help="Verify the checksums of whole files first; checksums of records are always verified.",
 )
 def export(
     paths: tuple[Path, ...],
@@ -55,26 +62,26 @@ def export(
     status: str | None,
     verify: bool,
 ) -> int:
-    """Write the answers in FILE, one row per document, in the order of their ids.
+    """Write the answers in FILE, one row per document, ordered by id.
 
-    FILE is a result file, the output folder of a run, or a folder of such folders (the shares of an array); several
-    make one table. Shares that are missing are named, and the exit code is 65.
+    FILE is a result file, the output folder of a run, or a folder of such folders (the shares of an array); several of
+    them become one table. If shares are missing, they are listed, and the exit code is 65.
     """
     from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, OutputError
     from kvr_mpi.store.shares import find_runs, index_runs, tell_missing
 
     if kv is not None and output is not None:
-        raise click.UsageError("--kv FOLDER writes keys and values, -o FILE answers: choose one")
+        raise click.UsageError("--kv FOLDER writes keys and values, -o FILE writes answers: give only one")
     if output is None and kv is None and kind == "parquet":
-        raise click.UsageError("Parquet is binary: name a file with -o FILE")
+        raise click.UsageError("Parquet is a binary format: name a file with -o FILE")
     if errors is not None and (kind != "openai-batch" or output is None or errors.absolute() == output.absolute()):
-        raise click.UsageError("--errors FILE goes with --format openai-batch and -o ANOTHER_FILE")
+        raise click.UsageError("--errors FILE needs --format openai-batch and -o ANOTHER_FILE")
     for target in filter(None, (output, errors)):
         if target.exists():
             if not overwrite:
                 raise OutputError(f"{target} exists; add --overwrite, or choose another file")
             if any(path.exists() and target.samefile(path) for path in paths):
-                raise OutputError(f"{target} is what is to be exported; choose another file")
+                raise OutputError(f"{target} is one of the files to export; choose another output file")
     index, missing = index_runs(find_runs(paths), verify=verify)
     if kv is None:
         _write(index, kind, (output, errors), status)
@@ -92,22 +99,18 @@ def _write(index: Index, kind: str, targets: tuple[Path | None, Path | None], st
     from contextlib import ExitStack
 
     from kvr_mpi.disk import replacing
-    from kvr_mpi.errors import OutputError
     from kvr_mpi.store.batch_responses import write_responses
     from kvr_mpi.store.export import write_export
     from kvr_mpi.store.folder import read_columns, read_model, read_records
 
     records = read_records(index, index.ids(status))
     output, errors = targets
-    try:
-        with ExitStack() as files:
-            stream = sys.stdout.buffer if output is None else files.enter_context(replacing(output))
-            failed = stream if errors is None else files.enter_context(replacing(errors))
-            if kind == "openai-batch":
-                write_responses(records, stream, failed, read_model(index))
-            else:
-                write_export(records, kind, stream, read_columns(index))
-    except OSError as error:
-        if output is None:
-            raise
-        raise OutputError(f"{error.filename or output} cannot be written: {error.strerror or error}") from error
+    with ExitStack() as files:
+        if output is not None:  # else it is standard output, whose reader may be gone
+            files.enter_context(writing(output))
+        stream = sys.stdout.buffer if output is None else files.enter_context(replacing(output))
+        failed = stream if errors is None else files.enter_context(replacing(errors))
+        if kind == "openai-batch":
+            write_responses(records, stream, failed, read_model(index))
+        else:
+            write_export(records, kind, stream, read_columns(index))

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from kvr_mpi.compress.head_profile import HeadProfile
 
 METHOD = (
-    "E_sync: a step waits for the fullest rank in every layer (sum of means over sum of maxima); E: eq. 5, all layers "
-    "together. Ratio: the critical path of static placement (SHA) over this one's; of loads, not a speed-up."
+    "E_sync: a step waits for the fullest rank in every layer (sum of means over sum of maxima); E: eq. 5, over all "
+    "layers. Ratio: critical path of static placement (SHA) over that of this placement; of loads, not a speed-up."
 )
 
 
@@ -105,7 +105,9 @@ def _paper(copies: int, as_json: bool) -> None:
         return
     columns = ("model", "budget", "Table 2, SHA on 2/4/8", "made up", "equal copies", "in proportion", "ratio", "exact")
     print_table([*columns, "ratio"], [[_shown(value) for value in row.values()] for row in rows])
-    click.echo(f"On {max(RANKS)} ranks, {copies} copies a layer. Profiles are made up to have the table's utilisation.")
+    click.echo(
+        f"{max(RANKS)} ranks, {copies} copies per layer. The profiles are synthetic, with the table's utilisation."
+    )
     click.echo(METHOD)
 
 

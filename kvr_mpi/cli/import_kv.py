@@ -6,12 +6,14 @@ from pathlib import Path
 
 import click
 
+from kvr_mpi.cli.options import command
 
-@click.command("import", context_settings={"help_option_names": ["-h", "--help"]})
+
+@command("import")
 @click.argument("source", type=click.Path(path_type=Path), metavar="FOLDER")
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
 def import_command(source: Path, run: Path) -> None:
-    """Make a run of the safetensors files in FOLDER that `kvr export --kv` wrote: RUN/results.h5, ready for kvr ask."""
+    """Turn the safetensors files in FOLDER, as written by `kvr export --kv`, into RUN/results.h5, ready for kvr ask."""
     from kvr_mpi.cli.environment import read_owner
     from kvr_mpi.store.folder import check_fresh, check_writable
     from kvr_mpi.store.lock import Lock

@@ -10,17 +10,20 @@ from typing import Any
 
 import click
 
+from kvr_mpi.cli.options import command
+from kvr_mpi.cli.writing import writing
+
 ASK = "Summarise the following document in one paragraph. Keep names, dates and numbers."
 # What stands for the document in a template.
 TEXT = "{text}"
 
 JOB = """\
-# Look at the plan, then run it:
+# Check the plan, then run the job:
 #
 #   kvr plan {file} --ranks 8 --hardware h200
 #   mpirun -n 8 kvr-run {file}
 #
-# `kvr-run {file} --show-config` prints every key and its value; --set SECTION.KEY=VALUE overrides one for a run.
+# `kvr-run {file} --show-config` prints every key with its value; --set SECTION.KEY=VALUE overrides one for one run.
 
 [model]
 path = {model}
@@ -28,47 +31,47 @@ dtype = "auto"            # the model's own; or float32, bfloat16, float16
 
 [documents]
 path = [{corpus}]  # folders, globs or files: .txt .md .jsonl .jsonl.gz .parquet
-id_field = {id_field}           # of rows (JSONL, Parquet): the field that names one,
-text_field = {text_field}       # and the one that holds its text
-# limit = 10              # only the first documents: to try things out
+id_field = {id_field}           # in rows (JSONL, Parquet): the field with the document's id,
+text_field = {text_field}       # and the field with its text
+# limit = 10              # only the first 10 documents, to try things out
 
 [prompt]
 template = {template}
 # system = "You write accurate summaries."  # needs a model with a chat template
-too_long = "split"        # what is longer than the context: in parts, then the answers; or truncate, error
+too_long = "split"        # longer than the context: answer in parts, then combine; or truncate, error
 
 [generation]
-max_new_tokens = 256      # longest answer; 0: prefill only
+max_new_tokens = 256      # maximum length of an answer; 0: prefill only
 # temperature = 0.7       # with do_sample = true; default: greedy, the same answers every time
 # do_sample = true
 
 [parallel]
-ranks_per_chain = "all"   # ranks that share one document; or a number; "auto": planned for each document
-# partition = "even"      # default: slices of equal time, measured on the ranks before the first document
+ranks_per_chain = "all"   # ranks that share one document: "all", a number, or "auto" to plan it per document
+# partition = "even"      # default: slices that take equal time, measured on the ranks before the first document
 
 [output]
 path = {output}
-# kv = true               # keep keys and values: `kvr ask` then asks again without reading the documents again
-# max_failed = "1%"       # documents that may fail and the job still end with 0; default: none
+# kv = true               # store keys and values: `kvr ask` can then ask again without a new prefill
+# max_failed = "1%"       # documents that may fail before the exit code is an error; default: 0
 """
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.argument("job", type=click.Path(dir_okay=False, path_type=Path), default=Path("job.toml"))
-@click.option("--corpus", metavar="PATH", help="Folder, glob or file with the documents.")
-@click.option("--model", metavar="PATH", help="Folder, .gguf file, or id on the Hugging Face hub.")
+@click.option("--corpus", metavar="PATH", help="Documents: a folder, a glob or a file.")
+@click.option("--model", metavar="PATH", help="Model folder, .gguf file, or id on the Hugging Face hub.")
 @click.option(
     "--ask",
     metavar="TEXT",
-    help="What to ask about each document; {text} marks where the document goes, by default at the end.",
+    help="The question about each document; {text} marks where the document goes, by default at the end.",
 )
 @click.option(
-    "--text-field", default="text", show_default=True, help="For files of rows: the field that holds the text."
+    "--text-field", default="text", show_default=True, help="In JSONL and Parquet files: the field with the text."
 )
 @click.option(
-    "--id-field", default="id", show_default=True, help="For files of rows: the field that names the document."
+    "--id-field", default="id", show_default=True, help="In JSONL and Parquet files: the field with the document's id."
 )
-@click.option("--output", metavar="FOLDER", help="Folder for the results.  [default: runs/ and the job's name]")
+@click.option("--output", metavar="FOLDER", help="Folder for the results.  [default: runs/JOB]")
 def init(
     job: Path,
     corpus: str | None,
@@ -78,21 +81,20 @@ def init(
     id_field: str,
     output: str | None,
 ) -> None:
-    """Write the job file JOB (job.toml), with a comment on every line one may want to change.
+    """Write the job file JOB (job.toml), with a comment for every setting you may want to change.
 
     \b
     kvr init                                          # asks three questions
     kvr init minutes.toml --corpus minutes/ --model /models/mine --ask "Which decisions were taken?"
 
-    Corpus and model are looked at first, and what `kvr-run` would refuse is refused here. A file that exists is left as
-    it is.
+    The corpus and the model are checked first, as `kvr-run` would do. An existing file is never overwritten.
     """  # noqa: D301
     from kvr_mpi.cli.environment import is_offline
     from kvr_mpi.errors import OutputError
     from kvr_mpi.preflight.checks import check_job
 
     if job.exists():
-        raise OutputError(f"{job} exists and is left as it is; name another file")
+        raise OutputError(f"{job} exists, and is not overwritten; choose another name")
     corpus, model, ask = _complete(corpus, model, ask)
     wanted = {
         "model": model,
@@ -104,12 +106,9 @@ def init(
     }
     text, spec = _write(job, wanted)
     check_job(spec, 1, goes_on=False, offline=is_offline())
-    try:
-        with job.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except OSError as error:
-        raise OutputError(f"{job} cannot be written: {error.strerror or error}") from error
-    click.echo(f"{job}: a first look with two documents is\n  mpirun -n 2 kvr-run {job} --set documents.limit=2")
+    with writing(job), job.open("x", encoding="utf-8") as stream:
+        stream.write(text)
+    click.echo(f"{job} written; try it with two documents:\n  mpirun -n 2 kvr-run {job} --set documents.limit=2")
 
 
 def _complete(corpus: str | None, model: str | None, ask: str | None) -> tuple[str, str, str]:
@@ -119,13 +118,13 @@ def _complete(corpus: str | None, model: str | None, ask: str | None) -> tuple[s
 
     missing = [name for name, value in (("--corpus", corpus), ("--model", model)) if value is None]
     if missing and not _is_terminal():
-        raise click.UsageError(f"{' and '.join(missing)}: needed where there is no terminal to ask on")
+        raise click.UsageError(f"{' and '.join(missing)}: required, since there is no terminal to ask on")
     if corpus is None:
         corpus = _question("Where are the documents (folder, glob or file)?", lambda path: find_files([path]))
     if model is None:
         model = _question("Which model (folder, .gguf file, or id on the hub)?", find_model)
     if ask is None:
-        ask = ASK if not missing else click.prompt("What is asked of each document?", default=ASK)
+        ask = ASK if not missing else click.prompt("What is the question about each document?", default=ASK)
     return corpus, model, ask
 
 
@@ -157,7 +156,7 @@ def _write(job: Path, wanted: dict[str, str]) -> tuple[str, Any]:
 
     for name, value in {**wanted, "file": str(job)}.items():
         if any(not char.isprintable() and not (char in "\n\t" and name == "template") for char in value):
-            raise ConfigError(f"{name} {value!r} holds characters that cannot be shown; leave them out")
+            raise ConfigError(f"{name} {value!r} contains characters that cannot be printed; remove them")
     # A string of JSON without such characters is one of TOML.
     quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in wanted.items()}
     text = JOB.format(file=job, **quoted)

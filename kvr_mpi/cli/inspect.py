@@ -9,24 +9,26 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvr_mpi.cli.options import command
+
 if TYPE_CHECKING:
     from kvr_mpi.store.record import Record
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.argument("path", type=click.Path(path_type=Path), metavar="FILE")
 @click.argument("document", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--errors", is_flag=True, help="Show the documents that failed, all of them, and why.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--errors", is_flag=True, help="List all documents that failed, with their errors.")
 @click.option(
     "--verify/--no-verify",
     default=True,
-    help="Verify all checksums first: of files, as the folder's ledgers have them, or else of records.",
+    help="Verify all checksums first: of whole files if the folder's ledgers have them, or else of records.",
 )
 def inspect(path: Path, document: str | None, as_json: bool, errors: bool, verify: bool) -> None:
-    """Show what is in FILE (a result file or the output folder of a run), or one DOCUMENT of it."""
+    """Show the contents of FILE (a result file or the output folder of a run), or one DOCUMENT in it."""
     if document is not None and errors:
-        raise click.UsageError("--errors shows all documents that failed: give no DOCUMENT")
+        raise click.UsageError("--errors lists all documents that failed: leave DOCUMENT out")
     if document is not None:
         _show_document(path, document, as_json, verify)
     elif errors:
@@ -111,13 +113,13 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
     for name, value in record.as_dict().items():
         if name in ASKED_FOR and name in DATASETS:
             there = record.as_json()[name]
-            click.echo(f"{name:21} {len(there)}, with --json" if there else "", nl=bool(there))
+            click.echo(f"{name:21} {len(there)}, shown by --json" if there else "", nl=bool(there))
         elif name not in ("answer", "token_ids") and (value or name not in ASKED_FOR):
             click.echo(f"{name:21} {printable(str(value))}")
     if found.compression:
         rows = [layer.rows for layer in found.layers if layer.rows is not None]
         mean = sum(len(one.positions) for one in rows) / sum(len(one.counts) for one in rows)
-        click.echo(f"{'kv':21} {len(layers)} layers, compressed: {mean:.0f} tokens of a KV head on average")
+        click.echo(f"{'kv':21} {len(layers)} layers, compressed: {mean:.0f} tokens per KV head on average")
     elif layers:
         first = layers[0]
         how = f"{first['dtype']}{', by Blosc2' if is_compressed else ''}"

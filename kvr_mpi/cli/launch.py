@@ -5,23 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import click
-
-from kvr_mpi.transport.choose import NAMES
-
 if TYPE_CHECKING:
     from kvr_mpi.model import LoadedModel
     from kvr_mpi.report.log import Log
     from kvr_mpi.transport import Transport
-
-
-transport_option = click.option(
-    "--transport",
-    type=click.Choice(NAMES),
-    default="auto",
-    show_default=True,
-    help="What carries keys and values between ranks; auto takes what is proven to work here, and says why.",
-)
 
 
 def guarded(world: Transport, work: Callable[[], int]) -> int:
@@ -60,9 +47,7 @@ def _message(error: Exception) -> str:
 
     if isinstance(error, KvrError):
         return f"error: {error}"
-    return (
-        "this is a bug in kvr-mpi, or a fault of the machine:\n" + "".join(traceback.format_exception(error)).rstrip()
-    )
+    return "this is a bug in kvr-mpi, or a machine failure:\n" + "".join(traceback.format_exception(error)).rstrip()
 
 
 def quiet_libraries() -> None:
@@ -127,24 +112,3 @@ def open_links(world: Transport, loaded: LoadedModel, wanted: str, log: Log) -> 
     transport, reason = open_transport(world, cast(Name, wanted), loaded.device, cache_dir=cache_dir, every_pair=True)
     log.root(reason)
     return transport
-
-
-def parse_lengths(text: str) -> list[int]:
-    """Read ``1024,2048`` or ``1k,2k`` as numbers of tokens.
-
-    Raises
-    ------
-    ConfigError
-        If it is something else.
-    """
-    from kvr_mpi.errors import ConfigError
-
-    lengths = []
-    for word in filter(None, (part.strip().lower() for part in text.split(","))):
-        number, scale = (word[:-1], 1024) if word.endswith("k") else (word, 1)
-        if not number.isdigit() or int(number) == 0:
-            raise ConfigError(f"length {word!r}: expected tokens, such as 4096 or 4k, separated by commas")
-        lengths.append(int(number) * scale)
-    if not lengths:
-        raise ConfigError(f"lengths {text!r}: expected at least one, such as 4096 or 4k")
-    return lengths

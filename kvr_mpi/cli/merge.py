@@ -7,30 +7,32 @@ from pathlib import Path
 
 import click
 
+from kvr_mpi.cli.options import command
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+
+@command()
 @click.argument("folders", type=click.Path(path_type=Path), metavar="DIR...", nargs=-1, required=True)
 @click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File to write; the shards stay.  [default: DIR/results.h5, which takes their place]",
+    help="File to write; the shards are kept.  [default: DIR/results.h5, which replaces them]",
 )
-@click.option("--keep-shards", is_flag=True, help="Leave the shards beside DIR/results.h5.")
-@click.option("--overwrite", is_flag=True, help="Replace the file named by -o if it exists.")
+@click.option("--keep-shards", is_flag=True, help="Keep the shards next to DIR/results.h5.")
+@click.option("--overwrite", is_flag=True, help="Replace the file given with -o if it exists.")
 @click.option(
     "--shares",
     type=click.IntRange(1),
     metavar="N",
-    help="How many DIRs there have to be; with fewer the exit code is 65.",
+    help="Expected number of DIRs; if there are fewer, the exit code is 65.",
 )
 def merge(
     folders: tuple[Path, ...], output: Path | None, keep_shards: bool, overwrite: bool, shares: int | None
 ) -> int:
-    """Put all documents in DIR, the output folder of a run, into one HDF5 file.
+    """Merge all documents in DIR, the output folder of a run, into one HDF5 file.
 
-    Every shard is held against its checksum, and every record read, first. Refused while a job is at work in DIR.
-    Several DIRs, or a folder of such folders (the shares of an array), need -o; shares that are missing are named,
+    First, the checksum of every shard is verified and every record is read. Not possible while a job is writing to DIR.
+    Several DIRs, or a folder of such folders (the shares of an array), need -o; if shares are missing, they are listed,
     and the exit code is 65.
     """
     from kvr_mpi.cli.environment import read_owner
@@ -41,7 +43,7 @@ def merge(
 
     for folder in folders:
         if not folder.is_dir():
-            raise MissingError(f"{folder}: no such folder; expected the output folder of a run")
+            raise MissingError(f"{folder}: folder not found; expected the output folder of a run")
     if output is not None and output.exists() and not overwrite:
         raise OutputError(f"{output} exists; add --overwrite, or choose another file")
     runs = find_runs(folders)

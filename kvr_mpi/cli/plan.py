@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvr_mpi.cli.allocation import allocation_of, node_options
+from kvr_mpi.cli.options import command, job_argument, set_option
 
 if TYPE_CHECKING:
     from kvr_mpi.schedule.forecast import Forecast
@@ -20,19 +21,27 @@ if TYPE_CHECKING:
 COMPARED_RANKS = 128
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job.")
-@click.option("--ranks", type=click.IntRange(1), help="Ranks the job will have; default: those of this allocation.")
+@command()
+@job_argument
+@set_option
+@click.option(
+    "--ranks", type=click.IntRange(1), help="Ranks the job will have.  [default: the ranks of this allocation]"
+)
 @click.option(
     "--hardware",
     metavar="NAME_OR_FILE",
-    help="How fast a rank is: a profile, such as h200, a JSON file, or a table's hardware.",
+    help="Speed of a rank: a hardware profile, such as h200, a JSON file, or the hardware of a lookup table.",
 )
 @node_options
-@click.option("--exact", is_flag=True, help="Count the tokens of large corpora, too, rather than estimate them.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every document.")
-@click.option("--limit-rows", default=20, show_default=True, type=click.IntRange(0), help="Rows printed; 0: all.")
+@click.option(
+    "--exact",
+    is_flag=True,
+    help="Count the tokens of every document, even in large corpora, instead of estimating them.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON that includes every document.")
+@click.option(
+    "--limit-rows", default=20, show_default=True, type=click.IntRange(0), help="Number of rows to print; 0: all."
+)
 def plan(
     job: Path,
     settings: tuple[str, ...],
@@ -43,16 +52,16 @@ def plan(
     limit_rows: int,
     **node: int | None,
 ) -> None:
-    """Show which documents of JOB would run on which chains of ranks, when, for how long, and why.
+    """Show which documents of JOB would run on which chains of ranks, when, for how long and why.
 
     \b
     kvr plan jobs/summarize.toml --ranks 64 --hardware h200
 
-    With output.kv it measures how fast files are read where the results will be (64 MB are written there, and removed),
-    and says from which length on asking stored documents again is faster than prefilling them.
+    If output.kv is set, the read speed of the output file system is measured (64 MB are written and removed), and the
+    plan shows from which length on it is faster to ask stored documents again than to prefill them.
 
-    A job runs as planned with parallel.ranks_per_chain = "auto"; there the costs are measured on its own ranks. With
-    parallel.ranks_per_stage = n it is planned for stages of n ranks, and all its chains have one length.
+    With parallel.ranks_per_chain = "auto", a job follows such a plan, with costs measured on its own ranks. With
+    parallel.ranks_per_stage = n, the plan is for stages of n ranks, and all chains have the same length.
     """  # noqa: D301
     from dataclasses import asdict
 
@@ -80,14 +89,12 @@ def plan(
         click.echo(f"cache      {forecast.rolling.name}, on each rank of a chain")
     click.echo(f"corpus     {len(made.texts)} documents, {made.counted}\n")
     if made.ranks_per_stage > 1:
-        click.echo(
-            f"what is called a rank here is a stage of {made.ranks_per_stage} ranks: {made.ranks} ranks in all\n"
-        )
+        click.echo(f"each rank below is a stage of {made.ranks_per_stage} ranks: {made.ranks} ranks in total\n")
     _print_rows(found, forecast, limit_rows)
     _print_summary(made)
     if made.decoding is not None:
         click.echo(str(made.decoding))
-    click.echo(f"as planned it takes {nodes.hours(found.makespan_s)}, on {nodes.nodes} node(s)")
+    click.echo(f"the plan takes {nodes.hours(found.makespan_s)} on {nodes.nodes} node(s)")
     for line in _stored(made)[1]:
         click.echo(line)
 
@@ -104,7 +111,9 @@ def read_and_plan(
 
     spec, _ = load_job(job, settings)
     if not ranks:
-        raise ConfigError("--ranks: how many ranks will the job have? Give a number, such as --ranks 8")
+        raise ConfigError(
+            "--ranks is missing, and there is no allocation to take it from: give a number, such as --ranks 8"
+        )
     machine = read_environment().machine
     quiet_libraries()
     return plan_job(spec, machine, ranks, hardware, exact=exact)
@@ -203,7 +212,7 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
     )
     console.print(table)
     if limit and len(rows) > limit:
-        click.echo(f"... and {len(rows) - limit} more; --limit-rows 0 prints all, --json what is known of each")
+        click.echo(f"... and {len(rows) - limit} more; --limit-rows 0 prints all of them, --json all details")
     for name, _, why in found.does_not_fit:
         click.echo(f"FITS NOWHERE: {printable(name)}: {why}")
 
@@ -218,7 +227,7 @@ def _print_summary(made: PlannedJob) -> None:
         click.echo(line)
     errors = sum(place.tokens == 0 for place in found.placements)
     if errors:
-        click.echo(f"{errors} document(s) cannot be read or are too long: they get error records")
+        click.echo(f"{errors} document(s) cannot be read or are too long, and will have error records")
     others = [count for count in (found.ranks // 2, found.ranks * 2) if 0 < count <= COMPARED_RANKS]
     times = [(count, plan_documents(spec, texts, count, forecast).makespan_s) for count in others]
     times.append((found.ranks, found.makespan_s))
@@ -227,8 +236,8 @@ def _print_summary(made: PlannedJob) -> None:
     costs = [f"{count}: {duration(seconds)} ({shown[count]} rank hours)" for count, seconds in sorted(times)]
     click.echo("by number of ranks: " + "; ".join(costs))
     if not spec.parallel.planned and spec.parallel.strategy != "single":
-        runs = "; with 'auto' it runs as planned above" if made.ranks_per_stage == 1 else ""
+        runs = "; with 'auto' it follows the plan above" if made.ranks_per_stage == 1 else ""
         wanted = spec.parallel.ranks_per_chain
         seconds = made.written_s
-        takes = "does not fit, or not divide the ranks" if seconds is None else f"takes {duration(seconds)}"
+        takes = "does not fit, or does not divide the ranks" if seconds is None else f"takes {duration(seconds)}"
         click.echo(f"the job as written, with ranks_per_chain = {wanted!r}, {takes}{runs}")

@@ -8,28 +8,35 @@ from pathlib import Path
 
 import click
 
+from kvr_mpi.cli.options import command, job_argument, set_option
+from kvr_mpi.cli.writing import writing
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job.")
-@click.option("--documents", default=8, show_default=True, type=click.IntRange(1), help="Most documents to sample.")
+
+@command()
+@job_argument
+@set_option
+@click.option(
+    "--documents", default=8, show_default=True, type=click.IntRange(1), help="Maximum number of documents to sample."
+)
 @click.option(
     "--output",
     default="heads.json",
     show_default=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Where the profile is written.",
+    help="File to write the profile to.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw counts by layer and head (.png).")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Plot the counts by layer and head (.png)."
+)
 def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: Path, plot: Path | None) -> None:
-    """Prefill a sample of JOB's documents on one rank, and write down how many tokens each KV head keeps.
+    """Prefill a sample of JOB's documents on one rank, and record how many tokens each KV head keeps.
 
     \b
     kvr profile-heads jobs/summarize.toml --set compress.method=ada-snapkv --set compress.budget=512
     kvr simulate --fairkv heads.json --ranks 4,8
 
-    Placement goes by the mean over documents (kvr simulate --fairkv), and so does compress.method = "headkv". How alike
-    the documents are is printed, too; go by the mean-centred cosines, since plain ones are always near 1.
+    kvr simulate --fairkv and compress.method = "headkv" use the mean over documents. The similarity of the documents is
+    printed, too; look at the mean-centred cosines, since plain cosines are always close to 1.
     """  # noqa: D301
     from kvr_mpi.cli.environment import is_offline, read_environment
     from kvr_mpi.disk import replacing
@@ -43,17 +50,14 @@ def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     check_job(spec, 1, goes_on=True, offline=is_offline())
     if not output.parent.is_dir():  # before minutes have gone by
         raise OutputError(
-            f"--output {str(output)!r}: no folder {str(output.parent)!r}; make it, or choose another place"
+            f"--output {str(output)!r}: folder {str(output.parent)!r} not found; create it, or choose another one"
         )
     setup, sample = sample_heads(spec, read_environment().machine, documents, lambda text: click.echo(text, err=True))
     for name, reason in sample.left_out:
         click.echo(f"left out: {name}: {reason}", err=True)
     found = sample.as_json(setup, spec.documents.path)
-    try:
-        with replacing(output) as stream:
-            stream.write((json.dumps(found) + "\n").encode())
-    except OSError as error:
-        raise OutputError(f"--output {str(output)!r} cannot be written: {error.strerror or error}") from error
+    with writing(output), replacing(output) as stream:
+        stream.write((json.dumps(found) + "\n").encode())
     if plot is not None:
         name = found["name"].rpartition("/")[2]
         title = f"{name}, mean of {len(sample.documents)} document(s)\n{spec.compress}"

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from kvr_mpi.cli.options import command
+
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -28,22 +30,22 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="RUN")
-@click.option("--doc", "documents", multiple=True, metavar="ID", help="Only those of this document; may be repeated.")
+@click.option("--doc", "documents", multiple=True, metavar="ID", help="Remove those of this document; may be repeated.")
 @click.option(
     "--older-than",
     type=click.FloatRange(min=0),
     metavar="DAYS",
-    help="Only those of documents finished longer ago than this.",
+    help="Remove those of documents that were finished more than this many days ago.",
 )
-@click.option("--keep", metavar="SIZE", help="Remove the oldest until no more than this is left: 500G, 1.5T, or bytes.")
-@click.option("--dry-run", is_flag=True, help="Say what would be removed.")
+@click.option("--keep", metavar="SIZE", help="Remove the oldest until at most this much is left: 500G, 1.5T, or bytes.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, and exit.")
 def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, keep: str | None, dry_run: bool) -> None:
-    """Remove keys and values from RUN, the output folder of a run; records and answers stay.
+    """Remove keys and values from RUN, the output folder of a run; records and answers are kept.
 
-    Files that have some are written anew, one after the other, so there has to be room for the largest of them. Refused
-    while a job is at work in RUN.
+    The files concerned are rewritten one after the other, which needs free space for the largest of them. Not possible
+    while a job is writing to RUN.
     """
     from datetime import timedelta
 
@@ -54,9 +56,9 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
     from kvr_mpi.store.prune import choose_pruned, list_stored, prune_kv
 
     if not documents and older_than is None and keep is None:
-        raise click.UsageError("say what is to go: --doc ID, --older-than DAYS or --keep SIZE")
+        raise click.UsageError("nothing selected to remove: give --doc ID, --older-than DAYS or --keep SIZE")
     if not folder.is_dir():
-        raise MissingError(f"{folder}: no such folder; expected the output folder of a run")
+        raise MissingError(f"{folder}: folder not found; expected the output folder of a run")
     age, keep_bytes = (
         None if older_than is None else timedelta(days=older_than),
         None if keep is None else parse_size(keep),
@@ -65,7 +67,9 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: float | None, ke
     try:
         stored = list_stored(index_run(folder))
         if unknown := set(documents) - {one.id for one in stored}:
-            raise ConfigError(f"{folder} has no keys and values of a document {min(unknown)!r}")
+            raise ConfigError(
+                f"--doc {min(unknown)!r}: {folder} has no keys and values of it; kvr inspect lists the documents"
+            )
         gone = choose_pruned(stored, documents=documents, older_than=age, keep_bytes=keep_bytes)
         if not dry_run:
             prune_kv(folder, [one.id for one in gone])

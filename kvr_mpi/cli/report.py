@@ -6,34 +6,36 @@ from pathlib import Path
 
 import click
 
+from kvr_mpi.cli.options import command
+from kvr_mpi.cli.writing import writing
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+
+@command()
 @click.argument("path", type=click.Path(path_type=Path), metavar="RUN")
 @click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The page to write.  [default: report.html in RUN]",
+    help="HTML file to write.  [default: report.html in RUN]",
 )
 @click.option(
     "--trace-json",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Also write what the ranks recorded as one JSON file, which ui.perfetto.dev and chrome://tracing open.",
+    help="Also write the ranks' trace as one JSON file for ui.perfetto.dev or chrome://tracing.",
 )
 def report(path: Path, output: Path | None, trace_json: Path | None) -> None:
-    """Write a page about RUN, the output folder of a run or a result file; also while the run is at work.
+    """Write a page about RUN, the output folder of a run or a result file, even while the job is running.
 
     The page is one HTML file that needs no network: where the time went (if the job had report.trace = true), slices,
-    times, failures and memory, and all answers to browse and search. What the run does not hold is said in a line.
+    times, failures and memory, and all answers to browse and search. It notes in one line what the run did not record.
     """
     from kvr_mpi.disk import replacing
-    from kvr_mpi.errors import OutputError
     from kvr_mpi.report.perfetto import write_perfetto
     from kvr_mpi.report.run_page import page_of
 
     target = output or (path if path.is_dir() else path.parent) / "report.html"
-    try:
+    with writing(target):
         page, skipped = page_of(path)
         for line in skipped:
             click.echo(f"warning: left out: {line}", err=True)
@@ -43,5 +45,3 @@ def report(path: Path, output: Path | None, trace_json: Path | None) -> None:
         if trace_json is not None:
             spans, ranks = write_perfetto(path if path.is_dir() else path.parent, trace_json, skipped.append)
             click.echo(f"{trace_json}: {spans} spans of {ranks} rank(s); open it at ui.perfetto.dev")
-    except OSError as error:
-        raise OutputError(f"{error.filename or target} cannot be written: {error.strerror or error}") from error

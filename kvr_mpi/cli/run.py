@@ -6,11 +6,19 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvr_mpi.cli.options import (
+    check_fresh_or_resumed,
+    command,
+    grouped,
+    job_argument,
+    overwrite_option,
+    parse_names,
+    set_option,
+)
 from kvr_mpi.transport.choose import NAMES
 
 if TYPE_CHECKING:
@@ -18,13 +26,12 @@ if TYPE_CHECKING:
     from kvr_mpi.transport import Transport
 
 
-F = TypeVar("F", bound=Callable[..., Any])
 LoadJob = Callable[[Sequence[str]], "tuple[JobSpec, dict[str, str]]"]
 
 
 @dataclass(frozen=True, slots=True)
 class RunArguments:
-    """How a command runs a job; `run_options` says more.
+    """How a command runs a job, as described in the help of `run_options`.
 
     settings : of the job, from the command line.
     """
@@ -41,60 +48,47 @@ class RunArguments:
 
 
 # What every command has that runs a job.
-RUN_OPTIONS = (
-    click.option(
-        "--set",
-        "settings",
-        multiple=True,
-        metavar="SECTION.KEY=VALUE",
-        help="Override a setting of the job file.",
-    ),
+run_options = grouped(
+    set_option,
     click.option(
         "--transport",
         type=click.Choice(NAMES),
         help="What carries keys and values between ranks; the same as --set parallel.transport=...",
     ),
-    click.option("--overwrite", is_flag=True, help="Delete the results that are in the output folder."),
+    overwrite_option,
     click.option(
         "--resume",
         is_flag=True,
-        help="Go on with the results that are in the output folder; implied if SLURM has restarted the job.",
+        help="Continue from the results in the output folder; implied if SLURM has requeued the job.",
     ),
-    click.option("--retry-failed", is_flag=True, help="When resuming, do documents with error records again."),
+    click.option("--retry-failed", is_flag=True, help="When resuming, process documents with error records again."),
     click.option(
         "--time-limit",
         metavar="TIME",
-        help="Begin no document that would not end in time: seconds, h:mm:ss or d-hh:mm:ss from now.  "
-        "[default: SLURM's end of the job]",
+        help="Start no document that would not finish in time: seconds, h:mm:ss or d-hh:mm:ss from now.  "
+        "[default: the end of the SLURM job]",
     ),
     click.option(
         "--stop-signals",
         default="TERM,USR2",
         show_default=True,
         metavar="NAMES",
-        help="Signals after which no document is begun, what is begun is finished, and the exit code is 75; a second "
-        "one ends at once.",
+        help="Signals after which the job finishes its current documents, starts no others, and ends with exit code "
+        "75; a second signal ends it at once.",
     ),
-    click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and stop."),
+    click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and exit."),
     click.option(
         "--progress",
         type=click.Choice(["auto", "bar", "lines"]),
         default="auto",
         show_default=True,
-        help="A bar, or a line for each document; auto: a bar on a terminal if no launcher is used.",
+        help="Show a progress bar, or one line per document; auto: a bar on a terminal without a launcher.",
     ),
 )
 
 
-def run_options(command: F) -> F:
-    """Give a command the options of `RunArguments`."""
-    for option in reversed(RUN_OPTIONS):
-        command = option(command)
-    return command
-
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
+@command()
+@job_argument
 @run_options
 def run(**given: Any) -> int:
     """Prefill, answer and store every document of the job file JOB.
@@ -104,8 +98,8 @@ def run(**given: Any) -> int:
     srun --mpi=pmi2 kvr-run jobs/summarize.toml --resume
 
     Exit codes: 0 done; 65 done, but more documents have error records than output.max_failed allows (default: 0); 75
-    stopped before the end: the same command with --resume goes on; 69 the ranks cannot talk; 78 the job cannot be run
-    as written; 2 wrong arguments; 1 a bug. The last line says which, and what it means.
+    stopped before the end: the same command with --resume continues; 69 the ranks cannot communicate; 78 the job cannot
+    be run as written; 2 wrong arguments; 1 a bug. The last line of output explains the exit code.
     """  # noqa: D301
     from kvr_mpi.job import load_job
 
@@ -125,8 +119,7 @@ def run_as_told(name: str, options: RunArguments, load: LoadJob) -> int:
         Given settings, makes the job, and says of each of its settings where it is from; called on one rank.
     """
     settings = options.settings
-    if options.overwrite and options.resume:
-        raise click.UsageError("--overwrite deletes what --resume would go on with: choose one")
+    check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume)
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.errors import KvrError, exit_line
     from kvr_mpi.report.log import Log
@@ -197,6 +190,6 @@ def run_on(world: Transport, name: str, told: RunArguments, load: Callable[[], t
         retry_failed=told.retry_failed,
         bar=wants_bar(told.progress, launched_size(os.environ) is not None),
         deadline_s=deadline_s,
-        stop_signals=tuple(filter(None, told.stop_signals.split(","))),
+        stop_signals=tuple(parse_names(told.stop_signals)),
     )
     return run_job(spec, options, world, log)

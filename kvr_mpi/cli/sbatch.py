@@ -14,9 +14,10 @@ import click
 
 from kvr_mpi.cli.allocation import Allocation, allocation_of, limit_seconds, node_options
 from kvr_mpi.cli.batch_script import fill_in
+from kvr_mpi.cli.options import check_fresh_or_resumed, command, job_argument, overwrite_option, set_option
 
 SCRIPT, ARRAY_SCRIPT, GATHER_SCRIPT = "kvr_prefill.sh", "kvr_array.sh", "kvr_gather.sh"
-# What sbatch is told of an array that holds for its gathering, too.
+# Options of sbatch that an array shares with the job that gathers its results.
 GATHER_TOO = ("account", "partition", "qos", "reservation", "mail-type", "mail-user", "clusters")
 # A forecast is off by this much; starting, and loading a model from a network file system, take time, too. A job that
 # runs into its limit all the same goes on where it was.
@@ -25,7 +26,7 @@ MARGIN, START_S = 1.5, 600.0
 
 @dataclass(frozen=True, slots=True)
 class SbatchOptions:
-    """What ``kvr sbatch`` was told; its help says more."""
+    """Arguments of ``kvr sbatch``, as described in its help."""
 
     job: Path
     settings: tuple[str, ...]
@@ -45,68 +46,71 @@ class SbatchOptions:
     test_only: bool
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job.")
+@command()
+@job_argument
+@set_option
 @click.option(
     "--ranks",
     type=click.IntRange(1),
     required=True,
-    help="Ranks of the job: one for each GPU, or for a few cores each.",
+    help="Number of ranks: one per GPU, or one per few cores.",
 )
 @node_options
-@click.option("--time", "limit", metavar="TIME", help="Time limit as sbatch takes it; default: from the forecast.")
-@click.option("--hardware", metavar="NAME_OR_FILE", help="How fast a rank is, as in kvr plan.")
-@click.option("--resume", is_flag=True, help="Go on with the results that are in the output folder.")
-@click.option("--overwrite", is_flag=True, help="Delete the results that are in the output folder.")
+@click.option(
+    "--time", "limit", metavar="TIME", help="Time limit, in a format that sbatch accepts.  [default: from the forecast]"
+)
+@click.option("--hardware", metavar="NAME_OR_FILE", help="Speed of a rank, as for kvr plan.")
+@click.option("--resume", is_flag=True, help="Continue from the results in the output folder.")
+@overwrite_option
 @click.option(
     "--array",
     type=click.IntRange(2),
     metavar="N",
-    help="Cut the corpus into N shares, each a job of --ranks ranks with its results in OUTPUT/share-I-of-N.",
+    help="Split the corpus into N shares, each a job of --ranks ranks with its results in OUTPUT/share-I-of-N.",
 )
-@click.option("--at-once", type=click.IntRange(1), metavar="K", help="Most shares of the array that run at a time.")
+@click.option(
+    "--at-once", type=click.IntRange(1), metavar="K", help="Maximum number of shares that run at the same time."
+)
 @click.option(
     "--gather/--no-gather",
     default=True,
-    help="After an array, however its tasks ended (afterany), put all shares into OUTPUT/all.h5, every checksum "
-    "verified, and say what is missing.  [default: gather]",
+    help="After an array, however its tasks ended (afterany), merge all shares into OUTPUT/all.h5, verifying every "
+    "checksum, and report what is missing.  [default: gather]",
 )
 @click.option(
     "--sbatch",
     "options",
     multiple=True,
     metavar="--OPTION=VALUE",
-    help="For sbatch, as often as needed. Who pays: --sbatch=--account=PROJECT. Where: --sbatch=--partition=gpu. Mail "
-    "when it is over: --sbatch=--mail-type=END,FAIL --sbatch=--mail-user=YOU@SITE. After another job, however that "
-    "ended: --sbatch=--dependency=afterany:JOB (afterok: only if it ended with 0).",
+    help="An option passed on to sbatch; may be repeated. Account: --sbatch=--account=PROJECT. Partition: "
+    "--sbatch=--partition=gpu. Mail at the end: --sbatch=--mail-type=END,FAIL --sbatch=--mail-user=YOU@SITE. After "
+    "another job, however that ended: --sbatch=--dependency=afterany:JOB (afterok: only if its exit code was 0).",
 )
-@click.option("--print", "show", is_flag=True, help="Print the script and stop.")
-@click.option("--test-only", is_flag=True, help="Ask SLURM when it would run; submit nothing.")
+@click.option("--print", "show", is_flag=True, help="Print the script and exit.")
+@click.option("--test-only", is_flag=True, help="Ask SLURM when the job would start; do not submit it.")
 def sbatch(**given: Any) -> int:
-    """Submit JOB with nodes, ranks and time filled into slurm/kvr_prefill.sh from the plan.
+    """Submit JOB to SLURM: slurm/kvr_prefill.sh with nodes, ranks and time limit filled in from the plan.
 
     \b
     kvr sbatch jobs/summarize.toml --ranks 16 --hardware h200 --print
     kvr sbatch jobs/summarize.toml --ranks 16 --time 8:00:00 --sbatch=--partition=gpu
     kvr sbatch jobs/summarize.toml --ranks 4 --hardware h200 --array 100 --at-once 20
 
-    What it will cost is said first, in node, GPU and core hours.
+    The expected cost in node, GPU and core hours is printed first.
     """  # noqa: D301
     options = SbatchOptions(**given)
     if options.show and options.test_only:
-        raise click.UsageError("--print asks SLURM nothing, --test-only prints no script: choose one")
-    if options.resume and options.overwrite:
-        raise click.UsageError("--overwrite deletes what --resume would go on with: choose one")
+        raise click.UsageError("--print and --test-only exclude each other: give only one")
+    check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume)
     if options.at_once is not None and options.array is None:
-        raise click.UsageError("--at-once is for an array: add --array N")
+        raise click.UsageError("--at-once needs --array N")
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.job import load_job
 
     spec, _ = load_job(options.job, options.settings)
     if options.array is not None and (spec.documents.shard is not None or spec.questions is not None):
         what = "documents.shard" if spec.questions is None else "[questions]"
-        raise ConfigError(f"--array cuts the corpus into shares itself: leave {what} out of the job")
+        raise ConfigError(f"--array splits the corpus into shares itself: remove {what} from the job")
     chosen = _chosen(options.options)
     nodes = allocation_of(
         spec, options.ranks, options.ranks_per_node, options.gpus_per_node, options.cpus_per_rank, options.hardware
@@ -136,14 +140,14 @@ def sbatch(**given: Any) -> int:
     if limit_s is not None:
         most = nodes.hours(limit_s * (options.array or 1))
         click.echo(
-            f"at most {most}, the time limit of {wanted['time']} on {nodes.nodes} node(s)"
+            f"at most {most}: the time limit of {wanted['time']} on {nodes.nodes} node(s)"
             f"{f' for each of {options.array} shares' if options.array else ''}",
             err=True,
         )
     if options.show:
         click.echo(script, nl=False)
         if gather is not None:
-            click.echo(f"# And, submitted with --dependency=afterany:JOB:\n{gather}", nl=False)
+            click.echo(f"# Then, submitted with --dependency=afterany:JOB:\n{gather}", nl=False)
         return 0
     if options.array is None or options.test_only:
         return _submit(script, options.test_only)
@@ -175,7 +179,9 @@ def _chosen(options: Sequence[str]) -> dict[str, str]:
                 f"--sbatch {option!r}: expected one of sbatch's long options, such as --sbatch=--partition=gpu"
             )
         if key == "array":
-            raise ConfigError(f"--sbatch {option!r}: every task would do the whole corpus; for shares of it: --array N")
+            raise ConfigError(
+                f"--sbatch {option!r}: every task would process the whole corpus; use --array N to split it into shares"
+            )
         chosen[key] = value
     return chosen
 
@@ -206,16 +212,16 @@ def _time_limit(options: SbatchOptions, nodes: Allocation) -> str:
     known = [seconds for seconds in times if seconds is not None]
     if len(known) < len(times):
         raise ConfigError(
-            f"parallel.ranks_per_chain = {made.spec.parallel.ranks_per_chain!r} on {options.ranks} ranks: some "
-            f"document does not fit, or the ranks cannot be divided so; kvr plan says why. 'auto' plans a chain for "
-            f"each document"
+            f"parallel.ranks_per_chain = {made.spec.parallel.ranks_per_chain!r} on {options.ranks} ranks: a "
+            f"document does not fit, or the ranks cannot be divided into such chains; kvr plan shows why. 'auto' plans "
+            f"a chain for each document"
         )
     minutes = math.ceil((MARGIN * max(known) + START_S) / 60)
     longest = "" if options.array is None else f" for the longest of {options.array} shares"
     click.echo(
-        f"predicted {duration(max(known))}{longest}, by {made.forecast.source}; asking for {minutes} min", err=True
+        f"predicted {duration(max(known))}{longest}, by {made.forecast.source}; requesting {minutes} min", err=True
     )
-    click.echo(f"predicted to take {nodes.hours(sum(known))}, beside what starting takes", err=True)
+    click.echo(f"predicted cost: {nodes.hours(sum(known))}, plus the time to start", err=True)
     return str(minutes)
 
 
@@ -236,8 +242,8 @@ def _submit_array(script: str, gather: str | None) -> int:
     done = _call(gather, ["--parsable", *after], captures=True)
     if done.returncode:
         click.echo(
-            f"kvr sbatch: the array {array} is submitted, and what was to gather its shares is not; when it is over: "
-            f"kvr merge OUTPUT -o all.h5",
+            f"kvr sbatch: the array {array} was submitted, but the job that gathers its shares was not; when the array "
+            f"has finished, run: kvr merge OUTPUT -o all.h5",
             err=True,
         )
         return done.returncode
@@ -255,5 +261,5 @@ def _call(script: str, options: Sequence[str], *, captures: bool = False) -> sub
         )
     except FileNotFoundError as error:
         raise ConfigError(
-            "sbatch: no such command; run this on a login node of the cluster, or --print the script"
+            "sbatch: command not found; run this on a login node of the cluster, or use --print to see the script"
         ) from error

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
 
-from kvr_mpi.cli.bench import DEFAULT_MODEL
-from kvr_mpi.cli.launch import transport_option
+from kvr_mpi.cli.options import command, model_options, parse_numbers, transport_option
 
 if TYPE_CHECKING:
     from kvr_mpi.costs.layer_costs import Costs
@@ -26,7 +25,7 @@ EXIT_MISSED = 1
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """What ``kvr search`` was told; its help says more."""
+    """Arguments of ``kvr search``, as described in its help."""
 
     model: str
     dtype: str
@@ -43,22 +42,8 @@ class SearchOptions:
     trials: int | None
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, or id on the hub.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    default="float32",
-    show_default=True,
-    help="auto: the model's own.",
-)
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="auto: a GPU if there is one.",
-)
+@command()
+@model_options(dtype="float32")
 @transport_option
 @click.option("--contexts", default="1k,2k,4k,8k", show_default=True, help="Prompt lengths in tokens.")
 @click.option(
@@ -66,43 +51,50 @@ class SearchOptions:
     type=click.Choice(["refit", "grid", "model"]),
     default="refit",
     show_default=True,
-    help="refit: at most 4 instrumented runs a length; grid: the paper's grid search; model: no run.",
+    help="refit: at most 4 instrumented runs per length; grid: the paper's grid search; model: no runs.",
 )
-@click.option("--max-runs", type=click.IntRange(2), help="Runs allowed for one length.")
-@click.option("--hardware", help="Name of this machine in the table; default: the device's.")
-@click.option("--profile", help="With --method model: a hardware profile or file, instead of measuring here.")
+@click.option("--max-runs", type=click.IntRange(2), help="Maximum number of runs for one length.")
+@click.option("--hardware", help="Name of this machine in the table.  [default: the device's name]")
+@click.option("--profile", help="With --method model: a hardware profile (name or file) to use instead of measuring.")
 @click.option(
-    "--ranks", type=click.IntRange(2), help="With --profile: ranks of the chain; default: those that are here."
+    "--ranks", type=click.IntRange(2), help="With --profile: ranks of the chain.  [default: the ranks started]"
 )
 @click.option(
-    "--output", default="tables", show_default=True, type=click.Path(path_type=Path), help="Folder, or .json file."
+    "--output",
+    default="tables",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Folder or .json file to write.",
 )
-@click.option("--replace", is_flag=True, help="Write the table anew instead of merging into the one that is there.")
+@click.option("--replace", is_flag=True, help="Replace an existing table instead of merging into it.")
 @click.option(
-    "--check", "trials", type=click.IntRange(1), help="Compare every result with slices around it, in this many trials."
+    "--check",
+    "trials",
+    type=click.IntRange(1),
+    help="Check every result against neighbouring slices, in this many trials.",
 )
 def search(**given: Any) -> int:
-    """Find the slices that are fastest here, for some prompt lengths, and write tables/MODEL_HARDWARE_pN.json.
+    """Find the fastest slices on this machine for given prompt lengths, and write tables/MODEL_HARDWARE_pN.json.
 
     \b
     mpirun -n 2 kvr search --contexts 1k,2k,4k,8k --output tables/
 
-    A job uses the table with parallel.partition = "table" and parallel.table = "tables/". With --check 5 the
-    result is held against a sweep of splits around it and forecasts against lengths between; exit code 0 only if it
-    holds.
+    A job uses the table with parallel.partition = "table" and parallel.table = "tables/". With --check 5, the results
+    are compared with a sweep of neighbouring slices, and the forecasts with runs at lengths in between; the exit code
+    is 0 only if they hold.
     """  # noqa: D301
     options = SearchOptions(**given)
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
 
     if (options.profile and options.method != "model") or (options.ranks and not options.profile):
-        raise click.UsageError("--profile goes with --method model, and --ranks with --profile")
+        raise click.UsageError("--profile needs --method model, and --ranks needs --profile")
     world = connect()
     size = options.ranks or world.size
 
     def work() -> int:
         from kvr_mpi.bench.cores import pinned
-        from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
+        from kvr_mpi.cli.launch import load_everywhere, open_links
         from kvr_mpi.prefill.self_check import check_chain
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import on_root, together
@@ -114,7 +106,7 @@ def search(**given: Any) -> int:
 
         def check_arguments() -> list[int]:
             check_name("--hardware", options.hardware)
-            return check_contexts(parse_lengths(options.contexts), size, None)
+            return check_contexts(parse_numbers("--contexts", options.contexts), size, None)
 
         asked = together(world, check_arguments)
         loaded = load_everywhere(world, options.model, options.dtype, options.device)
@@ -178,8 +170,8 @@ def _target(output: Path, key: Key, replace: bool) -> _Target:
     there = load_table(path) if path.exists() and not replace else None
     if there is not None and (differences := differences_of(there.key, key)):
         raise ConfigError(
-            f"table {str(path)!r} is of something else: {'; '.join(differences)}; choose another --hardware or "
-            f"--output, or write it anew with --replace"
+            f"table {str(path)!r} was measured for something else: {'; '.join(differences)}; choose another "
+            f"--hardware or --output, or overwrite it with --replace"
         )
     check_place(path)
     return _Target(path, there)
@@ -202,7 +194,7 @@ def _costs(loaded: LoadedModel, chain: Transport, profile: str | None) -> Costs:
 def _say_costs(costs: Costs) -> str:
     token_s = costs.qkv_token_s + costs.rest_token_s
     return (
-        f"per layer {1e6 * token_s:.1f} us a token, {1e9 * costs.pair_s:.2f} ns a query-key pair; link "
+        f"per layer {1e6 * token_s:.1f} us per token, {1e9 * costs.pair_s:.2f} ns per query-key pair; link "
         f"{costs.link_bytes_per_s / 1e9:.2f} GB/s, {1e6 * costs.link_latency_s:.1f} us"
     )
 
@@ -219,5 +211,5 @@ def _say_written(table: Table, found: Table, target: _Target, say: Callable[[str
 def _check(table: Table, lengths: list[int], run: Run, trials: int, say: Callable[[str], None]) -> bool:
     from kvr_mpi.tuning.check import check_table
 
-    say(f"checking: the table's slices against a sweep around them, {trials} trial(s), interleaved")
+    say(f"checking the table's slices against a sweep of neighbouring ones: {trials} interleaved trial(s)")
     return check_table(table, lengths, run, trials, say)

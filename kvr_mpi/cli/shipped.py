@@ -27,4 +27,6 @@ def find_shipped(folder: str, name: str) -> Path:
     for place in places:
         if place.is_file():
             return place
-    raise ConfigError(f"{folder}/{name} is not installed with kvr-mpi (looked for {', '.join(map(str, places))})")
+    raise ConfigError(
+        f"{folder}/{name} was not installed with kvr-mpi (looked for {', '.join(map(str, places))}); reinstall kvr-mpi"
+    )

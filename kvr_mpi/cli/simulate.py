@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvr_mpi.cli.options import command, parse_numbers, plot_option
+from kvr_mpi.cli.writing import writing
+
 if TYPE_CHECKING:
     from kvr_mpi.costs.costmodel import RelayKind
     from kvr_mpi.costs.hardware import Hardware
@@ -24,7 +27,7 @@ PRINT = "-"
 
 @dataclass(frozen=True, slots=True)
 class SimulateOptions:
-    """What ``kvr simulate`` was told; its help says more."""
+    """Arguments of ``kvr simulate``, as described in its help."""
 
     model: str
     hardware: str | None
@@ -45,19 +48,22 @@ class SimulateOptions:
     budget: int
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.option(
-    "--model", default="Llama 3.1 8B", show_default=True, help="A named shape, a model's folder, .gguf file or hub id."
+    "--model",
+    default="Llama 3.1 8B",
+    show_default=True,
+    help="A shape known by name, or a model: folder, .gguf file or hub id.",
 )
 @click.option(
-    "--hardware", metavar="NAME_OR_FILE", help="A profile, such as h200, or a JSON file.  [default: h100-80gb]"
+    "--hardware", metavar="NAME_OR_FILE", help="A hardware profile, such as h200, or a JSON file.  [default: h100-80gb]"
 )
-@click.option("--ranks", default="1,2,4,8", show_default=True, help="Numbers of ranks.")
+@click.option("--ranks", default="1,2,4,8", show_default=True, help="Numbers of ranks, separated by commas.")
 @click.option(
     "--contexts", default="8k,32k,128k", show_default=True, help="Prompt lengths in tokens; 8k is 8192, 1m is 1048576."
 )
 @click.option(
-    "--link-gigabytes-per-s", type=float, help="Bandwidth of each link in one direction; default: the profile's."
+    "--link-gigabytes-per-s", type=float, help="Bandwidth of each link in one direction.  [default: the profile's]"
 )
 @click.option(
     "--relay",
@@ -68,50 +74,66 @@ class SimulateOptions:
 @click.option(
     "--chunk-tokens",
     type=click.IntRange(1),
-    help="Let chains compute their slices in chunks of so many tokens.  [default: at once]",
+    help="Compute slices in chunks of this many tokens.  [default: whole slices]",
 )
 @click.option(
     "--ranks-per-stage",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Chains of stages of so many ranks that hold the model among them, beside tensor parallelism alone and rings.",
+    help="Forecast chains of stages instead, each of this many ranks that share one model; compared with tensor "
+    "parallelism alone and with rings.",
 )
-@click.option("--paper", is_flag=True, help="Compare forecasts with the paper's measurements instead.")
+@click.option("--paper", is_flag=True, help="Instead, compare forecasts with the paper's measurements.")
 @click.option("--score", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
-              help="The same with the cells of a CSV file (table, model, gpus, context_tokens, ...).")  # fmt: skip
-@click.option("--json", "json_file", is_flag=False, flag_value=PRINT, metavar="[FILE]", help="JSON instead of a table.")
-@click.option("--csv", "csv_file", is_flag=False, flag_value=PRINT, metavar="[FILE]", help="CSV instead of a table.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (.png, .svg, .pdf).")
+              help="The same for measurements in a CSV file (table, model, gpus, context_tokens, ...).")  # fmt: skip
+@click.option(
+    "--json",
+    "json_file",
+    is_flag=False,
+    flag_value=PRINT,
+    metavar="[FILE]",
+    help="Print JSON instead of a table, or write it to FILE.",
+)
+@click.option(
+    "--csv",
+    "csv_file",
+    is_flag=False,
+    flag_value=PRINT,
+    metavar="[FILE]",
+    help="Print CSV instead of a table, or write it to FILE.",
+)
+@plot_option
 @click.option(
     "--plot-kind",
     type=click.Choice(["ttft", "slices"]),
     default="ttft",
     show_default=True,
-    help="ttft: over the ranks, with the lower bounds TTFT(p) and TTFT*(p); slices: as in the paper's Fig. 10.",
+    help="ttft: time to first token over ranks, with the lower bounds TTFT(p) and TTFT*(p); slices: as in the paper's "
+    "Fig. 10.",
 )
 @click.option(
     "--fairkv",
     metavar="PROFILE",
-    help="Place a profile's heads on --ranks instead: HeadKV's scores (.json), DuoAttention's gates (.tsv), counts, or "
-    "`paper`: profiles made up for FairKV's Table 2.",
+    help="Instead, place the heads of a profile on --ranks: HeadKV's scores (.json), DuoAttention's gates (.tsv), "
+    "token counts, or `paper` for synthetic profiles that match FairKV's Table 2.",
 )
 @click.option(
     "--copies",
     type=click.IntRange(min=0),
     default=4,
     show_default=True,
-    help="With --fairkv: copies of heads in each layer.",
+    help="With --fairkv: number of copies of heads in each layer.",
 )
 @click.option(
     "--budget",
     type=click.IntRange(min=1),
     default=512,
     show_default=True,
-    help="With --fairkv: budget of a head, in tokens.",
+    help="With --fairkv: budget per head, in tokens.",
 )
 def simulate(**given: Any) -> None:
-    """Forecast the time to the first token for any model, hardware, ranks, prompt length and link.
+    """Forecast the time to first token for any model, hardware, number of ranks, prompt length and link.
 
     \b
     kvr simulate --model "Llama 3.1 8B 1M" --hardware h100-80gb --ranks 1,8,1024 --contexts 64k,1m
@@ -122,7 +144,7 @@ def simulate(**given: Any) -> None:
     if options.fairkv is not None:
         from kvr_mpi.cli.fairkv import simulate_fairkv
 
-        ranks = _numbers("--ranks", options.ranks)
+        ranks = parse_numbers("--ranks", options.ranks)
         simulate_fairkv(options.fairkv, ranks, options.copies, options.budget, options.json_file == PRINT)
         return
     if options.paper or options.score is not None:
@@ -130,7 +152,7 @@ def simulate(**given: Any) -> None:
         from kvr_mpi.errors import ConfigError
 
         if options.plot is not None or (options.paper and options.score is not None):
-            raise ConfigError("--paper, --score and --plot: give one of them")
+            raise ConfigError("--paper, --score and --plot exclude each other: give only one")
         _score(options.score, load_hardware(options.hardware or "a100-80gb"), options.json_file, options.csv_file)
         return
     from kvr_mpi.schedule.simulate import look_out
@@ -139,7 +161,7 @@ def simulate(**given: Any) -> None:
     size, link = options.ranks_per_stage, options.link_gigabytes_per_s
     found = look_out(options.model, options.hardware, link, options.relay, _is_offline, size)
     work, profile, costs, relay = found.work, found.hardware, found.costs, found.relay
-    contexts, ranks = _numbers("--contexts", options.contexts), _numbers("--ranks", options.ranks)
+    contexts, ranks = parse_numbers("--contexts", options.contexts), parse_numbers("--ranks", options.ranks)
     if size > 1:
         _simulate_stages(options, found, contexts, ranks)
         return
@@ -168,7 +190,7 @@ def _simulate_stages(options: SimulateOptions, found: Outlook, contexts: list[in
     from kvr_mpi.schedule.simulate import simulate_stages
 
     if options.plot is not None or options.chunk_tokens is not None:
-        raise ConfigError("--ranks-per-stage does not go with --plot or --chunk-tokens; leave one of the two out")
+        raise ConfigError("--ranks-per-stage cannot be combined with --plot or --chunk-tokens: leave one of them out")
     size = options.ranks_per_stage
     rows = simulate_stages(found, contexts, ranks, size)
     if options.json_file is not None or options.csv_file is not None:
@@ -180,17 +202,19 @@ def _simulate_stages(options: SimulateOptions, found: Outlook, contexts: list[in
     click.echo(f"{found.work.name} on {found.hardware.name} ({found.hardware.source})")
     click.echo(
         f"stages of {size} ranks, sums at {bytes_per_s / 1e9:g} GB/s; links between stages "
-        f"{found.costs.link_bytes_per_s / 1e9:g} GB/s a rank; weights of a rank {rows[0].weight_bytes / 1e9:.1f} GB"
+        f"{found.costs.link_bytes_per_s / 1e9:g} GB/s per rank; weights per rank {rows[0].weight_bytes / 1e9:.1f} GB"
     )
-    click.echo("forecast seconds to the first token: kvr-s and ring over stages; tensor parallelism alone, and a ring")
-    click.echo("of ranks that have the whole model each, over as many ranks\n")
+    click.echo("forecast time to first token in seconds: kvr-s and ring over stages; and, with as many ranks, tensor")
+    click.echo("parallelism alone, and a ring of ranks that each hold the whole model\n")
     click.echo(
         f"{'tokens':>9}  {'ranks':>5}  {'stages':>8}  {'kvr-s':>8}  {'ring':>8}  {'tensor':>8}  {'ranks ring':>10}"
     )
     for row in rows:
         fits = row.whole_bytes <= row.memory_bytes
         times = "  ".join(f"{value:>8.4g}" for value in (row.kvr_s, row.ring_s, row.tensor_s))
-        told = f"{row.ranks_ring_s:>10.4g}" + ("" if fits else f"  ({row.whole_bytes / 1e9:.0f} GB do not fit a rank)")
+        told = f"{row.ranks_ring_s:>10.4g}" + (
+            "" if fits else f"  ({row.whole_bytes / 1e9:.0f} GB do not fit on one rank)"
+        )
         click.echo(f"{row.context_tokens:>9}  {row.ranks:>5}  {f'{row.stages} x {size}':>8}  {times}  {told}")
 
 
@@ -200,24 +224,7 @@ def _is_offline() -> bool:
     return read_environment().machine.offline
 
 
-def _numbers(option: str, text: str) -> list[int]:
-    """Whole numbers, separated by commas; k is 1024, m its square."""
-    from kvr_mpi.errors import ConfigError
-
-    scales, found = {"k": 1024, "m": 1024**2}, []
-    for word in filter(None, (part.strip().lower() for part in text.split(","))):
-        digits, scale = (word[:-1], scales[word[-1]]) if word[-1] in scales else (word, 1)
-        if not digits.isascii() or not digits.isdigit() or int(digits) == 0:
-            raise ConfigError(f"{option} {word!r}: expected numbers above 0 such as 8, 4096, 64k or 1m, with commas")
-        found.append(int(digits) * scale)
-    if not found:
-        raise ConfigError(f"{option} {text!r}: expected at least one number")
-    return found
-
-
 def _write(json_file: str | None, csv_file: str | None, found: Any, columns: list[dict[str, object]]) -> None:
-    from kvr_mpi.errors import OutputError
-
     texts = []
     if json_file is not None:
         texts.append((json_file, json.dumps(found, indent=1) + "\n"))
@@ -231,10 +238,8 @@ def _write(json_file: str | None, csv_file: str | None, found: Any, columns: lis
         if name == PRINT:
             click.echo(text, nl=False)
             continue
-        try:
+        with writing(name):
             Path(name).write_text(text)
-        except OSError as error:
-            raise OutputError(f"{name} cannot be written: {error}") from error
 
 
 def _columns(row: ForecastRow) -> dict[str, object]:
@@ -260,8 +265,8 @@ def _print_rows(rows: list[ForecastRow], work: Workload, profile: Hardware, cost
 
     click.echo(f"{work.name} on {profile.name} ({profile.source})")
     click.echo(f"links of {costs.link_bytes_per_s / 1e9:g} GB/s, {profile.attention} attention, chain by {relay}")
-    click.echo("seconds to the first token; efficiency: of kvr-s, 1 if p ranks are p times as fast as one;")
-    click.echo('auto: what a job with parallel.strategy = "auto" takes\n')
+    click.echo("time to first token in seconds; efficiency: of kvr-s, 1 if p ranks are p times as fast as one;")
+    click.echo('auto: the strategy that a job with parallel.strategy = "auto" uses\n')
     widths = {name: max(8, len(name)) for name in NAMES}
     auto = max(len("auto"), *(len(row.auto) for row in rows))
     names = "  ".join(f"{name:>{width}}" for name, width in widths.items())

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvr_mpi.cli.options import command
+
 if TYPE_CHECKING:
     from kvr_mpi.store.status import Status
 
 SHOWN = 8  # running documents that are named
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.argument("folders", type=click.Path(path_type=Path), metavar="DIR...", nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all that is running.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object that lists everything in progress.")
 @click.option(
     "--watch",
     "every_s",
@@ -26,15 +28,15 @@ SHOWN = 8  # running documents that are named
     flag_value=5.0,
     type=click.FloatRange(min=1),
     metavar="[SECONDS]",
-    help="Look again every so many seconds (default 5), until no job is at work on it; with --json a line each time.",
+    help="Refresh every SECONDS (default 5) until no job is running there; with --json, print one line each time.",
 )
 def status(folders: tuple[Path, ...], as_json: bool, every_s: float | None) -> None:
-    """Show what is done, failed, running and left in DIR, the output folder of a run, also while it runs.
+    """Show what is done, failed, running and left in DIR, the output folder of a run, even while it runs.
 
-    While a job is at work each of its ranks is shown, too: what it is doing and for how long; a rank that has not been
-    heard of for longer than the others is called SILENT. Several DIRs, or a folder of such folders (the shares of an
-    array), get a line each and one for all of them; shares that are missing are named. Nothing is changed, and no file
-    of results is opened.
+    While a job is running, each of its ranks is shown, too: what it is doing and for how long; a rank that has not
+    reported for longer than the others is marked SILENT. Several DIRs, or a folder of such folders (the shares of an
+    array), get one line each and one for all of them; missing shares are listed. Nothing is changed, and no result file
+    is opened.
     """
     is_alive = _show_status(folders, as_json)
     while every_s is not None and is_alive:
@@ -61,10 +63,10 @@ def _show_status(folders: tuple[Path, ...], as_json: bool) -> bool:
         return whole.alive
     for one in found:
         silent = f", {len(one.silent)} rank(s) SILENT" if one.silent else ""
-        click.echo(f"{one.folder}: {'at work' if one.alive else 'not at work'}, {_documents(one)}{silent}")
+        click.echo(f"{one.folder}: {'running' if one.alive else 'not running'}, {_documents(one)}{silent}")
     _show(
         [
-            ("\nall", f"{len(found)} folders, {sum(one.alive for one in found)} of them at work"),
+            ("\nall", f"{len(found)} folders, {sum(one.alive for one in found)} of them with a running job"),
             *_counts(whole),
             *(("missing", line) for line in runs.missing),
         ]
@@ -83,17 +85,17 @@ def _lines(found: Status) -> list[tuple[str, str]]:
     from kvr_mpi.report.style import bytes_text
     from kvr_mpi.report.table import printable
 
-    work = "at work" if found.alive else "not at work"
+    work = "running" if found.alive else "not running"
     rows = [
         ("state", _state(found)),
-        ("job", f"{work}: {found.owner or 'nobody known'} (number {found.session} in this folder)"),
+        ("job", f"{work}: {found.owner or 'owner unknown'} (job {found.session} in this folder)"),
         *_counts(found),
     ]
     for each in found.running[:SHOWN]:
         since = datetime.fromtimestamp(each.since_s).isoformat(" ", "seconds")
         rows.append(("running", f"{printable(each.id)} since {since} by rank {each.rank}"))
     if len(found.running) > SHOWN:
-        rows.append(("", f"and {len(found.running) - SHOWN} more; --json has all"))
+        rows.append(("", f"and {len(found.running) - SHOWN} more; --json lists all"))
     rows += _rank_lines(found)
     if found.rate_per_h is not None:
         lately = "" if found.lately_per_h is None else f", lately {found.lately_per_h:.0f}"
@@ -128,15 +130,15 @@ def _rank_lines(found: Status) -> list[tuple[str, str]]:
     for rank in order[:SHOWN]:
         state = states.get(rank)
         if state is None:
-            what = "SILENT: nothing was heard of it since the job began"
+            what = "SILENT: no report since the job began"
         else:
             what = f"{state.doing} {state.what}".strip() + f", {seconds_text(state.for_s)}, on {state.host}"
             if rank in found.silent:
                 gone = seconds_text(newest - state.written_at_s)
-                what = f"SILENT for {gone}: its process ended or stands still; was {what}"
+                what = f"SILENT for {gone}: its process has ended or hangs; last seen {what}"
         rows.append((rank_name(rank, found.ranks[0].ranks_per_stage), printable(what)))
     if len(order) > SHOWN:
-        rows.append(("", f"and {len(order) - SHOWN} more; --json has all"))
+        rows.append(("", f"and {len(order) - SHOWN} more; --json lists all"))
     seconds = newest - min(each.began_s for each in found.ranks)
     prompt, new = (
         sum(tokens)
@@ -148,27 +150,27 @@ def _rank_lines(found: Status) -> list[tuple[str, str]]:
         rows.append(
             (
                 "tokens",
-                f"{prompt / seconds:.0f} of prompts and {new / seconds:.1f} of answers a second, of documents done",
+                f"{prompt / seconds:.0f} prompt tokens/s and {new / seconds:.1f} answer tokens/s, of documents done",
             )
         )
     deadlines = [each.deadline_s for each in found.ranks if each.deadline_s is not None]
     if deadlines:
-        rows.append(("time", f"{clock_time(min(deadlines) - newest)} left before the batch system ends the job"))
+        rows.append(("time", f"{clock_time(min(deadlines) - newest)} left until the batch system ends the job"))
     return rows
 
 
 def _state(found: Status) -> str:
     """Say in plain words where the run stands, and what is to be done."""
-    failures = f", {found.failed} with an error record (--retry-failed does them again)" if found.failed else ""
+    failures = f", {found.failed} with an error record (--retry-failed tries them again)" if found.failed else ""
     if found.damaged or found.missing:
-        return "files are damaged or missing; kvr-run with --resume does their documents again"
+        return "files are damaged or missing; kvr-run --resume will process their documents again"
     if found.alive:
         return "running"
     if found.left == 0:
-        return f"finished: nothing is left to do{failures}"
+        return f"finished{failures}"
     if found.left is None:
-        return "not running, and how much is left is not known; kvr-run with --resume goes on"
-    return f"not running, and not finished; the same kvr-run with --resume goes on{failures}"
+        return "not running, and it is unknown how much is left; kvr-run --resume continues"
+    return f"not running and not finished; the same kvr-run command with --resume continues{failures}"
 
 
 def _documents(found: Status) -> str:

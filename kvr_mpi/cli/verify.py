@@ -8,15 +8,14 @@ from typing import IO, Any
 
 import click
 
-from kvr_mpi.cli.bench import DEFAULT_MODEL
-from kvr_mpi.cli.launch import transport_option
+from kvr_mpi.cli.options import command, model_options, parse_names, parse_numbers, transport_option
 
 EXIT_DIFFERS = 1
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    """What ``kvr verify`` was told; its help says more."""
+    """Arguments of ``kvr verify``, as described in its help."""
 
     model: str
     dtype: str
@@ -32,47 +31,43 @@ class VerifyOptions:
     lines: IO[str] | None
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, or id on the hub.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    default="float32",
-    show_default=True,
-    help="auto: the model's own.",
-)
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="auto: a GPU if there is one.",
-)
+@command()
+@model_options(dtype="float32")
 @click.option("--lengths", default="64,512", show_default=True, help="Prompt lengths in tokens.")
 @click.option(
-    "--longest", type=click.IntRange(1), help="The longest length, always checked; default: the model's context."
+    "--longest",
+    type=click.IntRange(1),
+    help="The longest prompt length, always checked.  [default: the model's context]",
 )
 @transport_option
-@click.option("--seed", default=0, show_default=True, help="For the prompts, the random partitions, and --sample.")
-@click.option("--architectures", is_flag=True, help="Instead of a model: all that transformers knows, tiny and random.")
-@click.option("--only", default="", metavar="NAME,...", help="With --architectures: these model types and variants.")
-@click.option("--sample", type=click.IntRange(1), help="With --architectures: only this many, chosen at random.")
+@click.option("--seed", default=0, show_default=True, help="Random seed for prompts, random partitions and --sample.")
 @click.option(
-    "--table", type=click.Path(dir_okay=False, path_type=Path), help="With --architectures: write a table (Markdown)."
+    "--architectures",
+    is_flag=True,
+    help="Instead of a model, check every architecture in transformers, tiny and random.",
 )
-@click.option("--json", "lines", type=click.File("w"), help="With --architectures: write a line of JSON for each.")
+@click.option(
+    "--only", default="", metavar="NAME,...", help="With --architectures: check only these model types and variants."
+)
+@click.option("--sample", type=click.IntRange(1), help="With --architectures: check only this many, chosen at random.")
+@click.option(
+    "--table", type=click.Path(dir_okay=False, path_type=Path), help="With --architectures: write a Markdown table."
+)
+@click.option(
+    "--json", "lines", type=click.File("w"), help="With --architectures: write one line of JSON per architecture."
+)
 def verify(**given: Any) -> int:
-    """Check logits, keys, values and greedy tokens of every strategy against plain transformers.
+    """Compare logits, keys, values and greedy tokens of every strategy with plain transformers.
 
     \b
     mpirun -n 4 kvr verify --model /models/mine --dtype bfloat16 --longest 16k
     kvr verify --architectures --only "llama,phi3 longrope above"
 
-    Exit code 0 only if all hold.
+    The exit code is 0 only if all of them agree.
     """  # noqa: D301
     options = VerifyOptions(**given)
     if options.architectures:
-        names = [name.strip() for name in options.only.split(",") if name.strip()]
+        names = parse_names(options.only)
         return _verify_architectures(names, options.sample, options.seed, options.table, options.lines)
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
@@ -82,7 +77,7 @@ def verify(**given: Any) -> int:
     def work() -> int:
         from kvr_mpi.bench.verify import NEW_TOKENS, does_not_fit
         from kvr_mpi.bench.verify import verify as verify_all
-        from kvr_mpi.cli.launch import load_everywhere, open_links, parse_lengths
+        from kvr_mpi.cli.launch import load_everywhere, open_links
         from kvr_mpi.errors import ConfigError
         from kvr_mpi.prefill.self_check import check_chain
         from kvr_mpi.report.log import Log
@@ -95,11 +90,11 @@ def verify(**given: Any) -> int:
         def choose() -> list[int]:
             context = loaded.shape.max_tokens
             most = (context or 4096) - NEW_TOKENS
-            chosen = sorted({*parse_lengths(options.lengths), options.longest or most})
+            chosen = sorted({*parse_numbers("--lengths", options.lengths), options.longest or most})
             if chosen[0] < 2 * world.size or (context is not None and chosen[-1] > most):
                 raise ConfigError(
-                    f"lengths {chosen}: expected between {2 * world.size} (two for each rank) and {most} "
-                    f"(the model's context less {NEW_TOKENS} tokens to decode)"
+                    f"lengths {chosen}: expected from {2 * world.size} (two tokens per rank) to {most} (the model's "
+                    f"context minus {NEW_TOKENS} tokens to decode); change --lengths or --longest"
                 )
             return chosen
 

@@ -201,28 +201,30 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
     shape, name = loaded.shape, f"compress.method = {settings.method!r}: {loaded.shape.architecture}"
     if shape.has_states:
         raise ConfigError(
-            f"{name} has recurrent layers, whose state is not of tokens; jobs with [compress] are for models "
-            f"whose layers keep keys and values of heads"
+            f"{name} has recurrent layers, whose states cannot be compressed by tokens; leave [compress] out for this "
+            f"model"
         )
     if not loaded.attends_in_parts:
         why = shape.why_whole or "its own attention runs over the whole cache, as that over latents or with ALiBi"
-        raise ConfigError(f"{name} cannot be compressed by heads: {why}; leave [compress] out for this model")
+        raise ConfigError(f"{name} cannot be compressed per head: {why}; leave [compress] out for this model")
     layers = tuple(idx for idx, one in enumerate(shape.layers) if one.elements and one.visibility.size is None)
     if not layers:
-        raise ConfigError(f"{name} has no layer that sees all tokens: windows and chunks bound what is kept already")
+        raise ConfigError(
+            f"{name} has no layer that sees all tokens: windows and chunks already limit what is kept; leave "
+            f"[compress] out"
+        )
     heads = {shape.layers[idx].num_kv_heads for idx in layers}
     sizes = {shape.layers[idx].key_dim + shape.layers[idx].value_dim for idx in layers}
     if len(heads) > 1 or (settings.rule.over_layers and len(sizes) > 1):
         raise ConfigError(
-            f"{name} has layers of {' and '.join(map(str, sorted(heads)))} KV heads of {sorted(sizes)} elements, and "
-            f"the budget is shared out over heads of one size; choose method = 'snapkv' or leave [compress] out"
+            f"{name} has layers of {' and '.join(map(str, sorted(heads)))} KV heads of {sorted(sizes)} elements, but "
+            f"the budget is distributed over heads of one size; choose method = 'snapkv' or leave [compress] out"
         )
     part = loaded.part
     if part is not None and not part.is_alone_with_heads:
         raise ConfigError(
-            f"{name} has {part.kv_heads} KV heads, and ranks of a stage of {part.size} share each, with some of the "
-            f"queries that choose; choose parallel.ranks_per_stage <= {part.kv_heads}, or leave "
-            f"[compress] out"
+            f"{name} has {part.kv_heads} KV heads, so the {part.size} ranks of a stage share heads, each with only "
+            f"some of the queries needed; choose parallel.ranks_per_stage <= {part.kv_heads}, or leave [compress] out"
         )
     kv_heads = heads.pop() if part is None else part.kv_heads
     profile = _profile_for(settings, loaded, len(layers), kv_heads)
@@ -257,10 +259,10 @@ def check_profile(name: str, profile: HeadProfile, loaded: LoadedModel, layers: 
     """
     if (profile.layers, profile.kv_heads) != (layers, kv_heads):
         raise ConfigError(
-            f"{name} is of {profile.layers} layers of {profile.kv_heads} KV heads, and {loaded.shape.architecture} "
-            f"here has {layers} of {kv_heads}; make one with kvr profile-heads"
+            f"{name} is for {profile.layers} layers of {profile.kv_heads} KV heads, but {loaded.shape.architecture} "
+            f"here has {layers} of {kv_heads}; create one with kvr profile-heads"
         )
     if profile.model and profile.model != loaded.fingerprint:
         raise ConfigError(
-            f"{name} is of another model ({profile.source}) than {loaded.name}; make one with kvr profile-heads"
+            f"{name} is for another model ({profile.source}) than {loaded.name}; create one with kvr profile-heads"
         )

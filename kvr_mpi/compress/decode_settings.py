@@ -17,24 +17,25 @@ class DecodeSettings(BaseModel):
 
     mode: Literal["data-parallel", "head-parallel", "auto"] = Field(
         "data-parallel",
-        description="data-parallel: each rank decodes prompts of its own; head-parallel: all ranks of a chain decode "
-        "all of them, each some heads; auto: what is forecast to be faster",
+        description="data-parallel: each rank decodes its own prompts; head-parallel: the ranks of a chain decode all "
+        "prompts together, each some of the heads; auto: the one with the faster forecast",
     )
     placement: Literal["static", "best-effort", "equal", "proportional"] = Field(
-        "proportional", description="which rank has which heads: in order; by what they keep; also with some copied"
+        "proportional",
+        description="how heads are assigned to ranks: in order; by the number of tokens they keep; also with copies",
     )
     copies: int | None = Field(
         None,
         ge=0,
-        description="most copies of heads in a layer; default: one fewer than ranks, which share evenly then",
+        description="maximum number of copies of heads per layer; default: one fewer than ranks, which balances them",
     )
     profile: str | None = Field(
-        None, min_length=1, description="heads are placed by this file's counts; default: by what they keep"
+        None, min_length=1, description="file with counts to place heads by; default: the number of tokens they keep"
     )
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",
-        description="steps on GPUs as CUDA graphs: auto: where documents are in pages, and a trial gives the same "
-        "logits; off: kernel by kernel",
+        description="run decode steps on GPUs as CUDA graphs; auto: if documents are in pages and a trial gives the "
+        "same logits; off: kernel by kernel",
     )
 
     @model_validator(mode="after")
@@ -47,7 +48,7 @@ class DecodeSettings(BaseModel):
         ]
         if self.mode == "data-parallel" and changed:
             raise ValueError(
-                f"decode.{changed[0]} is not used with mode = 'data-parallel', where every rank has all heads of its "
+                f"decode.{changed[0]} is not used with mode = 'data-parallel', where every rank holds all heads of its "
                 f"prompts; leave it out, or choose mode = 'head-parallel' or 'auto'"
             )
         if self.copies is not None and self.placement not in COPYING:

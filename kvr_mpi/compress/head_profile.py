@@ -112,9 +112,9 @@ def read_profile(
         If it is none of these.
     """
     if not path.is_file():
-        raise MissingError(f"{path}: no such file; expected a profile of heads (.json or .tsv)")
+        raise MissingError(f"{path}: no such file; expected a head profile (.json or .tsv)")
     if path.stat().st_size > MAX_FILE_BYTES:
-        raise DataError(f"{path} has {path.stat().st_size} bytes; no profile of heads is larger than {MAX_FILE_BYTES}")
+        raise DataError(f"{path} has {path.stat().st_size} bytes, more than a head profile can have ({MAX_FILE_BYTES})")
     try:
         if path.suffix == ".tsv":
             gates = _checked(np.loadtxt(path, ndmin=2, dtype=np.float64))
@@ -126,7 +126,7 @@ def read_profile(
             return HeadProfile(counts, str(stored.get("source", path.name)), str(stored.get("model", "")))
         scores = _checked(_scores(stored))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise DataError(f"{path} is no profile of heads: {error}") from error
+        raise DataError(f"{path} is not a head profile: {error}") from error
     groups = kv_heads or max(1, scores.shape[1] // 4)
     rule = f"HeadKV's scores, mean over a KV head's queries, budget {budget}, beta {beta}, window {window}"
     return HeadProfile(counts_from_scores(scores, groups, budget, beta=beta, window=window), f"{path.name}, {rule}")

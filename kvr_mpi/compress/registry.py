@@ -102,10 +102,16 @@ METHODS: Mapping[str, Method] = {
             ("sinks",),
             observes=False,
         ),
-        Method("snapkv", "what the window attends to, as much in every head", "arXiv:2404.14469", _evenly, OBSERVING),
+        Method(
+            "snapkv",
+            "the tokens that the window attends to most, the same number in every head",
+            "arXiv:2404.14469",
+            _evenly,
+            OBSERVING,
+        ),
         Method(
             "pyramidkv",
-            "as snapkv, more in lower layers",
+            "as snapkv, but more in lower layers",
             "arXiv:2406.02069",
             _pyramid,
             (*OBSERVING, "beta"),
@@ -113,7 +119,7 @@ METHODS: Mapping[str, Method] = {
         ),
         Method(
             "ada-snapkv",
-            "as snapkv, heads of a layer compete",
+            "as snapkv, but the heads of a layer share one budget",
             "arXiv:2407.11550",
             _evenly,
             (*OBSERVING, "floor"),
@@ -121,7 +127,7 @@ METHODS: Mapping[str, Method] = {
         ),
         Method(
             "headkv",
-            "as snapkv, more in heads that a profile says retrieve",
+            "as snapkv, but more in heads that retrieve, according to a profile",
             "arXiv:2410.19258",
             _by_profile,
             (*OBSERVING, "beta", "profile"),

@@ -18,19 +18,20 @@ class CompressSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     method: str = Field(description=f"one of {', '.join(METHODS)}")
-    budget: int | None = Field(None, ge=1, description="tokens a KV head keeps on average, the window included")
-    compression_ratio: float | None = Field(None, gt=0, lt=1, description="share of the tokens that is removed")
+    budget: int | None = Field(None, ge=1, description="tokens that a KV head keeps on average, including the window")
+    compression_ratio: float | None = Field(None, gt=0, lt=1, description="fraction of the tokens to remove")
     observes: Literal["question", "document"] = Field(
-        "question", description="what chooses: the end of the prompt, or of the document's text whatever is asked"
+        "question",
+        description="where the observation window is: at the end of the prompt, or at the end of the document's text",
     )
-    window: int = Field(64, ge=1, description="tokens whose queries choose, and which are kept")
-    kernel: int = Field(5, ge=1, description="neighbouring tokens whose scores are pooled; odd")
-    floor: float = Field(0.2, ge=0, le=1, description="ada-snapkv: share of the budget that is safe in every head")
-    sinks: int = Field(4, ge=0, description="streaming-llm: first tokens that are kept")
+    window: int = Field(64, ge=1, description="size of the observation window; its tokens are always kept")
+    kernel: int = Field(5, ge=1, description="number of neighbouring tokens whose scores are pooled; odd")
+    floor: float = Field(0.2, ge=0, le=1, description="ada-snapkv: fraction of the budget guaranteed to every head")
+    sinks: int = Field(4, ge=0, description="streaming-llm: number of first tokens that are kept")
     beta: float | None = Field(
         None, ge=1, description="pyramidkv: mean count over the last layer's (20); headkv: 1 / share by scores (1.2)"
     )
-    profile: str | None = Field(None, min_length=1, description="headkv: a file of scores or counts of this model")
+    profile: str | None = Field(None, min_length=1, description="headkv: a file with scores or counts for this model")
 
     @field_validator("method")
     @classmethod
@@ -50,7 +51,9 @@ class CompressSettings(BaseModel):
     def _settings_fit_the_method(self) -> CompressSettings:
         method = self.rule
         if (self.budget is None) == (self.compression_ratio is None):
-            raise ValueError("compress.budget = TOKENS or compress.compression_ratio = SHARE: expected one of the two")
+            raise ValueError(
+                "compress.budget = TOKENS or compress.compression_ratio = SHARE: expected exactly one of them"
+            )
         # By value: ranks are sent a job with all its defaults.
         changed = [name for name in OWN_SETTINGS if getattr(self, name) != type(self).model_fields[name].default]
         foreign = [name for name in changed if name not in method.reads]

@@ -111,7 +111,7 @@ class DecodeChoice:
 def choose_decoding(costs: DecodeCosts, wave: Wave, efficiency: float) -> DecodeChoice:
     """Take the way that is forecast to be faster; each rank its own, unless sharing heads is so by `LEAST_GAIN`."""
     if wave.ranks == 1:
-        return DecodeChoice("data-parallel", "a rank alone has nobody to share heads with")
+        return DecodeChoice("data-parallel", "there is only one rank")
     apart_s, shared_s = costs.data_parallel_s(wave), costs.head_parallel_s(wave, efficiency)
     gain = apart_s / shared_s
     why = (

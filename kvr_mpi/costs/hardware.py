@@ -118,7 +118,7 @@ def load_hardware(name_or_path: str) -> Hardware:
             for item in error.errors()[:5]
         )
         raise DataError(
-            f"hardware file {name_or_path!r} is no profile: {found}; valid keys: {', '.join(Hardware.model_fields)}"
+            f"hardware file {name_or_path!r} is not a profile: {found}; valid keys: {', '.join(Hardware.model_fields)}"
         ) from error
 
 
@@ -126,14 +126,14 @@ def _read_text(path: Path, shipped: list[str]) -> str:
     try:
         if not path.is_file():  # a pipe would be waited for
             raise ConfigError(
-                f"hardware {str(path)!r}: no such profile or file; shipped profiles: {', '.join(shipped)}; "
-                f"or name a JSON file with the same keys"
+                f"hardware {str(path)!r}: no such profile or file; shipped profiles: {', '.join(shipped)}; or give a "
+                f"JSON file with the same keys"
             )
         with path.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise DataError(
-                f"hardware file {str(path)!r} is larger than {MAX_FILE_BYTES >> 20} MiB: this is no profile; "
+                f"hardware file {str(path)!r} is larger than {MAX_FILE_BYTES >> 20} MiB, so it is not a profile; "
                 f"shipped profiles: {', '.join(shipped)}"
             )
         return data.decode()

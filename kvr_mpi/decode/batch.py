@@ -1,8 +1,8 @@
-"""Decode all documents a rank holds together: they join when their prefill ends and leave when they are answered.
+"""Decode all documents on a rank together: they join after their prefill, and leave when they are answered.
 
-The model runs once a step on a packed row of one token of each document. What a document is answered does not depend
-on its company: it has its own cache, positions, logits processors and random numbers. Stands between the prefills of a
-wave and the writer.
+In each step, the model runs once on a packed row with one token of each document. The answer of a document does not
+depend on the others in the row: each has its own cache, positions, logits processors and random numbers. Stands between
+the prefills of a wave and the writer.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, run
 from kvr_mpi.prefill.packed import decode_packed
 from kvr_mpi.transport.local import LocalTransport
 
-# Most sequences a rank decodes together: beyond that, weights are read seldom enough.
+# Most sequences that a rank decodes together: with more, reading the weights is no longer what takes the time.
 MAX_SEQUENCES = 64
-# Settings of rows that are kept, for rows with the same.
+# Sampling settings of recent documents that are cached, for documents with the same settings.
 KEPT_RULES = 16
 
 K = TypeVar("K")
@@ -41,7 +41,7 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class Finished(Generic[K]):
-    """A document that left the batch: with an answer, or with what went wrong."""
+    """A document that has left the batch, with an answer or an error."""
 
     key: K
     prefill: Prefill  # with all its keys and values; without a cache after an error
@@ -182,7 +182,7 @@ class DecodeBatch(Generic[K]):
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return f"there is no memory to score its continuations: {str(error).splitlines()[0]}"
+            return f"not enough memory to score its continuations: {str(error).splitlines()[0]}"
         return None
 
     def _why_not_compressed(self, prefill: Prefill, tokens: int, new_tokens: int) -> str | None:
@@ -196,9 +196,9 @@ class DecodeBatch(Generic[K]):
         ):
             return None
         return (
-            f"a prompt of {tokens} tokens and an answer of up to {new_tokens}: from {self._anew_at} "
-            f"tokens on this model's rotary embedding is another and all keys are computed anew, which those that "
-            f"heads have dropped cannot be; keep all keys (no compression), or ask for fewer new tokens"
+            f"a prompt of {tokens} tokens and an answer of up to {new_tokens}: from {self._anew_at} tokens on, this "
+            f"model's rotary embedding changes and all keys have to be computed again, but some were dropped by "
+            f"compression; leave [compress] out, or lower generation.max_new_tokens"
         )
 
     def _why_not_as_asked(self, count: int | None, rules: SamplingParams, prompt_ids: Sequence[int]) -> str | None:
@@ -207,15 +207,17 @@ class DecodeBatch(Generic[K]):
             return rules.why_no_schema
         tokens, most = len(prompt_ids), len(prompt_ids) + rules.max_new_tokens
         if not rules.config.do_sample:
-            return f"{count} answers that are not sampled are the same; give it a temperature, or ask for one"
+            return f"{count} answers without sampling would all be the same; set a temperature, or request one answer"
         if self._loaded.shape.has_states:
             return (
-                f"{count} answers: {self._loaded.shape.architecture} keeps states, and those of a prompt are kept once"
+                f"{count} answers: {self._loaded.shape.architecture} keeps states, of which there is only one copy per "
+                f"prompt; request one answer"
             )
         if self._anew_at is not None and tokens < self._anew_at <= most:
             return (
                 f"{count} answers of up to {rules.max_new_tokens} tokens to a prompt of {tokens}: from {self._anew_at} "
-                f"tokens on this model's rotary embedding is another, and the prompt's keys are gone then"
+                f"tokens on, this model's rotary embedding changes, and the keys of the prompt can no longer be used; "
+                f"request shorter answers"
             )
         return None
 
@@ -259,7 +261,7 @@ class DecodeBatch(Generic[K]):
             self._running.remove(group[0])
             self._aside.append(group[0])
         else:
-            self._leave(group[0], f"there is no memory for its next token, not even alone: {what}")
+            self._leave(group[0], f"not enough memory for its next token, even with no other document: {what}")
 
     def _run(self, group: list[_Running[K]]) -> torch.Tensor:
         """Compute logits (documents, vocab_size) after the last token of each."""

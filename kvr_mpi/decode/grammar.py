@@ -47,7 +47,7 @@ class Grammars:
         try:
             found = LLMatcher(self._tokens_of(vocab_size), grammar_of(schema))
         except ValueError as error:
-            raise ConfigError(f"answers by a JSON schema cannot be had here: {error}") from error
+            raise ConfigError(f"answers that follow a JSON schema are not possible here: {error}") from error
         if found.is_error():
             raise ConfigError(f"the JSON schema cannot be followed with this tokenizer: {found.get_error()}")
         return found
@@ -57,7 +57,9 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         if not self._ends:
-            raise ConfigError("the model has no token that ends an answer, so no answer by a JSON schema would end")
+            raise ConfigError(
+                "the model has no end-of-text token, so answers that follow a JSON schema would never end"
+            )
         if vocab_size not in self._tokens:
             self._tokens[vocab_size] = from_tokenizer(self._tokenizer, n_vocab=vocab_size, eos_token=self._ends)
         return self._tokens[vocab_size]

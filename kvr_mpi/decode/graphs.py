@@ -197,7 +197,7 @@ class StepGraphs:
         """Let all graphs go, with their memory, and capture no more; say why."""
         self._steps.clear()
         if self.why_not is None:
-            self._say(f"decoding launches its kernels one by one from here on, not as CUDA graphs: {why}")
+            self._say(f"from now on, decoding launches kernels one by one, not as CUDA graphs: {why}")
         self.why_not = why
 
     def _capture_beside(

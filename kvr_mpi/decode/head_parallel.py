@@ -127,8 +127,8 @@ class HeadParallelBatch(Generic[K]):
     ) -> None:
         if why := why_not_head_parallel(loaded):
             raise ModelError(
-                f"{loaded.shape.architecture}: {why}, so its heads cannot be shared out over ranks; let each rank "
-                f"decode the documents it prefilled (data-parallel)"
+                f"{loaded.shape.architecture}: {why}, so its heads cannot be distributed over ranks; use decode.mode = "
+                f"'data-parallel'"
             )
         self._loaded, self._ranks, self._place, self._loads = loaded, ranks, place, loads
         self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)

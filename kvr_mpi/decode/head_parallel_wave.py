@@ -16,8 +16,8 @@ from kvr_mpi.prefill.one_prompt import Prefill
 
 K = TypeVar("K")
 MORE_THAN_AN_ANSWER = (
-    "ranks that share heads write one answer to a prompt, and tell no log-probabilities, scores or schema yet: "
-    "run it with decode.mode = 'data-parallel'"
+    "ranks that share heads support only one answer per prompt, without log-probabilities, scores or a schema: use "
+    "decode.mode = 'data-parallel'"
 )
 
 

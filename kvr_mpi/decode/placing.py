@@ -86,8 +86,8 @@ def open_sharing(settings: DecodeSettings, loaded: LoadedModel, why_not: str | N
     if why is not None:
         if settings.mode == "head-parallel":
             raise ConfigError(
-                f"decode.mode = 'head-parallel': the heads of {loaded.shape.architecture} cannot be shared out over "
-                f"ranks: {why}; choose mode = 'data-parallel', where each rank decodes prompts of its own"
+                f"decode.mode = 'head-parallel': the heads of {loaded.shape.architecture} cannot be distributed over "
+                f"ranks: {why}; choose mode = 'data-parallel', where each rank decodes its own prompts"
             )
         return why
     sharing = placement_of(settings, loaded.shape)

@@ -54,7 +54,7 @@ def make_generation_config(model: Any, settings: dict[str, Any]) -> GenerationCo
         config = GenerationConfig.from_dict({**model.generation_config.to_dict(), **settings})
         config.validate(user_set_attributes=set(settings))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"[generation]: transformers refuses {settings}: {error}") from error
+        raise ConfigError(f"[generation]: transformers does not accept {settings}: {error}") from error
     return config
 
 
@@ -133,8 +133,8 @@ class SamplingParams:
         if not found:
             return None
         return (
-            f"{found[0]} = {bending[found[0]]!r}, of the job or of the model's generation_config, does not go with a "
-            f"JSON schema: it would end or bend an answer where the schema does not"
+            f"{found[0]} = {bending[found[0]]!r}, from the job or from the model's generation_config, cannot be "
+            f"combined with a JSON schema: it would end or change an answer where the schema does not"
         )
 
     def processors(self, prompt_tokens: int, device: torch.device) -> Any:

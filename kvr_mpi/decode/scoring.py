@@ -69,11 +69,11 @@ def _score(loaded: LoadedModel, prefill: Prefill, prompt_tokens: int, text: str)
     most, anew_at = loaded.shape.max_tokens, begins_anew_at(loaded.model)
     what = f"a prompt of {prompt_tokens} tokens and the continuation {text[:40]!r} of {len(ids)}"
     if most and prompt_tokens + len(ids) > most:
-        raise DocumentError(f"{what}: the model takes {most}")
+        raise DocumentError(f"{what}: the model's context has {most} tokens")
     if anew_at is not None and prompt_tokens < anew_at <= prompt_tokens + len(ids):
         raise DocumentError(
-            f"{what}: from {anew_at} tokens on this model's rotary embedding is another, so that the prompt's keys "
-            f"would have to be computed anew"
+            f"{what}: from {anew_at} tokens on, this model's rotary embedding changes, and the keys of the prompt "
+            f"would have to be computed again; shorten it"
         )
     assert prefill.logits is not None, "only the decode rank of a chain can score"
     rows = prefill.logits.float().unsqueeze(0)

@@ -46,8 +46,8 @@ def check_shareable(loaded: LoadedModel) -> None:
         why = "its rotary embedding has it compute the whole cache anew at some length"
     if why is not None:
         raise ConfigError(
-            f"keys and values of {loaded.shape.architecture} cannot stay spread over ranks: {why}. Do without "
-            f"output.kv = 'sharded' and questions.sharded"
+            f"keys and values of {loaded.shape.architecture} cannot be spread over ranks: {why}. Leave output.kv = "
+            f"'sharded' and questions.sharded out"
         )
 
 
@@ -153,7 +153,7 @@ class SharesBatch(Generic[K]):
         else:
             self._running.remove(group[0])
             key, prefill, *_ = group[0]
-            error = f"there is no memory for its next token, not even alone: {short}"
+            error = f"not enough memory for its next token, even with no other document: {short}"
             self._finished.append(Finished(key, replace(prefill, share=None), None, error))
 
     def _agree(self, mine: torch.Tensor) -> list[int]:

@@ -44,4 +44,10 @@ def check_clocks(skews_s: Mapping[int, float], facts: Sequence[RankFacts]) -> li
     text = f"{host} is {abs(skew_s):.3f} s {'ahead of' if skew_s > 0 else 'behind'} {facts[0].host}, the largest skew"
     if abs(skew_s) <= MAX_SKEW_S:
         return [ok("clocks", text)]
-    return [warn("clocks", text, "have the administrators look at chrony or ntpd; until then read times with care")]
+    return [
+        warn(
+            "clocks",
+            text,
+            "ask the administrators to check chrony or ntpd; until then, times from different hosts cannot be compared",
+        )
+    ]

@@ -40,7 +40,7 @@ def wait_for(request: Request, timeout_s: float, who: str = "a message", asleep:
     while not request.test():
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
-            raise SilentError(f"{who} did not come within {timeout_s:.0f} s")
+            raise SilentError(f"{who} did not arrive within {timeout_s:.0f} s")
         if asleep:
             time.sleep(NAP_S)
         elif waited_s > SPIN_S:
@@ -73,7 +73,7 @@ def meet(transport: Transport, timeout_s: float) -> None:
         except SilentError:
             missing.append(str(rank))
     if missing:
-        raise SilentError(f"rank(s) {', '.join(missing)} were not heard of within {timeout_s:.0f} s")
+        raise SilentError(f"rank(s) {', '.join(missing)} did not answer within {timeout_s:.0f} s")
     for request in [transport.isend(token, rank, MEET_TAG) for rank in others]:
         wait_for(request, timeout_s)
 

@@ -18,17 +18,18 @@ def check_devices(facts: Sequence[RankFacts], share_gpu: bool = False) -> list[F
     check = "devices"
     broken = [one for one in facts if one.device.error]
     if broken:
-        text = f"rank {broken[0].rank} on {broken[0].host} could not ask for its GPU: {broken[0].device.error}"
-        return [fail(check, text, "look at `nvidia-smi` on that host, and at the installation of torch")]
+        text = f"rank {broken[0].rank} on {broken[0].host} could not query its GPU: {broken[0].device.error}"
+        return [fail(check, text, "check `nvidia-smi` on that host, and the installation of torch")]
     seeing = [one for one in facts if one.device.count]
     if not seeing:
         return [_no_gpu(facts[0])]
     blind = [one for one in facts if not one.device.count]
     if blind:
         text = (
-            f"rank(s) {number_ranges([one.rank for one in blind])} see no GPU, the others do (first: {blind[0].host})"
+            f"rank(s) {number_ranges([one.rank for one in blind])} see no GPU, although the others do (first: "
+            f"{blind[0].host})"
         )
-        return [fail(check, text, "ask for a GPU for every task (`--gpus-per-task=1`), or start fewer ranks on a host")]
+        return [fail(check, text, "request a GPU for every task (`--gpus-per-task=1`), or start fewer ranks per host")]
     taken = group_ranks(facts, lambda one: f"{one.host} {one.device.uuid or one.device.index}")
     shared = [ranks for ranks in taken.values() if len(ranks) > 1]
     shown = [
@@ -38,8 +39,11 @@ def check_devices(facts: Sequence[RankFacts], share_gpu: bool = False) -> list[F
     ]
     if shared and not share_gpu:
         names = [f"ranks {number_ranges([one.rank for one in ranks])} on {ranks[0].host}" for ranks in shared]
-        remedy = "start as many ranks on a host as it has GPUs, or `--gpus-per-task=1`; if it is meant, --share-gpu"
-        return [fail(check, f"one GPU for several ranks: {some(names)}", remedy)]
+        remedy = (
+            "start as many ranks per host as it has GPUs, or use `--gpus-per-task=1`; if this is intended, add "
+            "--share-gpu"
+        )
+        return [fail(check, f"several ranks share one GPU: {some(names)}", remedy)]
     return [ok(check, some(shown, 8))]
 
 
@@ -51,7 +55,9 @@ def check_allocator(facts: Sequence[RankFacts]) -> list[Finding]:
     text = f"PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True on rank(s) {number_ranges(users)}"
     return [
         warn(
-            "allocator", text, "leave it out: such memory is silently not shared between the GPUs of a host (CUDA IPC)"
+            "allocator",
+            text,
+            "unset it: such memory cannot be shared between the GPUs of a host (CUDA IPC), and no error is raised",
         )
     ]
 
@@ -66,29 +72,31 @@ def check_abilities(facts: Sequence[RankFacts]) -> list[Finding]:
     if len(kinds) > 1:
         text = some([f"{kind}: rank(s) {_numbers(ranks)}" for kind, ranks in kinds.items()])
         remedy = (
-            "slices follow each rank's own speed, but a prompt has to fit into the smallest memory; "
-            "`--constraint` or `--gres=gpu:TYPE` asks for one kind"
+            "slices are matched to the speed of each rank, but a prompt has to fit into the smallest memory; "
+            "`--constraint` or `--gres=gpu:TYPE` requests GPUs of one kind"
         )
-        findings.append(warn("devices", f"GPUs of several kinds: {text}", remedy))
+        findings.append(warn("devices", f"there are GPUs of several kinds: {text}", remedy))
     if old := [one for one in on_gpu if (0, 0) < one.device.capability < AMPERE]:
         findings.append(
             warn(
                 "devices",
-                f"rank(s) {_numbers(old)}: {old[0].device.name} is older than Ampere: it has no flash attention and no "
-                f"bfloat16",
+                f"rank(s) {_numbers(old)}: {old[0].device.name} is older than Ampere, so it has no flash attention and "
+                f"no bfloat16",
                 'use newer GPUs, or model.dtype = "float16" or "float32"',
             )
         )
     if used := [one for one in on_gpu if one.device.free_bytes < FREE_SHARE * one.device.total_bytes]:
         first = used[0].device
-        text = f"rank(s) {_numbers(used)}: others use the GPU, {first.free_bytes / GIB:.1f} of "
+        text = f"rank(s) {_numbers(used)}: other processes use the GPU, {first.free_bytes / GIB:.1f} of "
         text += f"{first.total_bytes / GIB:.1f} GiB are free"
         findings.append(
-            warn("devices", text, "look at `nvidia-smi`; what is free when a job begins is what it plans with")
+            warn("devices", text, "check `nvidia-smi`; a job plans with the memory that is free when it begins")
         )
     if parts := [one for one in on_gpu if " MIG " in f" {one.device.name} "]:
         remedy = 'use whole GPUs for chains, or parallel.transport = "staged"'
-        text = f"rank(s) {_numbers(parts)} have a part of a GPU (MIG), which others cannot reach over NCCL or CUDA IPC"
+        text = (
+            f"rank(s) {_numbers(parts)} use part of a GPU (MIG), which other ranks cannot reach over NCCL or CUDA IPC"
+        )
         findings.append(warn("devices", text, remedy))
     return findings + _check_software(on_gpu)
 
@@ -97,13 +105,17 @@ def _check_software(on_gpu: Sequence[RankFacts]) -> list[Finding]:
     findings = []
     if without := [one for one in on_gpu if not one.device.has_nccl]:
         text = f"rank(s) {_numbers(without)}: this torch is built without NCCL"
-        findings.append(warn("devices", text, "install the torch build for your GPUs, or be content with 'staged'"))
+        findings.append(warn("devices", text, "install the torch build for your GPUs, or use the transport 'staged'"))
     if indirect := [one for one in on_gpu if not one.device.loads_directly]:
-        text = f"rank(s) {_numbers(indirect)}: all weights of each pass through host memory, for want of accelerate"
+        text = (
+            f"rank(s) {_numbers(indirect)}: weights are loaded through host memory, since accelerate is not installed"
+        )
         findings.append(warn("devices", text, 'pip install "accelerate>=1.0": they are read straight to the GPU'))
     if lazy := [one for one in on_gpu if one.device.module_loading.upper() == "LAZY"]:
-        text = f"rank(s) {_numbers(lazy)}: CUDA_MODULE_LOADING=LAZY: loading a kernel waits for NCCL's transfers"
-        findings.append(warn("devices", text, "unset it: kvr-mpi has CUDA load all kernels when it starts (EAGER)"))
+        text = f"rank(s) {_numbers(lazy)}: CUDA_MODULE_LOADING=LAZY: loading a kernel has to wait for NCCL transfers"
+        findings.append(
+            warn("devices", text, "unset it: kvr-mpi then makes CUDA load all kernels at the start (EAGER)")
+        )
     return findings
 
 
@@ -116,14 +128,16 @@ def _no_gpu(one: RankFacts) -> Finding:
     if device.driver and device.visible is not None and device.visible.strip() in ("", "-1"):
         text = f"{one.host} has an NVIDIA driver, but CUDA_VISIBLE_DEVICES={device.visible!r} hides its GPUs"
         return warn(
-            "devices", text, "unset CUDA_VISIBLE_DEVICES, or ask the batch system for GPUs (`--gpus-per-task=1`)"
+            "devices", text, "unset CUDA_VISIBLE_DEVICES, or request GPUs from the batch system (`--gpus-per-task=1`)"
         )
     if device.driver and not device.built:
         text = f"{one.host} has an NVIDIA driver, but torch {one.versions['torch']} is built without CUDA"
         return warn("devices", text, "install the torch build for your GPUs (pytorch.org, 'Get started')")
     if device.driver:
-        text = f"{one.host} has an NVIDIA driver, torch is built for CUDA {device.built}, yet sees no GPU"
+        text = f"{one.host} has an NVIDIA driver, torch is built for CUDA {device.built}, but sees no GPU"
         return warn(
-            "devices", text, "look at `nvidia-smi`: the driver may be too old for this CUDA, or no GPU be granted"
+            "devices",
+            text,
+            "check `nvidia-smi`: the driver may be too old for this CUDA version, or no GPU was allocated",
         )
     return ok("devices", f"no GPU; torch {one.versions['torch']} computes on the CPU cores")

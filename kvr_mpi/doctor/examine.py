@@ -41,8 +41,8 @@ def examine(
         if not in_order and transport.rank:
             break
         if not in_order and step.together:
-            text = "not checked, since not all ranks answer"
-            skipped = [] if step.work is still_here else [warn(step.check, text, "see the failure above first")]
+            text = "not checked, since not all ranks answered"
+            skipped = [] if step.work is still_here else [warn(step.check, text, "resolve the failure above first")]
             _tell_root(transport, tell, skipped)
             continue
         tell.step(step.check, step.timeout_s + 2 * request.patience_s + transport.size * request.effort.timeout_s)
@@ -77,10 +77,10 @@ def _tell_root(transport: Transport, tell: Tell, findings: list[Finding]) -> Non
 
 
 def _silent(check: str, error: SilentError) -> Finding:
-    remedy = "look at those ranks' hosts and the network between them; start on fewer hosts to find which it is"
+    remedy = "check the hosts of these ranks and the network between them; start on fewer hosts to find the faulty one"
     return fail(check, str(error), remedy)
 
 
 def _broken(check: str, error: Exception) -> Finding:
-    text = f"the check itself broke: {type(error).__name__}: {error}"
-    return fail(check, text, "if this machine looks right to you, report it as a bug in kvr-mpi")
+    text = f"the check itself failed: {type(error).__name__}: {error}"
+    return fail(check, text, "if this machine seems to be in order, report this as a bug in kvr-mpi")

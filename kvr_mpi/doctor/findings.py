@@ -10,7 +10,7 @@ from kvr_mpi.errors import EXIT_CONFIG, EXIT_NO_TRANSPORT, EXIT_OK
 
 Status = Literal["ok", "warn", "fail"]
 
-# A failure in one of these means that the ranks cannot talk.
+# A failure in one of these means that the ranks cannot communicate.
 TRANSPORT_CHECKS = frozenset({"launcher", "ranks", "transfers", "links"})
 
 
@@ -41,7 +41,7 @@ def fail(check: str, found: str, remedy: str) -> Finding:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """0 if nothing fails, 69 if the ranks cannot talk, 78 for other failures."""
+    """0 if nothing fails, 69 if the ranks cannot communicate, 78 for other failures."""
     failed = {finding.check for finding in findings if finding.status == "fail"}
     if not failed:
         return EXIT_OK
@@ -67,9 +67,9 @@ def to_lines(findings: Sequence[Finding]) -> list[str]:
     for one in findings:
         lines.append(f"{one.status:4}  {one.check:{width}}  {_one_line(one.found)}")
         if one.remedy:
-            lines.append(f"{'':{6 + width}}  what to do: {_one_line(one.remedy)}")
+            lines.append(f"{'':{6 + width}}  remedy: {_one_line(one.remedy)}")
     counts = {status: sum(one.status == status for one in findings) for status in ("ok", "warn", "fail")}
-    lines.append(f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed")
+    lines.append(f"{counts['ok']} ok, {counts['warn']} warning(s), {counts['fail']} failed")
     return lines
 
 

@@ -37,19 +37,19 @@ def existing_folder(path: Path) -> Path:
 def check_folder(path: Path) -> list[Finding]:
     """Check locking, writing and room; call where a hanging file system cannot hold anybody up."""
     folder = existing_folder(path)
-    text = str(folder) if folder == path.absolute() else f"{folder} (there is no {path} yet)"
+    text = str(folder) if folder == path.absolute() else f"{folder} ({path} does not exist yet)"
     stem = f".kvr-doctor-{uuid.uuid4().hex}"
     try:
         unchanged = write_and_read(folder, stem)
     except Exception as error:  # whatever HDF5 and the file system come up with
         reason = " ".join(str(error).split())
-        remedy = "choose a folder that you may write to (--output-dir, output.path), with room and quota left"
+        remedy = "choose a folder that you can write to (--output-dir, output.path), with free space and quota"
         return [fail("folder", f"{text} cannot be written: {reason}", remedy)]
     if not unchanged:
-        remedy = "do not use this file system; tell its administrators"
+        remedy = "do not use this file system, and inform its administrators"
         return [fail("folder", f"{text}: an HDF5 file read back differs from what was written", remedy)]
     return [
-        ok("folder", f"{text}: HDF5 written, fsynced, renamed, read back"),
+        ok("folder", f"{text}: HDF5 file written, fsynced, renamed and read back"),
         check_locking(folder),
         check_space(folder),
     ]
@@ -62,8 +62,8 @@ def check_locking(folder: Path) -> Finding:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        remedy = "export HDF5_USE_FILE_LOCKING=FALSE; then let no two jobs write to one folder"
-        return warn("locking", f"{folder} has no file locks ({error.strerror})", remedy)
+        remedy = "export HDF5_USE_FILE_LOCKING=FALSE, and never let two jobs write to the same folder"
+        return warn("locking", f"{folder} does not support file locks ({error.strerror})", remedy)
     finally:
         os.close(handle)
         path.unlink(missing_ok=True)
@@ -73,9 +73,9 @@ def check_locking(folder: Path) -> Finding:
 def check_space(folder: Path) -> Finding:
     """Look at the room that is left."""
     free = shutil.disk_usage(folder).free
-    text = f"{free / 2**30:.1f} GiB free (quotas are not seen)"
+    text = f"{free / 2**30:.1f} GiB free (quotas are not checked)"
     if free < FEW_BYTES:
-        return warn("space", text, "make room, or choose another folder, above all with output.kv = true")
+        return warn("space", text, "free some space, or choose another folder, especially for output.kv = true")
     return ok("space", text)
 
 
@@ -120,7 +120,9 @@ def judge_tokens(path: Path, token: str, tried: Sequence[dict[str, Any]], facts:
         f"rank {one.rank} on {one.host}" for one, got in zip(facts, tried, strict=True) if got.get("value") != token
     ]
     if missing:
-        text = f"what rank 0 writes to {path.absolute()} is not seen by {some(missing)}"
-        return [fail("shared folder", text, "choose a folder on a file system that all hosts share, by its full path")]
+        text = f"a file that rank 0 writes to {path.absolute()} cannot be seen by {some(missing)}"
+        return [
+            fail("shared folder", text, "choose a folder on a file system that all hosts share, and give its full path")
+        ]
     hosts = len({one.host for one in facts})
     return [ok("shared folder", f"the same on all {hosts} host(s)" if hosts > 1 else "one host")]

@@ -16,7 +16,7 @@ VALUES = 1 << 18
 
 def check_hdf5() -> list[Finding]:
     """Name h5py and HDF5; either build will do, since every rank writes files of its own."""
-    kind = "with MPI" if h5py.get_config().mpi else "serial, which is all that is needed"
+    kind = "with MPI" if h5py.get_config().mpi else "serial, which is sufficient"
     return [ok("hdf5", f"h5py {h5py.version.version}, HDF5 {h5py.version.hdf5_version}, built {kind}")]
 
 

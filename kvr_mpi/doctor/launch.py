@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 # Nothing heavy may be imported above: the process is forked first.
 MISMATCH_REMEDY = (
-    "use the launcher that belongs to this MPI: its own mpirun; under SLURM `srun --mpi=pmi2` with MPICH, "
-    "`srun --mpi=pmix` with Open MPI (`which mpirun` shows whose comes first)"
+    "use the launcher of this MPI: its own mpirun (`which mpirun` shows which one is found); under SLURM, `srun "
+    "--mpi=pmi2` for MPICH, or `srun --mpi=pmix` for Open MPI"
 )
 # Longer than rank 0 waits for a rank that is lost.
 PAUSE_S = 300.0
@@ -116,6 +116,6 @@ def _not_joined(outcome: Outcome) -> Finding:
 def _ended_badly(outcome: Outcome) -> list[Finding]:
     if not outcome.problem:
         return []
-    remedy = "the checks after it were not made; leave out what it examines and try again, or report it"
+    remedy = "the checks after it did not run; try again without the feature it examines, or report it"
     # Whatever the step was about, an end like this is one that no job survives.
     return [fail("ranks", f"the step '{outcome.step}' {outcome.problem}", remedy)]

@@ -155,21 +155,22 @@ def _slow(link: Mapping[str, Any], links: Sequence[Mapping[str, Any]]) -> list[F
     if not others:
         return []
     remedy = (
-        "look at the cores the two ranks are bound to, their network card, and who else uses the host; then try again"
+        "check the cores that the two ranks are bound to, their network card, and other users of the host; then try "
+        "again"
     )
     found = []
     usual = _median(others, "gigabytes_per_s")
     if link["gigabytes_per_s"] < SLOW_BANDWIDTH * usual:
-        found.append(f"{link['gigabytes_per_s']:.2f} GB/s where the others have {usual:.2f}")
+        found.append(f"{link['gigabytes_per_s']:.2f} GB/s, but the others have {usual:.2f}")
     usual = _median(others, "latency_us")
     if link["latency_us"] > SLOW_LATENCY * usual:
-        found.append(f"{link['latency_us']:.1f} us where the others have {usual:.1f}")
+        found.append(f"{link['latency_us']:.1f} us, but the others have {usual:.1f}")
     return [warn("links", f"{_name(link)} has {', and '.join(found)}", remedy)] if found else []
 
 
 def _lost(link: Mapping[str, Any]) -> Finding:
-    problem = link.get("error") or "the checksum of 16 MiB is wrong: data arrive changed"
-    remedy = "try another network of this MPI (UCX_TLS, FI_PROVIDER, OMPI_MCA_pml), or leave one of the hosts out"
+    problem = link.get("error") or "the checksum of 16 MiB is wrong: data are corrupted on the way"
+    remedy = "try another network for this MPI (UCX_TLS, FI_PROVIDER, OMPI_MCA_pml), or exclude one of the hosts"
     return fail("links", f"{_name(link)}: {problem}", remedy)
 
 

@@ -29,14 +29,14 @@ def check_launcher(facts: Sequence[RankFacts], launched: tuple[str, int] | None)
         f"mpi4py {facts[0].versions['mpi4py']}"
     )
     if launched and launched[1] != size:
-        remedy = "start with the launcher that belongs to this MPI, and give it the number of ranks"
-        return [fail("launcher", f"{text}; but {launched[1]} ranks were meant", remedy)]
+        remedy = "start with the launcher of this MPI, and pass it the number of ranks"
+        return [fail("launcher", f"{text}; but {launched[1]} ranks were intended", remedy)]
     libraries = group_ranks(facts, lambda one: one.mpi.library if one.mpi else "none")
     if len(libraries) > 1:
         shown = [f"{name} on rank(s) {number_ranges([one.rank for one in ranks])}" for name, ranks in libraries.items()]
         return [fail("launcher", f"ranks load different MPIs: {some(shown)}", "use one environment on all hosts")]
     if mpi.thread_level != "THREAD_MULTIPLE":
-        remedy = "use an MPI built with thread support: without it transfers cannot go on while a rank computes"
+        remedy = "use an MPI built with thread support: without it, a rank cannot compute and transfer at the same time"
         return [warn("launcher", text, remedy)]
     return [ok("launcher", text)]
 
@@ -63,17 +63,19 @@ def check_cores(facts: Sequence[RankFacts]) -> list[Finding]:
             culprits = sorted({rank for owner in shared.values() for rank in owner})
             sharing.append(f"ranks {number_ranges(culprits)} on {host} share cores {number_ranges(list(shared))}")
     if sharing:
-        return [warn("cores", some(sharing), f"{BINDING}; give each rank cores of its own")]
-    return [ok("cores", "no core belongs to two ranks")]
+        return [warn("cores", some(sharing), f"{BINDING}; give each rank its own cores")]
+    return [ok("cores", "no core is shared by two ranks")]
 
 
 def check_threads(facts: Sequence[RankFacts]) -> list[Finding]:
     """Warn of more threads than cores, on a rank or on a host."""
     check, findings = "threads", []
-    remedy = "set OMP_NUM_THREADS to cores / ranks of a host, or leave it unset: kvr-run then takes each rank's share"
+    remedy = (
+        "set OMP_NUM_THREADS to the cores per rank on a host, or leave it unset: kvr-run then gives each rank its share"
+    )
     odd = [one for one in facts if one.threads and not (one.threads.isdigit() and int(one.threads) > 0)]
     if odd:
-        text = f"OMP_NUM_THREADS={odd[0].threads!r} on rank {odd[0].rank} is no positive number, and is ignored"
+        text = f"OMP_NUM_THREADS={odd[0].threads!r} on rank {odd[0].rank} is not a positive number, and is ignored"
         findings.append(warn(check, text, remedy))
     said = {one.rank: int(one.threads) for one in facts if one.threads and one not in odd}
     for one in facts:
@@ -85,9 +87,9 @@ def check_threads(facts: Sequence[RankFacts]) -> list[Finding]:
         wanted = sum(said.get(one.rank, 1) for one in ranks)
         if cores and wanted > cores:
             text = f"{len(ranks)} ranks on {host} would run {wanted} threads on {_cores_text([cores])}"
-            return [*findings, warn(check, text, f"start fewer ranks on a host; {remedy}")]
+            return [*findings, warn(check, text, f"start fewer ranks per host; {remedy}")]
     values = list(group_ranks(facts, lambda one: one.threads))
-    text = f"OMP_NUM_THREADS={some(values)}" if any(values) else "OMP_NUM_THREADS is not set: each rank takes its share"
+    text = f"OMP_NUM_THREADS={some(values)}" if any(values) else "OMP_NUM_THREADS is not set: each rank uses its share"
     return findings or [ok(check, text)]
 
 

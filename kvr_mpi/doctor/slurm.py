@@ -19,7 +19,7 @@ NUMBERS = (
 )
 END_TIME_REMEDY = (
     'in the job script: export SLURM_JOB_END_TIME=$(date -d "$(squeue -h -j $SLURM_JOB_ID -o %e)" +%s), '
-    "or kvr-run cannot know its time limit"
+    "otherwise kvr-run does not know its time limit"
 )
 
 
@@ -28,7 +28,11 @@ def check_slurm(environ: Mapping[str, str], size: int | None, hosts: int | None,
     if "SLURM_JOB_ID" not in environ:
         return [ok("slurm", "not in a SLURM job")]
     findings = [
-        warn("slurm", f"{name}={environ[name]!r} is no number", f"unset {name}: somebody overwrote what SLURM had set")
+        warn(
+            "slurm",
+            f"{name}={environ[name]!r} is not a number",
+            f"unset {name}: the value set by SLURM was overwritten",
+        )
         for name in NUMBERS
         if name in environ and not environ[name].isdigit()
     ]
@@ -45,13 +49,11 @@ def _check_size(environ: Mapping[str, str], size: int | None, hosts: int | None)
     tasks = _number(environ, name)
     if None not in (tasks, size) and tasks != size:
         text = f"{name}={tasks}, but there are {size} rank(s)"
-        findings.append(
-            warn("slurm tasks", text, "leave -n out of srun or mpirun, or ask for as many tasks as you start")
-        )
+        findings.append(warn("slurm tasks", text, "omit -n for srun or mpirun, or request as many tasks as you start"))
     nodes = _number(environ, "SLURM_JOB_NUM_NODES")
     if None not in (nodes, hosts) and nodes != hosts:
         text = f"the job has {nodes} node(s), the ranks are on {hosts}"
-        findings.append(warn("slurm nodes", text, "spread the ranks (`--ntasks-per-node`), or ask for fewer nodes"))
+        findings.append(warn("slurm nodes", text, "spread the ranks (`--ntasks-per-node`), or request fewer nodes"))
     return findings
 
 

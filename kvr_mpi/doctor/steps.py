@@ -76,8 +76,8 @@ def _cuda_awareness(scene: Scene) -> list[Finding]:
         return findings
     launcher = trial.find_launcher(loaded_libraries(), scene.environ.get("PATH", ""))
     if launcher is None:
-        text = "no mpirun or srun found to start the disposable step with"
-        return [*findings, warn("transfers", text, "put the launcher of this MPI on PATH")]
+        text = "neither mpirun nor srun found to start the test process"
+        return [*findings, warn("transfers", text, "add the launcher of this MPI to PATH")]
     command = [*launcher, *trial.trial_program(kind, trial.TRIAL_TIMEOUT_S)]
     environ = trial.trial_environment(scene.environ, launcher[0])
     found = trial.try_transfers(command, environ, kind, trial.TRIAL_TIMEOUT_S)
@@ -103,7 +103,7 @@ def _links(scene: Scene) -> list[Finding]:
     )
     measured = [
         {"source": at, "dest": at + 1, "source_host": hosts[at], "dest_host": hosts[at + 1]}
-        | (one.get("value") or {"error": one.get("error", "not measured: see the link before")})
+        | (one.get("value") or {"error": one.get("error", "not measured, because of the previous link")})
         for at, one in enumerate(tried[:-1])
     ]
     if tried and "error" in tried[-1]:  # the last rank has no link of its own to say it with
@@ -136,7 +136,7 @@ def _folder(scene: Scene) -> list[Finding]:
     try:
         return within(folder.DISK_TIMEOUT_S, lambda: folder.check_folder(path), f"writing to {path.absolute()}")
     except TimeoutError as error:
-        return [fail("folder", str(error), "choose a folder on another file system; this one seems to be stuck")]
+        return [fail("folder", str(error), "choose a folder on another file system; this one does not respond")]
 
 
 def _shared_folder(scene: Scene) -> list[Finding]:

@@ -116,11 +116,11 @@ def check_sums(found: Sequence[Mapping[str, Any]], hosts: Sequence[str], ranks_p
         prompt_s = (2 * LAYERS + 1) * PROMPT_TOKENS * STATE_BYTES / _speed(slowest) / 1e9
         token_s = (2 * LAYERS + 1) * _latency(latest) / 1e6
         text = (
-            f"{len(good)} stage(s) of {ranks_per_stage} ranks sum long tensors at "
-            f"{statistics.median(map(_speed, good)):.2f} GB/s (slowest {_speed(slowest):.2f}, {_name(slowest)}), a "
-            f"token's state in {statistics.median(map(_latency, good)):.0f} us (longest {_latency(latest):.0f}, "
-            f"{_name(latest)}); sums compared. Forecast for Llama 3.1 70B: {prompt_s:.2f} s of sums for "
-            f"{PROMPT_TOKENS} prompt tokens, {1e3 * token_s:.1f} ms for a token that is decoded"
+            f"{len(good)} stage(s) of {ranks_per_stage} ranks: sums of long tensors at "
+            f"{statistics.median(map(_speed, good)):.2f} GB/s (slowest {_speed(slowest):.2f}, {_name(slowest)}), of "
+            f"one token in {statistics.median(map(_latency, good)):.0f} us (longest {_latency(latest):.0f}, "
+            f"{_name(latest)}); sums compared. Forecast for Llama 3.1 70B: {prompt_s:.2f} s for {PROMPT_TOKENS} prompt "
+            f"tokens, {1e3 * token_s:.1f} ms per decoded token"
         )
         findings.insert(0, Finding("stages", "ok", text, measured=good))
     return [*findings, *_crossing(stages, ranks_per_stage), *(one for stage in good for one in _slow(stage, good))]
@@ -145,8 +145,8 @@ def _of_stage(found: Sequence[Mapping[str, Any]], hosts: Sequence[str], first: i
 
 
 def _wrong(stage: Mapping[str, Any]) -> Finding:
-    problem = stage.get("error") or "its ranks' sums are wrong: data arrive changed"
-    remedy = "try another network of this MPI (UCX_TLS, FI_PROVIDER, OMPI_MCA_pml), or leave one of the hosts out"
+    problem = stage.get("error") or "the sums of its ranks are wrong: data are corrupted on the way"
+    remedy = "try another network for this MPI (UCX_TLS, FI_PROVIDER, OMPI_MCA_pml), or exclude one of the hosts"
     return fail("stages", f"{_name(stage)}: {problem}", remedy)
 
 
@@ -155,10 +155,8 @@ def _crossing(stages: Sequence[Mapping[str, Any]], size: int) -> list[Finding]:
     across = [one for one in stages if len(one["hosts"]) > 1]
     if not across:
         return []
-    text = (
-        f"{len(across)} stage(s) lie on several hosts, whose links carry their sums: {some(list(map(_name, across)))}"
-    )
-    return [warn("stages", text, f"start a multiple of {size} ranks on each host, numbered host by host")]
+    text = f"{len(across)} stage(s) span several hosts, so sums go over the network: {some(list(map(_name, across)))}"
+    return [warn("stages", text, f"start a multiple of {size} ranks on each host, numbered block-wise")]
 
 
 def _slow(stage: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> list[Finding]:
@@ -170,11 +168,11 @@ def _slow(stage: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> list
     if _speed(stage) >= SLOW_BANDWIDTH * speed and _latency(stage) <= SLOW_LATENCY * latency:
         return []
     text = (
-        f"{_name(stage)} sums at {_speed(stage):.2f} GB/s and in {_latency(stage):.0f} us where the others have "
-        f"{speed:.2f} and {latency:.0f}"
+        f"{_name(stage)} sums at {_speed(stage):.2f} GB/s and in {_latency(stage):.0f} us; the others have {speed:.2f} "
+        f"and {latency:.0f}"
     )
     return [
-        warn("stages", text, "look at the cores its ranks are bound to, and who else uses the host; then try again")
+        warn("stages", text, "check the cores that its ranks are bound to, and other users of the host; then try again")
     ]
 
 

@@ -83,24 +83,28 @@ def try_transfers(command: Sequence[str], environ: Mapping[str, str], kind: Kind
         code = _run(command, environ, output, errors, timeout_s)
         rows, words = _rows(_read(output)), " ".join(_read(errors).split())[-400:]
     ready, sums = [row for row in rows if "ready" in row], [row for row in rows if "sent" in row]
-    said = f"; it said: {words}" if words else ""
+    said = f"; its output: {words}" if words else ""
     if len({row["ready"] for row in ready}) < 2:
-        how = f"nothing within {timeout_s:.0f} s" if code is None else f"exit code {code}"
-        text = f"the disposable step with {kind} buffers did not start ({how}){said}"
-        return warn("transfers", text, f"try by hand: {' '.join(command)}")
+        how = f"no response within {timeout_s:.0f} s" if code is None else f"exit code {code}"
+        text = f"the test process with {kind} buffers did not start ({how}){said}"
+        return warn("transfers", text, f"run it by hand: {' '.join(command)}")
     remedy = (
-        "mend this MPI, or use another" if kind == "host" else "use an MPI whose GPU support works, or switch it off"
+        "repair this MPI, or use another" if kind == "host" else "use an MPI with working GPU support, or disable that"
     )
     if code is None:
         return fail("transfers", f"{kind} buffers: hangs, killed after {timeout_s:.0f} s{said}", remedy)
     wrong = _wrong(sums)
     if wrong:
-        return fail("transfers", f"{kind} buffers: the checksum of {wrong} bytes is wrong: data arrive changed", remedy)
+        return fail(
+            "transfers",
+            f"{kind} buffers: the checksum of {wrong} bytes is wrong: data are corrupted on the way",
+            remedy,
+        )
     if code != 0 or len(sums) < 2 * len(SIZES):
         how = f"killed by {signal.Signals(-code).name}" if -64 < code < 0 else f"exit code {code}"
         return fail("transfers", f"{kind} buffers: crashes ({how}){said}", remedy)
     sizes = " and ".join(str(size) for size in SIZES)
-    return ok("transfers", f"{kind} buffers of {sizes} bytes swapped by 2 ranks on this host, checksums right")
+    return ok("transfers", f"{kind} buffers of {sizes} bytes swapped by 2 ranks on this host, checksums correct")
 
 
 def _run(

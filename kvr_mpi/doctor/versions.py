@@ -25,7 +25,7 @@ def check_versions(facts: Sequence[RankFacts], ranges: dict[str, str]) -> list[F
     for name, version in versions.items():
         if name not in ranges or Requirement(name + ranges[name]).specifier.contains(version, prereleases=True):
             continue
-        text = f"{name} {version} is outside {ranges[name]}, which this kvr-mpi is written for"
+        text = f"{name} {version} is outside {ranges[name]}, the versions that this kvr-mpi supports"
         findings.append(warn("versions", text, f'pip install "{name}{ranges[name]}"'))
     for name in versions:
         groups = group_ranks(facts, lambda one, name=name: one.versions.get(name, "missing"))  # type: ignore[misc]

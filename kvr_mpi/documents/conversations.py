@@ -19,8 +19,8 @@ def check_has_chat_template(tokenizer: Any) -> None:
     """Raise `ConfigError` if a model has no chat template."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
-            "documents.format = 'messages': this model's tokenizer has no chat template, which says how a conversation "
-            "is written; take the model's chat or instruct version, or write the prompts as text"
+            "documents.format = 'messages': this model's tokenizer has no chat template for conversations; use the "
+            "chat or instruct version of the model, or write the prompts as text"
         )
 
 
@@ -33,7 +33,7 @@ def encode_conversation(tokenizer: Any, messages: Sequence[Message]) -> list[int
         If there is no chat template, or it refuses the conversation, leaves out a message, or changes its words.
     """
     if getattr(tokenizer, "chat_template", None) is None:
-        raise DocumentError("this model's tokenizer has no chat template, which says how a conversation is written")
+        raise DocumentError("this model's tokenizer has no chat template for conversations")
     marks = [f"\ue000{number}\ue001" for number in range(len(messages))]
     pieces = MARK.split(_render(tokenizer, messages, marks))
     order = [int(number) for number in pieces[1::2]]
@@ -54,7 +54,7 @@ def encode_conversation(tokenizer: Any, messages: Sequence[Message]) -> list[int
         None,
     )
     if contents is None:
-        raise DocumentError("this model's chat template changes the words of a message; it is not sent changed")
+        raise DocumentError("this model's chat template changes the text of a message, so the conversation is not run")
     ids = encode_words(tokenizer, words[0])
     for number, word in zip(order, words[1:], strict=True):
         ids += [*encode_text(tokenizer, contents[number]), *encode_words(tokenizer, word)]
@@ -66,4 +66,4 @@ def _render(tokenizer: Any, messages: Sequence[Message], contents: Sequence[str]
     try:
         return render_chat(tokenizer, said)
     except ValueError as error:
-        raise DocumentError(f"this model's chat template refuses the conversation: {error}") from error
+        raise DocumentError(f"this model's chat template rejects the conversation: {error}") from error

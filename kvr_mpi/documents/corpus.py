@@ -113,10 +113,10 @@ class Corpus:
         except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
             self._open = None
             reason = getattr(error, "strerror", None) or str(error)
-            return Document(entry.id, error=f"{file} could be read when the batch began, but not now: {reason}")
+            return Document(entry.id, error=f"{file} could be read when the job began, but no longer: {reason}")
         if document.error is not None or document.sha256 != entry.sha256:
             return Document(
-                entry.id, error=f"{file} has changed since the batch began: {entry.id!r} has another text now"
+                entry.id, error=f"{file} has changed since the job began: {entry.id!r} has another text now"
             )
         return replace(document, id=entry.id)
 
@@ -207,7 +207,7 @@ def scan_corpus(
         for entry in _entries(document, number, place, prompts)
     )
     if not entries:
-        raise CorpusError(f"documents.path {paths}: the files hold no document; expected at least one")
+        raise CorpusError(f"documents.path {paths}: the files contain no documents; expected at least one")
     return Corpus(files, entries, rows, limit, tuple(prompts))
 
 
@@ -243,7 +243,9 @@ def _stream(files: list[tuple[str, str]], rows: RowFormat, limit: int | None) ->
             first = copies.get(document.id, 2)
             copy = next(n for n in range(first, len(seen) + 3) if f"{document.id}#{n}" not in seen)
             copies[document.id] = copy + 1
-            error = document.error or f"duplicate id {document.id!r}: an earlier document has it; make ids unique"
+            error = (
+                document.error or f"duplicate id {document.id!r}: an earlier document has the same id; make ids unique"
+            )
             document = Document(f"{document.id}#{copy}", error=error, passed=document.passed)
         model = document.passed.get("model") if rows.kind == "openai-batch" and document.error is None else None
         if model is not None and model != (asked_for := asked_for or model):
@@ -296,7 +298,7 @@ def _forward(rows_from: Callable[[int], Iterator[tuple[int, Any]]]) -> Callable[
                 last_read = number
                 return row
         last_read = -1
-        raise ValueError(f"it has no row {place + 1} any more")
+        raise ValueError(f"it no longer has a row {place + 1}")
 
     return row_at
 
@@ -316,7 +318,7 @@ def _unzipped_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 def _of_line(line: bytes, rows: RowFormat) -> Document:
     row = json.loads(line)
-    return rows.document(row, "row") if isinstance(row, dict) else Document("row", error="it is no object")
+    return rows.document(row, "row") if isinstance(row, dict) else Document("row", error="it is not a JSON object")
 
 
 def _look(file: str, name: str) -> CorpusFile:

@@ -23,33 +23,41 @@ class GenerationSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     do_sample: bool = Field(False, description="sample; false: greedy")
-    temperature: float | None = Field(None, gt=0, description="below 1: likely tokens become likelier; above: less so")
-    top_k: int | None = Field(None, ge=0, description="sample among so many of the likeliest tokens")
-    top_p: float | None = Field(None, gt=0, le=1, description="sample among the likeliest tokens that have this share")
+    temperature: float | None = Field(
+        None, gt=0, description="below 1: likely tokens become more likely; above 1: less likely"
+    )
+    top_k: int | None = Field(None, ge=0, description="sample only from this many most likely tokens")
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="sample only from the most likely tokens that together have this probability"
+    )
     min_p: float | None = Field(
-        None, ge=0, le=1, description="leave out tokens below this share of the likeliest one's"
+        None, ge=0, le=1, description="drop tokens below this fraction of the highest probability"
     )
     repetition_penalty: float | None = Field(
-        None, gt=0, description="above 1: tokens that were there become less likely"
+        None, gt=0, description="above 1: tokens that have already occurred become less likely"
     )
-    no_repeat_ngram_size: int | None = Field(None, ge=0, description="no run of so many tokens comes twice")
-    min_new_tokens: int | None = Field(None, ge=0, description="the answer ends no sooner")
-    max_new_tokens: int = Field(128, ge=0, description="longest answer; 0: prefill only")
-    stop: list[str] = Field([], description="the answer ends before the first of these")
-    seed: int = Field(0, ge=0, description="for sampling; each document has its own stream")
-    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="answers to each prompt, sampled from one prefill")
+    no_repeat_ngram_size: int | None = Field(None, ge=0, description="no sequence of this many tokens occurs twice")
+    min_new_tokens: int | None = Field(None, ge=0, description="minimum length of an answer")
+    max_new_tokens: int = Field(128, ge=0, description="maximum length of an answer; 0: prefill only")
+    stop: list[str] = Field([], description="the answer ends before the first of these strings")
+    seed: int = Field(0, ge=0, description="seed for sampling; each document has its own random numbers")
+    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="number of answers to each prompt, sampled from one prefill")
     logprobs: bool = Field(
-        False, description="keep the log-probability of every token of the answer, before temperature and the like"
+        False,
+        description="store the log-probability of every token of the answer, before temperature and other settings",
     )
     top_logprobs: int = Field(
-        0, ge=0, le=MAX_TOP_LOGPROBS, description="with logprobs: also those of the likeliest tokens in each place"
+        0,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="with logprobs: also those of this many most likely tokens at each place",
     )
     json_schema: str | None = Field(
-        None, min_length=1, description="a file with a JSON schema, or the schema itself: the answer follows it"
+        None, min_length=1, description="a JSON schema, or a file with one, that answers follow"
     )
-    score: list[str] = Field([], description="continuations whose log-probabilities are kept, instead of an answer")
+    score: list[str] = Field([], description="continuations to score by log-probability, instead of writing an answer")
     score_column: str | None = Field(
-        None, min_length=1, description="field of a row with the continuations, a text or a list of texts"
+        None, min_length=1, description="field of a row with the continuations: a text or a list of texts"
     )
 
     @model_validator(mode="before")
@@ -81,29 +89,31 @@ class GenerationSection(BaseModel):
     @model_validator(mode="after")
     def _goes_together(self) -> GenerationSection:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("generation.top_logprobs goes with generation.logprobs = true: say that, too")
+            raise ValueError("generation.top_logprobs needs generation.logprobs = true")
         if self.score and self.score_column is not None:
-            raise ValueError("generation.score and generation.score_column are two ways to say the same: choose one")
+            raise ValueError("generation.score and generation.score_column exclude each other: choose one")
         if self.json_schema is not None and self.max_new_tokens == 0:
-            raise ValueError("generation.json_schema is for answers, and max_new_tokens = 0 asks for none")
+            raise ValueError(
+                "generation.json_schema is for answers, but max_new_tokens = 0 asks for none: change one of them"
+            )
         for key in ("stop", "no_repeat_ngram_size", "min_new_tokens"):
             if self.json_schema is not None and getattr(self, key):
                 raise ValueError(
-                    f"generation.{key} does not go with generation.json_schema: it would end or bend an answer where "
-                    f"the schema does not; leave one of them out"
+                    f"generation.{key} cannot be combined with generation.json_schema: it would end or change an "
+                    f"answer where the schema does not; leave one of them out"
                 )
         if self.n > 1 and (not self.do_sample or self.max_new_tokens == 0):
             raise ValueError(
-                f"generation.n = {self.n}: without generation.do_sample = true, and an answer to be written, all of "
-                f"them are the same; say that, or leave n out"
+                f"generation.n = {self.n}: without generation.do_sample = true and an answer to write, all answers are "
+                f"the same; set it, or leave n out"
             )
         if self.scores and self.max_new_tokens:
             raise ValueError(
-                f"generation.score is instead of an answer, and max_new_tokens = {self.max_new_tokens} asks for one: "
+                f"generation.score replaces the answer, but max_new_tokens = {self.max_new_tokens} asks for one: "
                 f"leave one of them out, or set generation.max_new_tokens = 0"
             )
         if self.logprobs and self.max_new_tokens == 0:
-            raise ValueError("generation.logprobs is of an answer's tokens, and max_new_tokens = 0 asks for none")
+            raise ValueError("generation.logprobs is for the tokens of an answer, but max_new_tokens = 0 asks for none")
         return self
 
     @property

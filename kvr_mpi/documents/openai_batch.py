@@ -65,7 +65,7 @@ def parse_request(row: Mapping[str, Any], place: str) -> Document:
     passed = {key: value for key, value in known if isinstance(value, str)}
     try:
         if not isinstance(name, str) or not name:
-            raise DocumentError(f"{place}: custom_id is {name!r}; expected text that no other row has")
+            raise DocumentError(f"{place}: custom_id is {name!r}; expected a text that no other row has")
         _check_envelope(row)
         assert isinstance(body, Mapping)
         generation = _generation(body, str(url))
@@ -93,15 +93,15 @@ def _check_envelope(row: Mapping[str, Any]) -> None:
     understood = {content, *SPECIAL, *NUMBERS, *NEUTRAL, *BYSTANDERS}
     if unknown := sorted(str(name) for name, value in body.items() if value is not None and name not in understood):
         raise DocumentError(
-            f"body has {', '.join(unknown)}, which is not understood here; the row is not answered without "
-            f"(understood: {content}, {', '.join((*SPECIAL, *NUMBERS))})"
+            f"body has {', '.join(unknown)}, which is not supported here, so the request is not answered (supported: "
+            f"{content}, {', '.join((*SPECIAL, *NUMBERS))})"
         )
     for name, values in NEUTRAL.items():
         value = body.get(name)
         if value is not None and not any(value == one and type(value) is type(one) for one in values):
             if isinstance(value, float) and value in values:  # 0.0
                 continue
-            raise DocumentError(f"body.{name} is {value!r}: only {values[0]!r} can be had here yet")
+            raise DocumentError(f"body.{name} is {value!r}: only {values[0]!r} is supported yet")
 
 
 def _generation(body: Mapping[str, Any], url: str) -> OwnGeneration:
@@ -129,7 +129,7 @@ def _generation(body: Mapping[str, Any], url: str) -> OwnGeneration:
     schema = _schema(body.get("response_format"))
     if schema and "stop" in found:
         raise DocumentError(
-            "body.stop does not go with body.response_format: it would end an answer before it is whole"
+            "body.stop cannot be combined with body.response_format: it would end an answer before it is complete"
         )
     return OwnGeneration(**found, top_logprobs=_top_logprobs(body, url), json_schema=schema)
 

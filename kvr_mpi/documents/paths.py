@@ -49,7 +49,7 @@ def _match(pattern: str) -> list[tuple[str, str]]:
         names = _names_in(str(base))
         if not names:
             raise CorpusError(
-                f"documents.path {pattern!r}: the folder {base.absolute()} holds no {', '.join(SUFFIXES)} file"
+                f"documents.path {pattern!r}: the folder {base.absolute()} contains no {', '.join(SUFFIXES)} files"
             )
         above = "" if str(base) == "." else f"{str(base).rstrip('/')}/"
         return [(above + name, name) for name in names]
@@ -91,7 +91,7 @@ def _check_regular(file: Path, mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, no regular file", str(file))
+        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, not a regular file", str(file))
 
 
 def _kind(mode: int) -> str:

@@ -92,8 +92,8 @@ class Frame:
         frame = Frame(head, tail, self.max_tokens)
         if frame.text_budget < 1:
             raise DocumentError(
-                f"too long: the template with the fields of its row takes {len(head) + len(tail)} tokens, a prompt may "
-                f"have {self.max_tokens}"
+                f"too long: the template with the fields of its row has {len(head) + len(tail)} tokens; a prompt can "
+                f"have at most {self.max_tokens}"
             )
         return frame
 
@@ -114,13 +114,13 @@ class Frame:
         constant = self.shared_head
         if tuple(ids[: len(constant)]) != constant or (start != len(self.head) and not self.head_gaps):
             raise DocumentError(
-                f"its stored prompt begins with {start} other tokens than this model's tokenizer and chat template "
-                f"give ({len(self.head)}); ask with those it was prefilled with"
+                f"the {start} tokens at the beginning of its stored prompt differ from those of this tokenizer and "
+                f"chat template ({len(self.head)}); use those it was prefilled with"
             )
         if stop + len(self.tail) > self.max_tokens:
             raise DocumentError(
-                f"too long: its {stop} stored tokens and the question's {len(self.tail)} make more than the "
-                f"{self.max_tokens} that a prompt may have (the context less generation.max_new_tokens)"
+                f"too long: its {stop} stored tokens and {len(self.tail)} of the question exceed the {self.max_tokens} "
+                f"that a prompt can have (the context minus generation.max_new_tokens)"
             )
         return Prompt((*ids[:stop], *self.tail), dropped_tokens, text)
 
@@ -181,8 +181,8 @@ def make_frame(
     frame = Frame(head, tail, max_prompt_tokens, head_gaps, tail_gaps)
     if frame.text_budget < 1:
         raise ConfigError(
-            f"the template alone takes {len(head) + len(tail)} tokens, but a prompt may have {max_prompt_tokens} "
-            f"(the context less generation.max_new_tokens); shorten the template or ask for fewer new tokens"
+            f"the template alone has {len(head) + len(tail)} tokens, but a prompt can have at most {max_prompt_tokens} "
+            f"(the context minus generation.max_new_tokens); shorten the template or lower generation.max_new_tokens"
         )
     return frame
 
@@ -307,7 +307,7 @@ def _render_user(tokenizer: Any, parsed: Template, system: str | None) -> tuple[
         text = render_chat(tokenizer, messages)
     except ValueError as error:
         raise ConfigError(
-            f"this model's chat template refuses the prompt: {error}; leave out prompt.system or set "
+            f"this model's chat template rejects the prompt: {error}; leave out prompt.system or set "
             f"prompt.chat_template = false"
         ) from error
     pieces = MARK.split(text)

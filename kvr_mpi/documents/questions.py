@@ -38,7 +38,7 @@ def read_questions(path: Path) -> dict[str, str]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key} cannot be read: {error}") from error
     if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{key} is larger than {MAX_FILE_BYTES >> 20} MiB; expected a question a line")
+        raise ConfigError(f"{key} is larger than {MAX_FILE_BYTES >> 20} MiB; expected one question per line")
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if path.suffix.lower() != ".jsonl":
         return checked(number_questions([line for _, line in lines]), key)
@@ -49,7 +49,7 @@ def read_questions(path: Path) -> dict[str, str]:
             text, name = row["question"], row.get("id", f"q{len(found) + 1}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                f"{key}: line {number} is no question ({type(error).__name__}: {error}); expected "
+                f"{key}: line {number} is not a question ({type(error).__name__}: {error}); expected "
                 f'{{"question": "..."}}, with "id" if it is to have a name'
             ) from error
         name = str(name) if isinstance(name, int) and not isinstance(name, bool) else name
@@ -68,12 +68,10 @@ def checked(questions: dict[str, str], key: str) -> dict[str, str]:
         If there are none, one is empty or no text, or a name cannot be part of an id.
     """
     if not questions:
-        raise ConfigError(f"{key} has no question")
+        raise ConfigError(f"{key} contains no questions")
     for name, text in questions.items():
         if not NAME.fullmatch(name):
-            raise ConfigError(
-                f"{key}: a question is named {name[:80]!r}; expected up to 64 letters, digits, ., - and _"
-            )
+            raise ConfigError(f"{key}: a question is named {name[:80]!r}; expected 1 to 64 letters, digits, ., - and _")
         if not isinstance(text, str) or not text.strip():
             raise ConfigError(f"{key}: question {name!r} is {text!r}; expected words")
     return questions
@@ -108,6 +106,6 @@ def words_after(template: str, question: str) -> str:
     if template.count(QUESTION) != 1:
         raise ConfigError(
             f"questions.template {template[:60]!r} contains {QUESTION} {template.count(QUESTION)} times; expected "
-            f"once: it follows the document, which stands before it as the stored prompt has it"
+            f"once; the document is not part of it, since the stored prompt comes before it"
         )
     return template.replace(QUESTION, question)

@@ -82,7 +82,7 @@ class RowFormat:
             value = _as_text(row.get(field))
             if value is None:
                 there = ", ".join(sorted(map(str, row)))
-                error = f"{place}: the field {field!r}, which the template names, is {kind_of(row.get(field))}"
+                error = f"{place}: the field {field!r}, used in the template, is {kind_of(row.get(field))}"
                 error += f"; expected a string or a number (fields: {there})"
                 return Document(name, error=error, passed=passed)
             columns[field] = value
@@ -94,10 +94,12 @@ class RowFormat:
     def text_file(self, name: str, text: str) -> Document:
         """Make a document of a whole file, which has no fields."""
         if self.kind != "text":
-            return Document(name, error=f"{name} is a text file; documents.format = {self.kind!r} is of rows")
+            return Document(name, error=f"{name} is a text file; documents.format = {self.kind!r} needs rows")
         if self.columns:
             wanted = ", ".join(map(repr, self.columns))
-            return Document(name, error=f"{name}: the template names {wanted}; a text file has no fields, rows have")
+            return Document(
+                name, error=f"{name}: the template uses {wanted}, but a text file has no fields; use files of rows"
+            )
         return Document(name, text)
 
 

@@ -58,7 +58,7 @@ def parse_template(template: str, key: str = "prompt.template", *, columns: Coll
     times = names.count("text")
     unknown = [f"{{{name}}}" for name in names if name != "text" and columns is not None and name not in columns]
     if times != 1:
-        also = f" (and {_listed(unknown)}, which stands for nothing)" if unknown else ""
+        also = f" (and {_listed(unknown)}, which is unknown)" if unknown else ""
         raise ConfigError(
             f"{key} {template[:60]!r} contains {{text}} {times} times; expected once, where the document goes{also}"
         )
@@ -66,14 +66,14 @@ def parse_template(template: str, key: str = "prompt.template", *, columns: Coll
         there = ", ".join(sorted(columns or ())[:NAMED])
         fields = f", and the fields of its row: {there}" if there else ""
         raise ConfigError(
-            f"{key} {template[:60]!r} has {_listed(unknown)}, which stands for nothing: what exists is {{text}}, the "
-            f"document{fields}; braces that are meant as such are written twice, such as {{{unknown[0]}}}"
+            f"{key} {template[:60]!r} has {_listed(unknown)}, which is unknown; known are {{text}}, the "
+            f"document{fields}; write literal braces twice, such as {{{unknown[0]}}}"
         )
     for name in columns or ():  # that no template can name, so that it would be sent as it is written
         if f"{{{name}}}" in template and name not in (*names, "text") and not PLACE.fullmatch(f"{{{name}}}"):
             raise ConfigError(
-                f"{key} {template[:60]!r} has {{{name}}}: a field is filled in only if its name is of letters, digits, "
-                f"_, . and -; rename it in the rows"
+                f"{key} {template[:60]!r} has {{{name}}}: names of fields can only have letters, digits, _, . and -; "
+                f"rename it in the rows"
             )
     return Template(tuple(words), tuple(names))
 
@@ -83,8 +83,8 @@ def check_system(system: str | None, columns: Collection[str] = ()) -> None:
     for name in ("text", *columns):
         if system is not None and f"{{{name}}}" in system:
             raise ConfigError(
-                f"prompt.system {system[:60]!r} has {{{name}}}: it is sent as it is written; the document's place, and "
-                f"that of fields of its row, is in prompt.template"
+                f"prompt.system {system[:60]!r} has {{{name}}}: the system prompt is sent unchanged; put the document "
+                f"and fields of its row into prompt.template"
             )
 
 

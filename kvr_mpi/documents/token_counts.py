@@ -130,8 +130,8 @@ def _estimate(samples: Sequence[_Sample]) -> Counted:
     if len(control) > 1:
         errors = 100 * np.abs(factor * guessed / truth - 1)
         how += (
-            f" ({len(control)} were counted: half of their estimates are off by at most {np.median(errors):.1f} %, "
-            f"nine in ten by at most {np.quantile(errors, 0.9):.1f} %); --exact counts all"
+            f" ({len(control)} were counted: the median error of their estimates is {np.median(errors):.1f} %, the "
+            f"90th percentile {np.quantile(errors, 0.9):.1f} %); --exact counts all"
         )
     return Counted(texts, how)
 

@@ -1,7 +1,7 @@
-"""A slice's keys, values and states among the ranks of a chain, as the model sees them: one cache for all layers.
+"""The cache of one slice on one rank of a chain, as the model sees it: keys, values and states of all layers.
 
-With ``layer`` and ``states``, which hold what a layer keeps, and ``row`` the only files that touch transformers'
-cache classes. No model code is changed, and the model does not know of ranks.
+Together with ``layer`` and ``states``, which hold the contents of a layer, and ``row``, these are the only files that
+touch transformers' cache classes. No model code is changed, and the model is not aware of ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.buffers import LayerBuffers, make_flat
 from kvr_mpi.kv.clock import Clock, times_without_waits
+from kvr_mpi.kv.contents import rows_by_token
 from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.layout import UniformLayout
@@ -41,11 +42,11 @@ LAYERS_HELD = 8
 
 
 class SliceDoneError(Exception):
-    """Raised out of the last layer when nobody reads what the rest of the model would compute."""
+    """Raised in the last layer to leave the model, when the rest of its output would not be used."""
 
 
 class SliceCache(Cache):
-    """The cache of one rank's part of one prompt; on the decode rank, of the whole prompt and then the answer.
+    """The cache of one rank's slice of a prompt; on the decode rank, of the whole prompt and then the answer.
 
     Parameters
     ----------
@@ -53,26 +54,26 @@ class SliceCache(Cache):
     exchange : Exchange
         The strategy, on this rank.
     transfers : PromptTransfers or None
-        The prompt's way over this rank; None if it is the only one.
+        The prompt's transfers on this rank; None if the chain has only this rank.
     prefix : SharedPrefix or None
-        Keys and values of the first tokens, which are there already.
+        Keys and values of the first tokens, if they have been computed already.
     reserve_tokens : int
-        Room for tokens to be decoded after the prompt, on the decode rank.
+        Room on the decode rank for tokens to be decoded after the prompt.
     stop_after : int or None
         Leave the model after this many layers (for timing a few of them).
     is_spread : bool
         Every rank keeps its own tokens, in `share`, and none keeps all.
     window : (int, int) or None
-        Tokens whose queries the decode rank keeps; they have to be in its last stretch.
+        Bounds of the observation window, whose queries the decode rank keeps; it has to be in its last range of tokens.
 
     Attributes
     ----------
     run : PageRun or None
-        Its pages, if it keeps keys and values in some.
+        Its pages, if keys and values are kept in pages.
     observation : Observation or None
         What was kept of the window, on the decode rank.
     in_parts : bool
-        Attention is taken over, and attends to the prefix in parts; else the model's own attends to all of it.
+        Our attention attends to the prefix in parts; otherwise the model's own attention attends to all of it at once.
     cuts_last_layer : bool
         What follows the last layer's attention is computed for the last token only (``last_token``).
     keeps_all : bool
@@ -128,11 +129,11 @@ class SliceCache(Cache):
 
     @property
     def length(self) -> int:
-        """Tokens held, and before those of the slice until they are in; 0 if nothing is held by token."""
+        """Tokens held, before the slice is in those before it; 0 if no layer holds anything by token."""
         return next((layer.length for layer in self.layers if layer.shape.elements), 0)
 
     def keep_in(self, arena: PagedArena | None) -> None:
-        """Keep everything in pages, on the rank that keeps it, before anything is begun; None: in memory of its own.
+        """Choose, before the prefill, where the rank that keeps everything does so: in pages, or (None) in own memory.
 
         Raises
         ------
@@ -146,12 +147,12 @@ class SliceCache(Cache):
             arena.collect()  # the others need memory, too
 
     def write_with(self, write_layer: WriteLayer | None) -> None:
-        """Have each layer's keys and values of this rank's own tokens written, when the layer is through."""
+        """Have each layer's keys and values of this rank's own tokens written when the layer is complete."""
         self._write_layer = write_layer
 
     @property
     def layer_times_s(self) -> list[float]:
-        """When each layer's keys were made, from the first one's on, excluding wait time; on a GPU once all is done."""
+        """Times when each layer's keys were computed, from the first on, excluding waits; on a GPU only at the end."""
         return times_without_waits(self._made, self._clock, None if self.transfers is None else self.transfers.waits)
 
     def begin(self) -> None:
@@ -162,19 +163,19 @@ class SliceCache(Cache):
 
     @property
     def attending(self) -> SliceLayer:
-        """The layer that was updated and has not attended yet.
+        """The layer that was updated but has not attended yet.
 
         Raises
         ------
         ModelError
-            If there is none: the model does not use its cache as a chain needs it.
+            If there is none, because the model does not use its cache in the way a chain needs.
         """
         if self.current is None or self.current.attended:
             raise ModelError("a layer attends without having updated the cache")
         return self.current
 
     def after_attention(self, layer: SliceLayer) -> None:
-        """Let what follows the last layer's attention be computed for the last token only."""
+        """Arrange that everything after the last layer's attention is computed for the last token only."""
         tokens = sum(self.chunk_lengths)
         is_last = tokens > 1 and layer.is_complete
         if self.cuts_last_layer and is_last and self.reads_only_last(layer.layer_idx):
@@ -187,22 +188,22 @@ class SliceCache(Cache):
 
     @property
     def positions(self) -> torch.Tensor | None:
-        """Positions of this rank's tokens (1, tokens), where the model cannot count them: a rank has two stretches."""
+        """Positions (1, tokens) of this rank's tokens if they are not contiguous; None: the model counts."""
         if not self.prefilling or len(self.exchange.owned) == 1:
             return None
         stretches = [torch.arange(first, last, device=self.device) for first, last in self.exchange.owned]
         return torch.cat(stretches).unsqueeze(0) + self.first_position
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """Tokens to be run, and the prompt's length with them and with those of it that ranks after this one have."""
+        """Tokens to be run, and the length of the whole prompt, including the slices of later ranks."""
         return [(tokens, self.prompt_tokens if self.prefilling else self.length + tokens)]
 
     def reads_only_last(self, layer_idx: int) -> bool:
-        """Whether only the last token's output of this layer is ever read: the prompt's last layer."""
+        """Whether only the last token's output of this layer is ever used: true for the last layer in a prefill."""
         return self.prefilling and self.exchange.saves_last_layer and layer_idx == self._last
 
     def advance(self, layer_idx: int) -> None:
-        """Begin a layer: those before are through, as many as the transport wants are posted; again: nothing."""
+        """Begin a layer: finish those before it, and post receives as far ahead as the transport wants; idempotent."""
         if layer_idx <= self._begun:
             return
         waits = 0 if self.transfers is None else len(self.transfers.waits)
@@ -218,14 +219,14 @@ class SliceCache(Cache):
                 self._held.pop(0)
 
     def leave_if_done(self, layer_idx: int) -> None:
-        """Leave the model where nobody reads on.
+        """Leave the model early if the rest of its output would not be used.
 
         Raises
         ------
         SliceDoneError
-            To leave it.
+            To leave the model.
         ChunkDoneError
-            To leave the layer, with this chunk.
+            To leave this layer for the current chunk.
         """
         is_read = self.is_decode_rank or not self.exchange.saves_last_layer
         leaves = layer_idx == self._stop or (layer_idx == self._last and not is_read)
@@ -237,16 +238,16 @@ class SliceCache(Cache):
             raise SliceDoneError
 
     def observe(self, layer_idx: int, query: torch.Tensor, ranges: Sequence[Range], params: AttentionParams) -> None:
-        """Keep the queries of the observation window, if there is one, of those of ranges (1, heads, tokens, dim)."""
+        """Keep the queries that are in the observation window, if any, out of (1, heads, tokens, dim) for `ranges`."""
         if self.observation is not None and self.prefilling:
             self.observation.keep(layer_idx, query, ranges, params)
 
     def settle(self) -> None:
-        """Hand on what was not handed on when its layer ended: the model has returned."""
+        """Finish the layers that are still open, after the model has returned."""
         self._leave(self.layers[max(self._begun, 0) :])
 
     def finish(self) -> None:
-        """End the prefill: what is still being sent goes on by itself; from now on tokens are decoded."""
+        """End the prefill; unfinished sends continue in the background, and from now on tokens are decoded."""
         if not self.keeps_all:
             for layer in self.layers:
                 layer.let_go()
@@ -259,14 +260,14 @@ class SliceCache(Cache):
 
     @property
     def held_bytes(self) -> int:
-        """Memory that keys and values take, room for tokens to come included."""
+        """Memory of keys and values, including the room reserved for further tokens."""
         return sum(layer.held_bytes for layer in self.layers)
 
     def keep_only(self, retained: Sequence[Sequence[torch.Tensor] | None], slack: int) -> None:
-        """Drop all keys and values but those that each head is to keep, and give their memory back.
+        """Drop all keys and values except those that each head is to keep, and free their memory.
 
-        After the prefill, on the decode rank; tokens decoded afterwards are kept by all heads, at their true positions.
-        If anything is refused, nothing has changed.
+        Call it on the decode rank after the prefill. Tokens decoded later are kept by all heads, at their true
+        positions. If an error is raised, nothing has changed.
 
         Parameters
         ----------
@@ -313,19 +314,19 @@ class SliceCache(Cache):
         self.capacity = length + slack
 
     def adopt(self, layouts: Sequence[RaggedLayout | UniformLayout], length: int, slack: int) -> None:
-        """Hold what is kept of a document of so many tokens, or some heads of it, prefilled elsewhere or before."""
+        """Take over the layouts of a document of `length` tokens, or of some of its heads, prefilled elsewhere."""
         assert not self.prefilling
         for layer, layout in zip(self.layers, layouts, strict=True):
             layer.layout, layer.length = layout, length
         self.capacity = length + slack
 
     def note_states(self) -> None:
-        """Remember states as they are, since a step that fails leaves them half changed."""
+        """Save the recurrent states, since a step that fails may leave them partly changed."""
         for layer in self.layers:
             layer.note_states()
 
     def step_back(self, length: int) -> None:
-        """Forget all but the first `length` tokens, if need be in the middle of a layer, and what was not noted."""
+        """Forget all but the first `length` tokens, even in the middle of a layer, and restore the saved states."""
         self.current = None
         for layer in self.layers:
             layer.length = length
@@ -338,7 +339,7 @@ class SliceCache(Cache):
                 self.share.take(layer)
             if self._write_layer is not None:
                 bounds = self.exchange.partition.bounds[self.exchange.rank :][:2]
-                self._write_layer(_by_token(layer, *bounds) if layer.shape.elements else None)
+                self._write_layer(rows_by_token(layer, *bounds) if layer.shape.elements else None)
 
     def _post_up_to(self, count: int) -> None:
         for layer in self.layers[self._posted : count]:
@@ -347,7 +348,7 @@ class SliceCache(Cache):
 
 
 def _make_share(loaded: LoadedModel, exchange: Exchange, prefix: SharedPrefix | None, reserve_tokens: int) -> Share:
-    """Make room for this rank's own tokens; the first rank has those that were known, too."""
+    """Make room for this rank's own tokens; the first rank also holds those of the prefix."""
     (start, stop), tokens = exchange.owned[0], exchange.partition.tokens
     if prefix is not None and start == prefix.tokens:
         start = 0
@@ -365,35 +366,3 @@ def _make_layer(cache: SliceCache, layer_idx: int, shape: LayerShape) -> Any:
     if cache.in_parts:
         return SliceLayer(cache, layer_idx, shape)
     return WholeLayer(cache, layer_idx, shape)
-
-
-def _by_token(layer: SliceLayer, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values = layer.rows(first, last)
-    return keys[0].transpose(0, 1), values[0].transpose(0, 1)
-
-
-def layer_kv(cache: Any, layer_idx: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Keys and values a cache holds of one layer, each (tokens, kv_heads, head_dim), or None if it holds none.
-
-    Of a `SliceCache` those of tokens from the first one on.
-
-    A layer with a window or chunks may hold only its last tokens. Where each head keeps its own tokens they are of
-    (rows, 1, head_dim), one head after the other: `layer_positions` says whose.
-    """
-    layer = cache.layers[layer_idx]
-    if getattr(layer, "is_ragged", False):
-        heads = [layer.head(head) for head in range(layer.shape.num_kv_heads)]
-        keys, values = (torch.cat(each).unsqueeze(1) for each in zip(*heads, strict=True))
-        return keys, values
-    if isinstance(layer, SliceLayer):
-        return _by_token(layer, max(first, cache.exchange.first_held(layer.shape.visibility)), layer.length)
-    held: tuple[Any, Any] = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in held):
-        return None
-    return held[0][0].transpose(0, 1), held[1][0].transpose(0, 1)
-
-
-def layer_positions(cache: Any, layer_idx: int) -> list[torch.Tensor] | None:
-    """Positions (tokens,) that each KV head of a layer keeps; None if all of them keep the same."""
-    layer = cache.layers[layer_idx]
-    return layer.positions if getattr(layer, "is_ragged", False) else None

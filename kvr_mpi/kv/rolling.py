@@ -356,14 +356,15 @@ def check_held(shape: ModelShape, rolling: Rolling, *, in_parts: bool) -> None:
     """
     if shape.has_states or not in_parts or any(not layer.elements for layer in shape.layers):
         raise ModelError(
-            f"{shape.architecture}: a rolling cache takes only models whose every layer attends by our hook"
+            f"{shape.architecture}: a rolling cache needs a model whose attention can be taken over in every layer; "
+            f"set cache.kind = 'whole'"
         )
     if rolling.approximation is not None:
         return
     for number, layer in enumerate(shape.layers):
         if not rolling.holds(layer.visibility):
             raise ModelError(
-                f"{shape.architecture}: layer {number} sees {layer.visibility}, and a rolling cache holds the last "
-                f"{rolling.cache_tokens}: answers would differ. Hold more, or ask for the approximation by its name, "
-                f"{STREAMING_LLM!r}"
+                f"{shape.architecture}: layer {number} sees {layer.visibility}, but a rolling cache keeps only the "
+                f"last {rolling.cache_tokens}, so answers would differ. Raise cache.tokens, or set cache.approximation "
+                f"= {STREAMING_LLM!r}"
             )

@@ -1,19 +1,15 @@
 """A causal LM: loaded, its shape, and what is known of its masks and rotary embeddings."""
 
-from kvr_mpi.model.load import (
+from kvr_mpi.model.load import LoadedModel, Outline, choose_device, load_model, load_outline
+from kvr_mpi.model.shape import LayerShape, ModelShape, StateShape, meta_model, on_meta, probe_shape
+from kvr_mpi.model.source import (
     PACKAGE,
-    LoadedModel,
     ModelSource,
-    Outline,
-    choose_device,
     convert_gguf,
     find_model,
     hash_weights,
-    load_model,
-    load_outline,
     tokenizer_fingerprint,
 )
-from kvr_mpi.model.shape import LayerShape, ModelShape, StateShape, meta_model, on_meta, probe_shape
 
 __all__ = [
     "PACKAGE",

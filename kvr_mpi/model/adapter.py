@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.model.load import UNREADABLE, LoadedModel
+from kvr_mpi.model.load import LoadedModel
+from kvr_mpi.model.source import UNREADABLE
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -36,8 +37,8 @@ def check_adapter(path: str) -> dict[str, Any]:
         raise ModelError(f"{where}: the folder has no {CONFIG}; expected a LoRA adapter as peft saves it")
     if not (folder / WEIGHTS).is_file():
         raise ModelError(
-            f"{where}: the folder has no {WEIGHTS}; pickled weights (adapter_model.bin) are not loaded, since they can "
-            f"run code: save it again with safetensors"
+            f"{where}: the folder has no {WEIGHTS}; pickled weights (adapter_model.bin) are never loaded, since they "
+            f"can run code: save it as safetensors"
         )
     try:
         config = json.loads((folder / CONFIG).read_bytes())
@@ -90,7 +91,7 @@ def merge_adapter(loaded: LoadedModel, path: str | None) -> LoadedModel:
             model = adapted.merge_and_unload(safe_merge=True)
     except (*UNREADABLE, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ModelError(f"{where} does not go with the model {loaded.name}: {reason}") from error
+        raise ModelError(f"{where} does not match the model {loaded.name}: {reason}") from error
     model = model.eval().requires_grad_(False)
     return replace(loaded, model=model, fingerprint=with_adapter(loaded.fingerprint, path))
 
@@ -105,7 +106,7 @@ def _check_complete(adapted: Any, folder: Path, where: str) -> None:
     if strange or missing:
         raise ModelError(
             f"{where}: the model has no place for {len(strange)} of its weights, and {len(missing)} that it needs are "
-            f"missing, such as {min(strange | missing)}; it is of another model, or incomplete"
+            f"missing, such as {min(strange | missing)}; it is for another model, or incomplete"
         )
     for name, tensor in stored.items():
         if not placed[name].cpu().to(tensor.dtype).allclose(tensor, rtol=1e-2, atol=1e-2):

@@ -93,7 +93,7 @@ def check_loaded(model: Any, info: Mapping[str, Iterable[Any]]) -> None:
     if missing:
         raise ModelError(
             f"{len(missing)} weights that config.json asks for are not in the files ({_some(missing)}), and would be "
-            f"random: the configuration is another model's, or a file is missing"
+            f"random: the configuration is for another model, or a file is missing"
         )
     ours = {_NUMBER.sub(".#.", name) for name, _ in model.named_parameters()}
     left = sorted(key for key in map(str, info.get("unexpected_keys", ())) if _NUMBER.sub(".#.", key) in ours)

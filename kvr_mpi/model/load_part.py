@@ -8,8 +8,9 @@ from pathlib import Path
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model.checks import check_config, check_dtype, check_loaded
-from kvr_mpi.model.load import LoadedModel, choose_device, explained, fingerprint_of, locate, placement
+from kvr_mpi.model.load import LoadedModel, choose_device, placement
 from kvr_mpi.model.shape import BUILDING, probe_shape
+from kvr_mpi.model.source import explained, fingerprint_of, locate
 from kvr_mpi.model.stage import Stage
 from kvr_mpi.model.stage_weights import check_part, join_stage, part_config, part_files, part_of, sliced_weights
 
@@ -38,8 +39,8 @@ def load_part(
     source, options = locate(path, True, None, False, cache_dir)
     if source.is_hub:
         raise ModelError(
-            f"model.path {path!r} is an id on the hub, and the ranks of a stage read slices of files in a folder: "
-            f"fetch it (hf download {path} --local-dir FOLDER), and name the folder"
+            f"model.path {path!r} is an id on the hub, but the ranks of a stage read slices of files in a folder: "
+            f"download it (hf download {path} --local-dir FOLDER), and use that folder"
         )
     import torch
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig

@@ -9,8 +9,9 @@ import torch
 from transformers import GenerationConfig
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.model.load import LoadedModel, convert_gguf, find_model, load_outline
+from kvr_mpi.model.load import LoadedModel, load_outline
 from kvr_mpi.model.shape import probe_shape
+from kvr_mpi.model.source import convert_gguf, find_model
 from kvr_mpi.model.streamed import StreamedWeights
 from kvr_mpi.model.weight_files import find_weights
 
@@ -26,14 +27,14 @@ def load_streamed(path: str, *, dtype: str = "auto", offline: bool = False, cach
     source = find_model(path)
     if source.is_hub:
         raise ModelError(
-            f"model.stream_weights: model.path {path!r} is an id on the hub, and layers are read from a folder: fetch "
-            f"it (hf download) and name the folder"
+            f"model.stream_weights: model.path {path!r} is an id on the hub, but layers are read from a folder: "
+            f"download it (hf download {path} --local-dir FOLDER), and use that folder"
         )
     outline = load_outline(path, dtype=dtype, offline=offline, cache_dir=cache_dir)
     folder = Path(source.location) if source.gguf_file is None else convert_gguf(source, cache_dir)
     config = outline.config
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"model.stream_weights: model.path {path!r} is quantised, which is not streamed yet")
+        raise ModelError(f"model.stream_weights: model.path {path!r} is quantised, which cannot be streamed yet")
     is_known = dtype != "auto" or isinstance(config.dtype, torch.dtype)
     try:
         weights = StreamedWeights(config, find_weights(folder, outline.dtype if is_known else None))

@@ -117,12 +117,12 @@ class ModelShape:
         if largest >= self.vocab_size:
             raise DocumentError(
                 f"the prompt contains token {largest}, and {self.architecture} has {self.vocab_size} tokens: the "
-                f"tokenizer has more than the model; remove its text, or use the model's own tokenizer"
+                f"tokenizer has more tokens than the model; remove that text, or use the model's own tokenizer"
             )
         if self.padding_id is not None and self.padding_id in ids:
             raise DocumentError(
-                f"the prompt contains token {self.padding_id}, which {self.architecture} takes for padding and does "
-                f"not count, so the positions after it cannot be told where the prompt is cut; remove it from the text"
+                f"the prompt contains token {self.padding_id}, which {self.architecture} ignores as padding, so "
+                f"positions after it are wrong where the prompt is cut; remove it from the text"
             )
 
     @property

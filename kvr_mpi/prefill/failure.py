@@ -1,13 +1,15 @@
-"""A rank that fails in the middle of a prompt does not end the chain: it plays on as a dead hand.
+"""A rank that fails in the middle of a prompt does not end the chain: it still takes part in all transfers.
 
-It may have run out of memory, or what is stored of the prompt's beginning cannot be read.
+It may have run out of memory, or been unable to read the stored beginning of the prompt.
 
-The others wait for segments that come by way of this rank, and for it to take theirs. So it goes on to receive, to
-pass on, and to send, through the last layer; what it sends in its own name has no meaning. Then all tell each other
-how they fared, the last rank drops what it has computed, and the next prompt finds everything as if nothing had been.
+The other ranks wait for segments that this rank passes on, and for it to receive theirs. So it continues to receive, to
+pass on, and to send, through the last layer; its own segments then contain arbitrary data. At the end the ranks
+exchange their status, the last rank drops what it has computed, and the next prompt finds the chain unaffected.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -15,6 +17,9 @@ from kvr_mpi.errors import DataError
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.topology import Rotation
+
+# The message begins so if it was the stored beginning of a prompt that could not be read.
+UNREADABLE = "what is stored of the prompt's beginning cannot be used"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -32,9 +37,9 @@ def is_spared(error: BaseException) -> bool:
 
 
 def play_on(cache: SliceCache) -> None:
-    """Take part in every transfer that is left of a prompt that failed here, in as little memory as that takes.
+    """Take part in the remaining transfers of a prompt that failed here, using as little memory as possible.
 
-    Call it when the error is forgotten: its traceback holds what the model had made.
+    Call it after the except block: the error's traceback keeps the model's tensors alive.
     """
     slots: list[torch.Tensor] = []
     for layer in cache.layers:
@@ -58,9 +63,9 @@ def play_on(cache: SliceCache) -> None:
 def agree(
     transfers: PromptTransfers | None, place: int, decode_place: int, device: torch.device, *, has_failed: bool
 ) -> list[int]:
-    """Tell the rank that keeps the prompt whether this one has failed; every rank calls it when its part is computed.
+    """Tell the decode rank whether this rank has failed; every rank calls it when its part is computed.
 
-    Words go the way of the segments, from each place of the slices to the next, and end at the decode rank.
+    Status messages take the same way as segments, from each place of the slices to the next, up to the decode rank.
 
     Parameters
     ----------
@@ -70,8 +75,8 @@ def agree(
     Returns
     -------
     list of int
-        On the decode rank the places whose ranks have failed, first slice first; on the others only whether they have
-        themselves.
+        On the decode rank, the places of all ranks that failed, first slice first; on the others, only their own place
+        if they failed.
     """
     if transfers is None:
         return [place] if has_failed else []
@@ -97,3 +102,15 @@ def agree(
     for receive in receives:
         forwarder.wait(receive)
     return sorted([place] * has_failed + [source for source, word in words if int(word)])
+
+
+def describe_failure(ranks: Sequence[int], computed: Sequence[int], failure: str | None, tokens: int, size: int) -> str:
+    """Say which ranks of the chain failed, and what to do about it."""
+    if failure is not None and failure.startswith(UNREADABLE):
+        return failure
+    why = f" ({failure})" if failure else ""
+    return (
+        f"a prompt of {tokens} tokens: rank {', '.join(map(str, ranks))} of the {size} in its chain ran out of memory "
+        f"with a slice of {', '.join(map(str, computed))} tokens{why}; use longer chains, or reserve less memory for "
+        f"other prompts (parallel.memory_gib)"
+    )

@@ -24,7 +24,8 @@ from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import prefill_kvr, why_no_chunks
+from kvr_mpi.prefill.compatibility import why_no_chunks
+from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.transport.base import LAYERS_AHEAD
 from kvr_mpi.transport.pretended import PretendedChain
@@ -228,12 +229,12 @@ def check_fits(
         slices_per_rank=partition.size // size,
         is_spread=is_spread,
     )
-    advice = f"{enough} ranks would do" if enough else "no number of ranks would do"
+    advice = f"{enough} ranks would be enough" if enough else "more ranks would not help"
     if not enough and not is_spread:
         advice += ", since the last one keeps them all (unless output.kv = 'sharded')"
     raise DocumentError(
-        f"a prompt of {tokens} tokens does not fit: rank {rank} of {size} needs {needs[rank] / GIB:.2f} GiB "
-        f"beside the weights and has {free_bytes[rank] / GIB:.2f} GiB; its keys and values alone take "
+        f"a prompt of {tokens} tokens does not fit: rank {rank} of {size} needs {needs[rank] / GIB:.2f} GiB in "
+        f"addition to the weights, but has {free_bytes[rank] / GIB:.2f} GiB; its keys and values alone take "
         f"{tokens * footprint.shape.kv_bytes_per_token / GIB:.2f} GiB; {advice}"
     )
 
@@ -249,8 +250,8 @@ def check_rolling_fits(footprint: Footprint, rolling: Rolling, free_bytes: int) 
     needs = footprint.rolling_bytes(rolling)
     if needs > free_bytes:
         raise DocumentError(
-            f"a {rolling.name} needs {needs / GIB:.2f} GiB beside the weights, and a rank has {free_bytes / GIB:.2f} "
-            f"GiB; hold less (cache.tokens, cache.step_tokens), or use ranks with more memory"
+            f"a {rolling.name} needs {needs / GIB:.2f} GiB in addition to the weights, but a rank has "
+            f"{free_bytes / GIB:.2f} GiB; lower cache.tokens or cache.step_tokens, or use ranks with more memory"
         )
 
 

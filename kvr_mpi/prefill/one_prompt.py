@@ -18,19 +18,19 @@ from transformers import DynamicCache
 from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache, SliceDoneError, WriteLayer
-from kvr_mpi.kv.exchange import Exchange, MakeExchange
+from kvr_mpi.kv.exchange import MakeExchange
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.transfers import PromptTransfers, Range
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import run_model, run_plain, takes
-from kvr_mpi.model.layer_chunks import cut_layers
+from kvr_mpi.model.attention_hook import run_model, run_plain
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.stage import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.all_gather import AllGather
-from kvr_mpi.prefill.failure import agree, is_out_of_memory, is_spared, play_on
+from kvr_mpi.prefill.compatibility import check_order, why_no_chunks
+from kvr_mpi.prefill.failure import UNREADABLE, agree, describe_failure, is_out_of_memory, is_spared, play_on
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.prefill.ring import Ring
 from kvr_mpi.topology import Rotation
@@ -38,8 +38,6 @@ from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport
 
-# What a prompt begins with was to be loaded.
-UNREADABLE = "what is stored of the prompt's beginning cannot be used"
 # The strategy that is plain transformers.
 PLAIN = "single"
 
@@ -156,8 +154,8 @@ def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
     """
     if kinds := depends_on_length(loaded.model):
         raise ModelError(
-            f"{loaded.shape.architecture}: its rotary embedding ({kinds}) depends on the whole prompt's length, so "
-            f"what prompts begin with cannot be computed once for all of them"
+            f"{loaded.shape.architecture}: its rotary embedding ({kinds}) depends on the whole prompt's length, so the "
+            f"common beginning of prompts cannot be computed once for all of them"
         )
     return prefix_of_cache(ids, prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport()).cache)
 
@@ -240,7 +238,7 @@ def prefill_by(
     make, known = _prepare(make, loaded, ids, partition, strategy, options)
     rotation = _rotation(make, partition, chain.size, known, options.get("last"))
     exchange = make(partition, rotation.place_of(chain.rank), known)
-    _check_order(loaded, exchange)
+    check_order(loaded, exchange)
     began = time.perf_counter()
     own, forwarder = None, options.get("forwarder")
     if forwarder is None and chain.size > 1:
@@ -266,7 +264,7 @@ def prefill_by(
     told = None
     if failed:
         computed = [sum(stop - start for start, stop in make(partition, place, known).owned) for place in failed]
-        told = _say(list(map(rotation.rank_of, failed)), computed, failure, partition.tokens, chain.size)
+        told = describe_failure(list(map(rotation.rank_of, failed)), computed, failure, partition.tokens, chain.size)
     has_logits = cache.is_decode_rank and options.get("stop_after") is None and not failed
     return Prefill(
         partition,
@@ -299,7 +297,7 @@ def _prepare(
         if why := why_no_chunks(loaded):
             raise ModelError(why)
         if not make(partition, 0).takes_chunks:
-            raise ModelError(f"{strategy} takes no chunks: ranks would compute in turn; use strategy = 'kvr' for them")
+            raise ModelError(f"strategy = {strategy!r} cannot use chunks; use strategy = 'kvr' for them")
         make = partial(make, chunk_tokens=chunk_tokens)
     make = partial(make, sends_all=options.get("keeps_all", False) or not loaded.attends_in_parts)
     prefix = options.get("prefix")
@@ -308,21 +306,6 @@ def _prepare(
     prefix.check(ids)
     partition.check_prefix(prefix.tokens)
     return make, prefix.tokens
-
-
-def why_no_chunks(loaded: LoadedModel) -> str | None:
-    """Say why a model's slices cannot be run in chunks; None if they can, and the model is ready for it."""
-    if loaded.shape.has_states:
-        why = "its recurrent layers hand on one state for a slice"
-    elif not loaded.attends_in_parts:
-        why = "its attention cannot be taken over in parts, and makes a mask for the whole slice"
-    else:
-        try:
-            cut_layers(loaded.model)
-        except ModelError as error:
-            return str(error)
-        return None
-    return f"{loaded.shape.architecture}: {why}, so its slices cannot be run in chunks"
 
 
 def _rotation(make: MakeExchange, partition: Partition, size: int, known: int, last: int | None) -> Rotation:
@@ -353,41 +336,6 @@ def _run_slice(
         what = str(error).splitlines()[0]
         return None, what if is_out_of_memory(error) else f"{UNREADABLE}: {what}"
     return logits, None
-
-
-def _check_order(loaded: LoadedModel, exchange: Exchange) -> None:
-    """Refuse models whose ranks have to go on where others have ended, where the exchange does not.
-
-    A rank with two stretches has to be given positions.
-
-    Raises
-    ------
-    ModelError
-        Saying why.
-    """
-    if exchange.in_order:
-        return
-    why = "its recurrent layers go on from a state" if loaded.shape.has_states else None
-    if not loaded.attends_in_parts:
-        why = "its attention cannot be taken over in parts"
-    elif len(exchange.owned) > 1 and loaded.shape.counts_cache:
-        why = "its attention temperature counts from the length of the cache"
-    elif len(exchange.owned) > 1 and not takes(loaded.model, "position_ids"):
-        why = "it counts positions itself, and takes none"
-    if why is not None:
-        raise ModelError(f"{loaded.shape.architecture}: {why}, so it runs as a chain (strategy = 'kvr') or single only")
-
-
-def _say(ranks: Sequence[int], computed: Sequence[int], failure: str | None, tokens: int, size: int) -> str:
-    """Say which ranks of the chain failed, and what to do about it."""
-    if failure is not None and failure.startswith(UNREADABLE):
-        return failure
-    why = f" ({failure})" if failure else ""
-    return (
-        f"a prompt of {tokens} tokens: of the {size} rank(s) of its chain rank {', '.join(map(str, ranks))} ran out of "
-        f"memory with a slice of {', '.join(map(str, computed))} tokens{why}; use longer chains, or less of it for "
-        f"other prompts (parallel.memory_gib)"
-    )
 
 
 def wait_for_compute(device: torch.device) -> None:

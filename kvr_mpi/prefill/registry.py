@@ -124,13 +124,14 @@ class Strategy:
             return None
         name = loaded.shape.architecture
         if not loaded.attends_in_parts:
-            return f"{name} attends to a whole prefix at once, and a {self.name} brings it in parts"
+            return f"{name} attends to a whole prefix at once, but a {self.name} delivers it in parts"
         if self.stretches > 1 and loaded.shape.counts_cache:
             return (
-                f"{name} counts positions from the length of its cache, and a rank of a {self.name} has two stretches"
+                f"{name} counts positions from the length of its cache, but a rank of a {self.name} computes two "
+                f"separate parts"
             )
         if loaded.shape.has_states:
-            return f"{name} has layers whose state goes from token to token, and a {self.name} has no such order"
+            return f"{name} has recurrent layers, but a {self.name} does not compute tokens in order"
         return None
 
     def check(self, loaded: LoadedModel, tokens: int = 12) -> None:
@@ -229,7 +230,7 @@ STRATEGIES: Mapping[str, Strategy] = {
         ),
         Strategy(
             "tsp-causal",
-            "the same without what lies after a slice",
+            "the same without the tokens after a slice",
             Way(_exchange("all_gather:AllGather", dense=False, saves_last_layer=True), _tsp(False)),
             published=Way(_exchange("all_gather:AllGather", dense=False), _tsp(False)),
         ),
@@ -243,7 +244,7 @@ STRATEGIES: Mapping[str, Strategy] = {
         ),
         Strategy(
             "kvr",
-            "KV-Runahead: uneven slices, keys and values handed down the chain",
+            "KV-Runahead: uneven slices, keys and values passed down the chain",
             Way(_exchange("relay:Relay"), chain_seconds),
             has_cuts=True,
             in_jobs=True,
@@ -304,7 +305,7 @@ def check_takes_chunks(strategy: Strategy, loaded: LoadedModel, chunk_tokens: in
         return
     if not strategy.takes_chunks:
         raise ModelError(
-            f"parallel.chunk_tokens = {chunk_tokens}: {strategy.name} takes no chunks; use strategy = 'kvr'"
+            f"parallel.chunk_tokens = {chunk_tokens}: {strategy.name} cannot use chunks; use strategy = 'kvr'"
         )
     strategy.check_chunks(loaded)
 

@@ -14,27 +14,27 @@ from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import Partition, cut_range
 
-# Where what comes is attended to in two groups: there a call and a merge for each segment take longer than the overlap
-# with what is still on its way is worth.
+# Devices on which the prefix is attended to in two groups: one call and one merge per segment would cost more time than
+# is gained by overlapping with segments that are still on their way.
 GROUPING = ("cuda",)
 
 
 class Relay:
     """KV-Runahead: segments go down the chain, each passed on as it arrives (section 4.1; cut-through is ours).
 
-    A rank attends to its own slice while the prefix is on its way, and then to each segment of the prefix, the
-    nearest first: it has the shortest way. Of a layer with a window or chunks only those tokens travel that the next
-    rank, or one after it, still sees.
+    A rank attends to its own slice while the prefix is on its way, and then to each segment of the prefix, nearest
+    first, since that has the shortest way. In a layer with a window or chunks, only those tokens are sent that the next
+    rank, or a later one, can attend to.
 
     Parameters
     ----------
     prefix_tokens : int
-        The first tokens, which every rank has already; the first slice begins after them.
+        Number of first tokens that every rank has already; the first slice begins after them.
     sends_all : bool
-        Send all tokens of all layers: they are kept, or the model's own mask is to hide them.
+        Send all tokens of all layers, because they are to be kept, or because the model's own mask hides them.
     chunk_tokens : int or None
-        Slices are computed in chunks that end at multiples of this, and a chunk is a segment: it leaves when it is
-        made. The first one that attends waits for all before the slice, the others find it there.
+        Slices are computed in chunks that end at multiples of this. Each chunk is a segment, sent as soon as it is
+        computed. The first chunk that attends waits for everything before the slice; later ones find it there.
     """
 
     in_order = takes_chunks = True

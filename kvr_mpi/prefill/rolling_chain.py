@@ -145,6 +145,6 @@ def _say(ranks: Sequence[int], failure: str | None, tokens: int, rolling: Rollin
     why = f" ({failure})" if failure else ""
     return (
         f"a prompt of {tokens} tokens: rank {', '.join(map(str, ranks))} of its chain had no memory for a "
-        f"{rolling.name}{why}; hold less (cache.tokens, cache.step_tokens), or less of other prompts at a time "
+        f"{rolling.name}{why}; lower cache.tokens or cache.step_tokens, or the memory for other prompts "
         f"(parallel.memory_gib)"
     )

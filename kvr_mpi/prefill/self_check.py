@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.model import LoadedModel
@@ -114,8 +114,8 @@ def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None 
         raise ModelError(_why_refused(loaded, ids, why, str(error))) from error
     if say is not None:
         say(
-            f"{loaded.shape.architecture}: attention is the model's own, over the whole prefix of a layer at once, "
-            f"since it cannot be taken over in parts ({why}): exact, but slower than it could be"
+            f"{loaded.shape.architecture}: using the model's own attention over the whole prefix of a layer, since it "
+            f"cannot be computed in parts ({why}): exact, but slower"
         )
     return loaded
 
@@ -167,8 +167,8 @@ def _why_refused(loaded: LoadedModel, ids: Sequence[int], why_parts: str | None,
     name = loaded.shape.architecture
     if not _goes_on_from_cache(loaded, ids):
         return (
-            f"{name}: transformers' own code does not go on from its cache with several tokens, so no rank can go on "
-            f"where another has ended; use strategy = 'single' for it"
+            f"{name}: transformers' own code cannot continue from its cache with several tokens, so no rank can "
+            f"continue from another; use strategy = 'single' for it"
         )
     return (
         f"{name} does not run as a chain: with attention in parts, {why_parts}; with its own attention, {why_whole}; "

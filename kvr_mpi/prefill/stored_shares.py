@@ -18,8 +18,8 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.stage import guarded
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.failure import is_out_of_memory
-from kvr_mpi.prefill.one_prompt import UNREADABLE, Prefill, wait_for_compute
+from kvr_mpi.prefill.failure import UNREADABLE, is_out_of_memory
+from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.gather import all_gather
 

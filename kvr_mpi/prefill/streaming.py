@@ -75,7 +75,7 @@ def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -
             raise
         error = (
             f"a prompt of {len(ids)} tokens: there is no memory for a {rolling.name} ({str(failure).splitlines()[0]}); "
-            f"hold less (cache.tokens, cache.step_tokens), or less of other prompts at a time (parallel.memory_gib)"
+            f"lower cache.tokens or cache.step_tokens, or the memory for other prompts (parallel.memory_gib)"
         )
     wait_for_compute(loaded.device)
     seconds = time.perf_counter() - began
@@ -100,8 +100,8 @@ def prove_rolling(loaded: LoadedModel, rolling: Rolling, *, in_chain: bool = Fal
     name = loaded.shape.architecture
     if kinds := depends_on_length(loaded.model):
         raise ModelError(
-            f"{name}: its rotary embedding ({kinds}) is another when an answer grows past some length, and the "
-            f"prompt's keys, which would then be computed anew, are gone from a rolling cache"
+            f"{name}: its rotary embedding ({kinds}) changes beyond some length, which needs all keys of the prompt "
+            f"again, but a rolling cache has dropped some"
         )
     tokens = min(CHECKED_TOKENS, loaded.shape.max_tokens or CHECKED_TOKENS)
     # What is seen and what is dropped is checked by the shapes above: on a few tokens all are held.

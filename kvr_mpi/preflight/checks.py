@@ -69,7 +69,7 @@ def check_job(spec: JobSpec, ranks: int, *, goes_on: bool, offline: bool) -> Non
         raise findings[0]
     if findings:
         listed = "".join(f"\n- {finding}" for finding in findings)
-        raise ConfigError(f"{len(findings)} things are wrong with this job:{listed}")
+        raise ConfigError(f"{len(findings)} problems with this job:{listed}")
 
 
 def choose_chain_size(spec: JobSpec, ranks: int) -> int:
@@ -87,7 +87,7 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
         divisors = [length for length in range(1, ranks + 1) if divides(length, ranks)]
         raise ConfigError(
             f"parallel.ranks_per_chain = {size}: {ranks} ranks cannot be divided into chains of {size}; "
-            f"choose one of {divisors}, 'auto' (planned for each document), or start a multiple of {size} ranks"
+            f"choose one of {divisors} or 'auto' (planned for each document), or start a multiple of {size} ranks"
         )
     stage = 1 if alone else spec.parallel.ranks_per_stage
     if not divides(stage, size):
@@ -100,7 +100,7 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
     if ratios is not None and len(ratios) * stage != size:
         of = f"a chain of {size} ranks" if stage == 1 else f"a chain of {size} ranks in stages of {stage}"
         raise ConfigError(
-            f"parallel.ratios = {ratios}: {len(ratios)} weights for {of}; give one for each "
+            f"parallel.ratios = {ratios}: {len(ratios)} weights for {of}; expected one per "
             f"{'rank' if stage == 1 else 'stage'}"
         )
     return size
@@ -149,14 +149,14 @@ def _check_table(spec: JobSpec, ranks: int) -> None:
     path = Path(parallel.table)
     tables = [(file, load_table(file)) for file in table_files(path)]
     if not tables:
-        raise ConfigError(f"parallel.table = {str(path)!r}: no *.json in this folder; make tables with kvr search")
+        raise ConfigError(f"parallel.table = {str(path)!r}: no *.json in this folder; create a table with kvr search")
     size = ranks if parallel.ranks_per_chain == "all" else parallel.ranks_per_chain
     if parallel.strategy == "single" or parallel.table_force or any(table.key.ranks == size for _, table in tables):
         return
-    found = " | ".join(f"{file.name}: ranks is {table.key.ranks}, here it is {size}" for file, table in tables[:8])
+    found = " | ".join(f"{file.name} is for {table.key.ranks} ranks" for file, table in tables[:8])
     raise ConfigError(
-        f"parallel.table = {str(path)!r} does not fit chains of {size} rank(s): {found}. Start as many ranks as a "
-        f"table is for, make one with kvr search, or name one file and set parallel.table_force = true"
+        f"parallel.table = {str(path)!r} has no table for chains of {size} rank(s): {found}. Start as many ranks as a "
+        f"table is for, create one with kvr search, or name one file and set parallel.table_force = true"
     )
 
 
@@ -164,8 +164,8 @@ def _check_kernels(spec: JobSpec) -> None:
     """Refuse to compile kernels that nothing would compute with."""
     if spec.model.kernels == "compiled" and spec.parallel.strategy == "single":
         raise ConfigError(
-            "model.kernels = 'compiled': strategy = 'single' is plain transformers, and computes with the model's own "
-            "code; leave model.kernels out, or choose parallel.strategy = 'kvr', which runs on one rank, too"
+            "model.kernels = 'compiled': strategy = 'single' is plain transformers, which uses the model's own code; "
+            "leave model.kernels out, or choose parallel.strategy = 'kvr', which also runs on one rank"
         )
 
 
@@ -177,27 +177,27 @@ def _check_compress(spec: JobSpec) -> None:
     if spec.parallel.strategy == "single":
         raise ConfigError(
             f"{method}: strategy = 'single' decodes from transformers' own cache, which is not compressed; choose "
-            f"parallel.strategy = 'kvr', which runs on one rank, too"
+            f"parallel.strategy = 'kvr', which also runs on one rank"
         )
     if spec.output.kv == "sharded":
         raise ConfigError(
-            f"{method}: output.kv = 'sharded' stores what each rank of a chain has, and heads choose among all tokens "
-            f"on one rank; choose output.kv = true, or leave one of the two out"
+            f"{method}: output.kv = 'sharded' stores the part of each rank of a chain, but compression chooses among "
+            f"all tokens on one rank; choose output.kv = true, or leave one of the two out"
         )
     if spec.questions is not None or spec.documents.reuse is not None:
         key = "[questions]" if spec.questions is not None else "documents.reuse"
         raise ConfigError(
-            f"{method}: {key} goes on from stored keys and values, and of stored tokens there are no queries to "
-            f"observe with; leave one of the two out"
+            f"{method}: {key} uses stored keys and values, but compression also needs the queries, which are not "
+            f"stored; leave one of the two out"
         )
     if spec.compress.observes == "document" and spec.documents.format != "text":
         raise ConfigError(
-            f"{method}: observes = 'document' asks where a document's text is, and rows of documents.format = "
-            f"{spec.documents.format!r} have none; choose observes = 'question'"
+            f"{method}: observes = 'document' needs to know where the document's text is in the prompt, which rows of "
+            f"documents.format = {spec.documents.format!r} do not say; choose observes = 'question'"
         )
     if spec.compress.profile is not None and not Path(spec.compress.profile).is_file():
         raise ConfigError(
-            f"compress.profile = {spec.compress.profile!r}: no such file; make one with kvr profile-heads, or name "
+            f"compress.profile = {spec.compress.profile!r}: no such file; create one with kvr profile-heads, or use "
             f"published scores of this model's heads"
         )
 
@@ -219,7 +219,9 @@ def _check_model(model: ModelSection, offline: bool) -> None:
         except OSError as error:
             raise ModelError(f"model.path {model.path!r} cannot be read: {error.strerror}") from error
         if magic != b"GGUF":
-            raise ModelError(f"model.path {model.path!r} is no GGUF file: it begins with {magic!r}; copy it again")
+            raise ModelError(
+                f"model.path {model.path!r} is not a GGUF file: it begins with {magic!r}, not b'GGUF'; copy it again"
+            )
         return
     if source.is_hub:
         if offline:
@@ -227,11 +229,13 @@ def _check_model(model: ModelSection, offline: bool) -> None:
         return
     config = _read_json(model, folder / "config.json")
     if not isinstance(config, dict):
-        raise ModelError(f"model.path {model.path!r}: {folder / 'config.json'} holds no JSON object; copy it again")
+        raise ModelError(
+            f"model.path {model.path!r}: {folder / 'config.json'} does not contain a JSON object; copy it again"
+        )
     if not any(file.is_file() for file in folder.glob("*.safetensors")):
         raise ModelError(
             f"model.path {model.path!r}: the folder {folder} has a config.json but no *.safetensors weights; "
-            f"pickled weights (*.bin, *.pt) are not loaded, since they can run code: convert them first"
+            f"pickled weights (*.bin, *.pt) are never loaded, since they can run code: convert them to safetensors"
         )
     if (folder / INDEX).is_file():
         index = _read_json(model, folder / INDEX)
@@ -240,7 +244,7 @@ def _check_model(model: ModelSection, offline: bool) -> None:
         missing = sorted(name for name in wanted if not (folder / name).is_file())
         if missing:
             raise ModelError(
-                f"model.path {model.path!r}: {len(missing)} of its {len(wanted)} files of weights are missing, such as "
+                f"model.path {model.path!r}: {len(missing)} of its {len(wanted)} weight files are missing, such as "
                 f"{missing[0]}; copy the folder again"
             )
 
@@ -252,12 +256,11 @@ def _check_cached(model: ModelSection) -> None:
     try:
         found = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
     except ValueError as error:
-        raise ModelError(f"model.path {model.path!r} is no id on the hub: {error}") from error
+        raise ModelError(f"model.path {model.path!r} is neither a file nor a valid id on the hub: {error}") from error
     if not isinstance(found, str):
         raise ModelError(
-            f"model.path {model.path!r} cannot be loaded: the hub is not to be asked (model.offline, or SLURM), and it "
-            f"is not among the local files; fetch it on a machine with internet (HF_HOME says where to), or name a "
-            f"folder"
+            f"model.path {model.path!r} cannot be loaded: access to the hub is off (model.offline, or SLURM), and the "
+            f"model is not in the local cache; download it on a machine with internet (into HF_HOME), or give a folder"
         )
 
 
@@ -284,11 +287,11 @@ def _check_columns(spec: JobSpec) -> None:
     check_system(spec.prompt.system, names or ())
     missing = [name for name in spec.output.columns if names is not None and name not in names]
     if missing:
-        there = f"their fields are {', '.join(sorted(names or ())[:20])}" if names else "text files have none"
+        there = f"the fields are {', '.join(sorted(names or ())[:20])}" if names else "text files have no fields"
         raise ConfigError(f"output.columns: no row has a field {missing[0]!r}; {there}")
     scored = spec.generation.score_column
     if scored is not None and names is not None and scored not in names:
-        there = f"their fields are {', '.join(sorted(names)[:20])}" if names else "text files have none"
+        there = f"the fields are {', '.join(sorted(names)[:20])}" if names else "text files have no fields"
         raise ConfigError(f"generation.score_column: no row has a field {scored!r}; {there}")
 
 
@@ -308,7 +311,10 @@ def _check_documents(spec: JobSpec, path: str) -> None:
     files = [Path(file) for file, _ in find_files([path])]
     texts = [file for file in files if not is_table(file)]
     if texts and documents.format != "text":
-        raise CorpusError(f"documents.format = {documents.format!r} is of rows, but {str(texts[0])!r} is a text file")
+        raise CorpusError(
+            f"documents.format = {documents.format!r} needs files of rows (.jsonl, .parquet), but {str(texts[0])!r} is "
+            f"a text file"
+        )
     if texts:
         return
     key, field, kind = CONTENT[documents.format]
@@ -325,7 +331,7 @@ def _check_documents(spec: JobSpec, path: str) -> None:
         raise CorpusError(
             f"documents.{key} = {getattr(documents, key)!r}: no {NOUNS[documents.format]} in the first rows of "
             f"{str(files[0])!r}{f' and {len(files[:SAMPLED_FILES]) - 1} more file(s)' if len(files) > 1 else ''}; "
-            f"their fields are {', '.join(sorted(names)[:20])}{hint}"
+            f"the fields are {', '.join(sorted(names)[:20])}{hint}"
         )
 
 
@@ -335,10 +341,10 @@ def _check_output(folder: Path, goes_on: bool) -> None:
         check_fresh(folder)
     try:
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        reason = "" if there.is_dir() else f"{there} is no folder"
+        reason = "" if there.is_dir() else f"{there} is not a folder"
     except OSError as error:  # a name too long, a folder that cannot be entered
         reason = error.strerror or str(error)
     if not reason and not os.access(there, os.W_OK | os.X_OK):
-        reason = f"no permission to write in {there}"
+        reason = f"no permission to write to {there}"
     if reason:
         raise OutputError(f"output.path {str(folder)!r} cannot be written: {reason}")

@@ -79,7 +79,7 @@ def check_schema(spec: JobSpec) -> None:
 
 
 def check_answers(spec: JobSpec) -> None:
-    """Refuse settings that do not go with continuations that are scored, or with several answers to a prompt.
+    """Refuse settings that cannot be combined with continuations that are scored, or with several answers to a prompt.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def check_answers(spec: JobSpec) -> None:
         "generation.n": {
             "prompt.too_long = 'split'": is_split,
             spread: is_spread,
-            f"{spec.output.kv_setting}, of whose keys only one answer's are left,": bool(spec.output.kv),
+            f"{spec.output.kv_setting}, which stores the keys of only one answer,": bool(spec.output.kv),
         },
         "generation.score" if column is None else "generation.score_column": {
             "prompt.too_long = 'split'": is_split,
@@ -108,11 +108,11 @@ def check_answers(spec: JobSpec) -> None:
     for (key, others), is_asked in zip(wrong.items(), asked, strict=True):
         for name, is_wrong in others.items():
             if is_asked and is_wrong:
-                raise ConfigError(f"{name} does not go with {key} yet: leave one of them out")
+                raise ConfigError(f"{name} cannot be combined with {key} yet: leave one of them out")
 
 
 def check_prompts(spec: JobSpec) -> None:
-    """Refuse several prompts that cannot be told apart, and settings that do not go with several.
+    """Refuse several prompts that cannot be told apart, and settings that cannot be combined with several.
 
     Raises
     ------
@@ -122,11 +122,9 @@ def check_prompts(spec: JobSpec) -> None:
     names = [prompt.name for prompt in spec.prompts]
     for number, name in enumerate(names):
         if not NAME.fullmatch(name):
-            raise ConfigError(
-                f"prompts: a prompt is named {name[:80]!r}; expected up to 64 letters, digits, ., - and _"
-            )
+            raise ConfigError(f"prompts: name = {name[:80]!r}; expected 1 to 64 letters, digits, ., - and _")
         if name in names[:number]:
-            raise ConfigError(f"prompts: two prompts are named {name!r}; give each a name of its own")
+            raise ConfigError(f"prompts: two prompts are named {name!r}; give each a different name")
     wrong = {
         "prompt.template": spec.prompt.template != TEXT,
         f"documents.format = {spec.documents.format!r}": spec.documents.format != "text",
@@ -137,11 +135,11 @@ def check_prompts(spec: JobSpec) -> None:
     }
     for key, is_wrong in wrong.items():
         if names and is_wrong:
-            raise ConfigError(f"{key} does not go with [[prompts]]: leave one of them out")
+            raise ConfigError(f"{key} cannot be combined with [[prompts]]: leave one of them out")
 
 
 def check_format(spec: JobSpec) -> None:
-    """Refuse settings that do not go with what the rows are.
+    """Refuse settings that cannot be combined with what the rows are.
 
     Raises
     ------
@@ -167,10 +165,15 @@ def check_format(spec: JobSpec) -> None:
         }
     for key, is_wrong in wrong.items():
         if is_wrong:
-            raise ConfigError(f"{key} does not go with {where}: a row says all of its prompt; leave {key} out")
+            raise ConfigError(
+                f"{key} cannot be combined with {where}: each row contains its whole prompt; leave {key} out"
+            )
     if spec.output.kv:
         raise ConfigError(
-            f"{spec.output.kv_setting} does not go with {where} yet: leave it out, or make prompts of texts"
+            f"{spec.output.kv_setting} cannot be combined with {where} yet: leave it out, or use documents.format = "
+            f"'text'"
         )
     if kind == "openai-batch" and spec.generation.max_new_tokens == 0:
-        raise ConfigError(f"generation.max_new_tokens = 0 does not go with {where}: its requests want answers")
+        raise ConfigError(
+            f"generation.max_new_tokens = 0 cannot be combined with {where}: requests need answers; set at least 1"
+        )

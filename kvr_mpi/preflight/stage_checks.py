@@ -1,4 +1,4 @@
-"""What stages of several ranks do not go with, as far as it shows before anything is loaded; no torch."""
+"""What stages of several ranks cannot be combined with, as far as it shows before anything is loaded; no torch."""
 
 from __future__ import annotations
 
@@ -32,23 +32,26 @@ def _why_not_combined(spec: JobSpec) -> str | None:
     """Say what else in a job keeps its stages from being several ranks; None: nothing."""
     parallel, model = spec.parallel, spec.model
     if parallel.strategy != "kvr":
-        return f"strategy = {parallel.strategy!r} has one rank for each part of a prompt; choose strategy = 'kvr'"
+        return f"strategy = {parallel.strategy!r} needs a whole model on every rank; choose strategy = 'kvr'"
     if parallel.ranks_per_chain == "auto":
-        return "ranks_per_chain = 'auto' plans for ranks that have the whole model; name a number of ranks, or 'all'"
+        return "ranks_per_chain = 'auto' plans for ranks that hold the whole model; give a number of ranks, or 'all'"
     if parallel.table is not None:
-        return "parallel.table is of ranks that have the whole model; choose partition = 'equal_time'"
+        return "parallel.table was measured on ranks that hold the whole model; choose partition = 'equal_time'"
     if spec.decode.mode != "data-parallel":
-        return f"decode.mode = {spec.decode.mode!r} shares heads out that a stage has shared out already; leave it out"
+        return f"decode.mode = {spec.decode.mode!r} distributes heads, which stages already do; leave it out"
     if spec.cache.is_rolling:
-        return "cache.kind = 'rolling' goes with ranks that have the whole model each; leave one of the two out"
+        return "cache.kind = 'rolling' needs ranks that hold the whole model each; leave one of the two out"
     if model.stream_weights:
         return (
-            "model.stream_weights reads whole layers, of which a rank of a stage has a part; leave one of the two out"
+            "model.stream_weights reads whole layers, but a rank of a stage holds only a part; leave one of the two out"
         )
     if model.adapter is not None:
-        return "model.adapter is merged into whole matrices, and a rank of a stage loads slices; merge it into a folder"
+        return (
+            "model.adapter is merged into whole matrices, but a rank of a stage loads slices of them; save a merged "
+            "model and use its folder"
+        )
     if model.trust_remote_code:
-        return "model.trust_remote_code runs a model that transformers has no plan for; leave one of the two out"
+        return "model.trust_remote_code: transformers has no plan to split such a model; leave one of the two out"
     return None
 
 
@@ -60,8 +63,8 @@ def _why_not_heads(path: str, size: int) -> str | None:
         return None
     if source.is_hub:
         return (
-            f"model.path {path!r} is an id on the hub, and the ranks of a stage read slices of files in a folder: "
-            f"fetch it (hf download {path} --local-dir FOLDER), and name the folder"
+            f"model.path {path!r} is an id on the hub, but the ranks of a stage read slices of files in a folder: "
+            f"download it (hf download {path} --local-dir FOLDER), and use that folder"
         )
     file = Path(source.location) / "config.json"
     if source.gguf_file is not None or not file.is_file():

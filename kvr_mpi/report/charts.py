@@ -50,7 +50,7 @@ def _missing(name: str, why: str) -> Chart:
     return Chart(name, why)
 
 
-NO_TRACE = "no trace: report.trace = true in the job records one"
+NO_TRACE = "no trace; set report.trace = true in the job to record one"
 
 
 def draw_timeline(timeline: Timeline) -> Chart:
@@ -91,8 +91,8 @@ def draw_timeline(timeline: Timeline) -> Chart:
         f"to the first token; {waited.header.name} waited {percent_text(waited.waited_s / timeline.seconds)} of it"
     )
     note = (
-        "A lane a rank, in the order of the slices; a box a layer, from when its keys and values are made to when the "
-        "next layer's are. The dashed line is the first token."
+        "One lane per rank, in the order of the slices, and one box per layer, from the time when its keys and values "
+        "are computed to that of the next layer. The dashed line marks the first token."
     )
     legend = (
         ("ours", "computes (every second layer lighter)"),
@@ -109,8 +109,10 @@ def draw_timelines(run: TracedRun | None) -> list[Chart]:
         return [_missing("timeline", f"Timeline of a prompt: {NO_TRACE}.")]
     chains = [one for one in run.timelines if one.prompt.ranks > 1] or run.timelines
     if not chains:
-        why = f"{run.incomplete} were recorded in part only" if run.incomplete else "all went in packed rows"
-        return [_missing("timeline", f"Timeline of a prompt: none was recorded on all ranks of its chain ({why}).")]
+        why = f"{run.incomplete} were only partly recorded" if run.incomplete else "all went in packed rows"
+        return [
+            _missing("timeline", f"Timeline of a prompt: no prompt was recorded on all ranks of its chain ({why}).")
+        ]
     longest = max(chains, key=lambda one: one.prompt.tokens)
     waiting = max(chains, key=lambda one: one.wait_share)
     return [draw_timeline(one) for one in ([longest] if waiting is longest else [longest, waiting])]
@@ -130,7 +132,7 @@ def draw_waits(run: TracedRun | None) -> Chart:
                 if span.kind in ("wait", "send wait") and span.layer >= 0:
                     cells[lane.rank, span.layer] += span.ended_s - span.began_s
     if not any(cells.values()):
-        return _missing(name, "Waits by rank and layer: no rank waited for another.")
+        return _missing(name, "Waits by rank and layer: no rank had to wait.")
     ranks = sorted(busy)
     layers = 1 + max(layer for _, layer in cells)
     totals = {rank: sum(cells.get((rank, layer), 0.0) for layer in range(layers)) for rank in ranks}
@@ -160,8 +162,8 @@ def draw_waits(run: TracedRun | None) -> Chart:
         f"{percent_text(totals[rank] / busy[rank])} of its prefill time, most of all in layer {layer}"
     )
     note = (
-        f"Over {len(run.timelines)} prompt(s); the stronger the colour, the longer (at most {seconds_text(most)}). To "
-        f"the right each rank's sum, and its share of the rank's prefill time."
+        f"Over {len(run.timelines)} prompt(s); the stronger the colour, the longer the wait (at most "
+        f"{seconds_text(most)}). On the right, the total of each rank, and its share of the rank's prefill time."
     )
     return Chart(name, title, drawing, note)
 
@@ -174,7 +176,8 @@ def draw_forecast(run: TracedRun | None) -> Chart:
     pairs = [(one.predicted_s, one.seconds, one) for one in run.timelines if one.predicted_s]
     if not pairs:
         return _missing(
-            name, "Predicted against measured time: slices were not cut by measured rates, so none predicts."
+            name,
+            "Predicted against measured time: slices were not chosen by measured rates, so there is no prediction.",
         )
     most = 1.05 * max(max(predicted, measured) for predicted, measured, _ in pairs)
     drawing = Drawing(WIDTH, HEIGHT + 60, "predicted against measured time to first token")
@@ -189,8 +192,9 @@ def draw_forecast(run: TracedRun | None) -> Chart:
     off = statistics.median(measured / predicted - 1 for predicted, measured, _ in pairs)
     title = f"Prompts took {percent_text(abs(off))} {'longer' if off >= 0 else 'less'} than predicted (the median)"
     note = (
-        "A dot a prompt; on the dashed line the prediction is right, in the band within 10 %. Predicted is what the "
-        "slowest rank computes, by the rates that its slices were cut by, without waiting for others."
+        "One dot per prompt; on the dashed line the prediction is exact, within the band it is off by at most 10 %. "
+        "The prediction is the computing time of the slowest rank, from the rates that its slices were chosen by, "
+        "without any waits."
     )
     return Chart(name, title, drawing, note)
 
@@ -200,7 +204,7 @@ def draw_slices(records: Sequence[Record]) -> Chart:
     name = "slices"
     sliced = [one for one in records if len(one.slices) > 2 and one.slices[-1] > 0 and one.strategy == "kvr"]
     if not sliced:
-        return _missing(name, "Slices over the prompt's length: no prompt was cut over several ranks.")
+        return _missing(name, "Slices over the prompt's length: no prompt was split over several ranks.")
     size = Counter(len(one.slices) for one in sliced).most_common(1)[0][0]
     mine = sorted((one for one in sliced if len(one.slices) == size), key=lambda one: one.slices[-1])
     per_group = -(-len(mine) // MOST_GROUPS)
@@ -251,7 +255,9 @@ def draw_first_token(records: Sequence[Record]) -> Chart:
     middle = statistics.median(one.ttft_s for one in timed)
     title = f"The first token came after {seconds_text(middle)} (the median), at {plain_number(rate)} prompt tokens/s"
     legend = tuple((colours[size], _ranks(size)) for size in sizes[:5])
-    return Chart(name, title, drawing, f"A dot a document, {len(timed)} in all.", legend if len(sizes) > 1 else ())
+    return Chart(
+        name, title, drawing, f"One dot per document, {len(timed)} in total.", legend if len(sizes) > 1 else ()
+    )
 
 
 def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[float, float]) -> Chart:
@@ -264,7 +270,11 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
     best = max(groups.values(), key=lambda by_ranks: (len(by_ranks), sum(map(len, by_ranks.values()))), default={})
     if len(best) < 2:
         sizes = sorted({ranks for by_ranks in groups.values() for ranks in by_ranks})
-        told = f"all prompts ran on {_ranks(sizes[0])}" if len(sizes) == 1 else "prompts of like length ran on as many"
+        told = (
+            f"all prompts ran on {_ranks(sizes[0])}"
+            if len(sizes) == 1
+            else "prompts of similar length ran on the same number of ranks"
+        )
         return _missing(
             name,
             f"Speed-up over ranks: {told}; kvr bench compares, as does a run with parallel.ranks_per_chain = 'auto'.",
@@ -296,7 +306,7 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
         legend.append(("bound", "lower bound: the work of one rank, shared evenly, no communication"))
     gain = middles[ranks[0]] / middles[ranks[-1]]
     title = f"{ranks[-1]} ranks are {gain:.1f} times as fast as {ranks[0]} at about {tokens_text(tokens)} tokens"
-    return Chart(name, title, drawing, f"{sum(map(len, best.values()))} prompts of like length.", tuple(legend))
+    return Chart(name, title, drawing, f"{sum(map(len, best.values()))} prompts of similar length.", tuple(legend))
 
 
 def draw_progress(records: Sequence[Record]) -> Chart:
@@ -304,7 +314,7 @@ def draw_progress(records: Sequence[Record]) -> Chart:
     name = "documents"
     ends = sorted(_unix(one) for one in records if one.finished_at)
     if len(ends) < 2:
-        return _missing(name, "Documents over time: fewer than two have a time.")
+        return _missing(name, "Documents over time: fewer than two documents have a time.")
     failed = sorted(_unix(one) for one in records if one.finished_at and one.status == "error")
     began = min(_unix(one) - one.ttft_s - one.decode_s for one in records if one.finished_at)
     span = max(ends[-1] - began, 1e-3)
@@ -322,9 +332,11 @@ def draw_progress(records: Sequence[Record]) -> Chart:
             points += [(at, points[-1][1]), (at, y(number + 1))]
         if len(points) > 1:
             drawing.line(points, colour)
-    title = f"{len(ends):,} documents ended in {seconds_text(span)}, {plain_number(3600 * len(ends) / span)} an hour"
+    title = (
+        f"{len(ends):,} documents finished in {seconds_text(span)}, {plain_number(3600 * len(ends) / span)} per hour"
+    )
     legend = (("ours", "done or failed"), ("wait", "failed")) if failed else ()
-    return Chart(name, title, drawing, "By the time that their answers were ready.", legend)
+    return Chart(name, title, drawing, "By the time their answers were ready.", legend)
 
 
 def draw_memory(run: TracedRun | None) -> Chart:
@@ -340,14 +352,14 @@ def draw_memory(run: TracedRun | None) -> Chart:
     gib = 1 << 30
     x, y = Scale(0, span, LEFT, WIDTH - RIGHT), Scale(0, 1.08 * most / gib, HEIGHT - BOTTOM, TOP)
     drawing.x_axis(x, nice_ticks(0, span, 8), plain_number, "seconds since the job began")
-    drawing.y_axis(y, nice_ticks(0, 1.08 * most / gib), plain_number, "GiB of a rank's process")
+    drawing.y_axis(y, nice_ticks(0, 1.08 * most / gib), plain_number, "GiB per rank")
     highest = max(samples, key=lambda rank: max(size for _, size in samples[rank]))
     for rank in [*(rank for rank in samples if rank != highest), highest]:
         some = samples[rank]
         some = some[:: max(1, len(some) // MOST_POINTS)]
         colour = "ours" if rank == highest else "rival"
         drawing.line([(x(at - began), y(size / gib)) for at, size in some], colour, width=2 if rank == highest else 1.2)
-    title = f"{run.names[highest].capitalize()} took most memory: {bytes_text(most)}"
+    title = f"{run.names[highest].capitalize()} used most memory: {bytes_text(most)}"
     others = (("rival", "the other ranks"),) if len(samples) > 1 else ()
     return Chart(
         name,

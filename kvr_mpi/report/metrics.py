@@ -19,15 +19,15 @@ from kvr_mpi.store.traces import METRICS_FILE, PROGRESS_FILE, PROMETHEUS_FILE
 EVERY_S = 5.0
 PREFIX = "kvr_"
 HELP = {
-    "documents": "documents that this job is to do",
-    "documents_done": "documents that are done or have error records, since this job began",
-    "tokens_done": "tokens of prompts and answers of the documents that are done, since this job began",
-    "work_done_share": "share of the job's work that is done, by length of the documents",
-    "work_prefilled_share": "share of the job's work that is prefilled",
-    "elapsed_s": "seconds since the first document was begun",
-    "left_s": "seconds that are forecast to be left",
+    "documents": "documents that this job has to process",
+    "documents_done": "documents finished since this job began, including those with error records",
+    "tokens_done": "tokens in prompts and answers of documents finished since this job began",
+    "work_done_share": "fraction of the job's work that is done, by length of the documents",
+    "work_prefilled_share": "fraction of the job's work that is prefilled",
+    "elapsed_s": "seconds since the first document was started",
+    "left_s": "forecast of the remaining seconds",
     "wall_time_left_s": "seconds until the batch system ends the job",
-    "written_at_s": "Unix time at which this was written",
+    "written_at_s": "Unix time when this was written",
 }
 
 
@@ -59,7 +59,7 @@ class ProgressFiles:
             _replace(self._folder / PROMETHEUS_FILE, as_prometheus(found))
         except OSError as error:
             self._has_failed = True
-            self._say(f"warning: {PROGRESS_FILE} cannot be written any more: {error.strerror or error}")
+            self._say(f"warning: {PROGRESS_FILE} can no longer be written: {error.strerror or error}")
 
 
 def as_prometheus(values: Mapping[str, float | None]) -> str:

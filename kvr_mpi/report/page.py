@@ -95,7 +95,7 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None,
         _failures(records),
     ]
     if missing:
-        parts.append(f"<section><h2>What this run does not hold</h2>{''.join(missing)}</section>")
+        parts.append(f"<section><h2>Not recorded in this run</h2>{''.join(missing)}</section>")
     script, style = _read("page.js"), _palette() + _read("page.css")
     body = "".join(parts)
     room = PAGE_BYTES - len(body.encode()) - len(script) - len(style) - 8_000
@@ -156,12 +156,12 @@ def _cut(text: str, chars: int) -> str:
 def _say_cut(records: Sequence[Record], shown: Sequence[Record], chars: int) -> str:
     told = []
     if len(shown) < len(records):
-        told.append(f"only the first {len(shown):,} of {len(records):,} documents are here")
+        told.append(f"only the first {len(shown):,} of {len(records):,} documents are shown")
     if any(len(one.shown) > chars for one in shown):
-        told.append(f"answers are cut to {chars:,} characters")
+        told.append(f"answers are truncated to {chars:,} characters")
     if not told:
-        return "Click a row to read all of its answer."
-    return f"To keep this file below {PAGE_BYTES / 1e6:.0f} MB {' and '.join(told)}; kvr inspect shows all of each."
+        return "Click a row to read the whole answer."
+    return f"To keep this file below {PAGE_BYTES / 1e6:.0f} MB {' and '.join(told)}; kvr inspect shows everything."
 
 
 _TABLE = (
@@ -200,7 +200,7 @@ def _tiles(facts: RunFacts, records: Sequence[Record]) -> str:
         tiles.append((_count(sum(one.new_tokens for one in done)), "new tokens"))
         ranks = sorted({max(1, len(one.slices) - 1) for one in done})
         few = " and ".join(map(str, ranks)) if len(ranks) < 3 else f"{ranks[0]} to {ranks[-1]}"
-        tiles.append((few, "ranks a prompt"))
+        tiles.append((few, "ranks per prompt"))
         slowest = max(done, key=lambda one: one.ttft_s)
         tiles.append((seconds_text(slowest.ttft_s), "slowest first token"))
     kept = [one for one in done if one.retained_bytes]
@@ -243,17 +243,18 @@ def _warnings(run: TracedRun | None) -> list[str]:
     if run.backwards:
         lines.append(
             f"{run.backwards} transfers arrived before they were sent: the ranks' clocks were not aligned well enough, "
-            f"and the timelines cannot be trusted. kvr doctor looks at the clocks."
+            f"so the timelines cannot be trusted. kvr doctor checks the clocks."
         )
     if run.full:
         lines.append(f"The trace of {run.full} rank(s) is full and ends early (report.trace_mib).")
     if run.damaged:
-        lines.append(f"{plain_number(run.damaged)} lines of the trace are damaged and left out.")
+        lines.append(f"{plain_number(run.damaged)} damaged lines of the trace are left out.")
     if run.incomplete:
-        lines.append(f"{run.incomplete} prompt(s) were recorded on some of their ranks only, and are left out.")
+        lines.append(f"{run.incomplete} prompt(s) were recorded only on some of their ranks, and are left out.")
     if "cuda" in run.devices:
         lines.append(
-            "On GPUs the trace has no layers: a rank tells its GPU what to compute, and does not see when it does."
+            "On GPUs the trace has no layers: kernels run asynchronously, so the rank does not see when a layer is "
+            "computed."
         )
     return lines
 

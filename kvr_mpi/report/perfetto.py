@@ -56,7 +56,7 @@ def write_perfetto(folder: Path, path: Path, skipped: Callable[[str], None] | No
     traces = iter(read_traces(folder, skipped))
     first = next(traces, None)
     if first is None:
-        raise DataError(f"{folder}: no trace there; expected the output folder of a run with report.trace = true")
+        raise DataError(f"{folder}: no trace found; expected the output folder of a run with report.trace = true")
     began_s = first.header.origin_s
     with replacing(path) as stream:
         stream.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -77,7 +77,7 @@ def describe_trace(folder: Path) -> str:
     try:
         spans, ranks = write_perfetto(folder, folder / TRACE_FILE, skipped.append)
     except (DataError, OSError) as error:
-        return f"warning: the ranks' traces were not put together: {'; '.join([*skipped, str(error)])}"
+        return f"warning: the ranks' traces were not merged: {'; '.join([*skipped, str(error)])}"
     without = f"; left out: {'; '.join(skipped)}" if skipped else ""
     return (
         f"trace: {spans} spans of {ranks} rank(s) in {folder / TRACE_FILE}; open it at ui.perfetto.dev, or see "

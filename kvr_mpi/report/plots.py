@@ -65,7 +65,7 @@ def plot_bench(rows: Sequence[dict[str, Any]], path: Path, about: str = "") -> N
     _label_seconds(first, [row[key] for row in rows for key in keys if key in row])
     for each in axes:
         _label_tokens(each, [row["context_tokens"] for row in rows])
-    first.set_title(_finding(rows) if rows else "nothing was measured", loc="left", fontsize="medium")
+    first.set_title(_finding(rows) if rows else "nothing to plot: nothing was measured", loc="left", fontsize="medium")
     first.legend(frameon=False)
     _save(figure, path, about=about)
 
@@ -91,7 +91,7 @@ def plot_extension(rows: Sequence[dict[str, Any]], path: Path) -> None:
     most = max(rows, key=lambda row: row["known"] / row["added"])
     gain = most["again_s"] / most["extend_s"]
     told = f"{tokens_text(most['added'])} tokens added to {tokens_text(most['known'])}"
-    axes.set_title(f"{told}: {gain:.1f} times as fast as all of it again", loc="left", fontsize="medium")
+    axes.set_title(f"{told}: {gain:.1f} times as fast as prefilling everything again", loc="left", fontsize="medium")
     axes.legend(frameon=False)
     _save(figure, path)
 
@@ -236,7 +236,7 @@ def _finding(rows: Sequence[dict[str, Any]]) -> str:
     ours = first.get("ours")
     paired = second if first["strategy"] == ours else first if second["strategy"] == ours else {}
     if paired.get("is_told_apart") is False:
-        return f"{names} are not told apart {where}"
+        return f"{names} do not differ significantly {where}"
     if "is_told_apart" in paired:
         gain = paired["times_ours"] if paired is second else 1 / paired["times_ours"]
     elif "ttft_max_s" in first and first["ttft_max_s"] >= second["ttft_min_s"]:

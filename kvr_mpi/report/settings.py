@@ -12,11 +12,11 @@ class ReportSettings(BaseModel):
 
     metrics: bool = Field(
         False,
-        description="keep progress.json and metrics.prom (Prometheus' text format) up to date, and write metrics.json",
+        description="keep progress.json and metrics.prom (Prometheus text) up to date; write metrics.json at the end",
     )
     trace: bool = Field(
-        False, description="record what every rank does when; written as trace.json, which Perfetto and Chrome open"
+        False, description="record what every rank does and when, in trace.json, which Perfetto and Chrome can open"
     )
     trace_mib: int = Field(
-        64, ge=1, description="most MiB of what is recorded, of all ranks and resumed jobs together; a full trace ends"
+        64, ge=1, description="maximum size of the trace in MiB, over all ranks and resumed jobs; a full trace ends"
     )

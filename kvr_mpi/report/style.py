@@ -53,8 +53,8 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """Say a size: 12 KiB, 3.4 MiB, 1.5 GiB."""
-    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+    """Say a size: 12 KiB, 3.4 MiB, 1.5 GiB, 3.1 TiB."""
+    for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if size >= KILO**power:
             value = size / KILO**power
             return (f"{value:.1f}".removesuffix(".0") if value < 10 else f"{value:.0f}") + f" {name}"

@@ -101,7 +101,7 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path) -> Non
         hints.insert(1, f"{kvr} inspect {where} {shlex.quote(example)}")
     lines += [
         f"\n{summary.done} done, {summary.failed} error(s). Results: {result}",
-        f"Look into it:  {hints[0]}",
+        f"See the results:  {hints[0]}",
         *(f"               {hint}" for hint in hints[1:]),
     ]
     for line in lines:

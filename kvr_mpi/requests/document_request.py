@@ -205,7 +205,7 @@ class DocumentRequest:
         ids = encode_text(self.prompt_config.tokenizer, text)
         if not text.strip() or len(ids) >= len(self._text_ids) or self._stage == MAX_REDUCTIONS:
             raise DocumentError(
-                f"too long, and the {len(answers)} answers about its parts got no shorter than the text; lower "
+                f"too long, and the {len(answers)} answers about its parts are not shorter than the text; lower "
                 f"generation.max_new_tokens, or set prompt.too_long = 'truncate'"
             )
         self.split_text(ids, self.prompt_config.reduce_frame)
@@ -342,8 +342,8 @@ def _texts_of(column: str, value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(one, str) and one for one in texts):
         raise DocumentError(
-            f"the field {column!r}, which generation.score_column names, is {str(value)[:60]!r}; expected a text or a "
-            f"list of texts, none of them empty"
+            f"the field {column!r} (generation.score_column) is {str(value)[:60]!r}; expected a non-empty text or a "
+            f"list of them"
         )
     return tuple(texts)
 

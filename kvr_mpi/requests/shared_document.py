@@ -78,20 +78,20 @@ def why_not_shared(spec: JobSpec, model: Any) -> str | None:
     if kinds := depends_on_length(model):
         return f"the rotary embedding ({kinds}) depends on the prompt's length"
     if spec.is_spread:
-        return "keys and values stay spread over the ranks"
+        return "keys and values are spread over the ranks"
     if spec.model.stream_weights:
         return "all prompts of a pass go through its layers together"
     if spec.cache.is_rolling:
-        return "a rolling cache keeps nothing that others could go on from"
+        return "a rolling cache cannot be continued by other prompts"
     if spec.compress is not None:
-        return "keys and values are compressed by what each prompt asks"
+        return "keys and values are compressed differently for each prompt"
     return None
 
 
 def describe_sharing(spec: JobSpec, model: Any, frames: Mapping[str, Frame]) -> list[str]:
     """Say in lines how often a document is prefilled for its prompts, where that is more than once."""
     if why := why_not_shared(spec, model):
-        return [f"a document is prefilled {len(frames)} times, once for each prompt: {why}"]
+        return [f"each document is prefilled {len(frames)} times, once per prompt: {why}"]
     groups: dict[object, list[str]] = {}
     for name, frame in frames.items():
         groups.setdefault((frame.head, frame.head_gaps), []).append(name)
@@ -99,6 +99,6 @@ def describe_sharing(spec: JobSpec, model: Any, frames: Mapping[str, Frame]) -> 
         return []
     told = "; ".join(", ".join(names) for names in groups.values())
     return [
-        f"a document is prefilled {len(groups)} times, for the prompts {told}: they differ before {{text}}, so that "
-        f"nothing after that can be shared. Put what differs after it"
+        f"each document is prefilled {len(groups)} times, for the prompts {told}: they differ before {{text}}, so "
+        f"nothing after that can be shared. Move what differs behind {{text}}"
     ]

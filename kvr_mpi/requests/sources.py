@@ -83,7 +83,7 @@ class TextSource:
         ids = encode_text(config.tokenizer, document.text)
         if not ids:
             raise DocumentError(
-                f"{document.id} has no tokens: this model's tokenizer drops all {document.chars} characters"
+                f"{document.id} has no tokens: the tokenizer of this model drops all of its {document.chars} characters"
             )
         wanted = config.prompt
         if wanted.too_long == "split" and len(ids) > config.frame.text_budget:
@@ -101,6 +101,7 @@ def _conversation(config: PromptConfig, document: Document) -> Prompt:
     ids, most = encode_conversation(config.tokenizer, document.messages), config.frame.max_tokens
     if len(ids) > most:
         raise DocumentError(
-            f"too long: a conversation of {len(ids)} tokens; {most} fit beside an answer of {config.max_new_tokens}"
+            f"too long: the conversation has {len(ids)} tokens; at most {most} fit with an answer of "
+            f"{config.max_new_tokens}"
         )
     return Prompt(tuple(ids), text=(0, len(ids)))

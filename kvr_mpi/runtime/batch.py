@@ -99,12 +99,14 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     chain = ranks.lane.split(topology.by_stage.group_of(ranks.lane.rank))
     prepared = prepare(spec, options.machine, links, chain, log.line, ranks=ranks)
     if spec.questions is not None and (kinds := depends_on_length(prepared.loaded.model)):
-        log.root(f"all documents are prefilled again: the rotary embedding ({kinds}) depends on the prompt's length")
+        log.root(
+            f"all documents are prefilled again, since the rotary embedding ({kinds}) depends on the prompt's length"
+        )
     run = on_root(world, lambda: _open(folder, prepared, corpus, options, log))
     done = set(share_json(world, None if run is None else sorted(run.done | run.failed)))
     todo = [number for number in corpus.share(spec.documents.share) if corpus.entries[number].id not in done]
     what = "questions about documents" if spec.questions else "documents"
-    log.root(f"{what}: {len(corpus)}" + (f", {len(done)} of them done already" if done else ""))
+    log.root(f"{what}: {len(corpus)}" + (f", {len(done)} of them already done" if done else ""))
     if spec.output.kv and spec.questions is None:
         about = share_json(world, on_root(world, lambda: check_stored_size(prepared, corpus, todo, folder)))
         log.root(about)
@@ -255,12 +257,15 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
     """
     wanted = spec.documents
     if spec.questions is not None:
-        raise ConfigError("a job with [questions] is about a run's documents: `kvr ask --dry-run` says what it takes")
+        raise ConfigError(
+            "a job with [questions] uses the documents of a run and cannot be planned; `kvr ask --dry-run` shows what "
+            "it would load"
+        )
     corpus = scan_corpus(
         wanted.path, rows=row_format(spec), limit=wanted.limit, prompts=list(prompts_of(spec)), known=known
     )
     if not corpus.entries:
-        raise CorpusError(f"documents.path {wanted.path}: the files hold no document; expected at least one")
+        raise CorpusError(f"documents.path {wanted.path}: the files contain no documents; expected at least one")
     return corpus
 
 

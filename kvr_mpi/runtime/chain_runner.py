@@ -1,6 +1,6 @@
-"""A model on a chain of ranks, and one prompt's run on it.
+"""A model on a chain of ranks: plans one prompt at a time, and prefills it.
 
-Stands between the batch, which has the documents, and the strategies, which know nothing of them.
+Stands between the batch, which handles documents, and the strategies, which only see token ids.
 """
 
 from __future__ import annotations
@@ -12,37 +12,31 @@ from functools import partial
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.cache import WriteLayer
-from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.transfers import Range
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import check_fits, check_rolling_fits
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
-from kvr_mpi.prefill.registry import KVR, STRATEGIES, Strategy, choose_chunks
+from kvr_mpi.prefill.registry import KVR, STRATEGIES
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.requests.document_request import PromptRequest
 from kvr_mpi.requests.shared_document import SharedDocument, why_not_shared
 from kvr_mpi.runtime.own_ways import goes_own_way, prefill_own_way, prefill_rolling_over
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
+from kvr_mpi.runtime.slice_planner import SlicePlanner
 from kvr_mpi.runtime.spread_documents import SpreadDocuments
-from kvr_mpi.schedule.partitioner import Partitioner
-from kvr_mpi.schedule.strategy_choice import Choice, choose_strategies
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.setup.rates import Say
-from kvr_mpi.topology import Rotation
 from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
-
-# A slice below this is not worth a rank of its own.
-LEAST_SLICE_TOKENS = 64
 
 
 class ChainRunner:
     """A model on a chain of ranks, ready to answer documents.
 
-    Every rank of the chain gives the same prompts in the same order to `prefill`.
+    Every rank of the chain calls `prefill` with the same prompts in the same order.
 
     Parameters
     ----------
@@ -59,18 +53,13 @@ class ChainRunner:
         self.chain, self.first_rank = chain, ranks.start
         self._setup, self._spec, self._loaded = setup, setup.spec, setup.loaded
         self._free_bytes = setup.free_bytes[ranks]
-        self.in_passes = setup.loaded.streamed is not None  # a wave's prompts go through the model together
+        self.in_passes = setup.loaded.streamed is not None  # all prompts of a wave go through the model together
         self.seed = self._spec.generation.seed
         self.new_tokens = self._spec.generation.max_new_tokens  # of an answer, unless a row says otherwise
-        rates = setup.rates[ranks]
-        self._partitioner = Partitioner(self._spec.parallel, chain, rates, setup.table, say)
-        # On one rank there is nothing to choose: whatever hands keys and values on is a chain of one.
-        self._strategy = setup.strategies[0] if chain.size > 1 or setup.strategies[0].is_plain else KVR
-        self._choices = self._choose(ranks, say) if chain.size > 1 and len(setup.strategies) > 1 else {}
+        self._slices = SlicePlanner(setup, chain, ranks, say)
         self._shares_nothing = why_not_shared(self._spec, self._loaded.model) is not None
         self._shared: SharedDocument | None = None
         self.documents = SpreadDocuments(setup, chain)
-        self._chosen: dict[tuple[int, int, int], Strategy] = {}
 
     @property
     def is_spread(self) -> bool:
@@ -78,9 +67,9 @@ class ChainRunner:
         return self._spec.is_spread
 
     def writes_own(self, planned: PlannedPrompt) -> bool:
-        """Whether every rank stores the keys and values of its slice, while the last one has all to decode from them.
+        """Whether every rank stores its own slice's keys and values, although the last rank decodes from all of them.
 
-        Not with compression: what that leaves is chosen on the last rank.
+        Not with compression, which selects tokens on the last rank.
         """
         is_kept = self._spec.output.kv is True and self._spec.compress is None and not self.is_spread
         return is_kept and planned.has_slices(self.chain.size)
@@ -90,9 +79,9 @@ class ChainRunner:
         return Forwarder(self.chain, device=self._loaded.device, recorder=recorder) if self.chain.size > 1 else None
 
     def plan(self, request: PromptRequest, decode_rank: int) -> PlannedPrompt:
-        """Decide how a prompt is run with this rank of the chain last; only the chain's first rank does.
+        """Decide how a prompt is run, with the last slice on `decode_rank`; only on the chain's first rank.
 
-        Other ranks are told, since what is rounded here could be rounded differently on another processor.
+        The others receive the plan instead of repeating this, since rounding may differ on another processor.
         """
         prompt, prefix, new_tokens = request.prompt, self._prefix_of(request), request.document.new_tokens
         known, window = prefix.tokens if prefix else 0, self._setup.window_of(prompt)
@@ -104,38 +93,38 @@ class ChainRunner:
         if prefix is not None and self.documents.is_about(prefix):
             return self.documents.plan(prompt, prefix, decode_rank, new_tokens)
         if (rolling := self._setup.rolling) is not None:
-            partition = self._partitioner.share_out(prompt.tokens, decode_rank, rolling.cache_tokens)
+            partition = self._slices.cut_for_rolling(prompt.tokens, decode_rank, rolling.cache_tokens)
             return PlannedPrompt(prompt, None, decode_rank, KVR, partition, new_tokens)
-        strategy = self._choose_strategy(prompt.tokens, known, new_tokens)
-        partition = self._cut(strategy, prompt.tokens, known, decode_rank)
+        strategy = self._slices.choose_strategy(prompt.tokens, known, new_tokens)
+        partition = self._slices.cut(strategy, prompt.tokens, known, decode_rank)
         if window is not None:
             partition = partition.with_last_from(window[0], known)
-        chunks = self._chunk_tokens(strategy, partition, known, new_tokens)
+        chunks = self._slices.chunk_tokens(strategy, partition, known, new_tokens)
         return PlannedPrompt(prompt, prefix, decode_rank, strategy, partition, new_tokens, chunk_tokens=chunks)
 
     def _plan_shared(self, request: PromptRequest, decode_rank: int) -> PlannedPrompt | None:
-        """Plan a prompt whose beginning other prompts have, too; None if it has none, or there is no room for that."""
+        """Plan a prompt whose beginning is shared with other prompts; None if there is none, or no memory for it."""
         document, prefix = request.document, self._prefix_of(request)
         tokens, known = document.shared_tokens, prefix.tokens if prefix else 0
         if self._shares_nothing or tokens <= known:
             return None
         plan = PlannedPrompt(request.prompt, prefix, decode_rank, KVR, None, document.new_tokens, tokens)
         if not self._goes_alone(tokens - known):
-            strategy = self._choose_strategy(tokens, known, 0)
-            partition = self._cut(strategy, tokens, known, decode_rank)
-            chunks = self._chunk_tokens(strategy, partition, known, 0)
+            strategy = self._slices.choose_strategy(tokens, known, 0)
+            partition = self._slices.cut(strategy, tokens, known, decode_rank)
+            chunks = self._slices.chunk_tokens(strategy, partition, known, 0)
             plan = replace(plan, strategy=strategy, partition=partition, chunk_tokens=chunks)
         return plan if self.fits_beside(plan, [0] * self.chain.size) else None
 
     def pinned_rank(self, request: PromptRequest) -> int | None:
-        """Say which rank has what a prompt goes on from."""
+        """Say which rank holds the shared beginning or stored document that a prompt continues; None: any."""
         shared, tokens = self._shared, request.document.shared_tokens
         if shared and shared.ids == request.prompt.ids[:tokens]:
             return shared.decode_rank
         return self.documents.pinned_rank(request.document.prefix)
 
     def check_shareable(self, request: PromptRequest) -> None:
-        """Refuse a prompt of which some rank would have nothing (`SpreadDocuments.check_shareable`)."""
+        """Refuse a prompt too short to give every rank a token (`SpreadDocuments.check_shareable`)."""
         if self.is_spread:
             self.documents.check_shareable(request.prompt, self._prefix_of(request))
 
@@ -148,7 +137,7 @@ class ChainRunner:
         shared_tokens: int,
         chunk_tokens: int | None,
     ) -> PlannedPrompt:
-        """Make a prompt's plan of what the chain's first rank tells of it."""
+        """Make a prompt's plan from the decisions of the chain's first rank."""
         partition = None if bounds is None else Partition(tuple(bounds))
         prefix, new_tokens = self._prefix_of(request), request.document.new_tokens
         way = STRATEGIES[strategy]
@@ -157,7 +146,7 @@ class ChainRunner:
         )
 
     def why_too_large(self, plan: PlannedPrompt) -> str | None:
-        """Say why a prompt fits on no empty chain, and how many ranks would do; None if it does."""
+        """Say why a prompt does not fit even on an empty chain, and how many ranks would be enough; None if it fits."""
         footprint = self._setup.footprint
         try:
             self._loaded.shape.check_ids(plan.prompt.ids)
@@ -196,7 +185,7 @@ class ChainRunner:
         else:
             new_tokens = 0 if plan.shared_tokens else plan.new_tokens
             exchanges = plan.strategy.exchanges(plan.partition, plan.known_tokens, plan.chunk_tokens)
-            needs = self._needs(exchanges, plan.decode_rank, new_tokens)
+            needs = self._slices.needs(exchanges, plan.decode_rank, new_tokens)
             needs[plan.decode_rank] += own if plan.shared_tokens else 0
         spare = 0 if (arena := self._setup.arena) is None else arena.spare_bytes
         return all(
@@ -255,12 +244,12 @@ class ChainRunner:
         )
 
     def prefill_shared(self, planned: PlannedPrompt, forwarder: Forwarder | None) -> Prefill | None:
-        """Let go of what the last prompts began with, and prefill what this one and others do; as `prefill`.
+        """Free the previous shared beginning, and prefill that of this prompt and others; collective, as `prefill`.
 
         Returns
         -------
         Prefill or None
-            What this rank did for it; None if that was nothing.
+            This rank's part of it; None if it has none.
         """
         ids, rank = planned.shared_ids, planned.decode_rank
         self._shared, prefill = None, None  # its memory first
@@ -276,11 +265,11 @@ class ChainRunner:
 
     @property
     def has_shared(self) -> bool:
-        """Whether what prompts begin with is kept."""
+        """Whether a shared beginning is held."""
         return self._shared is not None
 
     def goes_on(self, planned: PlannedPrompt) -> bool:
-        """Whether a prompt begins with what was prefilled last."""
+        """Whether a prompt begins with the shared beginning that is held."""
         return self._shared is not None and bool(planned.shared_ids) and self._shared.ids == planned.shared_ids
 
     def prefill_packed(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
@@ -312,89 +301,25 @@ class ChainRunner:
         return prefills
 
     def _goes_alone(self, tokens: int, before_window: int | None = None) -> bool:
-        """Whether so many tokens are too few to be cut: one rank prefills them, packed with others.
+        """Whether so many tokens are too few to be cut, so that one rank prefills them, packed with others.
 
         Parameters
         ----------
         before_window : int or None
-            How many of them stand before those whose queries compression asks for.
+            How many of them come before compression's observation window.
         """
         if self.in_passes or (self._setup.rolling is not None and self.chain.size == 1):
             return True
-        if self._strategy.is_plain or self.is_spread:
+        if self._slices.is_plain or self.is_spread:
             return False
         size = self.chain.size
         if before_window is not None and before_window < 2 * size:  # every slice before the last needs a token
             return True
-        return tokens < LEAST_SLICE_TOKENS * size or (size == 1 and 2 * tokens <= PACK_TOKENS)
+        return self._slices.is_too_short(tokens) or (size == 1 and 2 * tokens <= PACK_TOKENS)
 
     def _prefix_of(self, request: PromptRequest) -> SharedPrefix | None:
-        """Find what a prompt begins with, if that is computed already."""
+        """Find the beginning of a prompt that has been computed already, if any."""
         ids, known, window = request.prompt.ids, request.document.prefix, self._setup.window_of(request.prompt)
         end = len(ids) if window is None else window[0]  # of what is known there are no queries
         fitting = (one for one in self._setup.prefixes if one.tokens <= end and ids[: one.tokens] == one.ids)
         return known or next(fitting, None)
-
-    def _cut(self, strategy: Strategy, tokens: int, known: int, decode_rank: int) -> Partition:
-        """Cut a prompt for the chain with this rank of it last; nobody computes what is known."""
-        if not strategy.has_cuts:
-            return strategy.cut_evenly(tokens, self.chain.size, known)
-        return self._partitioner.cut(tokens - known, decode_rank, known).after(known)
-
-    def _chunk_tokens(self, strategy: Strategy, partition: Partition, known: int, new_tokens: int) -> int | None:
-        """Say in which chunks slices are computed, whatever else there is to do; None: at once."""
-
-        def fits(chunk_tokens: int | None) -> bool:
-            exchanges = strategy.exchanges(partition, known, chunk_tokens)
-            return max(self._needs(exchanges, self.chain.size - 1, new_tokens)) <= min(self._free_bytes)
-
-        return choose_chunks(self._spec.parallel.chunk_tokens, strategy, self._setup.footprint, fits)
-
-    def _needs(self, exchanges: Sequence[Exchange], decode_rank: int, new_tokens: int) -> list[int]:
-        """Bytes each rank of the chain takes for a prompt while it is prefilled."""
-        assert self._setup.footprint is not None
-        size, needs = self.chain.size, [0] * self.chain.size
-        for exchange in exchanges:
-            rotation = Rotation.bringing(size, exchange.decode_rank, decode_rank)
-            needs[rotation.rank_of(exchange.rank)] = self._setup.footprint.exchange_bytes(
-                exchange, reserve_tokens=new_tokens, is_spread=self.is_spread
-            )
-        return needs
-
-    def _choose_strategy(self, tokens: int, known: int, new_tokens: int) -> Strategy:
-        """Say what runs a prompt: the fastest that fits on an empty chain, or else what may fit in chunks."""
-        if known not in self._choices:
-            return self._strategy
-        key = tokens, known, new_tokens
-        if key not in self._chosen:
-            order, free, last = self._choices[known].order(tokens - known), min(self._free_bytes), self.chain.size - 1
-            fitting = (
-                one
-                for one in order
-                if max(self._needs(one.exchanges(self._cut(one, tokens, known, last), known), last, new_tokens)) <= free
-            )
-            self._chosen[key] = next(fitting, next((one for one in order if one.takes_chunks), order[0]))
-        return self._chosen[key]
-
-    def _choose(self, ranks: slice, say: Say) -> dict[int, Choice]:
-        """Work out which strategy is fastest for every length, after each of the prefixes that are known."""
-        setup, size = self._setup, self.chain.size
-        costs = setup.chain_costs(ranks)
-        shortest, longest, choices = LEAST_SLICE_TOKENS * size, setup.longest_tokens, {}
-        if setup.table is not None and setup.table.key.ranks == size:  # beyond its lengths, as at their ends
-            lengths = [entry.context_tokens for entry in setup.table.entries]
-            shortest, longest = max(shortest, lengths[0]), min(longest, lengths[-1])
-        for known in dict.fromkeys([0, *(prefix.tokens for prefix in setup.prefixes)]):
-
-            def forecast(strategy: Strategy, known: int, tokens: int) -> float:
-                if strategy.has_cuts:
-                    partition = self._partitioner.propose(tokens, size - 1, known).after(known)
-                else:
-                    partition = strategy.cut_evenly(tokens + known, size, known)
-                return strategy.seconds(costs, partition, known)
-
-            seconds = [partial(forecast, one, known) for one in setup.strategies]
-            choices[known] = choose_strategies(self.chain, setup.strategies, seconds, shortest, longest - known)
-        if ranks.start == 0 and self.chain.rank == 0:
-            say(next(reversed(choices.values())).describe(size))
-        return choices

@@ -149,7 +149,7 @@ class Decoder:
             return True
         # Out of the except block: the error held on to what was made.
         prefill.cache = None
-        self._fail(request, f"there is no memory to compress its keys and values: {what}")
+        self._fail(request, f"not enough memory to compress its keys and values: {what}")
         return False
 
     def _step(self) -> None:

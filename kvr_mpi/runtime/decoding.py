@@ -62,7 +62,7 @@ def _choose(setup: JobSetup, part: Round, chain: Transport) -> DecodeChoice:
 
 
 def _why_apart(chain_size: int) -> str:
-    return "a rank alone has nobody to share heads with" if chain_size == 1 else "nothing is decoded"
+    return "there is only one rank" if chain_size == 1 else "nothing is decoded"
 
 
 def _say_choice(setup: JobSetup, choice: DecodeChoice, ranks: int, say: Say) -> None:
@@ -70,7 +70,7 @@ def _say_choice(setup: JobSetup, choice: DecodeChoice, ranks: int, say: Say) -> 
     if setup.spec.decode.mode == "auto":
         say(str(choice))
     elif setup.spec.decode.mode == "head-parallel" and choice.mode != "head-parallel":
-        say(f"decode.mode = 'head-parallel' is data-parallel here: {choice.why}")
+        say(f"decode.mode = 'head-parallel' is replaced by data-parallel here: {choice.why}")
     if choice.mode == "head-parallel":
         assert isinstance(setup.sharing, HeadSharing)
         say(f"answers are decoded by {ranks} ranks that share heads ({setup.sharing.describe(ranks)})")

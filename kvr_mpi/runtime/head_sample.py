@@ -75,7 +75,7 @@ def sample_heads(spec: JobSpec, machine: Machine, documents: int, say: Say) -> t
     if spec.compress is None or spec.compress.rule.compete is None:
         found = "no [compress]" if spec.compress is None else f"compress.method = {spec.compress.method!r}"
         raise ConfigError(
-            f"{found}: a profile needs a method that gives each head as much as the text asks for; say --set "
+            f"{found}: a profile needs a method whose budget per head depends on the text; use --set "
             f"compress.method=ada-snapkv --set compress.budget=512"
         )
     corpus, alone = scan_documents(spec), LocalTransport()
@@ -92,14 +92,14 @@ def sample_heads(spec: JobSpec, machine: Machine, documents: int, say: Say) -> t
             continue
         of_prompts = list(retained_counts(setup.loaded, prompts, setup.compression))
         if not of_prompts:
-            left_out.append((document.id, "the budget holds all of it"))
+            left_out.append((document.id, "shorter than the budget"))
             continue
         names.append(document.id)
         counts.append(np.mean(of_prompts, axis=0))
         say(f"{document.id}: {sum(prompt.tokens for prompt in prompts)} tokens")
     if not names:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out[:5])
-        raise CorpusError(f"none of {len(left_out)} document(s) says how much heads keep: {why}")
+        raise CorpusError(f"none of {len(left_out)} document(s) is long enough to show how much heads keep: {why}")
     return setup, HeadSample(names, np.stack(counts), left_out)
 
 

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 
 from kvr_mpi.documents.prompts import Prompt
-from kvr_mpi.kv.cache import layer_kv, layer_positions
+from kvr_mpi.kv.contents import layer_kv, layer_positions
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.slots import Slot
 from kvr_mpi.store.head_rows import HeadRows
-from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.store.parts import part_record
 from kvr_mpi.store.shards import LayersWriter, ShardWriter
+from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
 from kvr_mpi.topology import KVHeads
 from kvr_mpi.transport.counters import Counters
 

@@ -128,7 +128,7 @@ class SpreadDocuments:
         if needs > free_bytes:
             raise DocumentError(
                 f"a stored prompt of {plan.known_tokens} tokens over {self._chain.size} rank(s): each needs "
-                f"{needs / GIB:.2f} GiB beside the weights and has {free_bytes / GIB:.2f} GiB; use more ranks"
+                f"{needs / GIB:.2f} GiB in addition to the weights, but has {free_bytes / GIB:.2f} GiB; use more ranks"
             )
 
     def check_shareable(self, prompt: Prompt, prefix: SharedPrefix | None) -> None:
@@ -143,8 +143,8 @@ class SpreadDocuments:
         tokens = known if self.is_about(prefix) else prompt.tokens - known
         if tokens < size:
             raise DocumentError(
-                f"too short: {tokens} tokens cannot stay spread over {size} ranks, of which each holds one at least; "
-                f"use shorter chains (parallel.ranks_per_chain), or do not keep it spread"
+                f"too short: {tokens} tokens cannot be spread over {size} ranks, each of which needs at least one; use "
+                f"shorter chains (parallel.ranks_per_chain), or output.kv = true"
             )
 
     def _activation_bytes(self, plan: PlannedPrompt, row_tokens: int) -> int:

@@ -111,7 +111,7 @@ class SharedStop:
     def listen(self) -> None:
         """Stop, too, if another rank was told to."""
         if not self._stop.reason and self._counters.read()[Slot.STOP]:
-            self._stop.ask("another rank was told to stop")
+            self._stop.ask("another rank was stopped")
 
 
 @contextmanager
@@ -134,9 +134,9 @@ def listening(stop: Stop, names: Sequence[str], end: Callable[[str], None]) -> I
     def hear(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if stop.heard:
-            end(f"{name} while stopping: ended at once; what was finished is kept")
+            end(f"{name} while stopping: ending at once; finished documents are kept")
         stop.heard = True
-        stop.ask(f"told to stop by {name}")
+        stop.ask(f"stopped by {name}")
 
     numbers = [_number(name) for name in names]
     if threading.current_thread() is not threading.main_thread():  # ranks as threads hear nothing
@@ -156,7 +156,7 @@ def _number(name: str) -> signal.Signals:
     found: signal.Signals | None = getattr(signal.Signals, f"SIG{name.upper().removeprefix('SIG')}", None)
     if found is None or found in (signal.SIGKILL, signal.SIGSTOP):
         names = ", ".join(sorted(one.name.removeprefix("SIG") for one in signal.Signals))
-        raise ConfigError(f"signal {name!r}: expected one that can be caught, of {names}")
+        raise ConfigError(f"--stop-signals {name!r}: expected signals that can be caught, such as {names}")
     return found
 
 

@@ -85,28 +85,30 @@ class StoredCorpus:
         loaded = [one for one, loads in good if loads]
         lines = []
         if self.left_out:
-            lines.append(f"{self.left_out} document(s) of the run have error records, and are not asked")
+            lines.append(f"{self.left_out} document(s) of the run have error records, and are skipped")
         if loaded:
             size, load_s = sum(one.bytes for one in loaded), sum(map(self.load_s, loaded))
             known = sum(one.prefill_s for one in loaded)
-            instead = f", instead of prefilling them in {duration(known)} of one rank's time" if known else ""
+            instead = f", instead of prefilling them for {duration(known)} on one rank" if known else ""
             speed = (self.read_bytes_per_s or 0) / 1e9
             lines.append(
-                f"{len(loaded)} document(s) are loaded: {size / 1e9:.2f} GB of keys and values at {speed:.2f} GB/s, "
-                f"{load_s:.1f} s{instead}"
+                f"{len(loaded)} document(s) will be loaded: {size / 1e9:.2f} GB of keys and values at {speed:.2f} "
+                f"GB/s, {load_s:.1f} s{instead}"
             )
         if rounded := max((one.error_of_8_bits for one in loaded), default=0.0):
             lines.append(
-                f"some are stored in 8 bits, and not exact: keys and values are off by up to {rounded:.1%} (root mean "
-                f"square), so answers may differ from a fresh prefill's"
+                f"some are stored in 8 bits: their keys and values have errors of up to {rounded:.1%} (root mean "
+                f"square), so answers may differ from those after a fresh prefill"
             )
         if methods := [one.compression for one in loaded if one.compression]:
             lines.append(
-                f"{len(methods)} document(s) are compressed ({'; '.join(sorted(set(methods)))}), and "
-                f"answered from what is left, however fast a prefill would be; --reuse never prefills them whole"
+                f"{len(methods)} document(s) are compressed ({'; '.join(sorted(set(methods)))}), and always loaded, "
+                f"even if a prefill would be faster; --reuse never prefills them without compression"
             )
         if len(loaded) < len(good):
-            lines.append(f"{len(good) - len(loaded)} document(s) are prefilled again: that is faster, or asked for")
+            lines.append(
+                f"{len(good) - len(loaded)} document(s) will be prefilled again, which is faster or was requested"
+            )
         return lines
 
 
@@ -147,7 +149,7 @@ def scan_stored(spec: JobSpec, *, cold: bool = False) -> StoredCorpus:
     if all(one.error is not None for one in documents):
         why = f": {documents[0].error}" if documents else ""
         raise (DataError if lost else CorpusError)(
-            f"documents.path {spec.documents.path}: no document there can be asked{why}"
+            f"documents.path {spec.documents.path}: no document there can be asked about{why}"
         )
     if cold:
         for file in {one.file for one in documents}:
@@ -220,7 +222,7 @@ class StoredSource:
             prefix = self._prefix_of(stored, path) if self._loads[entry.place] else None
             self._open = stored, prefix
         if _seal(self._open[0].kv.seal(), self._ask[name]) != entry.sha256:
-            raise DocumentError(f"{document_id}: its stored keys and values have changed since the batch began")
+            raise DocumentError(f"{document_id}: its stored keys and values have changed since the job began")
         return self._open
 
     def _prefix_of(self, stored: StoredPrompt, path: Path) -> SharedPrefix | None:
@@ -230,8 +232,8 @@ class StoredSource:
             return None if self._recomputes else prefix_of(ids, loaded, lambda: stored, path)
         if self._recomputes:
             raise DocumentError(
-                f"{stored.record.id}: what is stored of it is compressed ({compression}), and its keys depend on how "
-                f"the prompt goes on, so they would have to be computed anew; `--reuse never` prefills it whole"
+                f"{stored.record.id}: its stored keys and values are compressed ({compression}), but depend on how the "
+                f"prompt continues, so they have to be computed again; use `--reuse never`"
             )
         return compressed_prefix_of(ids, loaded, lambda: stored, path, compression)
 
@@ -249,15 +251,18 @@ def _look(index: Index, name: str, parts: PartIndexes, *, is_sharded: bool) -> S
         return StoredDocument(name, file, error=str(error))
     why = None
     if not kv.layers:
-        why = "no keys and values are stored of it; prefill it with output.kv = true"
+        why = "no keys and values are stored for it; prefill it with output.kv = true"
     elif record.parts > 1:
-        why = f"its text was too long and was asked in {record.parts - 1} parts: what is stored is of their answers"
+        why = (
+            f"its text was too long and was split into {record.parts - 1} parts, so only the keys and values of the "
+            f"combined answers are stored"
+        )
     elif kv.tokens is None:
-        why = "its stored keys and values do not say whose they are, or are not of all tokens; prefill it again"
+        why = "its stored keys and values have no token ids, or not all tokens; prefill it again"
     elif kv.compression and is_sharded:
-        why = f"it is compressed ({kv.compression}) and so asked on one rank; leave --sharded out"
+        why = f"it is compressed ({kv.compression}), which needs one rank; leave --sharded out"
     if why is not None or kv.tokens is None:
-        return StoredDocument(name, file, error=f"{name} cannot be asked: {why}")
+        return StoredDocument(name, file, error=f"{name} cannot be asked about: {why}")
     rate = record.prefill_tokens_per_s / max(1, len(record.slices) - 1)
     tokens = kv.tokens.text[1]
     return StoredDocument(
@@ -271,14 +276,14 @@ def _check_stored_again(loaded: Sequence[StoredDocument]) -> None:
         how = f"compressed ({one.compression})" if one.compression else "stored in 8 bits" * bool(one.error_of_8_bits)
         if how:
             raise ConfigError(
-                f"output.kv = true does not go with questions about {one.id}: it is {how}, and what would be stored "
-                f"of its prompts is not what the model computes of them; leave output.kv out, or prefill the "
+                f"output.kv = true cannot be combined with questions about {one.id}: it is {how}, so the stored keys "
+                f"and values would differ from those that the model computes; leave output.kv out, or prefill the "
                 f"documents again with questions.reuse = 'never'"
             )
 
 
 def _lost(name: str, damaged: DamagedFile) -> StoredDocument:
-    why = f"{name} cannot be asked: {damaged.file} is damaged ({damaged.why}); prefill it again"
+    why = f"{name} cannot be asked about: {damaged.file} is damaged ({damaged.why}); prefill it again"
     return StoredDocument(name, damaged.file, error=why)
 
 

@@ -36,7 +36,7 @@ def describe_throughput(
     planned = "" if predicted_s is None else f" (planned: {duration(predicted_s)})"
     busy = 100 * total.busy_s / total.phase_s if total.phase_s else 0
     yield (
-        f"{documents} document(s) in {duration(seconds)}{planned}: {3600 * documents / seconds:.0f} an hour, "
-        f"{total.prompt_tokens / seconds:.0f} prompt tokens/s, {total.new_tokens / seconds:.1f} new tokens/s; "
-        f"ranks computed in {busy:.0f} % of their prefill time"
+        f"{documents} document(s) in {duration(seconds)}{planned}: {3600 * documents / seconds:.0f} documents/hour, "
+        f"{total.prompt_tokens / seconds:.0f} prompt tokens/s, {total.new_tokens / seconds:.1f} new tokens/s; ranks "
+        f"were computing for {busy:.0f} % of their prefill time"
     )

@@ -165,13 +165,13 @@ def open_trace(
         ranks_per_stage=setup.spec.parallel.ranks_per_stage,
     )
     if left <= 0:
-        log.root(f"no trace: those of earlier jobs have its {wanted.trace_mib} MiB (report.trace_mib)")
+        log.root(f"no trace: the traces of earlier jobs fill the {wanted.trace_mib} MiB allowed (report.trace_mib)")
         yield Trace(Recorder(), states=states)
         return
     recorder = Recorder(is_on=True)
     writer = TraceWriter(folder, header, recorder, origin=origin, limit_bytes=left // world.size, say=log.line)
     _compare_clocks(world, writer, header, origin)
-    log.root(f"recording what the ranks do, up to {left / 2**20:.1f} MiB in {writer.path.parent}")
+    log.root(f"recording a trace of all ranks, up to {left / 2**20:.1f} MiB in {writer.path.parent}")
     try:
         yield Trace(recorder, writer, layers, rates, states)
         world.barrier()

@@ -1,11 +1,11 @@
 """One rank of a chain at work: wave after wave of prompts is prefilled and then decoded, until no document is left.
 
 Stands between one prompt's run (`ChainRunner`) and the whole job (``batch``). Prompts follow each other through the
-chain without a barrier; those too short for a chain are prefilled packed, by one rank each. Then every rank decodes all
-it holds at once, and a new wave begins when a quarter is left: what has not ended goes on beside the next wave's.
+chain without a barrier; those too short for a chain are prefilled by one rank each, packed into rows. Then every rank
+decodes all of its answers together. A new wave begins when a quarter of them is left, and these continue with it.
 
-All ranks of a chain go the same way: its first rank decides, and tells the others; what only one rank knows, such as an
-answer, is told to all of them between two waves.
+All ranks of a chain take the same decisions: the first rank decides, and broadcasts the decision. Whatever only one
+rank knows, such as an answer, is exchanged between two waves.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from kvr_mpi.transport import Transport, gather_json, share_json
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What a rank works with, whatever chain it is in.
+    """What a rank works with, independent of its chain.
 
     source : where documents come from.
     sink : where results go.
-    decoder : what it decodes.
-    trace : what it records of itself.
+    decoder : the answers that this rank decodes.
+    trace : the rank's recording of its own work.
     """
 
     source: Source
@@ -64,7 +64,7 @@ class OpenDocument:
 
 @dataclass(frozen=True, slots=True)
 class NoDocuments:
-    """None is left, or none is to be begun: the last wave ends."""
+    """No document is left, or none may be started any more: the last wave ends."""
 
 
 Decision = OpenDocument | NoDocuments | RefuseDocument | PrefillPrompt[PlannedPrompt] | EndWave
@@ -80,8 +80,8 @@ class ChainWorker:
         Which documents this chain takes.
     context : WorkerContext
     members : Transport or None
-        All ranks of the chain, where its stages are several: `runner` has one rank of each of them. What is decided and
-        told is so among all.
+        All ranks of the chain, if its stages have several: `runner` then has one rank of each stage, while decisions
+        and outcomes are exchanged among all of them.
     """
 
     def __init__(
@@ -105,9 +105,10 @@ class ChainWorker:
         self._parts: dict[str, PromptRequest] = {}  # of documents that are split, until their outcome is known
 
     def run(self) -> None:
-        """Work until no document is left to prefill, or none is to be begun.
+        """Work until no document is left to prefill, or none may be started any more.
 
-        What a rank holds alone then is decoded later; what the chain decodes together, at once.
+        Answers that a rank decodes alone may then be unfinished, and the caller decodes them; those that the ranks of
+        the chain decode together are finished here.
         """
         self._exchange_outcomes()
         while self._has_work and not self._is_over():
@@ -127,7 +128,7 @@ class ChainWorker:
         return self._has_documents or self._scheduler.has_waiting or bool(self._parts)
 
     def _is_over(self) -> bool:
-        """Say whether the chain has no time left; its first rank looks at the clock for all."""
+        """Whether the chain has no time left; its first rank checks the clock for all of them."""
         return bool(share_json(self._members, self._context.stop.is_over))
 
     def _prefill_wave(self) -> None:
@@ -146,7 +147,7 @@ class ChainWorker:
         self._context.tally.phase_s += time.monotonic() - began
 
     def _agree_on_decision(self) -> Decision:
-        """Let the chain's first rank decide what comes next, for all of them."""
+        """Let the chain's first rank decide what comes next, and broadcast that."""
         word = None
         self._context.trace.tell("waiting", "for its chain's next document")
         if self._members.rank == 0:
@@ -156,7 +157,7 @@ class ChainWorker:
         return self._from_wire(share_json(self._members, word))
 
     def _take_document(self) -> OpenDocument | NoDocuments:
-        """Take the next document, unless there is none, or no time for it."""
+        """Take the next document, unless there is none or not enough time for it."""
         stop, following = self._context.stop, self._queue.peek_document()
         stop.announce()
         stop.listen()
@@ -167,7 +168,7 @@ class ChainWorker:
         return NoDocuments() if number is None else OpenDocument(number)
 
     def _open_document(self, number: int) -> None:
-        """Make a document's prompts; it is in flight from now on."""
+        """Make a document's prompts; from now on it counts as begun."""
         document, work = self._context.source.read(number), self._queue.work_of(number)
         self._context.trace.tell("reading", document.id)
         self._context.sink.begin_document(document.id)
@@ -189,18 +190,18 @@ class ChainWorker:
             self._parts |= {request.key: request for request in requests}
 
     def _refuse_document(self, document: DocumentRequest, reason: str) -> None:
-        """Give up a document of which all ranks know why."""
+        """Give up a document for a reason that all ranks of the chain know."""
         self._parts = {key: request for key, request in self._parts.items() if request.document is not document}
         self._scheduler.drop_document(document)
         self._write_error(document.document, document.work, reason)
 
     def _write_error(self, document: Document, work: int, reason: str) -> None:
-        """Store an error that all ranks of the chain know of: one of them does."""
+        """Store an error that all ranks of the chain know of; only the first of them writes it."""
         if self._members.rank == 0:
             self._context.sink.write_record(error_record(document, reason), work)
 
     def _prefill(self, plan: PlannedPrompt) -> None:
-        """Prefill the next prompt; one that runs with others is put aside by the rank that decodes it, or by all."""
+        """Prefill the next prompt; one for a packed row is queued by the rank that decodes it, or by all."""
         request = self._scheduler.start_next(plan.decode_rank)
         documents = self._runner.documents
         if documents.is_other(plan.prefix):
@@ -215,7 +216,7 @@ class ChainWorker:
             self._context.trace.begin_prompt(request, plan, self._chain, self._runner.first_rank)
             prefill = self._prefill_slice(request, plan)
             self._context.trace.end_prompt(prefill)
-            request.document.prefix = None  # with the file it is loaded from
+            request.document.prefix = None  # frees it, and closes the file it is loaded from
             self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
             if self._runner.is_spread or self._chain.rank == plan.decode_rank:
                 self._start_decoding(request, prefill)
@@ -238,7 +239,7 @@ class ChainWorker:
         return prefill
 
     def _prefill_shared(self, request: PromptRequest, plan: PlannedPrompt) -> None:
-        """Prefill what a prompt shares with others; nothing goes on any more from what was shared before."""
+        """Prefill what a prompt shares with others; what was shared before is no longer used."""
         self._prefill_packed()
         if plan.shared_tokens:
             self._context.trace.begin_prompt(request, plan, self._chain, self._runner.first_rank)
@@ -248,7 +249,7 @@ class ChainWorker:
             self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
 
     def _from_wire(self, word: list[Any]) -> Decision:
-        """Read a decision; of a prompt's plan what the ranks do not know is told."""
+        """Read a decision; for a prompt it holds only the parts of the plan that other ranks cannot know."""
         name, fields = word
         if name == PrefillPrompt.__name__:
             return PrefillPrompt(self._runner.planned(self._scheduler.next_request, **fields))
@@ -257,7 +258,7 @@ class ChainWorker:
         return decision
 
     def _prefill_packed(self) -> None:
-        """Prefill what was put aside, some prompts at a time."""
+        """Prefill the queued prompts, row by row."""
         packed, self._packed = self._packed, []
         for row in [packed] * bool(packed) if self._runner.in_passes else _rows(packed):
             self._context.trace.begin_row(row, self._runner.first_rank + self._chain.rank)
@@ -281,7 +282,7 @@ class ChainWorker:
         self._context.decoder.start(request, prefill, seed_of(request.document.document, self._runner.seed))
 
     def _decode_wave(self) -> None:
-        """Decode what this rank holds; leave some of it for the next wave, if prompts wait for that."""
+        """Decode this rank's answers; leave some for the next wave if prompts are waiting for it."""
         decoder = self._context.decoder
         if decoder.shares_heads:
             self._decode_together()
@@ -291,7 +292,7 @@ class ChainWorker:
         decoder.decode(leave=few if self._has_documents or self._scheduler.has_waiting else 0)
 
     def _decode_together(self) -> None:
-        """Decode what the chain holds, to the end; the links are free for it when all segments are through."""
+        """Decode the chain's answers to the end, after all segments are sent and the links are free."""
         if self._forwarder is not None:
             self._forwarder.settle()
         self._chain.barrier()
@@ -299,11 +300,11 @@ class ChainWorker:
         self._context.decoder.decode()
 
     def _exchange_outcomes(self) -> None:
-        """Tell each other what is held and what was answered."""
+        """Exchange how much memory the ranks hold, and what has become of their prompts."""
         self._context.trace.tell("waiting", "for its chain's other ranks")
         held = self._context.decoder.held(self._runner.held_bytes, self._runner.documents.held)
         outcomes = [(key, asdict(outcome)) for key, outcome in self._context.decoder.take_outcomes()]
-        self._members.barrier()  # it sleeps, so that those that still decode have their cores
+        self._members.barrier()  # waits asleep, leaving the cores to ranks that are still decoding
         ranks = share_json(self._members, gather_json(self._members, [asdict(held), outcomes]))
         ranks = first_of_each(ranks, self._chain.size)
         self._scheduler.begin_wave(Held(**each) for each, _ in ranks)
@@ -312,7 +313,7 @@ class ChainWorker:
                 self._receive_outcome(key, PromptOutcome(**outcome))
 
     def _receive_outcome(self, key: str, outcome: PromptOutcome) -> None:
-        """Take what became of a part of a document."""
+        """Process the outcome of a part of a document."""
         request = self._parts.pop(key, None)
         if request is None:  # of a document that failed before
             return
@@ -330,7 +331,7 @@ def answers_text(count: int) -> str:
 
 
 def _rows(packed: Sequence[tuple[PromptRequest, PlannedPrompt]]) -> list[list[tuple[PromptRequest, PlannedPrompt]]]:
-    """Group prompts, as they come, so that none but a single one exceeds `PACK_TOKENS`, all with one prefix."""
+    """Group prompts in order into rows of at most `PACK_TOKENS` (or one longer prompt) with the same prefix each."""
     rows: list[list[tuple[PromptRequest, PlannedPrompt]]] = []
     left = 0
     for each in packed:

@@ -1,4 +1,4 @@
-"""What one document of a job takes on a chain of any length: slices, time, memory, and how that is known.
+"""Forecasts for one document on a chain of any length: slices, time and memory, and where the rates come from.
 
 Stands between the job and the plan. The prefill is the cost model's; decoding is a step for every new token, which
 the chain's last rank makes for all documents it keeps.
@@ -33,7 +33,7 @@ from kvr_mpi.schedule.times import Seconds
 from kvr_mpi.tuning.lookup import choose_slices
 from kvr_mpi.tuning.table import FOLDER, Table, load_table, table_files
 
-# Of a profile's memory; the rest goes to libraries and to gaps between tensors.
+# Usable share of a profile's memory; the rest is lost to libraries and fragmentation.
 MEMORY_SHARE = 0.95
 
 
@@ -43,7 +43,7 @@ def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, af
     Raises
     ------
     ConfigError
-        If prompt, answer and the model's context do not go together.
+        If prompt and answer do not fit into the model's context.
     """
     prompt = spec.prompt
     context = prompt.max_tokens or shape.max_tokens or 1 << 62
@@ -52,8 +52,8 @@ def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, af
     room = context - spec.generation.max_new_tokens
     if room < 1:
         raise ConfigError(
-            f"generation.max_new_tokens = {spec.generation.max_new_tokens} leaves no room for a prompt in a "
-            f"context of {context} tokens; ask for fewer"
+            f"generation.max_new_tokens = {spec.generation.max_new_tokens} leaves no room for a prompt in a context of "
+            f"{context} tokens; lower it"
         )
     return make_frame(
         tokenizer,
@@ -67,7 +67,7 @@ def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, af
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What one document takes on a chain of any length.
+    """Forecasts of time and memory of one document on a chain of any length.
 
     source : where the costs come from.
     costs : of a rank, all alike.
@@ -108,7 +108,7 @@ class Forecast:
     rolling: Rolling | None = None
 
     def chunks_for(self, tokens: int, ranks: int) -> int | None:
-        """Say in which chunks a prompt's slices are computed on so many ranks; None: at once."""
+        """Chunk length in tokens for a prompt's slices on so many ranks; None: whole slices."""
         strategy = self.strategy(tokens, ranks)
         if self.rolling is not None:
             return None
@@ -126,7 +126,7 @@ class Forecast:
         return self.costs.in_chunks(math.ceil(max(self.slices(tokens, ranks).lengths) / chunk_tokens))
 
     def strategy(self, tokens: int, ranks: int) -> Strategy:
-        """Say what runs a prompt on so many ranks; on one rank all that is not plain is a chain of one."""
+        """Strategy for a prompt on so many ranks; on one rank, everything but plain transformers is a chain of one."""
         known = [one for one in self.strategies if one.is_plain or 1 < ranks * one.stretches <= tokens]
         if ranks == 1 or not known or self.rolling is not None:
             return self.strategies[0] if self.strategies[0].is_plain else KVR
@@ -135,11 +135,11 @@ class Forecast:
         return known[fastest([one.seconds(self.costs, self.cut_for(one, tokens, ranks)) for one in known])]
 
     def slices(self, tokens: int, ranks: int) -> Partition:
-        """Cut a prompt as so many ranks would."""
+        """Cut a prompt for so many ranks."""
         return self.cut_for(self.strategy(tokens, ranks), tokens, ranks)
 
     def cut_for(self, strategy: Strategy, tokens: int, ranks: int) -> Partition:
-        """Cut a prompt as so many ranks would under a strategy."""
+        """Cut a prompt for so many ranks under a strategy."""
         if self.rolling is not None:
             return Partition.even(tokens, ranks)
         if not strategy.has_cuts:
@@ -150,7 +150,7 @@ class Forecast:
         return Partition.by_ratio(tokens, ratios, QUANTUM_TOKENS)
 
     def ttft_s(self, tokens: int, ranks: int) -> float:
-        """Time to the first token of one prompt; one shorter than the chain is done by its last rank."""
+        """Time to the first token of one prompt; if it is shorter than the chain, the last rank computes it alone."""
         if self.rolling is not None:
             return self._rolling_s(tokens, self.rolling, ranks if ranks <= tokens else 1)
         if 1 < ranks <= tokens:
@@ -158,7 +158,7 @@ class Forecast:
             return strategy.seconds(self.costs_for(tokens, ranks), self.cut_for(strategy, tokens, ranks))
         costs = self.costs_for(tokens, 1)
         whole_s = chain_seconds(costs, [tokens])
-        # Our engine, on one rank too, computes of the last layer's attention only what the last token needs.
+        # After the attention of the last layer, our engine computes only the last token, even on one rank.
         saved_s = 0.0 if costs.eager or self.plain else costs.pair_s * tokens**2 / 2
         return max(whole_s - saved_s, costs.layers * costs.launch_floor_s)
 
@@ -208,15 +208,15 @@ class Forecast:
         return prefill_s + decode_s / max(1.0, ranks * min(1.0, self.load))
 
     def for_corpus(self, documents: int, ranks: int) -> Forecast:
-        """Forecast documents among so many others."""
+        """Return a forecast for documents that are decoded together with others of a corpus."""
         return replace(self, load=documents / ranks)
 
     def memory(self, tokens: int, ranks: int) -> float | None:
-        """Most bytes any rank of the chain holds, at most for the longest prompt there may be; None if unknown."""
+        """Peak bytes on any rank of the chain, at most those of the longest possible prompt; None if unknown."""
         return None if self.peak_bytes is None else self.peak_bytes(min(tokens, self.frame.max_tokens), ranks)
 
     def fits(self, tokens: int, ranks: int) -> bool:
-        """Whether the ranks of a chain can run a document, and have the memory; yes where that is unknown."""
+        """Whether the ranks of a chain can run a document and have enough memory; true if the memory is unknown."""
         needed = self.memory(tokens, ranks) if tokens and self.memory_bytes is not None else None
         return needed is None or self.memory_bytes is None or needed <= self.memory_bytes
 
@@ -259,8 +259,8 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
     if hardware is None and len(machines) != 1:
         measured = f"{' or '.join(machines)} (measured, in tables), " if machines else ""
         raise ConfigError(
-            f"nothing says how fast a rank is: choose with --hardware {measured}{', '.join(profiles())} (profiles), or "
-            f"a JSON file of the same keys; or measure a table of this model on the ranks themselves with kvr search"
+            f"the speed of a rank is unknown: give --hardware {measured}{', '.join(profiles())} (profiles), or a JSON "
+            f"file with the same keys; or measure a table of this model with kvr search"
         )
     if hardware in machines or hardware is None:
         mine = [table for table in tables if table.key.hardware == (hardware or machines[0])]
@@ -292,7 +292,7 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
 
 
 def with_memory(forecast: Forecast, footprint: Footprint, memory_bytes: float, held_bytes: float = 0.0) -> Forecast:
-    """Add to a forecast what its prompts need on the fullest rank, and what a rank has.
+    """Add to a forecast the memory needed on the fullest rank, and the memory of a rank.
 
     Parameters
     ----------
@@ -327,7 +327,7 @@ def with_memory(forecast: Forecast, footprint: Footprint, memory_bytes: float, h
 
 
 def _tables(spec: JobSpec, outline: Outline) -> list[Table]:
-    """Tables of this model and dtype, where the job says tables are."""
+    """Lookup tables for this model and dtype, from the place that the job names."""
     place = Path(spec.parallel.table or FOLDER)
     found = [load_table(file) for file in table_files(place)] if place.exists() else []
     dtype = str(outline.dtype).removeprefix("torch.")

@@ -38,7 +38,8 @@ MIN_LADDER_TRIALS = 3
 # With no more documents than this for each rank, chains may also have lengths that do not divide the ranks: those of
 # these quarters of powers of two, up to the longest that is forecast quickly.
 FEW_PER_RANK, QUARTERS, LONGEST_BETWEEN = 4, (5, 6, 7, 8), 64
-# In the place of a time (two years): this length is not possible. Times many ranks it is still a 64-bit number.
+# Stands for a chain length that is not possible. Two years in microseconds, so that it can be multiplied by many ranks
+# without exceeding 64 bits.
 NEVER = 1 << 46
 
 Table: TypeAlias = npt.NDArray[np.int64]
@@ -56,12 +57,12 @@ class Plan:
 
     @property
     def cost(self) -> tuple[int, int, int]:
-        """What is to be small: the time, then the rank time, then the number of lengths."""
+        """What to minimise: the time, then the rank time, then the number of lengths."""
         return self.makespan, self.area, len(np.unique(self.columns))
 
 
 def chain_lengths(ranks: int, documents: int) -> list[int]:
-    """Lengths a chain may have, ascending: those that divide the ranks, and for few documents others between them."""
+    """Possible chain lengths, ascending: divisors of the ranks, and with few documents also some in between."""
     found = {length for length in range(1, ranks + 1) if divides(length, ranks)}
     if documents <= FEW_PER_RANK * ranks:
         powers = range(min(ranks, LONGEST_BETWEEN).bit_length())
@@ -174,7 +175,7 @@ def _allot(times: Table, areas: Table, deadline: int) -> Table:
 
 
 def _deadlines(times: Table, areas: Table, ranks: int, count: int) -> list[int]:
-    """Deadlines worth a trial: each of them can change a length."""
+    """Deadlines to try: only those that can change the length of a chain."""
     target = max(int(areas.min(axis=1).sum()) // ranks, int(times.min(axis=1).max()))
     worth = np.unique(times[(times >= target // 32) & (times <= 2 * target)])
     if len(worth) > count:
@@ -183,7 +184,7 @@ def _deadlines(times: Table, areas: Table, ranks: int, count: int) -> list[int]:
 
 
 def _climb(plan: Plan, times: Table, lengths: Sequence[int], ranks: int, steps: int) -> Plan:
-    """Give the document that ends last the next longer chain that is faster, many times; return the best on the way."""
+    """Repeatedly move the document that ends last to a longer, faster chain; return the best plan seen."""
     best = plan
     for _ in range(steps):
         faster = np.flatnonzero(times[plan.last] < times[plan.last, plan.columns[plan.last]])

@@ -19,7 +19,7 @@ from kvr_mpi.tuning.table import Table
 
 @dataclass
 class Partitioner:
-    """What decides on the slices of one chain's prompts.
+    """Chooses the slices of one chain's prompts.
 
     rates : of the chain's ranks, if they were measured.
     table : if the job names one.
@@ -34,7 +34,7 @@ class Partitioner:
     _has_extrapolated: bool = field(default=False, init=False)
 
     def cut(self, tokens: int, decode_rank: int, before: int) -> Partition:
-        """Cut so many tokens, after `before` others that are known already; what is unusual is said.
+        """Cut so many tokens, which follow `before` tokens that are known already, and log anything unusual.
 
         Parameters
         ----------
@@ -46,10 +46,10 @@ class Partitioner:
         return self.propose(tokens, decode_rank, before)
 
     def propose(self, tokens: int, decode_rank: int, before: int) -> Partition:
-        """Cut as `cut` does, without a word to the user."""
+        """Cut as `cut` does, without logging."""
         parallel, first = self.parallel, Rotation.ending_at(self.chain.size, decode_rank).first
         if self.rates and parallel.partition == "equal_time":
-            # Every token attends to those before, too: that makes it dearer, and is the same for all.
+            # Every token also attends to the known ones, which adds the same cost to each.
             rates = [Rates(rate.token_s + rate.pair_s * before, rate.pair_s) for rate in self.rates]
             return Partition.by_ratio(tokens, equal_time(tokens, [*rates[first:], *rates[:first]]), QUANTUM_TOKENS)
         if parallel.ratios is not None:
@@ -59,7 +59,7 @@ class Partitioner:
         return Partition.even(tokens, self.chain.size)
 
     def share_out(self, tokens: int, decode_rank: int, seen: int) -> Partition:
-        """Say how many tokens each rank computes where every token sees as many others, whoever computes it.
+        """Share out tokens that each attend to the same number of others, on whatever rank.
 
         Nothing but the ranks' speeds then makes them differ.
 
@@ -79,12 +79,12 @@ class Partitioner:
         return Partition.by_ratio(tokens, [1 / (rate.token_s + rate.pair_s * seen) for rate in in_turn])
 
     def _look_up(self, table: Table, tokens: int) -> Partition:
-        """Cut by the table; beyond its entries by its rates, which is said once."""
+        """Cut by the table, or outside its range by its fitted rates, which is logged once."""
         choice = choose_slices(table, tokens, self.chain.size)
         if choice.how == "extrapolated" and not self._has_extrapolated and self.chain.rank == 0:
             self.say(
                 f"warning: the table was searched for {describe_range(table)}; a prompt of {tokens} tokens on "
-                f"{self.chain.size} ranks is beyond that: such prompts are cut by the table's fitted rates"
+                f"{self.chain.size} ranks is outside this range: such prompts are cut by the fitted rates of the table"
             )
         self._has_extrapolated |= choice.how == "extrapolated"
         return choice.partition

@@ -25,14 +25,14 @@ from kvr_mpi.errors import ConfigError
 from kvr_mpi.schedule.moldable import NEVER, Plan, Table, bounds, chain_lengths, fixed_plans, moldable_plans
 from kvr_mpi.schedule.times import Fits, Seconds, sampled, tabulate_times
 
-# So many times later than possible a batch may end for the sake of efficient chains.
+# Factor by which a batch may end later than possible for the sake of efficient chains.
 LATER = 1.02
 Name = TypeVar("Name", str, int)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One document on ranks ``first_rank`` to ``first_rank + ranks - 1``, and why on so many."""
+    """One document on ranks ``first_rank`` to ``first_rank + ranks - 1``, and the reason for that number of ranks."""
 
     id: str
     tokens: int
@@ -85,7 +85,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A plan, and what its reasons are told from.
+    """A plan, and the alternatives from which its reasons are derived.
 
     times : of every document (row) on every chain length (column).
     shares : of the speed-up its ranks could ideally give to a document over the shortest chain it fits on.
@@ -109,7 +109,7 @@ def schedule(
     min_efficiency: float = 0.0,
     smooth: bool = True,
 ) -> Schedule:
-    """Choose chain, place and time of every document so that the last one ends soon.
+    """Choose the chain length, ranks and start of every document so that the last one ends as early as possible.
 
     No document gets a chain longer than its memory demands with less than `min_efficiency` of the speed-up that so
     many more ranks could ideally give, unless the batch would end more than 2 % later for it, or later than with chains
@@ -165,7 +165,7 @@ def schedule(
 
 
 def _choose(fixed: dict[int, Plan], times: Table, lengths: Sequence[int], ranks: int, min_efficiency: float) -> _Choice:
-    """Take the plan that ends soonest, or one without wasteful chains that ends hardly later."""
+    """Choose the plan that ends earliest, or one without wasteful chains that ends only slightly later."""
     soonest = min([*fixed.values(), *moldable_plans(times, lengths, ranks)], key=lambda plan: plan.cost)
     areas = times * np.array(lengths)
     shortest = (times < NEVER).argmax(axis=1)
@@ -181,16 +181,16 @@ def _choose(fixed: dict[int, Plan], times: Table, lengths: Sequence[int], ranks:
 
 
 def _misfit(tokens: int, ranks: int, fits: Fits) -> str:
-    """Say what would do for a document that fits on no chain."""
+    """Say what would be enough for a document that fits on no chain."""
     enough = next((more for more in (ranks << power for power in range(1, 11)) if fits(tokens, more)), None)
-    advice = f"start {enough} ranks" if enough else "no number of ranks would do: it needs more memory on each"
+    advice = f"start {enough} ranks" if enough else "more ranks do not help: it needs more memory on each rank"
     return f"{tokens} tokens do not fit into the memory of a chain of up to {ranks} rank(s); {advice}"
 
 
 def _lay_out(
     documents: Sequence[tuple[str, int]], order: dict[str, int], choice: _Choice, lengths: Sequence[int]
 ) -> tuple[Placement, ...]:
-    """Say when: longest chains first; on one block documents of one length follow each other as the corpus has them."""
+    """Set start times: longest chains first, and in each block the documents of one length in the corpus's order."""
     plan, times = choice.plan, choice.times
     free: dict[int, int] = {}
     placements = []
@@ -213,7 +213,7 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
     times, shares, column = choice.times[row], choice.shares[row], int(choice.plan.columns[row])
     possible = np.flatnonzero(times < NEVER)
     if column not in possible:
-        return "shorter than the chain: its last rank does it"
+        return "shorter than the chain: its last rank computes it alone"
     if column == possible[0]:
         if column:
             return "does not fit on fewer ranks"
@@ -223,7 +223,7 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
         return "a longer chain would not end the batch sooner"
     below = int(possible[possible < column][-1])
     took, before = int(times[column]) / 1e6, int(times[below]) / 1e6
-    late = " (longer than the whole batch)" if times[below] > choice.plan.makespan else ""
+    late = ", longer than the whole batch" if times[below] > choice.plan.makespan else ""
     reason = f"{took:.1f} s instead of {before:.1f} s on {lengths[below]}{late}; {100 * shares[column]:.0f} % efficient"
     if choice.later is not None and shares[column] < choice.limit:
         reason += f", but without such chains the batch would end {100 * (choice.later - 1):.0f} % later"
@@ -231,7 +231,7 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
 
 
 def deal(todo: Sequence[tuple[Name, int]], chains: int) -> list[set[Name]]:
-    """Share documents (name, characters) among chains: the longest first, each to the chain with least to do."""
+    """Assign documents (name, characters) to chains: longest first, each to the chain with the least work."""
     shares: list[set[Name]] = [set() for _ in range(chains)]
     loads = [(0, chain) for chain in range(chains)]
     for name, chars in sorted(todo, key=lambda item: (-item[1], item[0])):

@@ -34,7 +34,7 @@ def prompt_tokens(prompt: PromptSection, frame: Frame, text_tokens: int) -> int:
 
 
 def count_tokens(tokenizer: Any, share: Iterable[Document], world: Transport) -> dict[str, int]:
-    """Tokens of documents' texts, each rank counting its share; every rank is given all."""
+    """Count the tokens of the documents' texts: each rank counts its share, and all get every result."""
     mine = {
         document.id: len(encode_text(tokenizer, document.text)) if document.error is None else 0 for document in share
     }
@@ -77,7 +77,7 @@ def agree(world: Transport, plan: Schedule) -> Schedule:
 
 
 def describe(plan: Schedule) -> list[str]:
-    """Tell in a few lines how a corpus is shared, how long it takes, and how else it could have been."""
+    """Describe in a few lines how a corpus is distributed, how long it takes, and how alternatives compare."""
     counts = {length: sum(place.ranks == length for place in plan.placements) for length in plan.chain_lengths}
     shares = [f"{count} on chains of {length} ranks" for length, count in counts.items() if length > 1]
     shares += [f"{counts[1]} on one rank each"] if 1 in counts else []
@@ -88,7 +88,7 @@ def describe(plan: Schedule) -> list[str]:
         return lines
     over = 100 * (plan.makespan_s / plan.lower_bound_s - 1)
     lines.append(
-        f"predicted {duration(plan.makespan_s)}, {over:.1f} % over the lower bound {duration(plan.lower_bound_s)}"
+        f"predicted {duration(plan.makespan_s)}, {over:.1f} % above the lower bound {duration(plan.lower_bound_s)}"
     )
     alone = plan.data_parallel_s
     lines.append(
@@ -102,5 +102,5 @@ def describe(plan: Schedule) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss, short times with two digits after the point."""
+    """Format seconds as h:mm:ss, or times below 100 s as seconds with two decimals."""
     return f"{seconds:.2f} s" if seconds < 100 else clock_time(seconds)

@@ -130,7 +130,9 @@ def simulate(
         If a context is beyond the model's, or there are more ranks than tokens.
     """
     if chunk_tokens is not None and relay != "cut-through":
-        raise ConfigError(f"chunk_tokens = {chunk_tokens}: chunks are forecast for cut-through only, not {relay}")
+        raise ConfigError(
+            f"chunk_tokens = {chunk_tokens}: forecasts with chunks need relay = 'cut-through', not {relay!r}"
+        )
     _check_contexts(work, contexts, max(ranks))
     return [_row(costs, tokens, size, relay, quantum, chunk_tokens) for tokens in contexts for size in ranks]
 
@@ -141,8 +143,8 @@ def _check_contexts(work: Workload, contexts: Sequence[int], most_ranks: int) ->
         if work.max_tokens is not None and tokens > work.max_tokens:
             longer = [name for name, shape in SHAPES.items() if (shape.max_tokens or tokens) >= tokens]
             raise ConfigError(
-                f"{tokens} tokens are beyond the {work.max_tokens} of {work.name}; "
-                f"shapes for this length: {', '.join(longer)}"
+                f"{tokens} tokens exceed the {work.max_tokens} of {work.name}; shapes for this length: "
+                f"{', '.join(longer)}"
             )
         if tokens < most_ranks:
             raise ConfigError(
@@ -280,9 +282,7 @@ def find_workload(model: str, is_offline: Callable[[], bool]) -> Workload:
         return named_workload(model)
     except ConfigError as error:
         if not (Path(model).exists() or "/" in model or model.startswith(PACKAGE)):
-            raise ConfigError(
-                f"{error}; or name a model's folder, a .gguf file, or an id org/name on the hub"
-            ) from error
+            raise ConfigError(f"{error}; or give a model folder, a .gguf file, or an id org/name on the hub") from error
     source = find_model(model)
     import torch
     from transformers import AutoConfig

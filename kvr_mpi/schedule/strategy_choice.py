@@ -1,4 +1,4 @@
-"""Which strategy runs a prompt on a chain, where a job leaves that open (``parallel.strategy = "auto"``).
+"""Which strategy runs a prompt on a chain if the job leaves the choice open (``parallel.strategy = "auto"``).
 
 Stands between the cost model and the engine. What is forecast depends on a prompt's length alone, so the chain's first
 rank works it out once for all lengths and tells the others: no two ranks can choose differently.
@@ -14,7 +14,7 @@ from kvr_mpi.transport import Transport, share_json
 
 # Longer prompts are run as one of this length.
 LONGEST_TOKENS = 1 << 20
-# Where the choice changes is found to within this share of the length.
+# Relative accuracy of the length at which the choice changes.
 NEAR = 1 / 32
 
 # Seconds to the first token of a prompt of so many tokens.
@@ -23,7 +23,7 @@ Seconds = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """From a length on: which of the candidates runs a prompt, and what all take at the stretch's longest, seconds."""
+    """A range of prompt lengths: the candidate chosen for it, and the seconds of all at its longest length."""
 
     tokens: int
     chosen: int
@@ -45,7 +45,7 @@ class Choice:
         return [chosen, *(one for one in self.strategies if one is not chosen)]
 
     def describe(self, ranks: int) -> str:
-        """Say in a line what is chosen, and why."""
+        """Describe the choice and its reason in one line."""
         parts = []
         for number, stretch in enumerate(self.stretches):
             since = f"from {stretch.tokens} tokens on " if number else ""
@@ -78,7 +78,7 @@ def choose_strategies(
 
 
 def _stretches(seconds: Sequence[Seconds], shortest: int, longest: int) -> list[Stretch]:
-    """Look at lengths twice as long each, and between two that differ for the length where the choice changes."""
+    """Compare the candidates at doubling lengths, and bisect between two lengths with different choices."""
 
     def times(tokens: int) -> tuple[float, ...]:
         return tuple(one(tokens) for one in seconds)

@@ -1,4 +1,4 @@
-"""How long every document takes on every chain length, asked for no more often than needed.
+"""The time of every document on every chain length, from as few forecasts as possible.
 
 Stands between a forecast, which may take milliseconds for one figure, and the scheduling, which wants them all.
 """
@@ -16,12 +16,12 @@ from kvr_mpi.schedule.moldable import NEVER, Table
 Seconds = Callable[[int, int], float]
 Fits = Callable[[int, int], bool]
 
-# Costs are asked for at this many lengths an octave; between them a parabola is laid, as attention's work is one.
+# Costs are computed at this many lengths per octave, and interpolated by parabolas, since attention is quadratic.
 SAMPLES_PER_OCTAVE = 4
 
 
 def sampled(seconds: Seconds) -> Seconds:
-    """Ask a costly function, smooth in tokens, at a few lengths only, and lay parabolas between them."""
+    """Evaluate an expensive smooth function of the tokens at a few lengths only, and interpolate by parabolas."""
     known: dict[tuple[int, int], float] = {}
 
     def at(tokens: int, ranks: int) -> float:
@@ -62,7 +62,7 @@ def tabulate_times(tokens: Sequence[int], lengths: Sequence[int], seconds: Secon
 def _microseconds(found: float, tokens: int, length: int) -> int:
     if not (math.isfinite(found) and found >= 0):
         raise ConfigError(
-            f"predicted time of {tokens} tokens on {length} rank(s) is {found} s; expected a finite number, not "
-            f"negative: look at the rates or the hardware profile it comes from"
+            f"predicted time of {tokens} tokens on {length} rank(s) is {found} s; expected a finite number of at least "
+            f"0: check the rates or the hardware profile"
         )
     return min(max(1, round(found * 1e6)), NEVER - 1)

@@ -51,7 +51,7 @@ def open_arena(
     has_scrap = captures and spec.decode.cuda_graphs == "auto"
     trial = _arena_of(loaded, TRIAL_PAGES, has_scrap=has_scrap)
     if why := why_not_packed(loaded, trial):
-        say(f"documents that are decoded together have memory of their own each, and an attention call: {why}")
+        say(f"documents decoded together use separate memory and a separate attention call each: {why}")
         return None
     pages = max(1, int(EXTENT_SHARE * free_bytes) // trial.page_bytes - has_scrap)
     return _arena_of(loaded, pages, has_scrap=has_scrap)

@@ -24,4 +24,4 @@ def describe_portable(loaded: LoadedModel) -> Iterator[str]:
     else:  # asked by the self-check before, and so known
         why = why_no_flex(device, loaded.dtype, config.num_attention_heads, layer.num_kv_heads, dims, softcap)
     if why is not None:
-        yield f"soft-capped attention is computed in blocks, in float32, which takes longer than FlexAttention: {why}"
+        yield f"soft-capped attention is computed in blocks, in float32, which is slower than FlexAttention: {why}"

@@ -112,8 +112,8 @@ def staged_model(path: str, place: Path | None, world: Transport, say: Callable[
         yield path
         return
     if source.is_hub or source.gguf_file is not None:
-        kept = "the hub's cache (HF_HOME)" if source.is_hub else "KVR_CACHE, where its conversion is"
-        say(f"KVR_STAGE_MODEL copies folders, and {path} is none: it is read from {kept}")
+        kept = "the hub's cache (HF_HOME)" if source.is_hub else "KVR_CACHE, with the converted model"
+        say(f"KVR_STAGE_MODEL copies folders only: {path} is not a folder, and is read from {kept}")
         yield path
         return
     # The same name on every rank, and nobody else's.
@@ -134,9 +134,9 @@ def _stage(source: Path, target: Path, *, first: bool) -> int:
     if not first:
         if not target.is_dir():
             raise ConfigError(
-                f"{target} is not there, though another rank of this node has made it: TMPDIR, SLURM_TMPDIR or "
-                f"KVR_LOCAL differ between the ranks, or {target.parent} is private to each; set KVR_LOCAL to a folder "
-                f"of the node"
+                f"{target} does not exist, although another rank of this node created it: TMPDIR, SLURM_TMPDIR or "
+                f"KVR_LOCAL differ between the ranks, or {target.parent} is private to each rank; set KVR_LOCAL to a "
+                f"folder that all ranks of the node share"
             )
         return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     files = _files(source)
@@ -145,8 +145,8 @@ def _stage(source: Path, target: Path, *, first: bool) -> int:
         free = shutil.disk_usage(target.parent).free
         if size * (1 + SPARE) > free:
             raise ConfigError(
-                f"KVR_STAGE_MODEL: {source} has {size / 1e9:.1f} GB, and {target.parent} on this node "
-                f"{free / 1e9:.1f} GB free; set KVR_LOCAL to a larger disk of the node, or leave KVR_STAGE_MODEL out"
+                f"KVR_STAGE_MODEL: {source} has {size / 1e9:.1f} GB, but {target.parent} on this node has only "
+                f"{free / 1e9:.1f} GB free; set KVR_LOCAL to a larger disk of the node, or unset KVR_STAGE_MODEL"
             )
         target.mkdir(mode=0o700)
         for file in files:
@@ -156,7 +156,7 @@ def _stage(source: Path, target: Path, *, first: bool) -> int:
     except OSError as error:
         raise ConfigError(
             f"KVR_STAGE_MODEL: {source} cannot be copied to {target.parent}: {error.strerror or error}; set KVR_LOCAL "
-            f"to another folder of the node, or leave KVR_STAGE_MODEL out"
+            f"to another folder of the node, or unset KVR_STAGE_MODEL"
         ) from error
     return size
 
@@ -184,15 +184,14 @@ def _copy(file: Path, copy: Path) -> None:
         os.fsync(written.fileno())
         after = os.fstat(stream.fileno())
     if not stat.S_ISREG(after.st_mode) or _state(before) != _state(after) or copy.stat().st_size != after.st_size:
-        raise ModelError(f"{file} has changed while it was copied; start again when whoever writes it is through")
+        raise ModelError(f"{file} changed while it was copied; start again when it is no longer written to")
     again = xxhash.xxh3_128()
     with copy.open("rb", buffering=0) as stream:
         while piece := stream.read(PIECE_BYTES):
             again.update(piece)
     if again.digest() != digest.digest():
         raise ModelError(
-            f"{copy} is not what was read from {file}: the node's disk or memory is at fault; leave this node out of "
-            f"the job"
+            f"{copy} differs from {file}: the disk or memory of this node is faulty; exclude the node from the job"
         )
 
 

@@ -83,12 +83,13 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
     check_stages(spec)
     if spec.prompts:
         raise ConfigError(
-            "[[prompts]]: several prompts about a document are not planned yet; plan one as prompt.template"
+            "[[prompts]]: plans for several prompts per document are not supported yet; plan one of them as "
+            "prompt.template"
         )
     if spec.model.stream_weights:
         raise ConfigError(
-            "model.stream_weights: reading weights from disk is not planned yet; the job itself says what a pass "
-            "reads, how long that takes, and for how many tokens, before its first document"
+            "model.stream_weights: plans for weights read from disk are not supported yet; the job itself logs how "
+            "much a pass reads, how long that takes, and for how many tokens, before its first document"
         )
     check_system(spec.prompt.system)
     check_cache(spec)
@@ -123,7 +124,8 @@ def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:
     """
     if len(made.texts) < count:
         raise ConfigError(
-            f"{count} shares of {len(made.texts)} document(s): some would have none; choose {len(made.texts)} or fewer"
+            f"{count} shares of {len(made.texts)} document(s): some shares would be empty; choose {len(made.texts)} or "
+            f"fewer"
         )
     shares = [made.texts[number::count] for number in range(count)]
     ranks = made.schedule.ranks
@@ -140,7 +142,7 @@ def _count(spec: JobSpec, tokenizer: Any, exact: bool) -> Counted:
     counted = count_corpus(tokenizer, islice(documents, share.start, None, share.step), exact=exact)
     if not counted.texts:
         of = "" if wanted.shard is None else f" of the share {wanted.shard}"
-        raise CorpusError(f"documents.path {wanted.path}: the files hold no document{of}; expected at least one")
+        raise CorpusError(f"documents.path {wanted.path}: the files contain no documents{of}; expected at least one")
     return counted
 
 

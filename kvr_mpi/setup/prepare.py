@@ -155,7 +155,7 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
     world = ranks.world
     if spec.parallel.ranks_per_stage > 1 and ranks.stage is None:
         raise ConfigError(
-            f"parallel.ranks_per_stage = {spec.parallel.ranks_per_stage}: only jobs run stages of several ranks "
+            f"parallel.ranks_per_stage = {spec.parallel.ranks_per_stage}: stages of several ranks are for jobs only "
             f"(kvr-run); set it to 1 here"
         )
     threads = spec.parallel.threads or machine.threads
@@ -184,7 +184,7 @@ def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transp
     if spec.parallel.planned:
         chains = f"{lane.size} rank(s) in chains as planned"
     copied = kernel_bytes(loaded.model)
-    weights = f", weights laid out for it ({copied / 1e9:.2f} GB more)" if copied else ""
+    weights = f", weights rearranged for it ({copied / 1e9:.2f} GB more)" if copied else ""
     return (
         f"{loaded.shape.architecture}, {len(loaded.shape.layers)} layers, "
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}{weights}; {chains}, "
@@ -200,7 +200,7 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     elif loaded.streamed is not None:
         loaded = check_streamed(loaded, say)
     else:
-        say("checking on a few tokens that chains give this model's own logits")
+        say("checking with a few tokens that chains give the same logits as the model itself")
         loaded = check_chain(loaded, say=say)
         for line in describe_portable(loaded):
             say(line)
@@ -208,8 +208,8 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
         check_shareable(loaded)
     if spec.output.kv and loaded.shape.has_states:
         raise ConfigError(
-            f"{spec.output.kv_setting}: {loaded.shape.architecture} keeps states beside keys and values, and these are "
-            f"not stored yet; without them what is stored is no whole cache. Set output.kv = false"
+            f"{spec.output.kv_setting}: {loaded.shape.architecture} keeps states in addition to keys and values, which "
+            f"cannot be stored yet. Set output.kv = false"
         )
     tokenizer, shape = loaded.tokenizer, loaded.shape
     template = next(iter(prompts_of(spec).values()), spec.prompt.template)
@@ -230,7 +230,7 @@ def _describe_prompts(
     if compression is not None:
         yield f"keys and values are compressed before answers are decoded ({compression.describe()})"
     if (chunk_tokens := spec.parallel.chunk_tokens) != "auto":
-        whole = f"; no prompt is longer than {longest_tokens}, so that no slice is cut"
+        whole = f"; no prompt is longer than {longest_tokens} tokens, so slices stay whole"
         yield f"slices are computed in chunks of {chunk_tokens} tokens{whole if chunk_tokens >= longest_tokens else ''}"
     if why_alone is not None:
         yield f"documents are decoded one by one: {why_alone}"
@@ -251,7 +251,7 @@ def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -
     """Say which weights make, or made, keys and values that outlive the job; one rank reads them."""
     if not spec.output.kv and spec.questions is None and spec.documents.reuse is None:
         return ""
-    say("hashing the weights, which keys and values go with")
+    say("hashing the weights, to identify the model of stored keys and values")
     options = spec.model.model_dump(include={"revision", "trust_remote_code"})
     offline = machine.offline if spec.model.offline is None else spec.model.offline
     hashing = partial(hash_weights, spec.model.path, offline=offline, cache_dir=machine.cache_dir, **options)
@@ -308,8 +308,8 @@ def _open_compression(spec: JobSpec, loaded: LoadedModel) -> Compression | None:
 def _why_alone(loaded: LoadedModel, rolling: Rolling | None) -> str | None:
     """Say why prompts do not run packed; None if they do."""
     if loaded.streamed is not None:
-        return "weights are streamed, for prompts only"
-    return why_not_packed(loaded) if rolling is None else "rolling caches are not put together in a row yet"
+        return "streamed weights are for prompts only"
+    return why_not_packed(loaded) if rolling is None else "rolling caches cannot be combined in a row yet"
 
 
 def _open_rolling(spec: JobSpec, loaded: LoadedModel, chain: Transport, say: Say) -> Rolling | None:
@@ -325,9 +325,12 @@ def _open_rolling(spec: JobSpec, loaded: LoadedModel, chain: Transport, say: Say
         if rolling is not None:
             has_chains = chain.size > 1 or spec.parallel.planned
             prove_rolling(loaded, rolling, in_chain=has_chains)
-            say(f"prompts go through a {rolling.name}; their memory does not depend on their length")
+            say(f"prompts use a {rolling.name}; memory does not depend on their length")
             if has_chains:
-                say("the ranks of a chain take turns at a prompt, and are handed the last tokens' keys and values only")
+                say(
+                    "the ranks of a chain take turns at a prompt, and pass on only the keys and values of the last "
+                    "tokens"
+                )
     except ModelError as error:
         raise ConfigError(f"cache.kind = 'rolling' (cache.tokens, cache.approximation): {error}") from error
     return rolling

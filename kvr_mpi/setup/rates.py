@@ -22,11 +22,11 @@ Say = Callable[[str], None]
 
 def costs_of(loaded: LoadedModel, world: Transport, say: Say) -> Costs:
     """Measure ranks and links."""
-    say("measuring ranks and links, to plan with")
+    say("measuring ranks and links for the plan")
     costs = measure_costs(loaded, world)
     say(
-        f"measured links: {costs.link_bytes_per_s / 1e9:.2f} GB/s, {costs.link_latency_s * 1e6:.0f} us; a token "
-        f"decoded: {1e3 * (costs.layers * costs.launch_floor_s + costs.head_s):.1f} ms"
+        f"measured links: {costs.link_bytes_per_s / 1e9:.2f} GB/s, {costs.link_latency_s * 1e6:.0f} us; decoding: "
+        f"{1e3 * (costs.layers * costs.launch_floor_s + costs.head_s):.1f} ms per token"
     )
     return costs
 
@@ -38,7 +38,7 @@ def rates_of(
     if spec.parallel.partition != "equal_time" or (chain.size == 1 and costs is None):
         return []
     if costs is None:
-        say("probing how fast the ranks are, for slices of equal time")
+        say("measuring the speed of the ranks, for slices of equal time")
         return measure_rates(loaded, world)
     token_s = costs.qkv_token_s + costs.rest_token_s
     return [Rates(token_s / speed, costs.pair_s / speed) for speed in costs.speeds or (1.0,) * world.size]
@@ -48,7 +48,7 @@ def describe_rates(rates: Sequence[Rates], tokens: int) -> str:
     """Say in a line how fast a rank is, and how a prompt of so many tokens would be cut."""
     lengths = equal_time(tokens, rates)
     return (
-        f"measured per layer: {rates[0].token_s * 1e6:.1f} us a token, {rates[0].pair_s * 1e9:.2f} ns a query-key "
+        f"measured per layer: {rates[0].token_s * 1e6:.1f} us per token, {rates[0].pair_s * 1e9:.2f} ns per query-key "
         f"pair; slices of equal time for {tokens} tokens: {Partition.by_ratio(tokens, lengths, QUANTUM_TOKENS)}"
     )
 
@@ -60,7 +60,7 @@ def table_of(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transp
         return None
     here, path = key_of(loaded, chain), Path(parallel.table)
     table, differences = together(world, lambda: find_table(path, here, force=parallel.table_force))
-    say(f"slices by table: {table.key.model.name} on {table.key.hardware}, {describe_range(table)}")
+    say(f"slices from the table of {table.key.model.name} on {table.key.hardware}, {describe_range(table)}")
     if differences:
-        say(f"warning: used all the same (parallel.table_force): {'; '.join(differences)}")
+        say(f"warning: used despite differences (parallel.table_force): {'; '.join(differences)}")
     return table

@@ -97,13 +97,13 @@ def describe_stages(ranks: JobRanks, loaded: LoadedModel, say: Say) -> None:
     where = ""
     if max(across) > 1:
         where = (
-            f"; warning: {sum(hosts > 1 for hosts in across)} rank(s) are in stages that lie on several hosts, whose "
-            f"links carry these sums: start a multiple of {ranks.stage.size} ranks on each host, numbered host by host"
+            f"; warning: {sum(hosts > 1 for hosts in across)} rank(s) are in stages that span several hosts, so these "
+            f"sums go over the network: start a multiple of {ranks.stage.size} ranks on each host, numbered block-wise"
         )
     say(
-        f"stages of {ranks.stage.size} ranks, each with {loaded.shape.layers[0].num_kv_heads} KV head(s) of a layer: "
-        f"measured sums take {prompt_ms:.1f} ms of {TIMED_TOKENS} prompt tokens, {token_ms:.1f} ms of a token that "
-        f"is decoded{where}"
+        f"stages of {ranks.stage.size} ranks, each with {loaded.shape.layers[0].num_kv_heads} KV head(s) per layer: "
+        f"sums were measured to take {prompt_ms:.1f} ms for {TIMED_TOKENS} prompt tokens, and {token_ms:.1f} ms per "
+        f"decoded token{where}"
     )
 
 

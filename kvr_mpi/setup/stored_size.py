@@ -10,6 +10,7 @@ from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.prompts import encode_text
 from kvr_mpi.errors import OutputError
 from kvr_mpi.model import ModelShape
+from kvr_mpi.report.style import bytes_text
 from kvr_mpi.setup.job_setup import JobSetup
 
 # Documents tokenised, and characters of each, to see how many characters a token has.
@@ -70,22 +71,13 @@ def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], fold
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise OutputError(
-            f"output.path {str(folder)!r}: {error.strerror}; it was there when this job began. Put it back, and go on "
+            f"output.path {str(folder)!r}: {error.strerror}; it existed when this job began. Restore it, and continue "
             f"with --resume"
         ) from None
-    text = f"keys and values of {len(todo)} document(s): about {in_words(size)}; {in_words(free)} are free"
+    text = f"keys and values of {len(todo)} document(s): about {bytes_text(size)}; {bytes_text(free)} are free"
     if size > DOUBT * free:
         raise OutputError(
-            f"output.path {str(folder)!r}: this job would write more than there is room for: {text} (quotas are not "
-            f"seen). Choose another folder, fewer documents, or output.kv = false"
+            f"output.path {str(folder)!r}: not enough space for this job: {text} (quotas are not checked). Choose "
+            f"another folder, fewer documents, or output.kv = false"
         )
     return text
-
-
-def in_words(size_bytes: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.4g} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.4g} TiB"

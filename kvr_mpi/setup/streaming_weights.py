@@ -34,9 +34,7 @@ def load_in_blocks(spec: JobSpec, world: Transport, *, offline: bool, cache_dir:
     """
     model = spec.model
     if together(world, lambda: choose_device(model.device, world.local_rank)).type != "cpu":
-        raise ConfigError(
-            "model.stream_weights = true: layers are read into the host's memory; set model.device = 'cpu'"
-        )
+        raise ConfigError("model.stream_weights = true: layers are read into host memory; set model.device = 'cpu'")
     load = partial(load_streamed, model.path, dtype=model.dtype, offline=offline, cache_dir=cache_dir)
     loaded = together(world, load)
     keep_heap()
@@ -62,8 +60,8 @@ def split_blocks(weights: StreamedWeights, free: int) -> None:
     """
     if BLOCKS_HELD * weights.layer_bytes > free:
         raise ConfigError(
-            f"model.stream_weights = true: two layers are held at a time, of {weights.layer_bytes / GIB:.2f} GiB each, "
-            f"and a rank has {free / GIB:.2f} GiB; start fewer ranks on each host"
+            f"model.stream_weights = true: two layers of {weights.layer_bytes / GIB:.2f} GiB each are held at a time, "
+            f"but a rank has only {free / GIB:.2f} GiB; start fewer ranks per host"
         )
     weights.split(max(1, int(BLOCKS_SHARE * free / BLOCKS_HELD) // weights.layer_bytes))
 
@@ -72,11 +70,12 @@ def describe_blocks(weights: StreamedWeights, room_tokens: int) -> list[str]:
     """Say what a pass reads, how long that takes by a layer that is read now, and for how many tokens."""
     bytes_per_s = weights.measure_reading()
     return [
-        f"weights are streamed: {weights.resident_bytes / 1e9:.2f} GB are held, and {len(weights.blocks)} block(s) of "
-        f"up to {len(weights.blocks[0])} layer(s) come in turn, two at a time ({weights.reserved_bytes / 1e9:.2f} GB)",
+        f"weights are streamed: {weights.resident_bytes / 1e9:.2f} GB stay in memory, and {len(weights.blocks)} "
+        f"block(s) of up to {len(weights.blocks[0])} layer(s) are read in turn, two at a time "
+        f"({weights.reserved_bytes / 1e9:.2f} GB)",
         f"a pass reads {weights.pass_bytes / 1e9:.2f} GB, in {weights.pass_bytes / bytes_per_s:.1f} s at "
-        f"{bytes_per_s / 1e6:.0f} MB/s (a layer measured; what the system has cached of it is faster than the disk), "
-        f"for up to {MAX_SEQUENCES} prompts at once, of up to {room_tokens} tokens together",
+        f"{bytes_per_s / 1e6:.0f} MB/s (measured with one layer, which may be cached by the system), for up to "
+        f"{MAX_SEQUENCES} prompts at once with up to {room_tokens} tokens in total",
     ]
 
 

@@ -197,14 +197,14 @@ def open_array(group: h5py.Group, name: str) -> StoredArray:
     data = dataset_in(group, name, "fi", (3,))
     if data.dtype.kind == "f":
         if attribute_names(data) or name + SCALES in group:
-            raise DataError(f"{where(data)} has a scale or attributes, and is not in 8 bits")
+            raise DataError(f"{where(data)} has scales or attributes of 8-bit data, but is not int8")
         return StoredArray(data)
     if data.dtype != np.int8:
         raise DataError(f"{where(data)}: type {data.dtype}; expected keys or values ({', '.join(DTYPES)}, int8)")
     scales, names = dataset_in(group, name + SCALES, "f", (2,)), attribute_names(data)
     dtype, error = read_attribute(data, "dtype", str), read_attribute(data, "error", float)
     if scales.dtype != np.float32 or scales.shape != data.shape[:2] or names != {"dtype", "error"}:
-        raise DataError(f"{where(data)} and its scales {scales.shape} {scales.dtype} do not go together")
+        raise DataError(f"{where(data)} and its scales {scales.shape} {scales.dtype} do not match")
     if dtype not in DTYPES:
         raise DataError(f"{where(data)} was of type {dtype!r}; expected one of {', '.join(DTYPES)}")
     return StoredArray(data, scales, dtype, error)

@@ -53,8 +53,8 @@ def response_of(record: Record, model: str) -> dict[str, Any]:
         return {**found, "response": None, "error": {"code": "invalid_request", "message": record.error}}
     if "custom_id" not in request:
         raise DataError(
-            f"{record.id!r} is no request of a batch, so there is no response to write; --format openai-batch is for "
-            f"jobs with documents.format = 'openai-batch'"
+            f"{record.id!r} is not a request of a batch file, so it has no response; --format openai-batch needs a job "
+            f"with documents.format = 'openai-batch'"
         )
     is_completion = request.get("url") == COMPLETIONS
     name, kind = f"chatcmpl-{digest}", "chat.completion"

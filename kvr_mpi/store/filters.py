@@ -84,11 +84,11 @@ def check_filters(dataset: Any, where: str, largest_bytes: int) -> None:
     plist = dataset.get_create_plist()
     filters = _filters(plist)
     if strange := sorted(set(filters) - set(KNOWN)):
-        raise DataError(f"{where} went through the HDF5 filter {strange[0]}, which nothing of ours writes")
+        raise DataError(f"{where} uses the HDF5 filter {strange[0]}, which kvr-mpi never writes")
     if BLOSC2 not in filters:
         return
     if not has_blosc2():
-        raise ForeignError(f"{where} is compressed by Blosc2, which takes hdf5plugin to read: {INSTALL}")
+        raise ForeignError(f"{where} is compressed by Blosc2, which needs hdf5plugin to read: {INSTALL}")
     importlib.import_module("hdf5plugin")
     chunk, item_bytes = plist.get_chunk(), dataset.get_type().get_size()
     chunk_bytes = math.prod(chunk) * item_bytes
@@ -110,7 +110,9 @@ def _check_frames(dataset: Any, where: str, most_bytes: int) -> None:
             info = dataset.get_chunk_info(number)
             head = os.pread(file, min(HEAD_BYTES, info.size), info.byte_offset)
             if info.filter_mask or not _is_sound(head, info.size, most_bytes):
-                raise DataError(f"{where} is damaged: chunk {number} is no Blosc2 frame of at most {most_bytes} bytes")
+                raise DataError(
+                    f"{where} is damaged: chunk {number} is not a Blosc2 frame of at most {most_bytes} bytes"
+                )
     finally:
         os.close(file)
 

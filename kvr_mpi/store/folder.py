@@ -178,14 +178,14 @@ def index_run(path: Path, *, verify: bool = False, passes_damaged: bool = False)
     if not files:
         if not path.exists():
             raise MissingError(
-                f"{path}: no such file or folder, so no result file (*.h5); expected the output of a run"
+                f"{path}: no such file or folder; expected a result file (*.h5) or the output folder of a run"
             )
-        raise DataError(f"{path}: no result file (*.h5) there; expected one, or the output folder of a run")
+        raise DataError(f"{path}: no result file (*.h5) found; expected one, or the output folder of a run")
     found = _look(path if path.is_dir() else path.parent, {file.name for file in files}, verify)
     if found.damaged and not passes_damaged:
         told = "; ".join(f"{found.folder / name}: {why}" for name, why in sorted(found.damaged.items()))
         raise DataError(
-            f"damaged: {told}. `kvr-run JOB.toml --resume` sets such files aside and does their documents again"
+            f"damaged: {told}. `kvr-run JOB.toml --resume` sets such files aside and processes their documents again"
         )
     places: dict[str, Place] = {}
     for file in (file for file in files if file.name not in found.damaged):
@@ -236,8 +236,8 @@ def join_indexes(indexes: Iterable[Index]) -> Index:
         if twice := index.places.keys() & places.keys():
             name = min(twice)
             raise DataError(
-                f"document {name!r} is in {places[name].file.parent} and in {index.places[name].file.parent}, as are "
-                f"{len(twice) - 1} others; expected shares of one corpus, which have each document once"
+                f"document {name!r} is in {places[name].file.parent} and in {index.places[name].file.parent}, and so "
+                f"are {len(twice) - 1} others; expected shares of one corpus, each document in one share only"
             )
         places |= index.places
         unrecorded += index.unrecorded
@@ -323,12 +323,12 @@ def check_fresh(folder: Path) -> None:
     """Raise `OutputError` if the folder holds results of an earlier run, or is no folder."""
     if folder.is_file():
         raise OutputError(
-            f"output.path {str(folder)!r} is a file; expected a folder, which is made if there is none "
-            f"(--set output.path=...)"
+            f"output.path {str(folder)!r} is a file; expected a folder, which is created if it does not exist (--set "
+            f"output.path=...)"
         )
     files = run_files(folder)
     if files:
         raise OutputError(
-            f"output.path {str(folder)!r} holds {len(files)} result file(s) of an earlier run; add --resume to go on "
-            f"with it, --overwrite to delete them, or choose another folder (--set output.path=...)"
+            f"output.path {str(folder)!r} holds {len(files)} result file(s) of an earlier run; add --resume to "
+            f"continue that run, --overwrite to delete the files, or choose another folder (--set output.path=...)"
         )

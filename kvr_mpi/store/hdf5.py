@@ -72,7 +72,7 @@ def explained(path: Path) -> Iterator[None]:
         raise
     except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{path} is damaged, or no HDF5 file: {reason}") from error
+        raise DataError(f"{path} is damaged, or not an HDF5 file: {reason}") from error
 
 
 def stored_text(value: str) -> str:

@@ -80,8 +80,8 @@ def refuse_compressed(compression: str, name: str, what: str) -> None:
     """
     if compression:
         raise ConfigError(
-            f"{name!r} has compressed keys and values ({compression}), whose heads keep different tokens; {what} takes "
-            f"whole ones: ask it with kvr ask, or prefill it again without [compress]"
+            f"{name!r} has compressed keys and values ({compression}), whose heads keep different tokens; {what} needs "
+            f"whole ones: use kvr ask, or prefill it again without [compress]"
         )
 
 
@@ -102,7 +102,7 @@ def open_head_rows(layer: Any, shape: tuple[int, ...]) -> HeadRows | None:
     Raises
     ------
     DataError
-        If that does not go with the keys, or positions do not ascend.
+        If that does not match the keys, or positions do not ascend.
     """
     if not any(name in layer for name in NAMES):
         return None
@@ -110,7 +110,7 @@ def open_head_rows(layer: Any, shape: tuple[int, ...]) -> HeadRows | None:
     if counts.shape[0] > MAX_HEADS or positions.shape != shape[:1] or shape[1] != 1 or positions.dtype != np.int32:
         raise DataError(
             f"{where(layer)}: rows of {counts.shape[0]} heads, positions {positions.shape} {positions.dtype} and keys "
-            f"{shape} do not go together"
+            f"{shape} do not match"
         )
     found = HeadRows(tuple(counts[()].tolist()), positions[()])
     if not found.counts or min(found.counts) < 1 or sum(found.counts) != shape[0]:

@@ -15,7 +15,7 @@ from kvr_mpi.errors import DataError
 from kvr_mpi.store.arrays import StoredArray, join
 from kvr_mpi.store.hdf5 import explained
 from kvr_mpi.store.head_rows import HeadRows, join_head_rows
-from kvr_mpi.store.kv import CachedTokens, Contents, KeysValues, StoredKV, StoredLayer
+from kvr_mpi.store.stored_kv import CachedTokens, Contents, KeysValues, StoredKV, StoredLayer
 
 TOKENS_DIM, HEADS_DIM = 0, 1
 # First and last KV head, not included.

@@ -20,202 +20,33 @@ Everything but keys and values themselves goes into one hash, which the record's
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import h5py
 import numpy as np
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.arrays import SCALES, Bits, EightBit, StoredArray, digest_of, open_array, where, write_array
+from kvr_mpi.store.arrays import SCALES, digest_of, open_array, where, write_array
 from kvr_mpi.store.hdf5 import (
     attribute_names,
     create_group,
     dataset_in,
     group_in,
     read_attribute,
-    slabs,
     write_attribute,
     write_dataset,
 )
-from kvr_mpi.store.head_rows import NAMES, HeadRows, open_head_rows, write_head_rows
+from kvr_mpi.store.head_rows import NAMES, open_head_rows, write_head_rows
 from kvr_mpi.store.kv_heads import ATTRIBUTES, read_heads, write_heads
-from kvr_mpi.topology import KVHeads
+from kvr_mpi.store.stored_kv import BLOCK_TOKENS, CachedTokens, Contents, StoredKV, StoredLayer
 
-if TYPE_CHECKING:
-    import torch
-
-KeysValues = tuple["torch.Tensor", "torch.Tensor"]
-Contents = tuple["torch.Tensor | EightBit", "torch.Tensor | EightBit"]
-# Tokens that one digest is of.
-BLOCK_TOKENS = 256
 LAYER_NAME = re.compile(r"layer_[0-9]{3,}", re.ASCII)
 KINDS = ("keys", "values")
 MEMBERS = {*KINDS, *(kind + SCALES for kind in KINDS), "digests", *NAMES}
 # Keys and values hardly shrink: more than this many times the file's size is a bomb.
 MAX_INFLATION = 64
-
-
-@dataclass(frozen=True, slots=True)
-class CachedTokens:
-    """Whose keys and values are stored.
-
-    ids : the tokens, prompt first and then what is held of the answer.
-    text : bounds of the document's text among them.
-    first : the first of them whose keys and values are stored here; those before it are elsewhere (see ``parts``).
-    compression : by which method and settings heads have dropped some; empty: they hold all.
-    rows : then, of each layer that is compressed, which each head keeps.
-    heads : which KV heads are stored here, if a stage has others elsewhere; None: all.
-    """
-
-    ids: Sequence[int]
-    text: tuple[int, int]
-    first: int = 0
-    compression: str = ""
-    rows: Mapping[int, HeadRows] = field(default_factory=dict)
-    heads: KVHeads | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StoredLayer:
-    """One layer's keys and values in a file that is open.
-
-    digests : of blocks of `block_tokens` (blocks, 2); None if HDF5 has checksums of its own (before version 3).
-    rows : whose its rows are, if each head keeps its own tokens; then what is said of tokens below is of rows.
-    """
-
-    number: int
-    keys: StoredArray
-    values: StoredArray
-    digests: Any = None
-    block_tokens: int = BLOCK_TOKENS
-    rows: HeadRows | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Tokens it has keys and values of."""
-        return int(self.keys.shape[0])
-
-    @property
-    def kv_heads(self) -> int:
-        """KV heads it has keys and values of."""
-        return int(self.keys.shape[1]) if self.rows is None else len(self.rows.counts)
-
-    @property
-    def bytes(self) -> int:
-        """Of keys and values."""
-        return self.keys.bytes + self.values.bytes
-
-    def read(self, first: int = 0, last: int | None = None) -> KeysValues:
-        """Read keys and values of a range of tokens, bit for bit, each (tokens, kv_heads, head_dim).
-
-        Raises
-        ------
-        DataError
-            If a block of them is not what was written, or they are of no type that keys and values have.
-        """
-        stop = self.tokens if last is None else last
-        if not 0 <= first <= stop <= self.tokens:
-            raise DataError(f"{where(self.keys.data)} has {self.tokens} tokens; {first} to {stop} were asked for")
-        keys, values = (array.tensor(self._bits(array, first, stop)) for array in (self.keys, self.values))
-        return keys, values
-
-    def check(self) -> None:
-        """Read all of it, piece by piece, and hold it against its checksums.
-
-        Raises
-        ------
-        DataError
-            If it is not what was written; whatever HDF5 raises for files before version 3.
-        """
-        if self.digests is None:
-            for array in (self.keys, self.values):
-                for start, stop in slabs(array.data):
-                    array.bits(start, stop)
-            return
-        for start in range(0, self.tokens, 4 * self.block_tokens):
-            self.read(start, min(start + 4 * self.block_tokens, self.tokens))
-
-    def contents(self) -> Contents:
-        """Read all of it as it was written, in 8 bits if it is; raises as `read`."""
-        keys, values = (array.content(self._bits(array, 0, self.tokens)) for array in (self.keys, self.values))
-        return keys, values
-
-    def _bits(self, array: StoredArray, first: int, last: int) -> list[Bits]:
-        """Read what is stored of a range of tokens, and hold the blocks that they are in against their digests."""
-        if self.digests is None:
-            return list(array.bits(first, last))
-        block, place = self.block_tokens, int(array is self.values)
-        start, stop = first // block * block, min(-(-last // block) * block, self.tokens)
-        bits = array.bits(start, stop)
-        for at in range(start, stop, block):
-            if digest_of([each[at - start : at - start + block] for each in bits]) != self.digests[at // block, place]:
-                raise DataError(
-                    f"{where(array.data)} is damaged: tokens {at} to {min(at + block, self.tokens)} are not what was "
-                    f"written (checksum)"
-                )
-        return [each[first - start : last - start] for each in bits]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredKV:
-    """A document's keys and values in a file that is open; empty if none are stored.
-
-    tokens : whose they are; None if the file does not say (files before version 3).
-    """
-
-    layers: tuple[StoredLayer, ...] = ()
-    tokens: CachedTokens | None = None
-
-    @property
-    def first_token(self) -> int:
-        """The first whose keys and values are here."""
-        return 0 if self.tokens is None else self.tokens.first
-
-    @property
-    def heads(self) -> KVHeads | None:
-        """Which KV heads are here, if others are elsewhere; None: all."""
-        return None if self.tokens is None else self.tokens.heads
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing of it is elsewhere, neither tokens nor heads."""
-        return not self.first_token and self.heads is None
-
-    @property
-    def compression(self) -> str:
-        """By which method and settings heads have dropped tokens; empty: they hold all."""
-        return "" if self.tokens is None else self.tokens.compression
-
-    @property
-    def error_of_8_bits(self) -> float:
-        """Largest of its layers', if it is stored in 8 bits (`arrays.EightBit`); 0: it is as it was computed."""
-        return max((max(layer.keys.error, layer.values.error) for layer in self.layers), default=0.0)
-
-    @property
-    def is_compressed(self) -> bool:
-        """Whether its bytes take less in the file, by Blosc2."""
-        return any(layer.keys.is_compressed for layer in self.layers)
-
-    @property
-    def bytes(self) -> int:
-        """Of all layers."""
-        return sum(layer.bytes for layer in self.layers)
-
-    def check(self) -> None:
-        """Hold all of it against its checksums; see `StoredLayer.check`."""
-        for layer in self.layers:
-            layer.check()
-
-    def seal(self) -> str:
-        """Hash of everything but keys and values themselves, which have their digests; empty for older files."""
-        if self.tokens is None and all(layer.digests is None for layer in self.layers):
-            return ""
-        return _seal(self.tokens, map(_facts, self.layers))
 
 
 def write_kv(
@@ -295,7 +126,7 @@ def open_kv(group: h5py.Group) -> StoredKV:
         if stored.bytes != announced:
             raise DataError(f"{place} has {stored.bytes} bytes; the record announces {announced}")
         if "kv_sha256" in names and stored.seal() != read_attribute(group, "kv_sha256", str):
-            raise DataError(f"{place} is damaged: what is said of it is not what was written (checksum)")
+            raise DataError(f"{place} is damaged: its description differs from what was written (checksum)")
     else:  # version 1
         tokens = read_attribute(group, "prompt_tokens", int) + read_attribute(group, "new_tokens", int)
         longest = max((layer.tokens for layer in stored.layers), default=0)
@@ -303,7 +134,7 @@ def open_kv(group: h5py.Group) -> StoredKV:
             raise DataError(f"{place} has {longest} tokens; the record announces {tokens}")
     if stored.bytes > MAX_INFLATION * group.file.id.get_filesize():
         raise DataError(
-            f"{place} has {stored.bytes} bytes in a file of {group.file.id.get_filesize()}; that is no data"
+            f"{place} has {stored.bytes} bytes in a file of {group.file.id.get_filesize()}, which cannot be real data"
         )
     return stored
 
@@ -333,12 +164,12 @@ def _open(kv: h5py.Group) -> StoredKV:
     compression = read_attribute(kv, "compression", str) if "compression" in attribute_names(kv) else ""
     if bool(compression) != bool(rows) or (rows and (tokens is None or tokens.first or longest != len(tokens.ids))):
         raise DataError(
-            f"{where(kv)} says {compression or 'no compression'!r}, has {len(rows)} layer(s) whose heads keep "
-            f"tokens of their own, up to token {longest}: that does not go together"
+            f"{where(kv)} says {compression or 'no compression'!r}, has {len(rows)} layer(s) whose heads keep their "
+            f"own tokens, up to token {longest}: these do not match"
         )
     heads = read_heads(kv, (layer.kv_heads for layer in layers))
     if heads is not None and tokens is None:
-        raise DataError(f"{where(kv)} has some KV heads, and does not say of which tokens")
+        raise DataError(f"{where(kv)} has some of the KV heads, but does not record the tokens")
     if tokens is not None:
         tokens = replace(tokens, compression=compression, rows=rows, heads=heads)
     return StoredKV(layers, tokens)
@@ -353,7 +184,7 @@ def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
         if name == "token_ids":
             continue
         if not LAYER_NAME.fullmatch(name):
-            raise DataError(f"{where(kv)}/{name} is no layer; expected layer_000, ...")
+            raise DataError(f"{where(kv)}/{name} is not a layer; expected layer_000, ...")
         layer = group_in(kv, name)
         keys, values = (open_array(layer, kind) for kind in KINDS)
         if block is None:
@@ -363,7 +194,7 @@ def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
         expected = (-(-max(keys.shape[0], values.shape[0]) // block), len(KINDS))
         if digests.shape != expected or keys.shape[0] != values.shape[0]:
             raise DataError(
-                f"{where(layer)}: keys {keys.shape}, values {values.shape}, digests {digests.shape} do not go together"
+                f"{where(layer)}: keys {keys.shape}, values {values.shape}, digests {digests.shape} do not match"
             )
         rows = open_head_rows(layer, keys.shape)
         yield StoredLayer(int(name.removeprefix("layer_")), keys, values, digests[()], block, rows)
@@ -381,20 +212,3 @@ def _read_tokens(kv: h5py.Group, longest: int) -> CachedTokens | None:
             f"{where(kv)} has {ids.shape[0]} tokens, text from {text[0]} to {text[1]}, {longest} keys from {first} on"
         )
     return CachedTokens(tuple(ids[()].tolist()), text, first)
-
-
-def _facts(layer: StoredLayer) -> list[Any]:
-    digests = None if layer.digests is None else np.asarray(layer.digests).tolist()
-    keys, values = layer.keys.facts(), layer.values.facts()
-    shapes, types = [keys[0], values[0]], [keys[1], values[1]]
-    rows = [] if layer.rows is None else layer.rows.facts()
-    return [layer.number, shapes, types, layer.block_tokens, digests, *keys[2:], *values[2:], *rows]
-
-
-def _seal(tokens: CachedTokens | None, layers: Iterable[list[Any]]) -> str:
-    known: list[Any] | None = None
-    if tokens is not None:
-        known = [list(tokens.ids), list(tokens.text), *([tokens.first] if tokens.first else [])]
-        known += [tokens.compression] if tokens.compression else []
-        known += [] if tokens.heads is None else [[tokens.heads.first, tokens.heads.last, tokens.heads.of]]
-    return hashlib.sha256(json.dumps([known, list(layers)]).encode()).hexdigest()

@@ -155,16 +155,16 @@ class Lock:
         if not self._is_lost:
             return
         if not self._folder.is_dir():
-            raise OutputError(f"{str(self._folder)!r} is gone; put it back, and go on with --resume")
+            raise OutputError(f"{str(self._folder)!r} is gone; restore it, and continue with --resume")
         state = read_lock(self._folder)
         if state is None or state.number <= self.number:
             raise OutputError(
-                f"{str(self._folder)!r} is another folder than when this job began; put the first one back, and go on "
-                f"with --resume"
+                f"{str(self._folder)!r} was replaced by another folder while the job was running; restore the first "
+                f"one, and continue with --resume"
             )
         raise OutputError(
-            f"another job has taken {str(self._folder)!r} while this one stood still; this one ends, the other "
-            f"goes on: {_describe(state)}"
+            f"another job has taken over {str(self._folder)!r} while this one was suspended; this one ends, the other "
+            f"continues: {_describe(state)}"
         )
 
     def release(self) -> None:
@@ -231,7 +231,7 @@ def _is_gone(folder: Path, state: LockState, owner: Owner, say: Say) -> bool:
     if holder is not None and holder.job and holder.job == owner.job and holder.restart < owner.restart:
         return True
     say(
-        f"{str(folder)!r} was in use by {_describe(state)}, which did not say that it ended: watching it for "
+        f"{str(folder)!r} was in use by {_describe(state)}, which has not reported its end: watching it for "
         f"{WATCH_S:.0f} s"
     )
     return not _beats(folder, state, WATCH_S)
@@ -277,7 +277,7 @@ def _numbers(folder: Path) -> list[int]:
     try:
         entries = list(os.scandir(folder))
     except FileNotFoundError:
-        raise OutputError(f"{str(folder)!r} is gone; put it back, and go on with --resume") from None
+        raise OutputError(f"{str(folder)!r} is gone; restore it, and continue with --resume") from None
     found = (LOCK_NAME.fullmatch(entry.name) for entry in entries)
     return [int(match[1]) for match in found if match]
 

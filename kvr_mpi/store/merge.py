@@ -18,7 +18,7 @@ from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import Index, index_run, join_indexes, run_files
 from kvr_mpi.store.hdf5 import create_hdf5, group_in
-from kvr_mpi.store.kv import CachedTokens, Contents, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.ledger import LedgerWriter, sync
 from kvr_mpi.store.outputs import (
     Header,
@@ -32,6 +32,7 @@ from kvr_mpi.store.outputs import (
 )
 from kvr_mpi.store.parts import PARTS, index_parts, open_parts, part_bytes, parts_of, remove_parts
 from kvr_mpi.store.shares import Runs, index_runs, read_header_of
+from kvr_mpi.store.stored_kv import CachedTokens, Contents
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.store.survey import RESULTS
 
@@ -75,7 +76,9 @@ def merge_run(folder: Path, should_stop: Callable[[], bool] = lambda: False) -> 
         size = sum(file.stat().st_size for file in files) + parts
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise OutputError(f"{error.filename}: {error.strerror}; put it back, and merge with --resume") from None
+        raise OutputError(
+            f"{error.filename}: {error.strerror}; restore it, and run the job with --resume to merge again"
+        ) from None
     copies = len(files) > 1 or parts
     if not files or size > MERGE_MAX_BYTES or (copies and free < 1.1 * size):
         return folder
@@ -119,7 +122,7 @@ def merge_files(
         return target
     files = run_files(folder)
     if not files:
-        raise DataError(f"{folder}: no result file (*.h5) there; expected the output folder of a run")
+        raise DataError(f"{folder}: no result file (*.h5) found; expected the output folder of a run")
     index = index_run(folder, verify=True)
     if files == [result] and not index.unrecorded:
         remove_parts(folder)
@@ -175,7 +178,7 @@ def part_of(result: Path) -> Iterator[Path]:
             part.unlink()
         if not isinstance(error, (OSError, RuntimeError, _FullError)):
             raise
-        raise OutputError(f"{result} cannot be written: {error}; the shards are as they were") from error
+        raise OutputError(f"{result} cannot be written: {error}; the shards were not changed") from error
 
 
 def copy_documents(
@@ -233,7 +236,7 @@ def copy_documents(
         more = f" ... and {len(unreadable) - NAMED} more" if len(unreadable) > NAMED else ""
         raise DataError(
             f"cannot be read: {'; '.join(unreadable[:NAMED])}{more}. Nothing was merged; `kvr-run JOB.toml --resume` "
-            f"sets damaged files that its ledger does not know aside, and does their documents again"
+            f"sets damaged files aside that are not in the ledger, and processes their documents again"
         )
     return done, failed, cut
 

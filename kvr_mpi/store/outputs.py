@@ -66,11 +66,12 @@ from kvr_mpi.store.hdf5 import (
     write_attribute,
     write_dataset,
 )
-from kvr_mpi.store.kv import CachedTokens, Contents, open_kv, strange_members, write_kv
+from kvr_mpi.store.kv import open_kv, strange_members, write_kv
 from kvr_mpi.store.record import ARRAYS as ARRAYS
 from kvr_mpi.store.record import ASKED_FOR, DATASETS, TEXTS
 from kvr_mpi.store.record import REALS as REALS
 from kvr_mpi.store.record import Record as Record
+from kvr_mpi.store.stored_kv import CachedTokens, Contents
 
 SCHEMA, SCHEMA_VERSION = "kvr-mpi", 4
 STATUSES = ("done", "error")
@@ -133,7 +134,7 @@ def read_header(file: h5py.File) -> Header:
     """Read the header of a file that `open_file` let through."""
     header = Header(_read_json(file, "identity"), _read_json(file, "model"))
     if not {"name", "architecture", "dtype"} <= header.model.keys():
-        raise DataError(f"{file.filename}: its header names no model; expected name, architecture and dtype")
+        raise DataError(f"{file.filename}: its header has no model; expected name, architecture and dtype")
     return header
 
 
@@ -187,7 +188,7 @@ def open_file(path: Path) -> Iterator[h5py.File]:
     with open_hdf5(path) as file:
         if "schema" not in file.attrs or read_attribute(file, "schema", str) != SCHEMA:
             raise ForeignError(
-                f"{path} is an HDF5 file, but not of kvr-mpi (expected the attribute schema = {SCHEMA!r})"
+                f"{path} is an HDF5 file, but not written by kvr-mpi (expected the attribute schema = {SCHEMA!r})"
             )
         version = read_attribute(file, "schema_version", int)
         if version > SCHEMA_VERSION:
@@ -198,7 +199,7 @@ def open_file(path: Path) -> Iterator[h5py.File]:
             values: dict[str, Any] = {name: read_attribute(file, name, str) for name in HEADER_FIELDS}
             values["schema_version"] = version
             if read_attribute(file, HEADER_SEAL, str) != _seal(values):
-                raise DataError(f"{path} is damaged: its header is not what was written (checksum)")
+                raise DataError(f"{path} is damaged: its header differs from what was written (checksum)")
         yield file
 
 
@@ -238,7 +239,9 @@ def read_record(group: h5py.Group) -> Record:
         values |= {name: read_attribute(group, name, kind) for name, kind in ANNOUNCED.items() if name in names}
     values |= _read_datasets(group, values)
     if sealed and read_attribute(group, RECORD_SEAL, str) != _seal(values):
-        raise DataError(f"{group.file.filename}:{group.name} is damaged: the record is not what was written (checksum)")
+        raise DataError(
+            f"{group.file.filename}:{group.name} is damaged: the record differs from what was written (checksum)"
+        )
     arrays = {name: tuple(values[name]) for name in ARRAYS if name in values}
     return Record(**{name: value for name, value in values.items() if name not in ANNOUNCED} | arrays)
 
@@ -283,9 +286,7 @@ def check_record(group: h5py.Group) -> Record:
     known = {spec.name for spec in fields(Record)} | {*ANNOUNCED, RECORD_SEAL}
     strange = {*group} - {*DATASETS, "kv"} | attribute_names(group) - known | strange_members(group)
     if strange:
-        raise DataError(
-            f"{group.file.filename}:{group.name} has members that are none of ours: {', '.join(sorted(strange)[:5])}"
-        )
+        raise DataError(f"{group.file.filename}:{group.name} has unknown members: {', '.join(sorted(strange)[:5])}")
     return record
 
 

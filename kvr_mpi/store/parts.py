@@ -25,9 +25,10 @@ from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import Index, clear_results, index_run, run_files
 from kvr_mpi.store.hdf5 import explained, group_in, hold_open
 from kvr_mpi.store.joined import JoinedKV, JoinedLayer
-from kvr_mpi.store.kv import CachedTokens, StoredKV, StoredLayer, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.ledger import ShardLine
 from kvr_mpi.store.outputs import Record, key_of, open_file, read_record
+from kvr_mpi.store.stored_kv import CachedTokens, StoredKV, StoredLayer
 from kvr_mpi.topology import KVHeads
 
 PARTS = "parts"
@@ -230,7 +231,7 @@ def _check_piece(piece: Piece, stored: StoredKV, own: StoredKV, where: str) -> N
     """Refuse a piece that has not the layers, tokens or shapes that go with the record's own."""
     about = f"{where}: its part from token {piece.start} on"
     if [layer.number for layer in stored.layers] != [layer.number for layer in own.layers]:
-        raise DataError(f"{about} has other layers than the record")
+        raise DataError(f"{about} has different layers than the record")
     for layer, like in zip(stored.layers, own.layers, strict=True):
         shapes = (layer.keys.shape[1:], layer.values.shape[1:]), (like.keys.shape[1:], like.values.shape[1:])
         same_type = (layer.keys.type_name, layer.values.type_name) == (like.keys.type_name, like.values.type_name)
@@ -256,7 +257,7 @@ def _open_part(record: Record, piece: Piece, compression: str, index: Index, sta
         part, stored = read_record(group), open_kv(group)
         told = part.document, part.prompt_sha256, stored.first_token, stored.heads, stored.compression
         if told != (record.id, record.prompt_sha256, piece.start, piece.heads, compression):
-            raise DataError(f"{place.file}:{group.name} is of another prompt, or of other tokens, than {name!r}")
+            raise DataError(f"{place.file}:{group.name} belongs to another prompt, or to other tokens, than {name!r}")
         return stored
 
 

@@ -1,7 +1,7 @@
-"""Beginning a run, or going on with one: the folder taken, checked against the job, and put in order.
+"""Starting or resuming a run: its folder is locked, checked against the job, and repaired after crashes.
 
-After any crash, and whatever was left behind, the documents that need nothing more are exactly those in files
-that are as recorded; everything else is done again. Files that are not as they should be are set aside, never deleted.
+After any crash, exactly those documents count as finished that are in files that match the ledger; all others are
+processed again. Files that do not match are set aside, never deleted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvr_mpi.store.traces import remove_traces
 
 RUN_FILE = "run.json"
 RUN_FILE_BYTES = 1 << 30
-# Checksums are looked at for so much of the newest files when a run goes on; `merge_files` looks at all.
+# Bytes of the newest files whose checksums are verified when a run is resumed; `merge_files` verifies all of them.
 VERIFY_BYTES = 1 << 30
 NAMED = 5  # examples in a message
 ALL = slice(0, None, 1)
@@ -42,8 +42,8 @@ Mode = Literal["new", "overwrite", "resume"]
 class Run:
     """A folder that this job may write to.
 
-    done : documents that are done.
-    failed : documents whose error records are to stay; empty if they are to be tried again.
+    done : ids of documents that are done.
+    failed : ids of documents whose error records are kept; empty if these documents are to be tried again.
     """
 
     done: set[str]
@@ -52,15 +52,15 @@ class Run:
 
     @property
     def session(self) -> int:
-        """Number of this job among those that had the folder."""
+        """Number of this job among all that have used the folder."""
         return self.lock.number
 
     def check(self, *, anew: bool = False) -> None:
-        """Raise `OutputError` if the folder is another job's, another one, or gone; see `Lock.check`."""
+        """Raise `OutputError` if the folder belongs to another job, was replaced, or is gone; see `Lock.check`."""
         self.lock.check(anew=anew)
 
     def close(self) -> None:
-        """Let other jobs have the folder."""
+        """Release the folder for other jobs."""
         self.lock.release()
 
 
@@ -75,32 +75,32 @@ def open_run(
     owner: Owner,
     say: Say = lambda line: None,
 ) -> Run:
-    """Take a run's folder, and find out what is done.
+    """Lock the folder of a run, repair it, and find out what is done.
 
     Parameters
     ----------
     folder : Path
     header : Header
-        Its identity has to be that of the results that are there.
+        Its identity has to match the existing results.
     corpus : Corpus
-        It has to have the documents of the results that are there.
+        It has to contain the documents of the existing results.
     share : slice
-        Which of them this job is to do, as ``slice(first, None, step)``; for whoever asks how far it is.
+        The documents that this job processes, as ``slice(first, None, step)``; recorded for progress reports.
     mode : {'new', 'overwrite', 'resume'}
-        Refuse if there is anything; delete what is there; go on with it.
+        What to do with existing results: refuse to start, delete them, or continue from them.
     retry_failed : bool
-        Do documents with error records again.
+        Process documents with error records again.
     owner : Owner
         This process.
     say : callable
-        For lines about what was found and done.
+        Takes log lines about what was found and repaired.
 
     Raises
     ------
     OutputError
-        If the folder cannot be written, is in use, or holds results of something else; the message says what.
+        If the folder cannot be written, is in use, or holds results of another job; the message names the difference.
     DataError
-        If a file with the name of a result is of another program, or of a newer version of this one.
+        If a file with the name of a result file was written by another program, or by a newer version of this one.
     """
     check_writable(folder)
     if mode == "new":
@@ -109,7 +109,7 @@ def open_run(
     try:
         others = foreign(folder)
         if others:
-            say(f"not this program's, and left alone in {str(folder)!r}: {_some(others)}")
+            say(f"files in {str(folder)!r} that are not from kvr-mpi are left alone: {_some(others)}")
         if mode == "overwrite":
             _clear(folder)
         elif mode == "new":
@@ -174,7 +174,7 @@ def _recover(folder: Path, header: Header, say: Say) -> Survey:
         with contextlib.suppress(DataError), open_file(newest) as stored:  # a damaged file is dealt with below
             _check_identity(newest, read_header(stored).identity, header.identity)
     for file, number in found.ledger.damaged:
-        say(f"{folder / file}: line {number} is torn or damaged; files it may have told of are read instead")
+        say(f"{folder / file}: line {number} is incomplete or damaged; the files it may have listed are read instead")
     if _name_recorded(found):
         found = survey(folder)
     for part in folder.glob(f"*.h5{PART}"):
@@ -185,11 +185,13 @@ def _recover(folder: Path, header: Header, say: Say) -> Survey:
         _adopt(found, name, header, say)
     for name, why in sorted(found.damaged.items()):
         kept = _set_aside(folder / name)
-        say(f"{folder / name} is damaged: {why}; kept as {kept.name}, its documents are done again")
+        say(f"{folder / name} is damaged: {why}; it is kept as {kept.name}, and its documents are processed again")
     for name, line in found.missing().items():
         if name not in found.damaged:
             count = len(line.done) + len(line.failed)
-            say(f"{folder / name} is gone; its {count} document(s) are done again where they are nowhere else")
+            say(
+                f"{folder / name} is gone; its {count} document(s) are processed again unless they are stored elsewhere"
+            )
     return found
 
 
@@ -202,7 +204,10 @@ def _without_parts(run: Survey, header: Header, done: set[str], say: Say) -> set
     there = _recover(parts, header, say).documents()[0] if is_there else set[str]()
     found = incomplete(run.folder, done, there, run.sound)
     if found:
-        say(f"{len(found)} document(s) lack keys and values of some rank, and are done again: {_some(sorted(found))}")
+        say(
+            f"{len(found)} document(s) lack keys and values from some rank, and are processed again: "
+            f"{_some(sorted(found))}"
+        )
     return found
 
 
@@ -247,9 +252,9 @@ def _adopt(found: Survey, name: str, header: Header, say: Say) -> None:
     line = ShardLine(name, *sizes, done, list(failed), time.time(), list(failed.values()), parts)
     LedgerWriter(found.folder, "adopted").record(line)
     found.sound[name] = line
-    say(f"{file} was not in the ledger: read, and its {len(documents)} document(s) recorded")
+    say(f"{file} was not in the ledger; it was read, and its {len(documents)} document(s) were added")
     if trusted:
-        say(f"{file} is of an earlier version, without checksums of its own: that it is sound is not known")
+        say(f"{file} was written by an earlier version without checksums, so it cannot be verified")
 
 
 def _set_aside(file: Path) -> Path:
@@ -276,7 +281,7 @@ def _check_job(folder: Path, header: Header, corpus: Corpus, share: slice, has_r
         _check_identity(folder, stored[0]["identity"], header.identity)
         _check_corpus(folder, stored[1], corpus)
     elif has_results:
-        say(f"{folder / RUN_FILE} is missing or damaged: whether the documents are still the same is not known")
+        say(f"{folder / RUN_FILE} is missing or damaged, so it is unknown whether the documents are still the same")
     wanted = {"share": [share.start, share.step], "corpus": corpus.to_json()}
     line = seal({"identity": header.identity, "model": header.model, **wanted})
     path = folder / RUN_FILE
@@ -306,7 +311,7 @@ def _check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) 
     ]
     if changed:
         raise OutputError(
-            f"cannot resume {file}: it was made with other settings ({'; '.join(changed)}); set them back, or choose "
+            f"cannot resume {file}: it was written with other settings ({'; '.join(changed)}); restore them, or choose "
             f"another output.path"
         )
 
@@ -315,8 +320,8 @@ def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
     """Refuse other documents; those that could not be read before may have been mended."""
     if told := differing_documents(before, now):
         raise OutputError(
-            f"cannot resume {folder}: its documents are not those it was begun with: {told}; put them "
-            f"back, or choose another output.path"
+            f"cannot resume {folder}: the documents have changed since it began: {told}; restore them, or choose "
+            f"another output.path"
         )
 
 

@@ -16,25 +16,26 @@ class OutputSettings(BaseModel):
     path: str = Field(min_length=1, description="folder for the results; created if missing")
     kv: bool | Literal["sharded"] = Field(
         False,
-        description="keep every prompt's keys and values, each rank writing its own; sharded: it also holds no others",
+        description="store keys and values of every prompt, each rank its own; sharded: ranks hold no others in memory",
     )
     kv_dtype: Literal["model", "int8"] = Field(
-        "model", description="of stored keys and values; int8: rounded, a quarter or half of the size"
+        "model", description="data type of stored keys and values; int8: rounded, to a quarter or half of the size"
     )
     kv_compression: Literal["none", "blosc2"] = Field(
-        "none", description="of stored keys and values, bit for bit; blosc2: needs hdf5plugin to write and to read"
+        "none",
+        description="lossless compression of stored keys and values; blosc2 needs hdf5plugin to write and to read",
     )
-    columns: list[str] = Field([], description="fields of the documents' rows that go into the results as they are")
+    columns: list[str] = Field([], description="fields of the documents' rows to copy into the results")
     max_failed: int | float | str = Field(
-        0, description="error records that still end with exit code 0: a number, or a share such as 0.05 or '5%'"
+        0, description="maximum number of error records for exit code 0: a number, or a share such as 0.05 or '5%'"
     )
 
     @model_validator(mode="after")
     def _rounds_what_is_stored(self) -> OutputSettings:
         if self.kv_dtype != "model" and not self.kv:
             raise ValueError(
-                f"output.kv_dtype = {self.kv_dtype!r} is of stored keys and values, and output.kv = false stores none: "
-                f"say output.kv = true, or leave kv_dtype out"
+                f"output.kv_dtype = {self.kv_dtype!r} needs stored keys and values, but output.kv = false: set "
+                f"output.kv = true, or leave kv_dtype out"
             )
         return self
 
@@ -42,8 +43,8 @@ class OutputSettings(BaseModel):
     def _compresses_what_is_stored(self) -> OutputSettings:
         if self.kv_compression != "none" and not self.kv:
             raise ValueError(
-                f"output.kv_compression = {self.kv_compression!r} is of stored keys and values, and output.kv = false "
-                f"stores none: say output.kv = true, or leave kv_compression out"
+                f"output.kv_compression = {self.kv_compression!r} needs stored keys and values, but output.kv = false: "
+                f"set output.kv = true, or leave kv_compression out"
             )
         return self
 

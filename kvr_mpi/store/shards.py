@@ -26,12 +26,12 @@ from kvr_mpi.errors import OutputError
 from kvr_mpi.store.arrays import quantise
 from kvr_mpi.store.hdf5 import create_hdf5
 from kvr_mpi.store.host_copies import Copied, copy_to_host, mark_copies
-from kvr_mpi.store.kv import CachedTokens, Contents, KeysValues
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.outputs import Header, Record, drop_record, start_file, write_record
 from kvr_mpi.store.parts import parts_of
 from kvr_mpi.store.settings import OutputSettings
+from kvr_mpi.store.stored_kv import CachedTokens, Contents, KeysValues
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.trace import Recorder
 
@@ -250,8 +250,8 @@ class ShardWriter:
         free = self._free or self._space()
         reason = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
         return OutputError(
-            f"output.path {str(self._folder)!r} cannot be written any more ({free} free there): {reason}. What is in "
-            f"its ledger is safe; make room, or mend the disk, and go on with --resume"
+            f"output.path {str(self._folder)!r} cannot be written any more ({free} free there): {reason}. Everything "
+            f"in its ledger is safe; free some space, or repair the disk, and continue with --resume"
         )
 
     def _space(self) -> str:

@@ -81,9 +81,9 @@ def index_runs(runs: Runs, *, verify: bool = False, passes_damaged: bool = False
             continue
         index = index_run(path, verify=verify, passes_damaged=passes_damaged)
         if index.gone:
-            missing.append(f"{path} has lost {index.gone} document(s) its ledger knows: needs --resume")
+            missing.append(f"{path} has lost {index.gone} document(s) listed in its ledger: needs --resume")
         elif wanted is not None and (left := len(wanted - index.places.keys())):
-            missing.append(f"{path} has {left} of {len(wanted)} document(s) left to do: needs --resume")
+            missing.append(f"{path} has {left} of {len(wanted)} document(s) left: needs --resume")
         indexes.append(index)
     if not indexes:
         raise DataError(f"no results: {'; '.join(missing)}")
@@ -107,7 +107,8 @@ def read_header_of(paths: Sequence[Path]) -> Header:
             continue
         if found is not None and (differing := list(_differing(found[1].identity, header.identity))):
             raise DataError(
-                f"{found[0]} and {path} are of different jobs ({'; '.join(differing[:NAMED])}); expected shares of one"
+                f"{found[0]} and {path} are of different jobs ({'; '.join(differing[:NAMED])}); expected shares of one "
+                f"job"
             )
         found = found or (path, header)
     if found is None:
@@ -155,8 +156,8 @@ def _check_corpus(path: Path, corpus: Corpus, share: slice, first: dict[int, tup
     other, known = first.setdefault(share.step, (path, corpus))
     if told := differing_documents(known, corpus):
         raise DataError(
-            f"{other} and {path} are shares of different documents: {told} in the latter; documents may be in none of "
-            f"them. Do the array again with documents that stay as they are"
+            f"{other} and {path} are shares of different documents: {told} in the latter, so some documents may be "
+            f"missing. Run the array again without changing the documents meanwhile"
         )
 
 
@@ -170,8 +171,8 @@ def _refuse_parts(path: Path) -> None:
     folder = (path if path.is_dir() else path.parent).absolute()
     if folder.name == PARTS and (folder.parent / RUN_FILE).is_file():
         raise DataError(
-            f"{path}: no run, but parts of one: keys and values that ranks wrote of their own tokens, without answers; "
-            f"expected the run, {folder.parent}, which `kvr merge` puts them together in"
+            f"{path}: not a run, but a part of one, with keys and values of single ranks and no answers; expected the "
+            f"run itself, {folder.parent}; `kvr merge` merges its parts"
         )
 
 

@@ -179,7 +179,7 @@ class StateWriter:
         except OSError as error:
             if not self._closed.is_set():
                 self._closed.set()
-                self._say(f"warning: kvr status does not show this rank any more: {error.strerror or error}")
+                self._say(f"warning: kvr status no longer shows this rank: {error.strerror or error}")
 
 
 def read_states(folder: Path, session: int) -> tuple[RankState, ...]:

@@ -84,10 +84,10 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
         If there is no run in the folder.
     """
     if not folder.is_dir():
-        raise MissingError(f"{folder}: no such folder; expected the output folder of a run")
+        raise MissingError(f"{folder}: folder not found; expected the output folder of a run")
     found, lock, wanted = survey(folder), read_lock(folder), wanted_documents(folder)
     if not found.sizes_bytes and lock is None and wanted is None and not found.ledger.shards:
-        raise DataError(f"{folder}: no run there; expected the output folder of one")
+        raise DataError(f"{folder}: not a run; expected the output folder of a run")
     now = time.time() if now_s is None else now_s
     alive = is_alive(folder, 2.5 * BEAT_S)
     done, failed = found.documents()

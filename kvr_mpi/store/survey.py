@@ -81,7 +81,7 @@ class Survey:
             if matching:
                 self.sound[name] = matching[-1]
             else:
-                self.damaged[name] = f"its checksum is {crc32}, recorded was {self.sound.pop(name).crc32}"
+                self.damaged[name] = f"its checksum is {crc32}, expected {self.sound.pop(name).crc32}"
 
     def _candidates(self, name: str) -> list[ShardLine]:
         return [line for line in self.ledger.shards[name] if line.size_bytes == self.sizes_bytes[name]]
@@ -105,7 +105,7 @@ def survey(folder: Path) -> Survey:
         if matching:
             found.sound[name] = matching[-1]
         elif lines:
-            found.damaged[name] = f"it has {size} bytes, recorded were {lines[-1].size_bytes}"
+            found.damaged[name] = f"it has {size} bytes, expected {lines[-1].size_bytes}"
         else:
             found.unrecorded.append(name)
     return found

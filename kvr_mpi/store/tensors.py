@@ -23,7 +23,6 @@ from kvr_mpi.errors import DataError, MissingError, OutputError
 from kvr_mpi.store.folder import Index
 from kvr_mpi.store.hdf5 import create_hdf5, group_in
 from kvr_mpi.store.head_rows import refuse_compressed
-from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.merge import part_of
 from kvr_mpi.store.outputs import (
@@ -41,6 +40,7 @@ from kvr_mpi.store.outputs import (
     write_record,
 )
 from kvr_mpi.store.parts import PartIndexes, open_whole_kv
+from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
 from kvr_mpi.store.survey import RESULTS
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def import_kv(source: Path, folder: Path) -> list[str]:
     """
     files = sorted(source.glob(f"*{SUFFIX}"))
     if not files:
-        raise MissingError(f"{source}: no {SUFFIX} files there; expected what `kvr export --kv` wrote")
+        raise MissingError(f"{source}: no {SUFFIX} files found; expected a folder written by `kvr export --kv`")
     done: list[str] = []
     result, first = folder / RESULTS, None
     with part_of(result) as part:
@@ -122,9 +122,9 @@ def import_kv(source: Path, folder: Path) -> list[str]:
                     first = header
                     start_file(merged, header)
                 if header.identity != first.identity:
-                    raise DataError(f"{file} is of another run than {files[0]}; import them apart")
+                    raise DataError(f"{file} is from another run than {files[0]}; import them separately")
                 if record.id in done:
-                    raise DataError(f"{file}: an earlier file has the document {record.id!r}, too")
+                    raise DataError(f"{file}: document {record.id!r} is also in an earlier file")
                 write_record(merged, record, layers, tokens)
                 check_record(group_in(group_in(merged, "documents"), key_of(record.id)))
                 done.append(record.id)
@@ -162,7 +162,7 @@ def _read(file: Path) -> tuple[Header, Record, list[KeysValues | None], CachedTo
             record = _record(about["record"])
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
             if metadata[CHECKSUM] != _checksum(metadata[ABOUT], tensors):
-                raise ValueError("it is not what was written (checksum)")
+                raise ValueError("it differs from what was written (checksum)")
             numbers = sorted({int(name[6:].partition(".")[0]) for name in tensors if name.startswith("layer_")})
             if numbers and not 0 <= numbers[0] <= numbers[-1] < MAX_LAYERS:
                 raise ValueError(f"it has a layer {numbers[-1]}")
@@ -177,7 +177,7 @@ def _read(file: Path) -> tuple[Header, Record, list[KeysValues | None], CachedTo
                 start, stop = map(int, about["text"])
                 tokens = CachedTokens(tuple(tensors["token_ids"].tolist()), (start, stop))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{file} is damaged, or not of `kvr export --kv`: {error}") from error
+        raise DataError(f"{file} is damaged, or was not written by `kvr export --kv`: {error}") from error
     return header, record, layers, tokens
 
 

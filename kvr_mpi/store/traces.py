@@ -195,10 +195,12 @@ class TraceWriter:
         try:
             write_all(self._handle, data)
         except OSError as error:
-            self._end(f"the trace cannot be written any more: {error.strerror or error}")
+            self._end(f"the trace can no longer be written: {error.strerror or error}")
             return
         if is_full:
-            self._end(f"the trace has its {self._limit / 2**20:.1f} MiB; what follows is not in it (report.trace_mib)")
+            self._end(
+                f"the trace has reached its limit of {self._limit / 2**20:.1f} MiB, and ends here (report.trace_mib)"
+            )
 
     def _end(self, why: str) -> None:
         self._recorder.is_on, self._left = False, 0
@@ -313,7 +315,7 @@ def _read_header(path: Path, line: bytes) -> TraceHeader:
             raise ValueError(found)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{path} is no trace of a kvr-mpi run, or is damaged: its first line is {line[:60]!r}"
+            f"{path} is not a trace of a kvr-mpi run, or is damaged: its first line is {line[:60]!r}"
         ) from error
     return header
 

@@ -30,7 +30,7 @@ def complete_questions(spec: JobSpec) -> JobSpec:
     Raises
     ------
     ConfigError
-        If there is no question, or a setting does not go with questions.
+        If there is no question, or a setting cannot be combined with questions.
     DataError
         If the run cannot be read.
     """
@@ -42,24 +42,31 @@ def complete_questions(spec: JobSpec) -> JobSpec:
         words_after(questions.template, text)
     if changed := sorted(spec.prompt.model_fields_set & set(STORED)):
         raise ConfigError(
-            f"prompt.{changed[0]} does not go with questions: the prompts are the stored ones, up to the end of the "
-            f"document; what follows is questions.template"
+            f"prompt.{changed[0]} cannot be combined with questions: the stored prompts are used up to the end of the "
+            f"document; leave it out, and set questions.template for the text after that"
         )
     if spec.documents.shard is not None:
-        raise ConfigError("documents.shard does not go with questions; name the documents in questions.documents")
+        raise ConfigError(
+            "documents.shard cannot be combined with questions; name the documents in questions.documents"
+        )
     for key in OF_FILES:
         if getattr(spec.documents, key) != type(spec.documents).model_fields[key].default:
             raise ConfigError(
-                f"documents.{key} does not go with questions: they are about a run's documents, whose prompts are "
-                f"stored; leave it out"
+                f"documents.{key} cannot be combined with questions: they are about the documents of a run, whose "
+                f"prompts are stored; leave it out"
             )
     if spec.output.columns:
-        raise ConfigError("output.columns does not go with questions: a run's documents have no rows; leave it out")
+        raise ConfigError(
+            "output.columns cannot be combined with questions: a run's documents have no rows; leave it out"
+        )
     header = stored_header("documents.path", spec.documents.path)
     try:
         prompt = PromptSection.model_validate({**header.identity["prompt"], "max_tokens": spec.prompt.max_tokens})
     except (ValidationError, KeyError, TypeError) as error:
-        raise DataError(f"{spec.documents.path[0]}: its header does not say how the prompts were made") from error
+        raise DataError(
+            f"{spec.documents.path[0]}: its header does not record how the prompts were made; expected a run of this "
+            f"kvr-mpi"
+        ) from error
     dtype = header.model["dtype"] if spec.model.dtype == "auto" else spec.model.dtype
     return spec.model_copy(
         update={
@@ -84,12 +91,12 @@ def stored_header(key: str, paths: Sequence[str]) -> Header:
     found: Header | None = None
     for path in find_runs([Path(each) for each in paths]).paths:
         if path.is_dir() and is_alive(path):
-            raise OutputError(f"{key} {str(path)!r} is being written by a running job: wait until that has ended")
+            raise OutputError(f"{key} {str(path)!r} is being written by a running job: wait until it has ended")
         header = read_run_header(path)
         if header is None:
-            raise DataError(f"{key} {str(path)!r}: no result file (*.h5) there; expected the output of a run")
+            raise DataError(f"{key} {str(path)!r}: no result file (*.h5) found; expected the output folder of a run")
         if found is not None and header.identity != found.identity:
-            raise DataError(f"{key} {list(paths)}: {path} is of another job; expected shares of one")
+            raise DataError(f"{key} {list(paths)}: {path} belongs to a different job; expected shares of one job")
         found = header
     assert found is not None, "a path at least"
     return found
@@ -143,8 +150,8 @@ def check_made_by(key: str, paths: Sequence[str], spec: JobSpec, loaded: LoadedM
     ]
     if differing:
         raise ConfigError(
-            f"model.path {spec.model.path!r} is not what made the keys and values in {paths[0]}: other "
-            f"{', '.join(differing)}. They are of {header.model['name']}; name that, or prefill the documents again"
+            f"model.path {spec.model.path!r} did not compute the keys and values in {paths[0]}: different "
+            f"{', '.join(differing)}. Use {header.model['name']}, or prefill the documents again"
         )
 
 
@@ -155,7 +162,9 @@ def _named(questions: QuestionsSection) -> dict[str, str]:
         return checked(ask, "questions.ask")
     more = read_questions(Path(questions.file))
     if twice := ask.keys() & more.keys():
-        raise ConfigError(f"questions.ask and questions.file both have a question {min(twice)!r}; give it another name")
+        raise ConfigError(
+            f"questions.ask and questions.file both contain a question {min(twice)!r}; rename one of them"
+        )
     return checked({**ask, **more}, "questions.ask")
 
 
@@ -164,8 +173,8 @@ def _alone(parallel: ParallelSection) -> ParallelSection:
     alone = parallel.ranks_per_stage
     if parallel.ranks_per_chain not in ("all", alone) or parallel.strategy not in ("kvr", "auto"):
         raise ConfigError(
-            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} do not go with "
-            f"questions: every rank answers about documents of its own; leave them out"
+            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} cannot be "
+            f"combined with questions: every rank answers about its own documents; leave them out"
         )
     return parallel.model_copy(
         update={"ranks_per_chain": alone, "strategy": "kvr", "partition": "even", "ratios": None}
@@ -176,7 +185,8 @@ def _together(parallel: ParallelSection) -> ParallelSection:
     """Let the ranks of a chain hold a document together."""
     if parallel.ranks_per_chain == "auto" or parallel.strategy not in ("kvr", "auto"):
         raise ConfigError(
-            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} do not go with "
-            f"questions.sharded: say how many ranks hold a document together, and leave out the strategy"
+            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} cannot be "
+            f"combined with questions.sharded: set the number of ranks that hold a document together, and leave "
+            f"strategy out"
         )
     return parallel.model_copy(update={"strategy": "kvr", "partition": "even", "ratios": None})

@@ -92,21 +92,21 @@ def list_lengths(forecast: Forecast, bytes_per_token: int, speed: ReadSpeed, lon
 def describe_break_even(lengths: Sequence[StoredLength], speed: ReadSpeed) -> list[str]:
     """Say from which length on loading is faster than prefilling again."""
     lines = [
-        f"asking again (kvr ask): keys and values are read at {speed.warm / 1e9:.2f} GB/s from memory, "
-        f"{speed.cold / 1e9:.2f} GB/s from the disk (measured where the results will be)"
+        f"asking again (kvr ask): keys and values can be read at {speed.warm / 1e9:.2f} GB/s from memory and "
+        f"{speed.cold / 1e9:.2f} GB/s from disk (measured in the output folder)"
     ]
     for where, seconds in (("memory", "warm_s"), ("the disk", "cold_s")):
         slower = [one.tokens for one in lengths if getattr(one, seconds) >= one.prefill_s]
         faster = [one.tokens for one in lengths if one.tokens > max(slower, default=0)]
         if not faster:
-            lines.append(f"  from {where}: prefilling again is faster at every length; do not keep them")
+            lines.append(f"  from {where}: prefilling again is faster at every length; do not store them")
         else:
             end = f"from {faster[0]} tokens on" if slower else "at every length"
             lines.append(f"  from {where}: loading is faster than prefilling again {end}")
     last = lengths[-1]
     lines.append(
         f"  {last.tokens} tokens: {last.bytes / 1e6:.0f} MB, loaded in {last.warm_s:.2g} to {last.cold_s:.2g} s, "
-        f"prefilled on a rank in {last.prefill_s:.2g} s"
+        f"prefilled on one rank in {last.prefill_s:.2g} s"
     )
     return lines
 

@@ -49,13 +49,15 @@ def open_prompt(path: Path, key: str, parts: PartIndexes) -> StoredPrompt:
         If it is not there, damaged, or does not say whose keys and values these are.
     """
     if not path.is_file():
-        raise DataError(f"{path} was there when the batch began, and is gone: was the run merged meanwhile?")
+        raise DataError(
+            f"{path} existed when the job began, and is gone: the run may have been merged; start the job again"
+        )
     file, others = hold_open(path), ExitStack()
     with explained(path):
         group = group_in(group_in(file, "documents"), key)
         record, kv = read_record(group), open_whole_kv(group, parts, others)
     if kv.tokens is None:
-        raise DataError(f"{path}:/documents/{key} does not say whose keys and values it has")
+        raise DataError(f"{path}:/documents/{key} does not record which tokens its keys and values are of")
     return StoredPrompt((file, others), record, kv, tuple(kv.tokens.ids), kv.tokens.text)
 
 
@@ -111,7 +113,8 @@ def compressed_prefix_of(
         if any(first == last for first, last in bounds):
             raise DataError(
                 f"{path}: a head of layer {number} keeps none of the first {len(ids)} tokens, up to the end of the "
-                f"text: its method chose the question's; compress with observes = 'document' what is to be asked again"
+                f"text, because its compression selected tokens of the question; to ask again, compress with observes "
+                f"= 'document'"
             )
         return [(keys[first:last, 0], values[first:last, 0]) for first, last in bounds[own]]
 
@@ -143,7 +146,10 @@ def _check(stored: StoredPrompt, ids: Sequence[int], loaded: LoadedModel) -> Non
     """Refuse keys and values of other tokens, or of another shape or type than the model's."""
     name = stored.record.id
     if stored.ids[: len(ids)] != tuple(ids):
-        raise DataError(f"{name}: its stored prompt does not begin with these {len(ids)} tokens; did the run change?")
+        raise DataError(
+            f"{name}: its stored prompt does not begin with the expected {len(ids)} tokens; the run may have changed: "
+            f"start the job again"
+        )
     tokens, found = len(stored.ids), {layer.number: layer for layer in stored.kv.layers}
     dtype = str(loaded.dtype).removeprefix("torch.")
     for number, shape in enumerate(loaded.shape.layers):
@@ -160,6 +166,6 @@ def _check(stored: StoredPrompt, ids: Sequence[int], loaded: LoadedModel) -> Non
             is_right = has == ((tokens, heads, shape.key_dim), (tokens, heads, shape.value_dim), dtype)
         if not is_right:
             raise DataError(
-                f"{name}: layer {number} has keys and values {has}; this model's are of {heads} heads, "
-                f"{shape.key_dim} and {shape.value_dim} elements, {dtype}"
+                f"{name}: layer {number} has keys and values {has}; this model has {heads} heads of {shape.key_dim} "
+                f"and {shape.value_dim} elements, {dtype}"
             )

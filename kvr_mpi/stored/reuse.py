@@ -22,10 +22,10 @@ from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import BLOCK_TOKENS
 from kvr_mpi.store.outputs import open_file
 from kvr_mpi.store.parts import PartIndexes, open_whole_kv
 from kvr_mpi.store.shares import find_runs, index_runs
+from kvr_mpi.store.stored_kv import BLOCK_TOKENS
 from kvr_mpi.stored.asking import check_made_by
 from kvr_mpi.stored.prompt import open_prompt, prefix_of
 from kvr_mpi.transport import Transport, on_root, share_json, together
@@ -127,7 +127,7 @@ def find_beginnings(
         return None
     found = StoredBeginnings(*share_json(world, on_root(world, lambda: scan_beginnings(path).to_json())))
     count = len(found.documents)
-    say(f"documents.reuse: prompts go on from the longest beginning that one of {count} stored prompts shares")
+    say(f"documents.reuse: prompts start from the longest beginning they share with one of {count} stored prompts")
     if found.passed_over:
-        say(f"documents.reuse: {found.passed_over} stored prompts are compressed or in 8 bits, and not gone on from")
+        say(f"documents.reuse: {found.passed_over} stored prompts are compressed or in 8 bits, and are not reused")
     return found

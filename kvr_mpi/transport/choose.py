@@ -105,20 +105,20 @@ def choose(wanted: Name, views: Sequence[_View], *, in_processes: bool) -> tuple
             f"transport 'local' joins threads of one process, but {size} ranks were started; use 'auto' or 'mpi'"
         )
     if size == 1 and wanted in ("auto", "local"):
-        return "local", "one rank, nothing to move"
+        return "local", "one rank, so nothing is sent"
     if not in_processes:
         return "local", f"{size} threads of one process"
     if wanted == "nccl":
         _need_nccl(views)
-        return "nccl", "asked for; control messages over MPI"
+        return "nccl", "as requested; control messages over MPI"
     if wanted == "gloo":
         if on_gpu:
-            raise TransportError("transport 'gloo' moves host memory, and the model is on GPUs; use 'nccl' or 'staged'")
-        return "gloo", "asked for; control messages over MPI"
+            raise TransportError("transport 'gloo' moves host memory, but the model is on GPUs; use 'nccl' or 'staged'")
+        return "gloo", "as requested; control messages over MPI"
     if wanted == "staged" and not on_gpu:
-        return "staged", "asked for; the model is on the CPU, so the way through a second buffer is of no use"
+        return "staged", "as requested; the model is on the CPU, so this only adds a copy through a second buffer"
     if not on_gpu:
-        return "mpi", "host memory, handed to MPI as it lies"
+        return "mpi", "host memory, sent by MPI without a copy"
     return _choose_for_gpus(wanted, views)
 
 
@@ -126,18 +126,18 @@ def _choose_for_gpus(wanted: Name, views: Sequence[_View]) -> tuple[Name, str]:
     claims, proven = all(view.claims for view in views), all(view.proven for view in views)
     said = next((view.claims_why for view in views if not view.claims), views[0].claims_why)
     if wanted == "staged":
-        return "staged", "asked for; GPU memory goes through pinned host memory"
+        return "staged", "as requested; GPU memory is copied through pinned host memory"
     if wanted == "mpi":
         if not claims:
             raise TransportError(
-                f"transport 'mpi' would hand MPI the GPUs' own memory, and this MPI does not say that it takes it "
-                f"({said}); use 'nccl', 'staged' or 'auto', or load a CUDA-aware MPI"
+                f"transport 'mpi' would pass GPU memory to MPI, but this MPI does not claim to support that ({said}); "
+                f"use 'nccl', 'staged' or 'auto', or load a CUDA-aware MPI"
             )
-        note = "and was seen to" if proven else "which nobody has tried here: `kvr doctor` would"
-        return "mpi", f"asked for; MPI says it takes GPU memory ({said}), {note}"
+        note = "and it has been tested" if proven else "which has not been tested here; run `kvr doctor` to test it"
+        return "mpi", f"as requested; MPI claims to support GPU memory ({said}), {note}"
     if claims and proven:
-        return "mpi", f"MPI takes GPU memory as it lies ({said}; tried by `kvr doctor`)"
-    no_mpi = f"MPI is not known to take GPU memory ({said}{'; `kvr doctor` would try it' if claims else ''})"
+        return "mpi", f"MPI supports GPU memory ({said}; tested by `kvr doctor`)"
+    no_mpi = f"MPI is not known to support GPU memory ({said}{'; run `kvr doctor` to test it' if claims else ''})"
     try:
         _need_nccl(views)
     except TransportError as error:
@@ -149,8 +149,8 @@ def _need_nccl(views: Sequence[_View]) -> None:
     without = [rank for rank, view in enumerate(views) if view.device != "cuda"]
     if without:
         raise TransportError(
-            f"transport 'nccl' moves GPU memory, and rank {without[0]} has its model on the CPU; "
-            f"use 'auto', 'mpi' or 'gloo'"
+            f"transport 'nccl' moves GPU memory, but the model of rank {without[0]} is on the CPU; use 'auto', 'mpi' "
+            f"or 'gloo'"
         )
     if not all(view.has_nccl for view in views):
         raise TransportError("transport 'nccl': this torch was built without NCCL; use 'staged' or 'auto'")
@@ -158,8 +158,8 @@ def _need_nccl(views: Sequence[_View]) -> None:
     if ranks > 1:
         sharing = [rank for rank, view in enumerate(views) if view.gpu == gpu]
         raise TransportError(
-            f"transport 'nccl': ranks {sharing} share one GPU ({gpu}), which NCCL does not allow; start one rank for "
-            f"each GPU, or use 'staged'"
+            f"transport 'nccl': ranks {sharing} share one GPU ({gpu}), which NCCL does not allow; start one rank per "
+            f"GPU, or use 'staged'"
         )
 
 
@@ -193,8 +193,8 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
             transport.irecv(found, one, 0).wait()
             if not torch.equal(found, sent):
                 raise TransportError(
-                    f"the link from rank {one} to rank {other} delivers something else than was sent; `kvr doctor` "
-                    f"looks closer; another transport may work"
+                    f"the link from rank {one} to rank {other} delivers other data than were sent; `kvr doctor` tests "
+                    f"the links; another transport may work"
                 )
 
 

@@ -79,8 +79,8 @@ class _Receive:
         if message.nbytes != self.tensor.nbytes:
             source, dest, tag = self.key
             raise TransportError(
-                f"rank {dest} expected {self.tensor.nbytes} bytes from rank {source} (tag {tag}) "
-                f"and was sent {message.nbytes}"
+                f"rank {dest} expected {self.tensor.nbytes} bytes from rank {source} (tag {tag}), but received "
+                f"{message.nbytes}"
             )
         self.tensor.copy_(message.view(self.tensor.shape))
         self.done = True

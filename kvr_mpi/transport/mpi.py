@@ -78,8 +78,8 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     library = library_version()
     if "OMPI_COMM_WORLD_SIZE" in environ and "Open MPI" not in library:  # MPICH would abort as it joins
         raise TransportError(
-            f"started by {launcher}, but mpi4py loads {library}: the launcher does not match the MPI; start with the "
-            f"mpirun that belongs to it"
+            f"started by {launcher}, but mpi4py loads {library}: the launcher does not match the MPI; use the mpirun "
+            f"of this MPI"
         )
     if "PMIX_RANK" in environ and "PMI_RANK" not in environ and "MPICH" in library and not _knows_pmix():
         raise TransportError(
@@ -91,9 +91,9 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     world = MPI.COMM_WORLD
     if world.size == 1 and meant > 1:
         raise TransportError(
-            f"this process is alone, but {meant} ranks were meant ({launcher}): the launcher does not match the MPI "
-            f"that mpi4py loads ({library}). Under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open "
-            f"MPI, or that MPI's own mpirun; for one rank on purpose, use `srun -n 1`"
+            f"this process is alone, but {meant} ranks were intended ({launcher}): the launcher does not match the "
+            f"MPI that mpi4py loads ({library}). Under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with "
+            f"Open MPI, or that MPI's own mpirun; for one rank on purpose, use `srun -n 1`"
         )
     return MpiTransport(world)
 
@@ -112,12 +112,12 @@ def adopt(comm: Any) -> MpiTransport:
 
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         raise TransportError(
-            f"comm = {comm!r}: expected a communicator of mpi4py within one group, such as MPI.COMM_WORLD or what its "
-            f"Split() gives; None stands for all ranks that were started"
+            f"comm = {comm!r}: expected an mpi4py intracommunicator, such as MPI.COMM_WORLD or the result of its "
+            f"Split(); None stands for all ranks"
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise TransportError(
-            "MPI was initialised without MPI_THREAD_MULTIPLE, and keys and values are sent by a thread of their own; "
+            "MPI was initialised without MPI_THREAD_MULTIPLE, but keys and values are sent by a separate thread; "
             "leave mpi4py.rc.thread_level at its default, 'multiple', or call MPI.Init_thread(MPI.THREAD_MULTIPLE)"
         )
     return MpiTransport(comm.Dup())
@@ -177,7 +177,7 @@ class _Transfer:
             found = status.Get_count(MPI.BYTE)
             if found != size:  # a longer one is an error of MPI's own
                 who = f"rank {status.Get_source()} (tag {status.Get_tag()})"
-                raise TransportError(f"expected {size} bytes from {who} and was sent {found}")
+                raise TransportError(f"expected {size} bytes from {who}, but received {found}")
         self.held = None
 
 

@@ -71,7 +71,7 @@ class _GpuWork:
             failure = error
         if failure is not None:
             raise TransportError(
-                f"NCCL: {failure}; the rank at the other end, or its link, has failed: look at what it said last"
+                f"NCCL: {failure}; the rank at the other end, or its link, has failed: check the last lines of its log"
             )
 
     def wait(self) -> None:
@@ -96,7 +96,7 @@ class _HostWork:
             self._works[0].wait(TIMEOUT)
             if int(self._length) != self._data.numel():
                 size = self._data.numel()
-                raise TransportError(f"expected {size} bytes from {self._peer} and was sent {int(self._length)}")
+                raise TransportError(f"expected {size} bytes from {self._peer}, but received {int(self._length)}")
             self._works[1].wait(TIMEOUT)
         except Exception as error:  # raised where the rank waits
             self._failure = error if isinstance(error, TransportError) else TransportError(f"gloo: {error}")
@@ -320,5 +320,6 @@ def _explained(work: Any, doing: str) -> Any:
     except (RuntimeError, OSError, ValueError, dist.DistError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TransportError(
-            f"torch.distributed, {doing}: {reason}; can the hosts reach each other by name? Or use another transport"
+            f"torch.distributed, {doing}: {reason}; check that the hosts can reach each other by name, or use another "
+            f"transport"
         ) from error

@@ -80,7 +80,7 @@ def check_table(table: Table, contexts: Sequence[int], run: Run, trials: int, sa
             forecast = _forecast(table, tokens, run, trials)
             findings.append(forecast)
             say(
-                f"{_word(forecast.holds)}: {tokens} tokens, not searched: {forecast.split} takes "
+                f"{_word(forecast.holds)}: {tokens} tokens, not in the table: {forecast.split} takes "
                 f"{forecast.measured_s:.3f} s, forecast {forecast.predicted_s:.3f} s ({100 * forecast.ratio:+.1f} %, "
                 f"allowed {100 * FORECAST_ALLOWED:.0f} %)"
             )

@@ -79,7 +79,7 @@ def open_compiled(
         except (FileNotFoundError, NotADirectoryError):
             continue  # it was never compiled
         except (OSError, ValueError, RuntimeError) as error:
-            say(f"{folder / name}.pt2 is not used: {str(error).splitlines()[0]}; remove it to have it compiled again")
+            say(f"{folder / name}.pt2 is not used: {str(error).splitlines()[0]}; remove it to compile it again")
     return found
 
 
@@ -92,12 +92,12 @@ def _compile(folder: Path, dtype: torch.dtype, names: Sequence[str], say: Say, l
     """Compile kernels into the cache, or leave a note there why not."""
     note = folder / FAILED
     if note.exists():
-        say(f"norms and gates are not compiled: that failed before; remove {note}, which says why, to try again")
+        say(f"norms and gates are not compiled, since that failed before (see {note}); remove this file to try again")
         return
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     work = Path(tempfile.mkdtemp(prefix=".compiling-", dir=folder))
     try:
-        say(f"compiling norms and gates for this processor, once (at most {limit_s:.0f} s)")
+        say(f"compiling norms and gates for this processor, once only (at most {limit_s:.0f} s)")
         why = _run_compiler(work, dtype, names, limit_s)
         if why:
             say(f"norms and gates are not compiled: {why}")
@@ -117,7 +117,7 @@ def _run_compiler(work: Path, dtype: torch.dtype, names: Sequence[str], limit_s:
     if why:
         return why
     absent = [name for name in names if not (work / f"{name}.pt2").is_file()]
-    return f"the compiler made no {', '.join(absent)}" if absent else ""
+    return f"the compiler did not create {', '.join(absent)}" if absent else ""
 
 
 def run_compiler(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> str:
@@ -148,7 +148,9 @@ def run_compiler(command: Sequence[str], environment: Mapping[str, str], limit_s
         told.seek(0)
         lines = [line.strip() for line in told.read().decode(errors="replace").splitlines() if line.strip()]
     if code:
-        reason = next((line for line in reversed(lines) if "error" in line.lower()), "".join(lines[-1:]) or "no word")
+        reason = next(
+            (line for line in reversed(lines) if "error" in line.lower()), "".join(lines[-1:]) or "without output"
+        )
         return f"the compiler failed ({reason[:300]})"
     return ""
 
@@ -174,7 +176,7 @@ def check_kept(file: Path) -> None:
     for path in (file.parent, file):
         found = path.lstat()
         if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise ValueError(f"{path} is a link, or others may write it")
+            raise ValueError(f"{path} is a link, or others can write to it")
     if _digest(file) != read_regular(file.with_suffix(".xxh3"), 100).decode(errors="replace"):
         raise ValueError("it is damaged")
 
@@ -202,7 +204,7 @@ def _load(file: Path, name: str, dtype: torch.dtype) -> Compiled:
         return out
 
     if not all(_is_right(compute, name, dtype, rows) for rows in (1, 2, 37)):
-        raise ValueError("it computes something else than it should")
+        raise ValueError("it gives wrong results")
     return compute
 
 

@@ -62,7 +62,7 @@ def open_attention(cache_dir: Path, say: Say, *, compiles: bool, limit_s: float 
     except (FileNotFoundError, NotADirectoryError):
         return None  # it was never compiled
     except (OSError, ValueError, AttributeError) as error:
-        say(f"{file} is not used: {str(error).splitlines()[0]}; remove it to have it compiled again")
+        say(f"{file} is not used: {str(error).splitlines()[0]}; remove it to compile it again")
         return None
     return library
 
@@ -71,7 +71,7 @@ def _compile(file: Path, say: Say, limit_s: float) -> None:
     """Compile the kernel into the cache, or leave a note there why not."""
     note = file.with_name(FAILED)
     if note.exists():
-        say(f"attention is not compiled: that failed before; remove {note}, which says why, to try again")
+        say(f"attention is not compiled, since that failed before (see {note}); remove this file to try again")
         return
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     work = Path(tempfile.mkdtemp(prefix=".compiling-", dir=file.parent))
@@ -79,7 +79,7 @@ def _compile(file: Path, say: Say, limit_s: float) -> None:
         made = work / file.name
         why = _run_compiler(made, limit_s)
         if why:
-            say(f"attention is not compiled, torch's is used: {why}")
+            say(f"attention is not compiled, so torch's is used: {why}")
             with replacing(note) as stream:
                 stream.write(f"{why}\n".encode())
             return
@@ -92,12 +92,12 @@ def _run_compiler(made: Path, limit_s: float) -> str:
     """Make the library; say why there is none, nothing if there is."""
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        return f"there is no {', '.join(COMPILERS)} here, and CXX is not set"
+        return f"no compiler found ({', '.join(COMPILERS)}), and CXX is not set"
     try:
         why = run_compiler([*compiler.split(), *OPTIONS, str(SOURCE), "-o", str(made)], {}, limit_s)
     except OSError as error:
         return f"{compiler} cannot be run ({error.strerror or error})"
-    return why or ("" if made.is_file() else f"{compiler} made nothing")
+    return why or ("" if made.is_file() else f"{compiler} did not create a file")
 
 
 @torch.inference_mode()
@@ -121,7 +121,7 @@ def _try(library: AttentionLibrary) -> None:
             found = library.attend(query, keys, values, 0.3, **how)
             for mine, truth in zip(found, _attend_in_float64(query, keys, values, 0.3, **how), strict=True):
                 if not torch.allclose(mine.double(), truth, rtol=ALLOWED_ERROR, atol=ALLOWED_ERROR):
-                    raise ValueError("it computes something else than it should")
+                    raise ValueError("it gives wrong results")
 
 
 def _attend_in_float64(

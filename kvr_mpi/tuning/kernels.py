@@ -96,7 +96,7 @@ def choose_kernels(
     """
     if any(share_json(world, gather_json(world, loaded.device.type != "cpu"))):
         return
-    say("loaded; measuring kernels for this processor, unless that was done before")
+    say("model loaded; measuring kernels for this processor, unless measured before")
     with without_kernels(loaded.model):
         norms, gates = find_norms(loaded.model), find_gates(loaded.model)
     names, is_first = _compilable(loaded, norms, gates), world.local_rank == 0
@@ -126,7 +126,7 @@ def choose_kernels(
     for gate in gates:
         if (taken := ways.get(gate_name(gate))) is not None:
             give_gate(gate, gates_of(gate.activation, compiled), taken)
-    say(_describe(ways, kernel_bytes(loaded.model), "measured" if known is None else "as measured before"))
+    say(_describe(ways, kernel_bytes(loaded.model), "measured" if known is None else "from earlier measurements"))
 
 
 def _known_or_measured(known: Gains | None, pieces: Sequence[Piece]) -> Gains:
@@ -231,7 +231,7 @@ def _right_ways(pieces: Sequence[Piece], chosen: Mapping[str, Ways], say: Say) -
         for way, count in zip(ways, ROWS, strict=bool(ways)):
             rows = piece.rows(count)
             if way != PLAIN and not is_same(piece.ways[PLAIN][0](rows), piece.ways[way][0](rows)):
-                say(f"{piece.name}: {way} is not used: {count} rows give something else than plain torch's")
+                say(f"{piece.name}: {way} is not used: its results for {count} rows differ from those of plain torch")
                 break
         else:
             if ways:
@@ -279,7 +279,7 @@ def _keep(file: Path, holds_for: str, gains: Gains, say: Say) -> None:
     except OSError as error:
         if isinstance(error, FileExistsError) and file.parent.is_dir():
             return  # another host is writing it
-        say(f"what was measured of kernels is not kept: {file} cannot be written ({error.strerror or error})")
+        say(f"kernel measurements are not kept: {file} cannot be written ({error.strerror or error})")
 
 
 def _describe(ways: Mapping[str, Ways], copied: int, how: str) -> str:

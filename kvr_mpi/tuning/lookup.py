@@ -110,17 +110,17 @@ def find_table(path: Path, here: Key, *, force: bool = False) -> tuple[Table, li
     """
     found = [(file, load_table(file)) for file in table_files(path)]
     if not found:
-        raise ConfigError(f"parallel.table = {str(path)!r}: no *.json in this folder; make tables with kvr search")
+        raise ConfigError(f"parallel.table = {str(path)!r}: no *.json in this folder; create a table with kvr search")
     fitting = [(file, table) for file, table in found if not _differences(table, here)]
     if len(fitting) == 1:
         return fitting[0][1], []
     if fitting:
         names = ", ".join(file.name for file, _ in fitting)
-        raise ConfigError(f"parallel.table = {str(path)!r}: several tables fit ({names}); name one of them")
+        raise ConfigError(f"parallel.table = {str(path)!r}: several tables fit ({names}); choose one of these files")
     reasons = [f"{file.name}: {'; '.join(_differences(table, here))}" for file, table in found]
     if force and len(found) == 1:
         return found[0][1], reasons
     raise ConfigError(
-        f"parallel.table = {str(path)!r} does not fit: {' | '.join(reasons[:8])}. Make one here with kvr search, or "
+        f"parallel.table = {str(path)!r} does not fit: {' | '.join(reasons[:8])}. Create one here with kvr search, or "
         f"name one file and set parallel.table_force = true"
     )

@@ -105,7 +105,7 @@ def refit(
         )
         split, predicted_s = best_split(result.costs, tokens, ranks, quantum=quantum)
         if split in result.forecasts_s and len(result.observations) >= ENOUGH_RUNS:
-            say(f"  the fitted rates ask for {split}, predicted {predicted_s:.3f} s: there we have been")
+            say(f"  the fitted rates suggest {split}, predicted {predicted_s:.3f} s, which was measured already")
             break
     result.best = _choose(result)
     return result
@@ -249,14 +249,14 @@ def steady(split: Partition, predicted_s: float, run: Run, say: Say) -> tuple[Ob
             if seen.ttft_s < ABSURD_RATIO * predicted_s:
                 return seen, runs
             numbers.append(seen)
-        again = "again" if runs < MAX_HICCUPS else "given up"
+        again = "again" if runs < MAX_HICCUPS else "gave up"
         say(f"  {split} took {seen.ttft_s} s (busy {_list(seen.busy_s)} s), predicted {predicted_s:.3f} s: {again}")
     if not numbers:
         raise DataError(
-            f"{split}: {MAX_HICCUPS} runs gave no times (the last: {seen.ttft_s} s, busy {_list(seen.busy_s)} s); "
-            f"expected positive seconds: look at the ranks' clocks with kvr doctor, and search again"
+            f"{split}: {MAX_HICCUPS} runs gave no valid times (the last: {seen.ttft_s} s, busy {_list(seen.busy_s)} "
+            f"s); expected positive seconds: check the ranks' clocks with kvr doctor, and search again"
         )
-    say(f"  {split} is that slow: the shortest of {len(numbers)} run(s) is taken")
+    say(f"  {split} is consistently slow: using the fastest of {len(numbers)} run(s)")
     return min(numbers, key=lambda seen: seen.ttft_s), MAX_HICCUPS
 
 

@@ -127,7 +127,9 @@ class Entry(Part):
                 f"bounds_tokens {_short(bounds)}: expected to rise from 0 to context_tokens = {self.context_tokens}"
             )
         if (self.ttft_s is None) != (self.repetitions == 0) or self.repetitions > self.runs:
-            raise ValueError("ttft_s, repetitions and runs do not go together: expected a time if there were runs")
+            raise ValueError(
+                "ttft_s, repetitions and runs do not match: expected a time if and only if there were runs"
+            )
         return self
 
     @property
@@ -200,7 +202,7 @@ def load_table(path: Path) -> Table:
     DataError
         If it is no table, is damaged, or too large.
     """
-    hint = "write it anew with kvr search"
+    hint = "create it again with kvr search"
     if not path.is_file():
         raise ConfigError(f"table {str(path)!r}: no such file (looked for {path.absolute()}); {hint}")
     try:
@@ -209,12 +211,12 @@ def load_table(path: Path) -> Table:
     except OSError as error:
         raise DataError(f"table {str(path)!r} cannot be read: {error}") from error
     if len(data) > MAX_FILE_BYTES:
-        raise DataError(f"table {str(path)!r} is larger than {MAX_FILE_BYTES >> 20} MiB: this is no table; {hint}")
+        raise DataError(f"table {str(path)!r} is larger than {MAX_FILE_BYTES >> 20} MiB, so it is not a table; {hint}")
     try:
         return Table.model_validate_json(data)
     except ValidationError as error:
         found = [_explain(dict(item)) for item in error.errors()[:5]]
-        raise DataError(f"table {str(path)!r} is damaged or foreign: {'; '.join(found)}; {hint}") from error
+        raise DataError(f"table {str(path)!r} is damaged or not a table: {'; '.join(found)}; {hint}") from error
 
 
 def save_table(table: Table, path: Path) -> None:
@@ -277,7 +279,7 @@ def merge_tables(old: Table, new: Table) -> tuple[Table, list[str]]:
         If their keys differ, saying in what.
     """
     if differences := differences_of(old.key, new.key):
-        raise ConfigError(f"tables for different things cannot be merged: {'; '.join(differences)}")
+        raise ConfigError(f"only tables for the same setup can be merged: {'; '.join(differences)}")
     entries = {entry.context_tokens: entry for entry in old.entries}
     said = []
     for entry in new.entries:

@@ -57,11 +57,11 @@ def check_contexts(contexts: Sequence[int], ranks: int, max_tokens: int | None) 
     ConfigError
     """
     if ranks < 2:
-        raise ConfigError(f"{ranks} rank has no slices to search; start it on more: mpirun -n 2 kvr search ...")
+        raise ConfigError(f"{ranks} rank has no slices to search; start more ranks: mpirun -n 2 kvr search ...")
     for tokens in contexts:
         if not 2 * ranks <= tokens <= (max_tokens or tokens):
             limit = f"{max_tokens} (the model's context)" if max_tokens else "what the model takes"
-            raise ConfigError(f"--contexts {tokens}: expected between {2 * ranks} (two for each rank) and {limit}")
+            raise ConfigError(f"--contexts {tokens}: expected from {2 * ranks} (two tokens per rank) to {limit}")
     return sorted(set(contexts))
 
 
@@ -80,7 +80,7 @@ def tabulate(wish: Wish, costs: Costs, key: Key, provenance: Provenance, run: Ru
     known = costs
     if wish.method != "model":
         run(Partition.even(min(wish.contexts), key.ranks))
-        say("one run to warm up")
+        say("one warm-up run")
     for tokens in wish.contexts:
         if wish.method == "model":
             found = _Found(*best_split(costs, tokens, key.ranks, quantum=QUANTUM_TOKENS))
@@ -161,7 +161,7 @@ def _entry(found: _Found, method: Method, provenance: Provenance, noise: float |
 def describe(entry: Entry) -> str:
     """Say what was chosen and how it is known."""
     if entry.ttft_s is None:
-        return f"{entry.partition}, predicted {entry.predicted_ttft_s:.3f} s, nothing run"
+        return f"{entry.partition}, predicted {entry.predicted_ttft_s:.3f} s, not run"
     return (
         f"{entry.partition} with {entry.ttft_s:.3f} s, predicted {entry.predicted_ttft_s:.3f} s "
         f"({100 * (entry.ttft_s / entry.predicted_ttft_s - 1):+.1f} %), after {entry.runs} run(s)"

@@ -75,9 +75,9 @@ def test_a_short_prompt_goes_to_one_rank_and_the_answer_to_all(tiny_model_dir: P
 
 def test_ranks_that_give_different_prompts_are_refused_on_all(tiny_model_dir: Path) -> None:
     def work(chain: Chain) -> Answer:
-        with pytest.raises(KvrError, match="rank 1 gave another prompt than rank 0|another rank failed"):
+        with pytest.raises(KvrError, match="rank 1 was given another prompt than rank 0|another rank failed"):
             chain.prefill(f"{TEXT} {chain.rank}")
-        with pytest.raises(KvrError, match="rank 0 gave no prompt|another rank failed"):
+        with pytest.raises(KvrError, match="rank 0 was given no prompt|another rank failed"):
             chain.prefill(TEXT if chain.rank else None)
         return chain.generate(TEXT)  # and goes on
 
@@ -90,7 +90,7 @@ def test_ranks_that_give_different_prompts_are_refused_on_all(tiny_model_dir: Pa
     [
         ([], r"a prompt of 0 tokens: expected 1 to 480"),
         ([5] * 481, r"a prompt of 481 tokens: expected 1 to 480"),
-        ("", "no tokens of ''"),
+        ("", "no tokens for ''"),
         ([5, 10**7], "10000000"),
     ],
 )
@@ -106,15 +106,15 @@ def test_a_cache_is_gone_on_from_once(tiny_model_dir: Path) -> None:
         chain.generate(prefill)
 
     (error,) = on_ranks(1, tiny_model_dir, work)
-    assert isinstance(error, ConfigError) and "gone on from before" in str(error)
+    assert isinstance(error, ConfigError) and "was used before" in str(error)
     (error,) = on_ranks(1, tiny_model_dir, lambda chain: chain.generate(TEXT), generation={"max_new_tokens": 0})
-    assert isinstance(error, ConfigError) and "made to prefill only" in str(error)
+    assert isinstance(error, ConfigError) and "can only prefill" in str(error)
 
 
 def test_settings_that_make_no_chain_are_refused(tiny_model_dir: Path) -> None:
     for parallel, why in [
-        ({"strategy": "single"}, "a Chain is all ranks of its communicator"),
-        ({"ranks_per_chain": 1}, "a Chain is all ranks of its communicator"),
+        ({"strategy": "single"}, "a Chain always uses all ranks of its communicator"),
+        ({"ranks_per_chain": 1}, "a Chain always uses all ranks of its communicator"),
         ({"partition": "evne"}, "parallel.partition"),
     ]:
         with pytest.raises(ConfigError, match=why):
@@ -125,4 +125,4 @@ def test_settings_that_make_no_chain_are_refused(tiny_model_dir: Path) -> None:
             Chain(str(tiny_model_dir), world, generation={"max_new_tokens": 4 + world.rank}, parallel=EVEN)
         return str(caught.value)
 
-    assert run_local(2, rank)[1] == "rank 1 was given other settings than rank 0; a chain has one of each"
+    assert run_local(2, rank)[1] == "rank 1 was given other settings than rank 0; expected the same on all ranks"

@@ -84,7 +84,7 @@ def test_a_job_is_read_from_a_file_or_taken_as_it_is(job: dict[str, Any]) -> Non
 
     spec = read_job(ROOT / "jobs" / "demo.toml", ["generation.max_new_tokens=3"])
     assert spec.generation.max_new_tokens == 3 and read_job(spec) is spec
-    with pytest.raises(ConfigError, match="was read already"):
+    with pytest.raises(ConfigError, match="has been read already"):
         read_job(spec, ["generation.max_new_tokens=3"])
     assert read_job(job).output.kv
 

@@ -142,7 +142,7 @@ def test_choosing_entries() -> None:
     some = choose(entries, [], 20, 1)
     assert some == choose(entries, [], 20, 1) != choose(entries, [], 20, 2)
     assert len(set(some)) == 20 and some == sorted(some, key=list(entries).index)
-    with pytest.raises(ConfigError, match=r"--only phi3 longrop: no such entry.*phi3 longrope above"):
+    with pytest.raises(ConfigError, match=r"--only phi3 longrop: not one of the .*phi3 longrope above"):
         choose(entries, ["llama", "phi3 longrop"], None, 0)
 
 

@@ -31,7 +31,7 @@ def environment(folder: Path, script: str) -> Path:
     ("name", "model", "words"),
     [
         ("vllm", "model.gguf", "'vllm': expected some of openvino, llama.cpp"),
-        ("openvino", "folder", "folder is no .gguf file"),
+        ("openvino", "folder", "folder is not a .gguf file"),
         ("openvino", "model.gguf", "ended with 3: no such library"),
     ],
 )
@@ -43,7 +43,7 @@ def test_an_engine_that_cannot_take_part_is_said_so(tmp_path: Path, name: str, m
 
 def test_an_environment_that_is_not_there_is_said_how_to_make(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match="`make rivals` makes it"),
+        pytest.raises(ConfigError, match="`make rivals` creates it"),
         open_rival("openvino", Path("a.gguf"), 9, tmp_path),
     ):
         pass
@@ -114,4 +114,4 @@ def test_engines_answer_a_corpus_as_we_do(tmp_path: Path, mpirun: Any, kvr: Path
         assert row["documents"] == 3 and row["prompt_tokens"] == rows["chains"]["prompt_tokens"]
         assert 0 < row["new_tokens"] <= 24 and row["seconds"] > 0
     sampled = mpirun(2, [*command, "--set", "generation.temperature=0.7"], timeout_s=100)
-    assert sampled.returncode == 78 and "they only answer greedily" in " ".join(sampled.stderr.split())
+    assert sampled.returncode == 78 and "other engines only decode greedily" in " ".join(sampled.stderr.split())

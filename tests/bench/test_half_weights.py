@@ -63,5 +63,5 @@ def test_weights_that_float16_does_not_hold_are_refused(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match="matrix exceeds what float16 holds"):
+    with pytest.raises(ConfigError, match="matrix exceeds the range of float16"):
         half_gguf(tmp_path / "given.gguf", tmp_path / "cache")

@@ -37,7 +37,9 @@ def test_the_job_says_what_was_wanted_and_runs(place: Path, tiny_model_dir: Path
     assert code == EXIT_OK and "a.txt" in out, err
     before = Path("minutes.toml").read_bytes()
     code, _, err = run_kvr(*words)
-    assert code == EXIT_CONFIG and "exists and is left as it is" in err and Path("minutes.toml").read_bytes() == before
+    assert (
+        code == EXIT_CONFIG and "exists, and is not overwritten" in err and Path("minutes.toml").read_bytes() == before
+    )
 
 
 def test_what_is_commented_out_is_valid(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
@@ -56,8 +58,8 @@ def test_what_is_commented_out_is_valid(place: Path, tiny_model_dir: Path, run_k
         (["--corpus", "nowhere"], "nowhere"),
         (["--corpus", "my corpus", "--model", "/no/model"], "no such file or folder"),
         (["--corpus", "rows.jsonl"], "documents.text_field = 'text': no text of that name"),
-        (["--corpus", "my corpus", "--ask", "Say \x1b[2J"], "cannot be shown"),
-        (["--corpus", "my corpus", "--output", "my corpus/a.txt/x"], "is no folder"),
+        (["--corpus", "my corpus", "--ask", "Say \x1b[2J"], "cannot be printed"),
+        (["--corpus", "my corpus", "--output", "my corpus/a.txt/x"], "is not a folder"),
         (["nowhere/job.toml", "--corpus", "my corpus"], "cannot be written"),
     ],
 )
@@ -71,7 +73,7 @@ def test_what_cannot_run_is_not_written(
 
 def test_three_questions_on_a_terminal(place: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = CliRunner().invoke(group, ["init"], input="my corpus\n")
-    assert told.exit_code == EXIT_USAGE and "--corpus and --model: needed" in told.output
+    assert told.exit_code == EXIT_USAGE and "--corpus and --model: required" in told.output
     monkeypatch.setattr("kvr_mpi.cli.init._is_terminal", lambda: True)
     answers = f"nowhere\nmy corpus\n/no/model\n{tiny_model_dir}\nWho was there?\n"
     told = CliRunner().invoke(group, ["init"], input=answers, catch_exceptions=False)

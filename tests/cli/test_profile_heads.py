@@ -44,7 +44,7 @@ def test_a_profile_is_placed_and_compresses(job: Path, tmp_path: Path, run_kvr: 
     code, out, err = run_kvr("profile-heads", job, *METHOD, "--output", output, "--plot", plot)
     assert code == EXIT_OK, err
     assert "3 layers of 2 KV heads" in out and "mean_centred" in out and plot.read_bytes()[:4] == b"\x89PNG"
-    assert "left out: short.txt: the budget holds all of it" in err
+    assert "left out: short.txt: shorter than the budget" in err
     found = json.loads(output.read_text())
     each = np.array(found["of_each_document"])
     assert found["documents"] == ["doc-0.txt", "doc-1.txt", "doc-2.txt"] and each.shape == (3, 3, 2)
@@ -64,7 +64,7 @@ def test_a_profile_is_placed_and_compresses(job: Path, tmp_path: Path, run_kvr: 
         ([], EXIT_CONFIG, "no [compress]"),
         (with_settings("compress.method=snapkv", "compress.budget=64"), EXIT_CONFIG, "method = 'snapkv'"),
         ([*METHOD, *with_settings("compress.budget=500")], EXIT_CONFIG, "none of 4 document(s)"),
-        ([*METHOD, "--output", "nowhere/heads.json"], EXIT_CONFIG, "no folder 'nowhere'"),
+        ([*METHOD, "--output", "nowhere/heads.json"], EXIT_CONFIG, "folder 'nowhere' not found"),
     ],
 )
 def test_what_gives_no_profile_is_refused(job: Path, run_kvr: Kvr, settings: list[str], code: int, why: str) -> None:

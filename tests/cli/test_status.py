@@ -38,7 +38,11 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path) -> None:
     assert found.eta_s == pytest.approx(36 / 2 * (len(NAMES) - 2), rel=0.1)
     assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.glob("[!.]*")} == before
     text = CliRunner().invoke(group, ["status", str(tmp_path)]).output
-    assert f"{len(NAMES)}: 1 done, 1 failed, {len(NAMES) - 2} left" in text and "b since" in text and "at work" in text
+    assert (
+        f"{len(NAMES)}: 1 done, 1 failed, {len(NAMES) - 2} left" in text
+        and "b since" in text
+        and "job       running" in text
+    )
     told = json.loads(CliRunner().invoke(group, ["status", str(tmp_path), "--json"]).output)
     assert told["done"] == 1 and [each["id"] for each in told["running"]] == ["b", "c"]
     with pytest.raises(OutputError, match="in use by"):
@@ -48,7 +52,7 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path) -> None:
     run.close()
     ended = read_status(tmp_path)
     assert not ended.alive and ended.running == () and ended.eta_s is None and ended.done == 1
-    assert "not at work" in CliRunner().invoke(group, ["status", str(tmp_path)]).output
+    assert "not running" in CliRunner().invoke(group, ["status", str(tmp_path)]).output
 
 
 def test_watching_ends_with_the_job(tmp_path: Path) -> None:
@@ -62,7 +66,7 @@ def test_watching_ends_with_the_job(tmp_path: Path) -> None:
     assert len(found) >= 2 and [each["alive"] for each in found] == [True] * (len(found) - 1) + [False]
     assert {each["done"] for each in found} == {1}
     again = CliRunner().invoke(group, ["status", str(tmp_path), "--watch"]).output
-    assert again.count("documents ") == 1, "nobody is at work on it"
+    assert again.count("documents ") == 1, "no job is running on it"
 
 
 def test_a_share_of_a_corpus_is_the_whole_of_its_job(tmp_path: Path) -> None:

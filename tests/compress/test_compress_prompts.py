@@ -162,8 +162,8 @@ def test_the_last_slice_takes_in_the_window(bounds: Sequence[int], known: int) -
 @pytest.mark.parametrize(
     "name, why",
     [
-        ("deepseek-latents", "cannot be compressed by heads"),
-        ("falcon-alibi", "cannot be compressed by heads"),
+        ("deepseek-latents", "cannot be compressed per head"),
+        ("falcon-alibi", "cannot be compressed per head"),
         ("falcon-h1-both", "recurrent layers"),
         ("qwen3-next-delta-rule", "recurrent layers"),
         ("llama4-chunks", "no layer that sees all tokens"),
@@ -178,8 +178,8 @@ def test_models_without_keys_of_heads_are_refused_by_name(name: str, why: str) -
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     settings = settings_of("headkv", tmp_path)
     assert open_compression(settings, tiny("llama-gqa")).profile is not None
-    with pytest.raises(ConfigError, match="3 layers of 2 KV heads, and .* here has 3 of 6"):
+    with pytest.raises(ConfigError, match="3 layers of 2 KV heads, but .* here has 3 of 6"):
         open_compression(settings, tiny("llama-mha"))
     (tmp_path / "heads.json").write_text(json.dumps({"counts": [[1, 2]] * 3, "model": "another", "source": "there"}))
-    with pytest.raises(ConfigError, match="of another model"):
+    with pytest.raises(ConfigError, match="for another model"):
         open_compression(settings, tiny("llama-gqa"))

@@ -60,7 +60,7 @@ def test_ranks_without_documents_are_of_use_only_together() -> None:
     """One document on four ranks: three have nothing to do, each by itself."""
     assert choose_decoding(COSTS, replace(WAVE, documents=1, ranks=4), 1.0).mode == "head-parallel"
     alone = choose_decoding(COSTS, replace(WAVE, ranks=1), 1.0)
-    assert alone.mode == "data-parallel" and "nobody to share" in alone.why
+    assert alone.mode == "data-parallel" and "only one rank" in alone.why
 
 
 def test_a_sum_of_many_documents_goes_round_a_ring() -> None:

@@ -270,7 +270,7 @@ def test_a_document_that_cannot_step_alone_becomes_an_error(rows: int) -> None:
             assert each.answer.token_ids == truth_of(loaded, other_prompt(int(each.key)))
         else:
             assert each.answer is None and each.prefill.cache is None
-            assert "no memory for its next token" in each.error and "8 bytes" in each.error
+            assert "not enough memory for its next token" in each.error and "8 bytes" in each.error
 
 
 def test_other_errors_are_ours() -> None:

@@ -181,7 +181,7 @@ def test_what_is_not_refused_is_right(name: str) -> None:
         assert texts(together(loaded, 2, PLACES["best-effort"])[0]) == texts(truths(loaded))
         assert name in ("llama-gqa", "llama-mha", "qwen2")
         return
-    with pytest.raises(ModelError, match=r"cannot be shared out over ranks; let each rank decode .*data-parallel"):
+    with pytest.raises(ModelError, match=r"cannot be distributed over ranks; use decode.mode = 'data-parallel'"):
         together(loaded, 2, PLACES["best-effort"])
 
 

@@ -64,7 +64,7 @@ def test_a_profile_is_what_heads_are_placed_by_and_of_this_model(tmp_path: Path)
     mean = (heaviest + others) / 2
     assert opened().efficiency(2) == pytest.approx(mean / max(heaviest, others))
     assert opened(model=loaded.fingerprint).layers == layers
-    with pytest.raises(ConfigError, match="decode.profile = .* is of another model"):
+    with pytest.raises(ConfigError, match="decode.profile = .* is for another model"):
         opened(model="another")
 
 
@@ -72,5 +72,5 @@ def test_what_keeps_heads_together_is_said_or_refused() -> None:
     loaded, why = tiny("llama-gqa"), "documents step one by one"
     assert open_sharing(DecodeSettings(), loaded, why) is None
     assert open_sharing(DecodeSettings(mode="auto"), loaded, why) == why
-    with pytest.raises(ConfigError, match=f"cannot be shared out over ranks: {why}; choose mode = 'data-parallel'"):
+    with pytest.raises(ConfigError, match=f"cannot be distributed over ranks: {why}; choose mode = 'data-parallel'"):
         open_sharing(DecodeSettings(mode="head-parallel"), loaded, why)

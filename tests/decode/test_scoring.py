@@ -113,13 +113,13 @@ def test_plain_transformers_cache_is_left_alone() -> None:
 def test_what_cannot_be_scored_is_said() -> None:
     loaded = ready(tiny("llama-gqa"))
     long = " ".join(["5"] * 500)
-    with pytest.raises(DocumentError, match="the model takes 512"):
+    with pytest.raises(DocumentError, match="context has 512 tokens"):
         score_continuations(loaded, prefill_alone(loaded), len(IDS), [long])
     with pytest.raises(DocumentError, match="has no tokens"):
         score_continuations(loaded, prefill_alone(loaded), len(IDS), ["nothing"])
     changing = ready(long_rope())
     short = prefill_kvr(changing, IDS[:30], Partition((0, 30)), LocalTransport(), reserve_tokens=6)
-    with pytest.raises(DocumentError, match="rotary embedding is another"):
+    with pytest.raises(DocumentError, match="rotary embedding changes"):
         score_continuations(changing, short, 30, [TEXTS[0]])
     batch: DecodeBatch[str] = DecodeBatch(loaded, GenerationConfig(), stop=(), max_new_tokens=0, why_alone=None)
     batch.add("a", prefill_alone(loaded), IDS, 0, OwnGeneration(score=("nothing",)))
@@ -142,16 +142,16 @@ def test_what_would_cut_an_answer_by_a_schema_is_refused() -> None:
         batch.add("a", prefill_alone(loaded), IDS, 0, own)
         (found,) = batch.step()
         assert found.answer is None and said in (found.error or "")
-        assert "does not go with a JSON schema" in (found.error or "")
+        assert "cannot be combined with a JSON schema" in (found.error or "")
 
 
 def test_a_prompt_is_answered_several_times_only_where_that_can_be() -> None:
     states, changing = ready(tiny("falcon-h1-both")), ready(long_rope())
     warm = GenerationConfig(do_sample=True, top_k=5)
     for loaded, config, ids, said in (
-        (ready(tiny("llama-gqa")), GenerationConfig(do_sample=False), IDS, "not sampled are the same"),
+        (ready(tiny("llama-gqa")), GenerationConfig(do_sample=False), IDS, "without sampling would all be the same"),
         (states, warm, IDS, "keeps states"),
-        (changing, warm, IDS[:30], "rotary embedding is another"),
+        (changing, warm, IDS[:30], "rotary embedding changes"),
     ):
         batch: DecodeBatch[str] = DecodeBatch(loaded, config, stop=(), max_new_tokens=6, why_alone=None)
         prefill = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=6)

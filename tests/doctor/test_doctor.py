@@ -36,7 +36,7 @@ def test_doctor_under_mpirun(size: int, mpirun: Any, kvr: Path, tmp_path: Path) 
     assert all(link["latency_us"] > 0 and link["gigabytes_per_s"] > 0 and link["intact"] for link in chain)
     assert ("transfers" in found) == (size == 2)
     if size == 2:
-        assert "checksums right" in found["transfers"]["found"]
+        assert "checksums correct" in found["transfers"]["found"]
     assert {"cores", "threads", "devices", "cuda-aware", "hdf5", "folder", "space", "clocks", "slurm"} <= found.keys()
     assert not list(tmp_path.iterdir())
 
@@ -48,7 +48,7 @@ def test_doctor_alone_says_what_fails(kvr: Path) -> None:
     assert run.returncode == 78, run.stderr
     lines = run.stdout.splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("fail"))
-    assert "folder" in lines[at] and "what to do:" in lines[at + 1]
+    assert "folder" in lines[at] and "remedy:" in lines[at + 1]
     assert any(line.startswith("ok") and "versions" in line for line in lines), "the checks after it were made"
 
 

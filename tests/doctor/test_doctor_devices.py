@@ -53,10 +53,10 @@ ABLE = replace(GPU, capability=(9, 0), total_bytes=80 << 30, free_bytes=79 << 30
             "H200 (80 GiB): rank(s) 0, A100 (40 GiB)",
         ),
         (replace(ABLE, capability=(7, 0)), "rank(s) 1: H200 is older than Ampere"),
-        (replace(ABLE, free_bytes=20 << 30), "rank(s) 1: others use the GPU, 20.0 of 80.0 GiB are free"),
+        (replace(ABLE, free_bytes=20 << 30), "rank(s) 1: other processes use the GPU, 20.0 of 80.0 GiB are free"),
         (replace(ABLE, has_nccl=False), "rank(s) 1: this torch is built without NCCL"),
         (replace(ABLE, module_loading="lazy"), "rank(s) 1: CUDA_MODULE_LOADING=LAZY"),
-        (replace(ABLE, loads_directly=False), "rank(s) 1: all weights of each pass through host memory"),
+        (replace(ABLE, loads_directly=False), "rank(s) 1: weights are loaded through host memory"),
     ],
 )
 def test_what_a_gpu_cannot_do(second: DeviceFacts, words: str) -> None:

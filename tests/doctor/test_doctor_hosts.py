@@ -15,7 +15,7 @@ def test_folder(tmp_path: Path) -> None:
     findings = folder.check_folder(tmp_path)
     assert [one.check for one in findings] == ["folder", "locking", "space"]
     assert findings[0].status == "ok"
-    assert "there is no" in folder.check_folder(tmp_path / "new" / "run")[0].found
+    assert "does not exist yet" in folder.check_folder(tmp_path / "new" / "run")[0].found
     assert not list(tmp_path.iterdir()), "nothing is left behind"
     found = only(folder.check_folder(Path("/proc")))
     assert found.status == "fail" and "/proc cannot be written" in found.found

@@ -66,7 +66,7 @@ def test_silence_ends() -> None:
             return str(error)
         return ""
 
-    assert run_local(2, links_of)[0].startswith("an answer of rank 1 did not come")
+    assert run_local(2, links_of)[0].startswith("an answer of rank 1 did not arrive")
 
     def meeting(world: LocalTransport) -> str:
         try:
@@ -75,7 +75,7 @@ def test_silence_ends() -> None:
             return str(error)
         return ""
 
-    assert "rank(s) 1 were not heard of" in run_local(3, meeting)[0]
+    assert "rank(s) 1 did not answer" in run_local(3, meeting)[0]
 
 
 def test_links_are_compared_with_their_kind() -> None:

@@ -69,11 +69,11 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2", "SL
     [
         ({}, []),
         ({"SLURM_JOB_END_TIME": None}, ["SLURM_JOB_END_TIME is not set"]),
-        ({"SLURM_JOB_END_TIME": "soon"}, ["SLURM_JOB_END_TIME='soon' is no number"]),
+        ({"SLURM_JOB_END_TIME": "soon"}, ["SLURM_JOB_END_TIME='soon' is not a number"]),
         ({"SLURM_JOB_END_TIME": str(NOW_S - 5)}, ["is in the past"]),
         ({"SLURM_NTASKS": "8"}, ["SLURM_NTASKS=8, but there are 4 rank(s)"]),
         ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"}, []),
-        ({"SLURM_RESTART_COUNT": "-1"}, ["SLURM_RESTART_COUNT='-1' is no number"]),
+        ({"SLURM_RESTART_COUNT": "-1"}, ["SLURM_RESTART_COUNT='-1' is not a number"]),
         ({"SLURM_JOB_NUM_NODES": "3"}, ["3 node(s), the ranks are on 2"]),
     ],
 )
@@ -108,7 +108,7 @@ def test_launch_failures_become_findings() -> None:
     with pytest.raises(TransportError) as caught:
         connect({"SLURM_NTASKS": "8"})
     found = launch_failure(caught.value)
-    assert found.status == "fail" and "8 ranks were meant" in found.found and "srun --mpi=pmi2" in found.remedy
+    assert found.status == "fail" and "8 ranks were intended" in found.found and "srun --mpi=pmi2" in found.remedy
     assert launch_failure(TransportError("something new")).remedy
 
 

@@ -53,13 +53,13 @@ def test_a_wrong_sum_fails_and_names_the_stage() -> None:
 
     findings = sums.check_sums(run_local(4, work), ["a"] * 4, 2)
     assert [status for status in statuses(findings) if status != "warn"] == ["ok", "fail"]  # warn: slow just now
-    assert any("stage 1 (ranks 2-3 on a): its ranks' sums are wrong" in finding.found for finding in findings)
+    assert any("stage 1 (ranks 2-3 on a): the sums of its ranks are wrong" in finding.found for finding in findings)
 
 
 def test_a_stage_over_several_hosts_is_warned_of() -> None:
     (ok, warning) = run_local(4, lambda world: examine(world, 2, "aabc"))[0]
     assert (ok.status, warning.status) == ("ok", "warn")
-    assert "1 stage(s) lie on several hosts" in warning.found and "stage 1 (ranks 2-3 on b, c)" in warning.found
+    assert "1 stage(s) span several hosts" in warning.found and "stage 1 (ranks 2-3 on b, c)" in warning.found
     assert "a multiple of 2 ranks on each host" in warning.remedy
 
 
@@ -67,7 +67,7 @@ def test_stages_are_compared_with_their_kind() -> None:
     slow = {**GOOD, "gigabytes_per_s": 0.5}
     found = sums.check_sums([GOOD, GOOD, GOOD, slow, slow, slow], [*"aaaabc"], 2)
     assert statuses(found) == ["ok", "warn", "warn"]
-    assert "1 stage(s) lie on several hosts" in found[1].found
+    assert "1 stage(s) span several hosts" in found[1].found
     assert "stage 1 (ranks 2-3 on a) sums at 0.50 GB/s" in found[2].found, "a network is slower than memory"
 
 

@@ -22,8 +22,8 @@ def test_reports() -> None:
     }
     lines = to_lines(findings)
     assert lines[0].split() == ["ok", "clocks", "one"]
-    assert "what to do: make room" in lines[2]
-    assert lines[-1] == "1 ok, 0 to look at, 1 failed"
+    assert "remedy: make room" in lines[2]
+    assert lines[-1] == "1 ok, 0 warning(s), 1 failed"
     assert all(line.isprintable() for line in lines)
 
 

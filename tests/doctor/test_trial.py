@@ -35,15 +35,15 @@ RIGHT = "".join(
 @pytest.mark.parametrize(
     ("said", "then", "status", "words"),
     [
-        (READY + RIGHT, "", "ok", "checksums right"),
-        (READY + "[1] { noise" + RIGHT, "", "ok", "checksums right"),
+        (READY + RIGHT, "", "ok", "checksums correct"),
+        (READY + "[1] { noise" + RIGHT, "", "ok", "checksums correct"),
         (READY, "os.abort()", "fail", "crashes (killed by SIGABRT)"),
         (READY + RIGHT, "sys.exit(3)", "fail", "crashes (exit code 3)"),
         (READY, "", "fail", "crashes (exit code 0)"),
         (READY, "threading.Event().wait()", "fail", "hangs, killed after 2 s"),
         (READY + RIGHT.replace('"received": 4096', '"received": 7'), "", "fail", "checksum of 4096 bytes is wrong"),
-        ('{"ready": 0}', "sys.exit('no slots')", "warn", "did not start (exit code 1); it said: no slots"),
-        ("", "threading.Event().wait()", "warn", "did not start (nothing within 2 s)"),
+        ('{"ready": 0}', "sys.exit('no slots')", "warn", "did not start (exit code 1); its output: no slots"),
+        ("", "threading.Event().wait()", "warn", "did not start (no response within 2 s)"),
     ],
 )
 def test_how_a_trial_ends(said: str, then: str, status: str, words: str) -> None:

@@ -119,9 +119,9 @@ def test_a_system_prompt_needs_the_chat_template(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("chat_template", "why"),
     [
-        ("{{ raise_exception('no system role, please') }}", "refuses the prompt: no system role, please"),
-        ("{% if %}", "refuses the prompt"),
-        ("{{ messages[0].nothing.at.all }}", "refuses the prompt"),
+        ("{{ raise_exception('no system role, please') }}", "rejects the prompt: no system role, please"),
+        ("{% if %}", "rejects the prompt"),
+        ("{{ messages[0].nothing.at.all }}", "rejects the prompt"),
         ("The same for everyone", "shows the user's message 0 times"),
         ("{% for m in messages * 2 %}{{ m.content }}{% endfor %}", "shows the user's message 2 times"),
     ],

@@ -46,7 +46,7 @@ def test_fields_are_data(tokenizer: Any, value: str) -> None:
 
 def test_a_field_that_leaves_no_room_is_the_documents_error(tokenizer: Any) -> None:
     frame = make_frame(tokenizer, "{title}{text}", chat_template=False, max_prompt_tokens=8)
-    with pytest.raises(DocumentError, match="takes 3[0-9] tokens, a prompt may have 8"):
+    with pytest.raises(DocumentError, match="has 3[0-9] tokens; a prompt can have at most 8"):
         frame.filled(tokenizer, {"title": "word " * 30})
 
 
@@ -70,7 +70,7 @@ def test_rows_without_a_field_are_errors_and_the_rest_goes_on(tmp_path: Path, su
     file = WRITERS[suffix](tmp_path / f"a{suffix}", rows)
     documents = read(file, **options)
     errors = errors_of(documents)
-    assert set(errors) == {"1", "2"} and "the field 'title', which the template names, is missing" in errors["1"]
+    assert set(errors) == {"1", "2"} and "the field 'title', used in the template, is missing" in errors["1"]
     assert [document.passed for document in documents] == [{"label": 0}, {"label": 1}, {"label": 2}]
     corpus = scan_corpus([str(file)], rows=RowFormat(**options))
     assert [corpus.read(number).passed for number in range(3)] == [{"label": 0}, {"label": 1}, {"label": 2}]
@@ -92,7 +92,7 @@ def test_a_field_that_changes_becomes_an_error(tmp_path: Path, field: str) -> No
     file.write_text(before.replace('"unused": 1', '"unused": 2'))
     assert corpus.read(0).error is None
     file.write_text(before.replace(f'"{field}": "{field[0]}"', f'"{field}": "x"'))
-    assert "has changed since the batch began" in (corpus.read(0).error or "")
+    assert "has changed since the job began" in (corpus.read(0).error or "")
 
 
 def test_text_files_have_no_fields(tmp_path: Path) -> None:

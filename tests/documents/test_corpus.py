@@ -116,7 +116,7 @@ def test_a_text_that_changes_becomes_an_error(tmp_path: Path, name: str, change:
             assert document == before[entry.id]
         else:
             assert document.id == entry.id and document.text == "" and document.error is not None
-            assert str(file) in document.error and "batch began" in document.error
+            assert str(file) in document.error and "job began" in document.error
 
 
 def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,5 +143,5 @@ def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path, monkeypa
 
 def test_no_document_at_all_is_said(tmp_path: Path) -> None:
     (tmp_path / "void.jsonl").write_text("\n")
-    with pytest.raises(CorpusError, match="hold no document"):
+    with pytest.raises(CorpusError, match="contain no documents"):
         scan_corpus([str(tmp_path)])

@@ -52,10 +52,10 @@ def test_templates_that_trim_what_is_said(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("chat_template", "said"),
     [
-        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "changes the words"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "changes the text"),
         ("{{ messages[-1].content }}", r"shows message 0 \(system\) 0 times"),
         ("{% for m in messages %}{{ m.content + m.content }}{% endfor %}", r"shows message 0 \(system\) 2 times"),
-        ("{{ raise_exception('no system role here') }}", "refuses the conversation: no system role here"),
+        ("{{ raise_exception('no system role here') }}", "rejects the conversation: no system role here"),
         (None, "no chat template"),
     ],
 )

@@ -91,7 +91,10 @@ def test_what_is_no_request(change: dict[str, Any], said: str) -> None:
         ({"response_format": {"type": "json_schema"}}, "body.response_format: its schema is no JSON schema: null"),
         ({"response_format": schema_of({"typ": "object"})}, 'is no JSON schema: {"typ": "object"}'),
         ({"response_format": schema_of({"type": "objekt"})}, "Invalid type: objekt"),
-        ({"response_format": {"type": "json_object"}, "stop": "x"}, "body.stop does not go with body.response_format"),
+        (
+            {"response_format": {"type": "json_object"}, "stop": "x"},
+            "body.stop cannot be combined with body.response_format",
+        ),
         ({"frequency_penalty": 0.5}, "body.frequency_penalty is 0.5"),
         ({"tools": [{"type": "function"}]}, "body.tools"),
         ({"temprature": 1, "beams": 3}, "body has beams, temprature"),
@@ -148,4 +151,4 @@ def test_settings_that_change_become_an_error(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "batch.jsonl", row(temperature=1))
     corpus = scan_corpus([str(file)], rows=RowFormat(kind="openai-batch"))
     write_lines(file, row(temperature=2))
-    assert "has changed since the batch began" in (corpus.read(0).error or "")
+    assert "has changed since the job began" in (corpus.read(0).error or "")

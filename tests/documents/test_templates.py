@@ -55,7 +55,7 @@ def test_braces_in_a_template(tokenizer: Any, template: str, before: str, after:
 
 @pytest.mark.parametrize("name", ["question", "Text", " text ", "doc.title", "größe"])
 def test_unknown_names_in_braces_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"has {{{name}}}") + r".*what exists is \{text\}") as caught:
+    with pytest.raises(ConfigError, match=re.escape(f"has {{{name}}}") + r".*known are \{text\}") as caught:
         parse_template(f"About {{text}}: {{{name}}}?", "prompt.reduce_template", columns=())
     assert str(caught.value).startswith("prompt.reduce_template ") and f"{{{{{name}}}}}" in str(caught.value)
     with pytest.raises(ConfigError, match="contains {text} 0 times.*" + re.escape(name)):
@@ -100,7 +100,7 @@ def test_a_template_that_leaves_no_room_is_refused(tokenizer: Any) -> None:
     for limit in (0, 1, taken - 1, taken):
         with pytest.raises(
             ConfigError,
-            match=f"template alone takes {taken} tokens.*may have {limit} .*max_new_tokens.*shorten the template",
+            match=f"template alone has {taken} tokens.*can have at most {limit} .*max_new_tokens.*shorten the template",
         ):
             make_frame(tokenizer, template, max_prompt_tokens=limit)
     assert make_frame(tokenizer, template, max_prompt_tokens=taken + 1).text_budget == 1

@@ -96,7 +96,7 @@ def test_fewer_gpus_than_ranks_are_shared_and_none_is_refused(monkeypatch: pytes
     assert [device.index for device in taken] == [0, 1, 0, 1]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto", 3) == CPU
-    with pytest.raises(ModelError, match="this rank sees no GPU; use 'auto' or 'cpu', or ask for GPUs"):
+    with pytest.raises(ModelError, match="this rank sees no GPU; use 'auto' or 'cpu', or request GPUs"):
         choose_device("cuda", 0)
 
 

@@ -13,7 +13,7 @@ import torch
 from models import prompt, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.loading import LAYERS_AHEAD, LAYERS_KEPT, LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model.attention_hook import prepare_model
@@ -21,8 +21,9 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.self_check import allowed_error, error_share
-from kvr_mpi.store.kv import CachedTokens, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import Record, write_record
+from kvr_mpi.store.stored_kv import CachedTokens
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 

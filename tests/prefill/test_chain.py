@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE, prompt, tiny
 
 from kvr_mpi.errors import ModelError, PartitionError, TransportError
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -102,13 +102,13 @@ def test_self_check_lets_good_models_through(name: str) -> None:
 def test_self_check_says_which_models_attend_to_a_whole_prefix_and_why(name: str) -> None:
     said: list[str] = []
     assert not check_chain(replace(tiny(name), attends_in_parts=True), say=said.append).attends_in_parts
-    assert len(said) == 1 and "attention is the model's own" in said[0] and "cannot be taken over" in said[0]
+    assert len(said) == 1 and "the model's own attention" in said[0] and "cannot be computed in parts" in said[0]
 
 
 @pytest.mark.parametrize("name", SINGLE_ONLY)
 def test_self_check_sends_the_others_to_single(name: str) -> None:
     loaded = tiny(name)
-    with pytest.raises(ModelError, match="does not go on from its cache.*strategy = 'single'"):
+    with pytest.raises(ModelError, match="cannot continue from its cache.*strategy = 'single'"):
         check_chain(loaded)
     assert single(loaded, prompt(20)).logits is not None
 

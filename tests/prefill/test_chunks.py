@@ -17,7 +17,7 @@ from made_tables import COSTS
 from models import CONFIGS, STATES, VOCAB, WHOLE, prompt, tiny
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -157,7 +157,7 @@ def test_rivals_take_no_chunks() -> None:
         lambda rank: prefill_ring(loaded, prompt(20), rank, chunk_tokens=8),
         lambda rank: prefill_tsp(loaded, prompt(20), rank, dense=False, chunk_tokens=8),
     ):
-        with pytest.raises(ModelError, match="takes no chunks"):
+        with pytest.raises(ModelError, match="cannot use chunks"):
             run_local(2, run)
 
 
@@ -265,4 +265,4 @@ def test_jobs_run_in_chunks_and_answer_the_same(
     assert run.returncode == 0, run.stderr
     assert answers(tmp_path / "short") == found[48]
     run = run_here(ranks, [job, *with_settings("parallel.strategy=ring", "parallel.chunk_tokens=48")])
-    assert run.returncode == 78 and "takes no chunks" in run.stderr
+    assert run.returncode == 78 and "cannot use chunks" in run.stderr

@@ -14,7 +14,7 @@ from rows import alone, long_rope, one_thread, other_prompt
 from torch.nn.attention import varlen
 
 from kvr_mpi.kv import packed_row as row
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model

@@ -15,7 +15,7 @@ from models import prompt, tiny
 from pipelines import MODELS, Failing, draw_prompts, run_prompts, truths
 
 from kvr_mpi.errors import PartitionError
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr

@@ -10,7 +10,7 @@ import torch
 from chains import NEW_TOKENS, chain, greedy, single
 from models import prompt, tiny
 
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_ring, prefill_tsp

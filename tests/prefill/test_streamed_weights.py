@@ -13,7 +13,7 @@ from models import CONFIGS, prompt
 from safetensors.torch import load_file, save_file
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.streamed import StreamedWeights

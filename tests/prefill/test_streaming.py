@@ -53,9 +53,9 @@ def test_what_would_be_another_answer_is_refused() -> None:
     with pytest.raises(ModelError, match=r"layer 0 sees all tokens, .* 'streaming-llm'"):
         prefill_streaming(tiny("llama-gqa"), prompt(20))
     prepare_model(tiny("mistral-window").model, chain=True)
-    with pytest.raises(ModelError, match=r"sees a window of 16 tokens, and a rolling cache holds the last 14"):
+    with pytest.raises(ModelError, match=r"sees a window of 16 tokens, but a rolling cache keeps only the last 14"):
         prefill_streaming(tiny("mistral-window"), prompt(20), Rolling(14, 4))
-    with pytest.raises(ModelError, match="every layer attends by our hook"):
+    with pytest.raises(ModelError, match="attention can be taken over in every layer"):
         prefill_streaming(tiny("lfm2-convolutions"), prompt(20))
     with pytest.raises(ConfigError, match="approximation = 'fast'"):
         Rolling(approximation="fast")

@@ -46,7 +46,7 @@ def test_rows_with_fields_go_through_a_job_and_out_again(
     run = run_here(2, [rows_job])
     assert run.returncode == EXIT_BAD_DATA and "2 done, 1 error(s)" in run.stdout, run.stderr
     found = {record.id: record for record in read_run(tmp_path / "out")}
-    assert "the field 'title', which the template names, is missing" in found["b"].error
+    assert "the field 'title', used in the template, is missing" in found["b"].error
     assert found["b"].passed == {"label": "no title"} and found["c"].passed == {"title": "Harbours"}
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     for name, row in (("a", ROWS[0]), ("c", ROWS[2])):
@@ -72,9 +72,9 @@ def test_rows_with_fields_go_through_a_job_and_out_again(
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("prompt.template={titel} {text}", "{titel}, which stands for nothing"),
+        ("prompt.template={titel} {text}", "{titel}, which is unknown"),
         ("prompt.system=You know {title}.", "prompt.system 'You know {title}.' has {title}"),
-        ("output.columns=['labels']", "output.columns: no row has a field 'labels'; their fields are id, label, text"),
+        ("output.columns=['labels']", "output.columns: no row has a field 'labels'; the fields are id, label, text"),
     ],
 )
 def test_fields_that_no_row_has_are_refused_at_once(rows_job: Path, run_here: Any, setting: str, said: str) -> None:
@@ -84,4 +84,4 @@ def test_fields_that_no_row_has_are_refused_at_once(rows_job: Path, run_here: An
 
 def test_text_files_have_no_fields_to_name(job: Path, run_here: Any) -> None:
     run = run_here(1, [job, *with_settings("prompt.template={title} {text}")])
-    assert run.returncode == EXIT_CONFIG and "{title}, which stands for nothing" in run.stderr
+    assert run.returncode == EXIT_CONFIG and "{title}, which is unknown" in run.stderr

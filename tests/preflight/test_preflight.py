@@ -66,11 +66,11 @@ ALL_WRONG = (
     "output.path=job.toml/out",
 )
 ALL_WORDS = (
-    "10 things are wrong",
+    "10 problems with this job",
     "documents.path 'nowhere'",
     "documents.path 'void'",
     "documents.text_field = 'text'",
-    "their fields are body, id, title",
+    "the fields are body, id, title",
     "model.path './no-model'",
     "has {question}",
     "prompt.reduce_template 'Sum up.' contains {text} 0 times",
@@ -99,7 +99,7 @@ def test_all_that_is_wrong_is_said_at_once_and_without_torch(job: Path, tmp_path
     assert alone.stdout == "78 []\n", alone.stderr
     for word in ALL_WORDS[1:-2]:
         assert word in alone.stderr
-    assert "9 things are wrong" in alone.stderr and alone.stderr.count("error: ") == 1
+    assert "9 problems with this job" in alone.stderr and alone.stderr.count("error: ") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -132,7 +132,8 @@ def test_a_table_for_other_chains_is_refused(job: Path, tmp_path: Path, ranks: i
     check(job, *settings)
     check(job, *settings, "parallel.ranks_per_chain=2", ranks=4)
     check(job, *settings, "parallel.table_force=true", ranks=ranks)
-    assert f"ranks is 2, here it is {ranks}" in refusal(job, *settings, ranks=ranks)
+    told = refusal(job, *settings, ranks=ranks)
+    assert f"chains of {ranks} rank(s)" in told and "is for 2 ranks" in told
 
 
 def test_models_that_are_not_whole(job: Path, tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_models_that_are_not_whole(job: Path, tmp_path: Path) -> None:
     (model / "model-1-of-2.safetensors").write_bytes(b"")
     names = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    assert "1 of its 2 files of weights are missing, such as model-2-of-2.safetensors" in refusal(job)
+    assert "1 of its 2 weight files are missing, such as model-2-of-2.safetensors" in refusal(job)
     for config in ("[]", "{", "[" * 100_000):
         (model / "config.json").write_text(config)
         assert "config.json" in refusal(job)
@@ -153,8 +154,8 @@ def test_models_that_are_not_whole(job: Path, tmp_path: Path) -> None:
     os.mkfifo(model / "config.json")
     assert "has no config.json" in refusal(job)
     (tmp_path / "a.gguf").write_bytes(b"<html>")
-    assert "is no GGUF file" in refusal(job, f"model.path={tmp_path / 'a.gguf'}")
-    assert "is not among the local files" in refusal(job, "model.path=no-org/no-model")
+    assert "is not a GGUF file" in refusal(job, f"model.path={tmp_path / 'a.gguf'}")
+    assert "is not in the local cache" in refusal(job, "model.path=no-org/no-model")
 
 
 def test_some_rows_without_text_are_no_reason_to_refuse(job: Path, tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_some_rows_without_text_are_no_reason_to_refuse(job: Path, tmp_path: Pat
     (corpus / "a-first.jsonl").write_text('{"id": "x", "text": "of another name"}\n{"id": "y"}\nno JSON\n')
     check(job)
     (corpus / "rows.jsonl").unlink()
-    assert "their fields are id, text" in refusal(job)
+    assert "the fields are id, text" in refusal(job)
     (corpus / "a-first.jsonl").write_text("no JSON\n")  # records, as ever
     check(job)
     (corpus / "a-first.jsonl").write_text('{"id": "x"}\n')
@@ -184,7 +185,7 @@ def test_the_text_field_of_other_tables(job: Path, tmp_path: Path, suffix: str) 
     else:
         (corpus / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"id": "a", "body": "words"}\n'))
     check(job)
-    assert "their fields are body, id" in refusal(job, "documents.text_field=words")
+    assert "the fields are body, id" in refusal(job, "documents.text_field=words")
 
 
 def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -
     check(job, goes_on=True)
     shutil.rmtree(tmp_path / "out")
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         check(job, goes_on=True)
 
 
@@ -202,9 +203,9 @@ def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -
     ("setting", "expected"),
     [
         ("parallel.strategy=single", "strategy = 'single' decodes from transformers' own cache"),
-        ("output.kv=sharded", "output.kv = 'sharded' stores what each rank of a chain has"),
-        ("documents.reuse=runs/before", "documents.reuse goes on from stored keys"),
-        ("questions.ask=['Who?']", r"\[questions\] goes on from stored keys"),
+        ("output.kv=sharded", "output.kv = 'sharded' stores the part of each rank"),
+        ("documents.reuse=runs/before", "documents.reuse uses stored keys"),
+        ("questions.ask=['Who?']", r"\[questions\] uses stored keys"),
         ("compress.profile=nowhere.json", "compress.profile = 'nowhere.json': no such file"),
     ],
 )
@@ -217,11 +218,17 @@ def test_compression_is_refused_beside_what_would_ignore_it(job: Path, setting: 
     ("setting", "expected"),
     [
         ("parallel.strategy=single", "strategy = 'single' decodes from transformers' own cache"),
-        ("output.kv=true", "output.kv = true stores what one rank holds.* or choose mode = 'auto'"),
-        ("output.kv=sharded", "with output.kv = 'sharded' ranks decode together already"),
-        ("questions.sharded=true", "with questions.sharded ranks decode together already"),
-        ("generation.logprobs=true", "log-probabilities, scores, several samples and schemas are not for ranks that"),
-        ("generation.score=['yes']", "log-probabilities, scores, several samples and schemas are not for ranks that"),
+        ("output.kv=true", "output.kv = true stores the cache of one rank.* or choose mode = 'auto'"),
+        ("output.kv=sharded", "with output.kv = 'sharded', ranks already decode together"),
+        ("questions.sharded=true", "with questions.sharded, ranks already decode together"),
+        (
+            "generation.logprobs=true",
+            "log-probabilities, scores, several samples and schemas are not supported yet by ranks that",
+        ),
+        (
+            "generation.score=['yes']",
+            "log-probabilities, scores, several samples and schemas are not supported yet by ranks that",
+        ),
         ("decode.copies=3", r"decode.copies = 3 is more than the 2 rank\(s\) of a chain"),
         ("decode.profile=nowhere.json", "decode.profile = 'nowhere.json': no such file"),
     ],
@@ -235,4 +242,4 @@ def test_sharing_heads_is_refused_beside_what_would_ignore_it(job: Path, setting
 def test_only_texts_are_observed_from_their_end(job: Path) -> None:
     settings = ("compress.method=snapkv", "compress.budget=512", "compress.observes=document")
     told = refusal(job, *settings, "documents.format=messages")
-    assert "observes = 'document' asks where a document's text is" in told
+    assert "observes = 'document' needs to know where the document's text is" in told

@@ -31,7 +31,7 @@ import torch
 
 from kvr_mpi.disk import drop_pages
 from kvr_mpi.documents import read_corpus
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.document_share import DocumentShare, ShareBounds
 from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import ReadRows, SharedPrefix
@@ -45,11 +45,12 @@ from kvr_mpi.setup.host_memory import held_bytes, peak_bytes, reset_peak
 from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.store.filters import has_blosc2
 from kvr_mpi.store.hdf5 import hold_open
-from kvr_mpi.store.kv import CachedTokens, KeysValues, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import Header, Record
 from kvr_mpi.store.parts import part_record
 from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import connect

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 
 from kvr_mpi.documents import Corpus, CorpusFile, Entry
-from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.lock import this_process
 from kvr_mpi.store.outputs import Header, Record
 from kvr_mpi.store.run import open_run
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.stored_kv import CachedTokens
 
 HEADER = Header({"model": "0123abcd"}, {"name": "tiny", "architecture": "LlamaForCausalLM", "dtype": "bfloat16"})
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128

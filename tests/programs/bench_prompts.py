@@ -32,7 +32,7 @@ path = "{output}"
 {prompts}
 """
 # What the end of a run says, as `describe_throughput` has it.
-RATE = re.compile(r"([0-9]+) document\(s\) in .*: ([0-9]+) an hour")
+RATE = re.compile(r"([0-9]+) document\(s\) in .*: ([0-9]+) documents/hour")
 
 
 def main() -> None:

@@ -100,7 +100,7 @@ elif world.rank == 1:
         world.irecv(torch.zeros(6), 0, 77).wait()
         raise AssertionError("a message shorter than announced passed")
     except TransportError as error:
-        assert "expected 24 bytes from rank 0 (tag 77) and was sent 20" in str(error), error
+        assert "expected 24 bytes from rank 0 (tag 77), but received 20" in str(error), error
 world.barrier()
 if world.rank == 0:
     print(json.dumps({"size": world.size, "transport": reason}))

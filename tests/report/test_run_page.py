@@ -204,9 +204,9 @@ def test_ten_thousand_documents_are_a_small_page() -> None:
     page = page_with(records)
     assert len(page) < PAGE_BYTES
     found = packed(page)
-    assert found["answer"] == [one.answer for one in records] and "cut to" not in page.decode()
+    assert found["answer"] == [one.answer for one in records] and "truncated to" not in page.decode()
     data, note = pack_answers(records[:1000], 100_000)
-    assert 50_000 < len(data) <= 100_000 and "answers are cut to" in note and "kvr inspect" in note
+    assert 50_000 < len(data) <= 100_000 and "answers are truncated to" in note and "kvr inspect" in note
     data, note = pack_answers(records[:1000], 2_000)
     assert len(data) <= 2_000 and "of 1,000 documents" in note
 
@@ -214,4 +214,4 @@ def test_ten_thousand_documents_are_a_small_page() -> None:
 def test_a_small_run_is_there_as_a_whole() -> None:
     page = page_with([done("a", answer="x" * 5000), done("b", ttft_s=float("nan"))])
     assert packed(page)["answer"][0] == "x" * 5000 and packed(page)["ttft"][1] == 0
-    assert "cut to" not in page.decode()
+    assert "truncated to" not in page.decode()

@@ -35,7 +35,14 @@ def test_lengths_and_times_are_said_plainly() -> None:
         "3 min 20 s",
         "2 h 5 min",
     ]
-    assert [bytes_text(n) for n in (12, 2048, 3.4 * 2**20, 12 * 2**30)] == ["12 B", "2 KiB", "3.4 MiB", "12 GiB"]
+    assert [bytes_text(n) for n in (0, 12, 2048, 3.4 * 2**20, 12 * 2**30)] == [
+        "0 B",
+        "12 B",
+        "2 KiB",
+        "3.4 MiB",
+        "12 GiB",
+    ]
+    assert bytes_text(1023) == "1023 B" and bytes_text(3.1 * 2**40) == "3.1 TiB"
     assert [percent_text(p) for p in (0, 0.004, 0.034, 1)] == ["0 %", "0.4 %", "3 %", "100 %"]
     assert [plain_number(n) for n in (0.5, 10, 4000)] == ["0.5", "10", "4,000"]
 
@@ -84,7 +91,7 @@ def rows_in_pairs(low: float, *, told: bool) -> list[dict[str, Any]]:
 def test_a_title_goes_by_pairs_and_not_by_the_spread(tmp_path: Path) -> None:
     for low, told, title in (
         (1.1, True, "kvr-s is fastest at 4k tokens on 2 ranks: 20 % ahead of ring"),
-        (0.9, False, "kvr-s and ring are not told apart at 4k tokens on 2 ranks"),
+        (0.9, False, "kvr-s and ring do not differ significantly at 4k tokens on 2 ranks"),
     ):
         plot_bench(rows_in_pairs(low, told=told), tmp_path / "plot.svg", about="rows of today")
         drawn = (tmp_path / "plot.svg").read_text()
@@ -112,4 +119,4 @@ def test_a_document_that_grew_is_drawn(tmp_path: Path) -> None:
     ]
     plot_extension(rows, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
-    assert "64 tokens added to 4k: 46.9 times as fast as all of it again" in drawn and ">after 1k<" in drawn
+    assert "64 tokens added to 4k: 46.9 times as fast as prefilling everything again" in drawn and ">after 1k<" in drawn

@@ -62,7 +62,7 @@ def test_the_table_shows_each_document_and_counts_them(capsys: pytest.CaptureFix
 def test_the_table_is_cut_and_says_by_how_much(capsys: pytest.CaptureFixture[str], count: int) -> None:
     show([done(f"doc-{n:03d}") for n in range(count)], Path("results.h5"))
     out = capsys.readouterr().out
-    assert len(re.findall(r"doc-\d+", out.partition("Look into it")[0])) == min(count, MAX_ROWS)
+    assert len(re.findall(r"doc-\d+", out.partition("See the results")[0])) == min(count, MAX_ROWS)
     assert f"{count} done, 0 error(s)" in out
     assert (f"... and {count - MAX_ROWS} more" in out) == (count > MAX_ROWS) == ("... and" in out)
 

@@ -92,7 +92,7 @@ def test_what_the_base_model_made_is_not_taken_for_it(
     text = job.read_text().replace('template = "Summarise: {text} Summary:"', "").replace('partition = "even"', "")
     ask.write_text(text.replace(str(tmp_path / "corpus"), str(kv)) + '\n[questions]\nask = ["Who?"]\n')
     run = run_here(1, [ask, *with_settings(f"model.adapter={adapter}")])
-    assert run.returncode == EXIT_CONFIG and "is not what made the keys and values" in run.stderr
+    assert run.returncode == EXIT_CONFIG and "did not compute the keys and values" in run.stderr
     options: dict[str, Any] = {"offline": True, "revision": None, "cache_dir": tmp_path, "trust_remote_code": False}
     base = hash_weights(str(tiny_model_dir), **options)
     assert with_adapter(base, str(adapter)) != base
@@ -125,8 +125,8 @@ def spoiled(adapter: Path, folder: Path, change: str) -> Path:
     [
         ("one missing", "such as base_model.model.model.layers.0"),
         ("one more", "such as base_model.model.model.layers.7"),
-        ("other size", "does not go with the model"),
-        ("other layers", "does not go with the model"),
+        ("other size", "does not match the model"),
+        ("other layers", "does not match the model"),
     ],
 )
 def test_an_adapter_of_another_model_is_refused(

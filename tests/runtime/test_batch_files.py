@@ -152,13 +152,13 @@ def test_conversations_and_the_same_words_in_a_template(job: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("prompt.template=Sum up: {text}", "prompt.template does not go with documents.format = 'openai-batch'"),
-        ("prompt.system=Be brief.", "prompt.system does not go"),
-        ("prompt.too_long=truncate", "prompt.too_long does not go"),
-        ("documents.id_field=name", "documents.id_field does not go"),
-        ("output.kv=true", "output.kv = true does not go"),
-        ("output.kv=sharded", "output.kv = 'sharded' does not go"),
-        ("generation.max_new_tokens=0", "generation.max_new_tokens = 0 does not go"),
+        ("prompt.template=Sum up: {text}", "prompt.template cannot be combined with documents.format = 'openai-batch'"),
+        ("prompt.system=Be brief.", "prompt.system cannot be combined"),
+        ("prompt.too_long=truncate", "prompt.too_long cannot be combined"),
+        ("documents.id_field=name", "documents.id_field cannot be combined"),
+        ("output.kv=true", "output.kv = true cannot be combined"),
+        ("output.kv=sharded", "output.kv = 'sharded' cannot be combined"),
+        ("generation.max_new_tokens=0", "generation.max_new_tokens = 0 cannot be combined"),
         ("documents.format=messages", "no list of messages of that name"),
         ("documents.format=text", "is it documents.format = 'openai-batch'?"),
     ],
@@ -171,9 +171,9 @@ def test_settings_that_requests_decide_are_refused(batch_job: Path, run_here: An
 def test_other_results_are_no_responses(job: Path, tmp_path: Path, run_here: Any, run_kvr: Kvr) -> None:
     run_here(1, [job, *with_settings("documents.limit=1", "generation.max_new_tokens=1")])
     code, _, err = run_kvr("export", tmp_path / "out", "--format", "openai-batch", "-o", tmp_path / "a.jsonl")
-    assert code == EXIT_BAD_DATA and "is no request of a batch" in err and not (tmp_path / "a.jsonl").exists()
+    assert code == EXIT_BAD_DATA and "is not a request of a batch" in err and not (tmp_path / "a.jsonl").exists()
     code, _, err = run_kvr("export", tmp_path / "out", "--errors", tmp_path / "b.jsonl")
-    assert code == 2 and "--errors FILE goes with" in err
+    assert code == 2 and "--errors FILE needs" in err
 
 
 @pytest.mark.long

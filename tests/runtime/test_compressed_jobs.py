@@ -114,7 +114,7 @@ def test_a_profile_is_known_by_what_it_says(job: Path, tmp_path: Path, run_here:
     assert again.returncode != 0 and "compress was" in again.stderr
     profile.write_text(json.dumps({"counts": [[20, 60]]}))
     other = run_here(1, [job, "--overwrite", *with_settings(*settings, limit)])
-    assert other.returncode != 0 and "is of 1 layers of 2 KV heads" in other.stderr
+    assert other.returncode != 0 and "is for 1 layers of 2 KV heads" in other.stderr
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_no_memory_to_compress_is_one_documents_error(
     assert failed == {"doc-3.txt", "doc-4.txt"}
     for name, record in found["demanding"].items():
         if name in failed:
-            assert record.error.startswith("there is no memory to compress its keys and values: ") and not record.answer
+            assert record.error.startswith("not enough memory to compress its keys and values: ") and not record.answer
             assert "allocate" in record.error
         else:
             assert record.token_ids == found["content"][name].token_ids

@@ -28,8 +28,9 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, run_next
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import StoredKV, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import check_record, open_file
+from kvr_mpi.store.stored_kv import StoredKV
 from kvr_mpi.transport.local import LocalTransport
 
 SETTINGS = {"method": "ada-snapkv", "budget": 64, "window": 16, "kernel": 3, "observes": "document"}
@@ -106,9 +107,7 @@ def test_a_stored_cache_answers_as_the_one_in_memory_did(
 ) -> None:
     done = ask(stored)
     assert done.returncode == 0, done.stderr
-    assert re.search(
-        r"4 document\(s\) are compressed \(ada-snapkv: budget 64, .*answered from what is left", done.stderr
-    )
+    assert re.search(r"4 document\(s\) are compressed \(ada-snapkv: budget 64, .*always loaded", done.stderr)
     found = {record.document: record for record in read_run(tmp_path / "asked")}
     for name in ("doc-2.txt", "doc-4.txt"):
         record, kv = open_document(stored, name)
@@ -179,17 +178,17 @@ def test_what_takes_whole_keys_refuses_them_by_name(
 ) -> None:
     code, _, said = run_kvr("export", stored, "--kv", tmp_path / "tensors")
     assert code == 78 and "'doc-1.txt' has compressed keys and values (ada-snapkv" in said, said
-    with pytest.raises(ConfigError, match=r"'doc-4.txt' has compressed .*Results.kv\(\) takes whole ones"):
+    with pytest.raises(ConfigError, match=r"'doc-4.txt' has compressed .*Results.kv\(\) needs whole ones"):
         open_results(str(stored)).kv("doc-4.txt")
     assert open_results(str(stored)).kv("doc-0.txt").layers
     shown = run_kvr("inspect", stored, "doc-4.txt")[1]
-    assert re.search(r"kv +3 layers, compressed: \d+ tokens of a KV head on average", shown), shown
+    assert re.search(r"kv +3 layers, compressed: \d+ tokens per KV head on average", shown), shown
     refused = ask(stored, "questions.sharded=true", "questions.reuse=always")
     assert refused.returncode == 0, refused.stderr
     found = {record.document: record for record in read_run(tmp_path / "asked")}
     assert found["doc-0.txt"].status == "done" and "leave --sharded out" in found["doc-4.txt"].error
     again = run_here(1, [job, *with_settings(f"documents.reuse={stored}", f"output.path={tmp_path / 'again'}")])
-    assert again.returncode == 0 and "one of 1 stored prompts shares" in again.stderr
+    assert again.returncode == 0 and "with one of 1 stored prompts" in again.stderr
 
 
 @pytest.mark.slow
@@ -212,5 +211,9 @@ def test_eight_bits_of_what_is_left(job: Path, ask: Any, tmp_path: Path, run_her
     _, kv = open_document(tmp_path / "out", "doc-4.txt")
     assert kv.compression and all(layer.keys.type_name == "float32" and layer.keys.error > 0 for layer in kv.layers)
     asked = ask(tmp_path / "out")
-    assert asked.returncode == 0 and "in 8 bits, and not exact" in asked.stderr and "are compressed" in asked.stderr
+    assert (
+        asked.returncode == 0
+        and "in 8 bits: their keys and values have errors" in asked.stderr
+        and "are compressed" in asked.stderr
+    )
     assert {record.status for record in read_run(tmp_path / "asked")} == {"done"}

@@ -1,4 +1,4 @@
-"""Ranks that cannot talk, fail or are killed end the whole job at once, and it says why."""
+"""Ranks that cannot communicate, fail or are killed end the whole job at once, and it says why."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_alone_under_slurm_with_several_tasks(job: Path, kvr_run: Path, tmp_path
         [kvr_run, job], capture_output=True, text=True, env={**os.environ, "SLURM_NTASKS": "4"}, check=False, timeout=60
     )
     assert run.returncode == 69
-    assert last_line(run.stderr) == "exit code 69: the ranks cannot talk"
-    assert "4 ranks were meant" in run.stderr and "srun --mpi=pmi2" in run.stderr
+    assert last_line(run.stderr) == "exit code 69: the ranks cannot communicate"
+    assert "4 ranks were intended" in run.stderr and "srun --mpi=pmi2" in run.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -169,7 +169,7 @@ def test_only_the_answer_that_is_kept_has_them(job: Path, tmp_path: Path, run_he
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("generation.top_logprobs=3", "generation.top_logprobs goes with generation.logprobs = true"),
+        ("generation.top_logprobs=3", "generation.top_logprobs needs generation.logprobs = true"),
         ("generation.top_logprobs=21", "less than or equal to 20"),
         ("generation.logprobs=1", "valid boolean"),
     ],

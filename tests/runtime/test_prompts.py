@@ -170,7 +170,7 @@ def test_prompts_that_begin_differently_are_said(job: Path, tmp_path: Path, run_
     path = with_prompts(job, {**PROMPTS, "other": "Think of this: {text} Who?"})
     run = run_here(1, [path, *with_settings("documents.limit=1")])
     assert run.returncode == EXIT_OK
-    assert "a document is prefilled 2 times, for the prompts who, when, long; other" in run.stderr
+    assert "each document is prefilled 2 times, for the prompts who, when, long; other" in run.stderr
     assert len(found_in(tmp_path / "out")) == 4
 
 
@@ -191,13 +191,13 @@ def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompts", "settings", "said"),
     [
-        ({"a b": "{text}"}, (), "a prompt is named 'a b'"),
+        ({"a b": "{text}"}, (), "name = 'a b'"),
         ({"a": "no text"}, (), "prompts.a.template 'no text' contains {text} 0 times"),
         ({"a": "{text} {title}"}, (), "prompts.a.template '{text} {title}' has {title}"),
-        (PROMPTS, ("output.kv=true",), "output.kv = true does not go with [[prompts]]"),
-        (PROMPTS, ("output.kv=sharded",), "output.kv = 'sharded' does not go with [[prompts]]"),
-        (PROMPTS, ("prompt.template=Sum up: {text}",), "prompt.template does not go with [[prompts]]"),
-        (PROMPTS, ("parallel.ranks_per_chain=auto",), "'auto' does not go with [[prompts]]"),
+        (PROMPTS, ("output.kv=true",), "output.kv = true cannot be combined with [[prompts]]"),
+        (PROMPTS, ("output.kv=sharded",), "output.kv = 'sharded' cannot be combined with [[prompts]]"),
+        (PROMPTS, ("prompt.template=Sum up: {text}",), "prompt.template cannot be combined with [[prompts]]"),
+        (PROMPTS, ("parallel.ranks_per_chain=auto",), "'auto' cannot be combined with [[prompts]]"),
     ],
 )
 def test_what_does_not_go_with_several_prompts(

@@ -78,6 +78,6 @@ def test_a_part_that_fails_ends_the_document(tokenizer: Any) -> None:
 def test_answers_that_do_not_get_shorter_end_the_document(tokenizer: Any) -> None:
     document = request(tokenizer, SENTENCES, too_long="split")
     outcome = PromptOutcome(text=SENTENCES)
-    with pytest.raises(DocumentError, match="got no shorter than the text"):
+    with pytest.raises(DocumentError, match="are not shorter than the text"):
         for part in range(len(document.prompts)):
             document.receive_outcome(part, replace(outcome))

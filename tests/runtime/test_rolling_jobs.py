@@ -127,7 +127,7 @@ def test_a_rolling_job_is_resumed_with_the_same_cache_only(job: Path, tmp_path: 
     first = answers(tmp_path / "out")
     again = go(*APPROXIMATE, "cache.sinks=5")
     assert again.returncode != 0 and "cache was" in again.stderr, last_line(again.stderr)
-    assert "5 of them done already" in go(*APPROXIMATE).stderr and answers(tmp_path / "out") == first
+    assert "5 of them already done" in go(*APPROXIMATE).stderr and answers(tmp_path / "out") == first
 
 
 @pytest.mark.long
@@ -193,8 +193,11 @@ def test_no_memory_for_a_step_is_one_documents_error(
         (("documents.reuse=runs/x",), "documents.reuse"),
         (("documents.format=openai-batch",), "documents.format = 'openai-batch'"),
         (("generation.n=2", "generation.do_sample=true"), "generation.n = 2"),
-        (("generation.score=['yes']", "generation.max_new_tokens=0"), "generation.score does not go"),
-        (("generation.score_column=options", "generation.max_new_tokens=0"), "generation.score_column does not go"),
+        (("generation.score=['yes']", "generation.max_new_tokens=0"), "generation.score cannot be combined"),
+        (
+            ("generation.score_column=options", "generation.max_new_tokens=0"),
+            "generation.score_column cannot be combined",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_said_by_name(job: Path, settings: tuple[str, ...], words: str) -> None:
@@ -207,10 +210,13 @@ def test_what_does_not_go_together_is_said_by_name(job: Path, settings: tuple[st
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("cache.tokens=40",), "cache.tokens is of rolling caches"),
-        (("cache.approximation=streaming-llm",), "cache.approximation is of rolling caches"),
-        (("cache.kind=rolling", "cache.sinks=2"), "cache.sinks is of an approximation"),
-        (("cache.kind=rolling", "cache.tokens=4", "cache.approximation=streaming-llm"), "leaves nothing of the 4"),
+        (("cache.tokens=40",), "cache.tokens is for rolling caches"),
+        (("cache.approximation=streaming-llm",), "cache.approximation is for rolling caches"),
+        (("cache.kind=rolling", "cache.sinks=2"), "cache.sinks is for an approximation"),
+        (
+            ("cache.kind=rolling", "cache.tokens=4", "cache.approximation=streaming-llm"),
+            "leaves no room for the last tokens among the 4",
+        ),
         (("cache.kind=rolling", "cache.approximation=h2o"), "cache.approximation = 'h2o'"),
         (("cache.kind=rolling", "cache.step_tokens=0"), "cache.step_tokens = 0"),
         (("cache.kind=moving",), "cache.kind = 'moving'"),

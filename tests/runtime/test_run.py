@@ -55,11 +55,11 @@ def test_existing_results_are_refused_resumed_or_deleted(
 
     fewer = run_here(2, [job, "--resume", "--set", "documents.limit=3"])
     assert fewer.returncode == 78
-    assert "documents are not those" in fewer.stderr and "doc-4.txt" in fewer.stderr
+    assert "documents have changed" in fewer.stderr and "doc-4.txt" in fewer.stderr
 
     resumed = mpirun(1, [kvr_run, job, "--resume"])  # on another number of ranks
     assert resumed.returncode == 0, resumed.stderr
-    assert "3 of them done already" in resumed.stderr
+    assert "3 of them already done" in resumed.stderr
     after = {record.id: record for record in read_run(tmp_path / "out")}
     assert len(after) == 5
     assert all(after[name] == record for name, record in before.items())

@@ -44,9 +44,9 @@ def test_each_phase_has_its_line_before_it_begins(job: Path, run_here: Any) -> N
         "reading the documents",
         "loading ",
         "loaded; measuring kernels",
-        "checking on a few tokens",
+        "checking with a few tokens",
         "computing the instructions",
-        "probing how fast",
+        "measuring the speed",
         "documents: 5",
         "exit code 0",
     ]
@@ -62,11 +62,11 @@ def test_the_status_of_a_run_is_in_plain_words(job: Path, tmp_path: Path, run_he
     stopped = run_here(1, [job, "--time-limit", "1"])
     assert stopped.returncode == 75, stopped.stderr
     assert last_line(stopped.stderr).startswith("exit code 75: stopped before the end")
-    assert state().startswith("state     not running, and not finished; the same kvr-run with --resume goes on")
-    assert run_here(1, [job, "--resume"]).returncode == 65
-    assert state() == (
-        "state     finished: nothing is left to do, 1 with an error record (--retry-failed does them again)"
+    assert state().startswith(
+        "state     not running and not finished; the same kvr-run command with --resume continues"
     )
+    assert run_here(1, [job, "--resume"]).returncode == 65
+    assert state() == ("state     finished, 1 with an error record (--retry-failed tries them again)")
 
 
 @pytest.mark.slow

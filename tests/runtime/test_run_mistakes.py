@@ -23,12 +23,12 @@ def test_folders_that_are_missing_are_wrong_arguments_not_damaged_data(tmp_path:
 
 WRONG = [
     (["--set", "documents.path=nowhere"], 78, ["documents.path 'nowhere'", "no such file or folder"]),
-    (["--set", "documents.path={tmp}/void"], 78, ["holds no .txt"]),
-    (["--set", "documents.path={tmp}/void.jsonl"], 78, ["hold no document"]),
+    (["--set", "documents.path={tmp}/void"], 78, ["contains no .txt"]),
+    (["--set", "documents.path={tmp}/void.jsonl"], 78, ["contain no documents"]),
     (["--set", "prompt.template=Summarise it."], 78, ["prompt.template", "{{text}} 0 times"]),
-    (["--set", "prompt.template={{question}} {{text}}"], 78, ["prompt.template", "{{question}}", "exists is {{text}}"]),
+    (["--set", "prompt.template={{question}} {{text}}"], 78, ["prompt.template", "{{question}}", "known are {{text}}"]),
     (["--set", "prompt.reduce_template={{text}} {{x}}"], 78, ["prompt.reduce_template", "has {{x}}"]),
-    (["--set", "prompt.system=Mind {{text}}."], 78, ["prompt.system", "is in prompt.template"]),
+    (["--set", "prompt.system=Mind {{text}}."], 78, ["prompt.system", "into prompt.template"]),
     (["--set", "prompt.max_tokens=100000"], 78, ["prompt.max_tokens = 100000", "512"]),
     (["--set", "generation.max_new_tokens=512"], 78, ["max_new_tokens = 512", "no room"]),
     (["--set", "model.path=./no-model"], 78, ["model.path './no-model'", "no such file or folder"]),
@@ -40,7 +40,7 @@ WRONG = [
     (["--set", "model.path={tmp}/no-weights"], 78, ["no *.safetensors"]),
     (["--set", "model.path={tmp}/unknown-architecture"], 78, ["cannot be loaded", "no-such-type"]),
     (["--set", "model.path={tmp}/damaged-weights"], 78, ["cannot be loaded"]),
-    (["--set", "model.path=package:no_such_package/x.gguf"], 78, ["no package 'no_such_package'"]),
+    (["--set", "model.path=package:no_such_package/x.gguf"], 78, ["package 'no_such_package' is not installed"]),
     (["--set", "model.dtype=float31"], 78, ["model.dtype = 'float31'", "'bfloat16'"]),
     (["--set", "model.device=cuda"], 78, ["model.device = 'cuda'", "no GPU"]),
     (["--set", "generation.max_tokens=3"], 78, ["unknown key", "did you mean 'max_new_tokens'"]),
@@ -70,7 +70,7 @@ def test_what_users_get_wrong(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "code", "words"), [WRONG[0], WRONG[6], (["--overwrite", "--resume"], 2, ["choose one"])]
+    ("options", "code", "words"), [WRONG[0], WRONG[6], (["--overwrite", "--resume"], 2, ["give only one"])]
 )
 def test_what_users_get_wrong_under_mpirun(
     options: list[str],
@@ -105,7 +105,7 @@ def make_broken_things(tmp_path: Path, tiny_model_dir: Path) -> None:
 
 def test_missing_and_broken_job_files(tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
     missing = mpirun(2, [kvr_run, tmp_path / "none.toml"])
-    assert missing.returncode == 78 and "no such file" in missing.stderr
+    assert missing.returncode == 78 and "not found" in missing.stderr
     (tmp_path / "broken.toml").write_text("[model\n")
     broken = mpirun(2, [kvr_run, tmp_path / "broken.toml"])
     assert broken.returncode == 78 and "cannot be read as TOML" in broken.stderr

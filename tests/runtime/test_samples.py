@@ -87,7 +87,7 @@ def test_a_batch_file_asks_for_several(job: Path, tmp_path: Path, run_here: Any,
     assert run_here(2, [job]).returncode == EXIT_BAD_DATA
     _, out, _ = run_kvr("export", tmp_path / "out", "--format", "openai-batch")
     lines = {line["custom_id"]: line for line in map(json.loads, out.splitlines())}
-    assert "2 answers that are not sampled are the same" in lines["greedy"]["error"]["message"]
+    assert "2 answers without sampling would all be the same" in lines["greedy"]["error"]["message"]
     body = lines["four"]["response"]["body"]
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     words = [choice["message"]["content"] for choice in body["choices"]]
@@ -100,10 +100,10 @@ def test_a_batch_file_asks_for_several(job: Path, tmp_path: Path, run_here: Any,
     ("settings", "said"),
     [
         (["generation.n=2"], "without generation.do_sample = true"),
-        ([*THREE, "generation.max_new_tokens=0"], "all of them are the same"),
+        ([*THREE, "generation.max_new_tokens=0"], "all answers are the same"),
         (["generation.n=129"], "less than or equal to 128"),
-        ([*THREE, "output.kv=true"], "does not go with generation.n"),
-        ([*THREE, "prompt.too_long=split"], "does not go with generation.n"),
+        ([*THREE, "output.kv=true"], "cannot be combined with generation.n"),
+        ([*THREE, "prompt.too_long=split"], "cannot be combined with generation.n"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(job: Path, run_here: Any, settings: list[str], said: str) -> None:

@@ -72,8 +72,8 @@ def test_continuations_of_each_row_and_prompt(scoring: Path, tmp_path: Path, run
     for prompt in ("p", "q"):
         assert [score["text"] for score in found[f"two#{prompt}"].scored] == [" yes", " no"]
         assert [score["text"] for score in found[f"one#{prompt}"].scored] == [" perhaps"]
-        assert "'choices', which generation.score_column names, is 'None'" in found[f"none#{prompt}"].error
-        assert "none of them empty" in found[f"empty#{prompt}"].error
+        assert "'choices' (generation.score_column) is 'None'" in found[f"none#{prompt}"].error
+        assert "expected a non-empty text" in found[f"empty#{prompt}"].error
     assert found["two#p"].scored[0]["logprob"] != found["two#q"].scored[0]["logprob"]
 
 
@@ -100,11 +100,11 @@ def test_stored_documents_are_scored(job: Path, scoring: Path, tmp_path: Path, r
     ("settings", "said"),
     [
         (['generation.score=[""]'], "an empty continuation has no probability"),
-        ([SCORED, "generation.max_new_tokens=4"], "instead of an answer, and max_new_tokens = 4 asks for one"),
-        ([SCORED, "generation.score_column=x"], "two ways to say the same"),
+        ([SCORED, "generation.max_new_tokens=4"], "replaces the answer, but max_new_tokens = 4 asks for one"),
+        ([SCORED, "generation.score_column=x"], "exclude each other"),
         ([SCORED, "generation.logprobs=true"], "max_new_tokens = 0 asks for none"),
-        ([SCORED, "prompt.too_long=split"], "prompt.too_long = 'split' does not go with generation.score"),
-        (["generation.score_column=x"], "generation.score_column: no row has a field 'x'; text files have none"),
+        ([SCORED, "prompt.too_long=split"], "prompt.too_long = 'split' cannot be combined with generation.score"),
+        (["generation.score_column=x"], "generation.score_column: no row has a field 'x'; text files have no fields"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(scoring: Path, run_here: Any, settings: list[str], said: str) -> None:

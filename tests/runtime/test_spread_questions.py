@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.prefill.memory_budget import GIB, footprint_of
 from kvr_mpi.store.folder import read_run
-from kvr_mpi.store.kv import StoredLayer
+from kvr_mpi.store.stored_kv import StoredLayer
 
 NEW_TOKENS = 6
 QUESTIONS = ("Who wrote it, and what for?", "When?", "What is it about, in one word?")

@@ -83,10 +83,10 @@ def test_no_memory_on_one_rank_is_an_error_record(
     ("setting", "words"),
     [
         ("parallel.strategy=ring", "choose strategy = 'kvr'"),
-        ("parallel.ranks_per_chain=auto", "name a number of ranks"),
-        ("decode.mode=head-parallel", "shared out already"),
-        ("model.adapter=adapters/mine", "merge it into a folder"),
-        ("model.path=org/name", "name the folder"),
+        ("parallel.ranks_per_chain=auto", "give a number of ranks"),
+        ("decode.mode=head-parallel", "which stages already do"),
+        ("model.adapter=adapters/mine", "save a merged model"),
+        ("model.path=org/name", "use that folder"),
         ("parallel.ranks_per_stage=3", r"cannot be divided by it; choose one of \[1, 2, 4\]"),
         ("parallel.ranks_per_chain=3", "cannot be divided into chains of 3"),
     ],
@@ -105,7 +105,7 @@ def test_ranks_that_stages_do_not_divide_are_refused(job: Path, ranks: int, stag
 def test_one_weight_a_stage(job: Path) -> None:
     weights = ("parallel.partition=ratio", "parallel.ratios=[1, 2]", "parallel.ranks_per_stage=2")
     assert lay_out(spec_of(job, *weights), 4).stages == 2
-    with pytest.raises(ConfigError, match="in stages of 2; give one for each stage"):
+    with pytest.raises(ConfigError, match="in stages of 2; expected one per stage"):
         lay_out(spec_of(job, *weights), 8)
 
 

@@ -39,9 +39,9 @@ def test_the_first_signal_stops_and_the_second_ends() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     with listening(stop, ("USR2", "SIGTERM"), ended.append):
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert stop.heard and stop.reason == "told to stop by SIGUSR2" and not ended
+        assert stop.heard and stop.reason == "stopped by SIGUSR2" and not ended
         os.kill(os.getpid(), signal.SIGTERM)
-        assert ended == ["SIGTERM while stopping: ended at once; what was finished is kept"]
+        assert ended == ["SIGTERM while stopping: ending at once; finished documents are kept"]
     assert signal.getsignal(signal.SIGUSR2) is before
 
 
@@ -56,7 +56,7 @@ def test_a_signal_ends_nothing_that_only_a_deadline_stopped() -> None:
 @pytest.mark.parametrize("name", ["KILL", "STOP", "NOTHING", ""])
 def test_signals_that_cannot_be_heard_are_refused(name: str) -> None:
     with (
-        pytest.raises(ConfigError, match=f"signal '{name}': expected one that can be caught"),
+        pytest.raises(ConfigError, match=f"'{name}': expected signals that can be caught"),
         listening(Stop(), (name,), print),
     ):
         pass

@@ -15,11 +15,12 @@ from made_jobs import answers, with_settings
 from kvr_mpi.api.results import open_results
 from kvr_mpi.store.folder import index_run, read_run
 from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import StoredKV, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.merge import merge_files
 from kvr_mpi.store.outputs import check_record, open_file
 from kvr_mpi.store.parts import PARTS
 from kvr_mpi.store.shares import read_run_header
+from kvr_mpi.store.stored_kv import StoredKV
 
 STAGES = "parallel.ranks_per_stage=2"
 Run = Callable[..., Path]
@@ -138,7 +139,7 @@ def test_a_job_that_lacks_some_heads_does_their_documents_again(stored: Run, job
     lost.unlink()
     settings = with_settings(f"output.path={pieces}", "output.kv=true")
     done = run_here(1, [job, *settings, "--resume"])
-    assert done.returncode == 0 and "lack keys and values of some rank" in done.stderr, done.stderr
+    assert done.returncode == 0 and "lack keys and values from some rank" in done.stderr, done.stderr
     assert_alike(pieces, alone)
 
 

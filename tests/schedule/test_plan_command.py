@@ -98,7 +98,7 @@ def test_a_slow_machine_makes_a_chain(job: Path, tmp_path: Path, monkeypatch: py
     assert single["makespan_s"] == single["data_parallel_s"] > found["makespan_s"]
     profile["memory_bytes"] = 1000.0
     found = json.loads(planned("--json"))
-    assert len(found["misfits"]) == 12 and "no number of ranks would do" in found["misfits"][0]["reason"]
+    assert len(found["misfits"]) == 12 and "more ranks do not help" in found["misfits"][0]["reason"]
     assert planned().count("FITS NOWHERE") == 12
 
 
@@ -139,18 +139,18 @@ def test_a_lookup_table_of_this_model_says_what_things_cost(
     ("arguments", "code", "words"),
     [
         (["--hardware", "h200"], 78, ["--ranks 8"]),
-        (["--ranks", "4"], 78, ["how fast a rank is", "h100-80gb", "kvr search"]),
+        (["--ranks", "4"], 78, ["the speed of a rank is unknown", "h100-80gb", "kvr search"]),
         (["--ranks", "4", "--hardware", "abacus"], 78, ["'abacus'", "h200"]),
         (["--ranks", "0"], 2, ["--ranks"]),
         (["--ranks", "2", "--set", "documents.path=nowhere", "--hardware", "h200"], 78, ["nowhere"]),
         (
             ["--ranks", "2", "--set", "documents.shard=20/30", "--hardware", "h200"],
             78,
-            ["no document of the share 20/30"],
+            ["no documents of the share 20/30"],
         ),
         (["--ranks", "2", "--set", "prompt.template=x"], 78, ["prompt.template", "{text}"]),
         (["--ranks", "2", "--set", "parallel.ranks_per_chain=some"], 78, ["'auto'", "'some'"]),
-        (["--ranks", "2", "--set", "parallel.ranks_per_chain=0"], 78, ["'all', 'auto' or at least 1"]),
+        (["--ranks", "2", "--set", "parallel.ranks_per_chain=0"], 78, ["'all', 'auto' or a number of at least 1"]),
         (
             ["--ranks", "2", "--set", "parallel.partition=ratio", "--set", "parallel.ratios=[1, 2]"],
             78,

@@ -57,7 +57,7 @@ def test_a_planned_job_goes_on_with_another_number_of_ranks(
     assert len(before) == 4
     second = mpirun(2, [kvr_run, job, "--resume", *options("output.kv=true", "prompt.too_long=error")])
     assert second.returncode == 65, second.stderr
-    assert "5 of them done already" in second.stderr
+    assert "5 of them already done" in second.stderr
     after = answers(tmp_path / "out")
     assert len(after) == 12 and all(after[name] == tokens for name, tokens in before.items())
     again = run_here(1, [job, "--resume", *options("output.kv=true")])

@@ -180,7 +180,7 @@ def test_files_of_cells_that_are_none(tmp_path: Path) -> None:
         (["--ranks", ","], "--ranks"),
         (["--link-gigabytes-per-s", "-1"], "above 0"),
         (["--link-gigabytes-per-s", "nan"], "above 0"),
-        (["--paper", "--score", "cells.csv"], "one of them"),
+        (["--paper", "--score", "cells.csv"], "give only one"),
     ],
 )
 def test_what_cannot_be_simulated(args: list[str], words: str) -> None:

@@ -118,5 +118,5 @@ def test_blocks_are_as_large_as_memory_lets_them() -> None:
     for free, layers in ((20, 1), (79, 1), (160, 2), (8000, 100)):
         split_blocks(weights, free)
         assert weights.layers == layers
-    with pytest.raises(ConfigError, match="two layers are held at a time"):
+    with pytest.raises(ConfigError, match="each are held at a time"):
         split_blocks(weights, 19)

@@ -38,13 +38,13 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     words = ["--ranks", "8", "--array", "3", "--at-once", "2", "--print", "--hardware", "h200"]
     code, out, err = run_kvr("sbatch", job, *words, "--sbatch=--account=abc", "--sbatch=--exclusive")
     assert code == EXIT_OK
-    array, gather = re.split(r"^# And, submitted with --dependency=afterany:JOB:\n", out, flags=re.MULTILINE)
+    array, gather = re.split(r"^# Then, submitted with --dependency=afterany:JOB:\n", out, flags=re.MULTILINE)
     for line in ("array=0-2%2", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "account=abc", "exclusive"):
         assert array.count(f"#SBATCH --{line}\n") == 1
     assert "#SBATCH --account=abc\n" in gather and "exclusive" not in gather and "gpus" not in gather
     assert "set -- 'the out' 3\n" in gather and "#SBATCH --job-name=kvr-job-gather\n" in gather
-    assert "for the longest of 3 shares" in err and re.search(r"predicted to take \S+ node hours, \S+ GPU hours", err)
-    minutes = re.search(r"asking for (\d+) min", err)
+    assert "for the longest of 3 shares" in err and re.search(r"predicted cost: \S+ node hours, \S+ GPU hours", err)
+    minutes = re.search(r"requesting (\d+) min", err)
     assert minutes is not None
     most = Allocation(2, 8, 8, 8).hours(3 * 60 * int(minutes[1]))
     assert f"at most {most}, the time limit of {minutes[1]} on 2 node(s) for each of 3 shares" in err
@@ -54,9 +54,9 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--array", "7"], "7 shares of 6 document(s): some would have none"),
+        (["--array", "7"], "7 shares of 6 document(s): some shares would be empty"),
         (["--array", "2", "--set", "documents.shard=0/2"], "leave documents.shard out"),
-        (["--sbatch=--array=0-3"], "for shares of it: --array N"),
+        (["--sbatch=--array=0-3"], "use --array N"),
     ],
 )
 def test_arrays_that_cannot_be_meant(arguments: list[str], why: str, job: Path, run_kvr: Kvr) -> None:
@@ -69,7 +69,7 @@ def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:
     code, out, _ = run_kvr("plan", job, "--ranks", "8", "--hardware", "h200", "--cpus-per-rank", "16")
     assert code == EXIT_OK and re.search(r"takes \S+ node hours, \S+ GPU hours, \S+ core hours, on 2 node", out)
     code, _, err = run_kvr("plan", job, "--ranks", "6", "--hardware", "h200", "--ranks-per-node", "4")
-    assert code == EXIT_CONFIG and "as many ranks on every node" in err
+    assert code == EXIT_CONFIG and "the same number of ranks on every node" in err
     used = Allocation(nodes=2, ranks=8, gpus=8, cores=128).used(1800)
     assert used == {"node_hours": 1.0, "gpu_hours": 4.0, "core_hours": 64.0}
     assert Allocation(1, 2, 0, 2).hours(3600) == "1 node hours, 2 core hours"

@@ -173,7 +173,7 @@ def test_a_job_told_to_stop_is_queued_again_and_completes(
     assert len(records(tmp_path / "out")) == SLURM_DOCUMENTS
     log = log_of(tmp_path, number)
     assert log.count("restarted 0 time(s)") == log.count("restarted 1 time(s)") == 1
-    assert f"{done} of them done already" in log
+    assert f"{done} of them already done" in log
 
 
 def test_an_end_of_the_queueing(cluster: Cluster, tmp_path: Path, job: Path) -> None:

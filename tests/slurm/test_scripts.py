@@ -74,7 +74,10 @@ def test_sbatch_is_refused_where_it_cannot_mean_anything(tmp_path: Path, kvr: Pa
     job = tmp_path / "job.toml"
     job.write_text('[model]\npath = "m"\n[documents]\npath = "d"\n[output]\npath = "o"\n')
     for options, said in [
-        (["--ranks", "6", "--time", "9"], "--ranks 6 --ranks-per-node 4: expected as many ranks on every node"),
+        (
+            ["--ranks", "6", "--time", "9"],
+            "--ranks 6 --ranks-per-node 4: expected the same number of ranks on every node",
+        ),
         (["--ranks", "4", "--time", "9", "--sbatch", "-p gpu"], "'-p gpu': expected one of sbatch's long options"),
     ]:
         run = subprocess.run([kvr, "sbatch", job, *options, "--print"], capture_output=True, text=True, check=False)

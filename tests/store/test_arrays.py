@@ -11,14 +11,15 @@ import torch
 from made_runs import HEADER, record
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.store.arrays import EightBit, join, quantise, restore
 from kvr_mpi.store.hdf5 import create_hdf5
-from kvr_mpi.store.kv import CachedTokens, StoredKV, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import check_record, open_file, start_file, write_record
+from kvr_mpi.store.stored_kv import CachedTokens, StoredKV
 from kvr_mpi.transport.local import LocalTransport
 
 TOKENS = 600

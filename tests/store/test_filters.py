@@ -17,11 +17,12 @@ from kvr_mpi.errors import ConfigError, DataError, ForeignError
 from kvr_mpi.store.arrays import quantise, restore
 from kvr_mpi.store.filters import BLOSC2, check_blosc2, has_blosc2
 from kvr_mpi.store.hdf5 import child
-from kvr_mpi.store.kv import CachedTokens, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.merge import merge_files
 from kvr_mpi.store.outputs import check_record, open_file
 from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.stored_kv import CachedTokens
 
 needs_plugin = pytest.mark.skipif(not has_blosc2(), reason="hdf5plugin is not installed (the extra blosc)")
 TOKENS = 3000
@@ -129,7 +130,7 @@ def test_a_chunk_that_would_burst_is_refused_before_it_is_unpacked(
     data = bytearray(path.read_bytes())
     change(data, chunk_of(path, 1))
     path.write_bytes(data)
-    with open_file(path) as file, pytest.raises(DataError, match="chunk 1 is no Blosc2 frame"):
+    with open_file(path) as file, pytest.raises(DataError, match="chunk 1 is not a Blosc2 frame"):
         open_kv(file["documents/a"])
 
 

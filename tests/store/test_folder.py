@@ -101,7 +101,7 @@ def test_documents_come_in_the_order_of_their_ids(tmp_path: Path, names: list[st
 def test_reading_a_folder_without_results_is_bad_data(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no results here")
     for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(DataError, match="no result file"):
+        with pytest.raises(DataError, match="no result file|expected a result file"):
             list(read_run(path))
 
 
@@ -246,7 +246,7 @@ def test_a_merge_with_a_damaged_shard_removes_nothing(tmp_path: Path) -> None:
     damaged = tmp_path / "shard-0000-0001-00000.h5"
     damaged.write_bytes(damaged.read_bytes()[:-100])
     before = {file: file.read_bytes() for file in run_files(tmp_path)}
-    with pytest.raises(DataError, match="shard-0000-0001.*recorded were.*--resume"):
+    with pytest.raises(DataError, match="shard-0000-0001.*expected.*--resume"):
         merge_run(tmp_path)
     assert {file: file.read_bytes() for file in run_files(tmp_path)} == before
     assert not (tmp_path / RESULTS).exists()

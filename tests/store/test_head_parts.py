@@ -17,13 +17,14 @@ from kvr_mpi.store.arrays import EightBit, quantise
 from kvr_mpi.store.folder import index_run
 from kvr_mpi.store.hdf5 import hold_open
 from kvr_mpi.store.joined import JoinedLayer, read_layer
-from kvr_mpi.store.kv import CachedTokens, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.merge import merge_files
 from kvr_mpi.store.outputs import open_file
 from kvr_mpi.store.parts import PARTS, PartIndexes, WholeKV, incomplete, open_whole_kv, part_record, pieces_of
 from kvr_mpi.store.prune import prune_kv
 from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.stored_kv import CachedTokens
 from kvr_mpi.topology import KVHeads
 
 PROMPT, HELD, HEADS = 12, 15, 6

@@ -17,8 +17,9 @@ from made_runs import HEADER, record
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.hdf5 import create_hdf5, group_in
 from kvr_mpi.store.head_rows import HeadRows, open_head_rows
-from kvr_mpi.store.kv import CachedTokens, StoredKV, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import check_record, open_file, start_file, write_record
+from kvr_mpi.store.stored_kv import CachedTokens, StoredKV
 
 ROWS = HeadRows((3, 5), np.array([0, 4, 9, 1, 2, 3, 8, 9], np.int32))
 METHOD = "snapkv: budget 4"
@@ -89,7 +90,7 @@ def test_a_file_cut_short_is_refused(path: Path) -> None:
         (lambda rows: rows["positions"].reverse(), "rows 0 to 3 are not of ascending tokens"),
         (lambda rows: rows["positions"].__setitem__(4, 1), "rows 3 to 8 are not of ascending tokens"),
         (lambda rows: rows["positions"].__setitem__(0, -1), "rows 0 to 3 are not of ascending tokens"),
-        (lambda rows: rows["positions"].pop(), "do not go together"),
+        (lambda rows: rows["positions"].pop(), "do not match"),
         (lambda rows: rows.pop("positions"), "positions"),
         (lambda rows: rows.pop("head_rows"), "head_rows"),
     ],
@@ -106,5 +107,5 @@ def test_rows_that_cannot_be_are_refused(tmp_path: Path, change: Callable[[Any],
             open_head_rows(layer, (8, 1, 6))
         assert re.search(why, str(caught.value))
         if len(rows) == 2:
-            with pytest.raises(DataError, match="do not go together"):
+            with pytest.raises(DataError, match="do not match"):
                 open_head_rows(layer, (8, 2, 6))

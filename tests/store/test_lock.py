@@ -199,14 +199,14 @@ def test_a_folder_that_was_swapped_is_noticed_though_its_lock_has_the_same_numbe
     folder.mkdir()
     lock = Lock(folder, this_process())
     folder.rename(away)
-    with pytest.raises(OutputError, match="is gone; put it back"):
+    with pytest.raises(OutputError, match="is gone; restore it"):
         lock.check(anew=True)
     shutil.copytree(away, folder)
     deadline = time.monotonic() + 10
     while not lock._is_lost:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    with pytest.raises(OutputError, match="is another folder than when this job began"):
+    with pytest.raises(OutputError, match="was replaced by another folder"):
         lock.check(anew=True)
     shutil.rmtree(folder)
     away.rename(folder)
@@ -216,5 +216,5 @@ def test_a_folder_that_was_swapped_is_noticed_though_its_lock_has_the_same_numbe
 
 def test_a_folder_that_is_gone_is_said_so(tmp_path: Path) -> None:
     """Between one look and the next somebody may remove it: that is no bug of ours."""
-    with pytest.raises(OutputError, match="is gone; put it back, and go on with --resume"):
+    with pytest.raises(OutputError, match="is gone; restore it, and continue with --resume"):
         session_of(tmp_path / "out")

@@ -115,7 +115,7 @@ def test_foreign_files_are_named_and_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [RESULTS, "shard-0001-0000-00000.h5"])
 def test_a_foreign_file_with_our_name_stops_a_resume_and_is_not_touched(tmp_path: Path, name: str) -> None:
     content = foreign(tmp_path / name)
-    with pytest.raises(DataError, match=f"{name}.*not of kvr-mpi"):
+    with pytest.raises(DataError, match=f"{name}.*not written by kvr-mpi"):
         take(tmp_path)
     assert (tmp_path / name).read_bytes() == content
 
@@ -201,7 +201,7 @@ def test_a_damaged_run_file_is_said_and_made_anew(tmp_path: Path) -> None:
     (tmp_path / RUN_FILE).write_bytes(content)
     assert known_corpus(tmp_path) is None
     done, _, said = resume(tmp_path)
-    assert done == {"a"} and any(RUN_FILE in line and "not known" in line for line in said)
+    assert done == {"a"} and any(RUN_FILE in line and "is unknown whether" in line for line in said)
     assert known_corpus(tmp_path) == corpus_of(NAMES) and resume(tmp_path)[2] == []
 
 

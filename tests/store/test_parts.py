@@ -19,7 +19,7 @@ from made_runs import HEADER, record, resume, stored_layers, take
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import index_run
 from kvr_mpi.store.hdf5 import hold_open, open_hdf5
-from kvr_mpi.store.kv import CachedTokens, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.ledger import read_ledger, seal, unseal
 from kvr_mpi.store.merge import merge_files
 from kvr_mpi.store.outputs import Record, open_file
@@ -36,6 +36,7 @@ from kvr_mpi.store.prune import list_stored, prune_kv
 from kvr_mpi.store.run import RUN_FILE
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.shares import find_runs
+from kvr_mpi.store.stored_kv import CachedTokens
 
 TOKENS = 12
 KEYS = torch.randn(TOKENS, 2, 8, generator=torch.Generator().manual_seed(0))
@@ -81,7 +82,7 @@ def test_parts_are_not_taken_for_a_run(tmp_path: Path) -> None:
     (tmp_path / RUN_FILE).touch()
     parts = tmp_path / PARTS
     for path in (parts, next(parts.glob("*.h5"))):
-        with pytest.raises(DataError, match=rf"parts of one: .* expected the run, {re.escape(str(tmp_path))}"):
+        with pytest.raises(DataError, match=rf"a part of one, .* expected the run itself, {re.escape(str(tmp_path))}"):
             find_runs([path])
     assert find_runs([tmp_path]).paths == (tmp_path,)
 
@@ -110,7 +111,7 @@ def test_a_part_of_another_prompt_is_refused(tmp_path: Path) -> None:
     layer = KEYS[:5], -KEYS[:5]
     writer.write(other, [layer, None, layer], tokens)
     writer.close()
-    with pytest.raises(DataError, match="is of another prompt"):
+    with pytest.raises(DataError, match="belongs to another prompt"):
         merge_files(tmp_path)
     assert not (tmp_path / "results.h5").exists()
 
@@ -205,7 +206,7 @@ def test_parts_that_are_gone_altogether_are_made_again(tmp_path: Path, monkeypat
     assert resume(tmp_path, header=header)[0] == {"a"}
     shutil.rmtree(tmp_path / PARTS)
     done, _, said = resume(tmp_path, header=header)
-    assert done == set() and "lack keys and values of some rank" in " ".join(said)
+    assert done == set() and "lack keys and values from some rank" in " ".join(said)
 
 
 def without_edges(folder: Path) -> None:
@@ -255,7 +256,7 @@ def test_a_record_that_no_ledger_told_of_misses_its_parts(tmp_path: Path) -> Non
     for path in tmp_path.glob("ledger-*.jsonl"):
         path.unlink()
     done, _, said = resume(tmp_path)
-    assert done == {"a"} and "was not in the ledger: read" in " ".join(said)
+    assert done == {"a"} and "was not in the ledger; it was read" in " ".join(said)
     ((line,),) = read_ledger(tmp_path).shards.values()
     assert line.parts == {"a": ["a/0-5"]}
     next((tmp_path / PARTS).glob("shard-*.h5")).unlink()

@@ -81,7 +81,7 @@ def test_a_ledger_that_is_a_link_or_a_pipe_ends_the_job(
         (out / "ledger-0000.jsonl").symlink_to(outside if plant == "link" else absent)
     done = run_here(1, [job])
     assert done.returncode == EXIT_CONFIG, done.stderr
-    assert "somebody put" in done.stderr or "symbolic link" in done.stderr
+    assert "something else was put" in done.stderr or "symbolic link" in done.stderr
     assert outside.read_text() == PRECIOUS and not absent.exists()
 
 

@@ -13,9 +13,9 @@ from made_runs import HEADER, record, result_files, resume, take
 from kvr_mpi.cli.prune import parse_size
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 from kvr_mpi.store.folder import index_run, read_run
-from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.prune import choose_pruned, list_stored
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.stored_kv import CachedTokens
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
 

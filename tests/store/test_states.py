@@ -45,7 +45,7 @@ def test_ranks_say_what_they_are_at(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         time.sleep(0.2)
         told = CliRunner().invoke(group, ["status", str(tmp_path)]).output
         assert "1 prefilling, 1 decoding" in told and "rank 1    decoding 3 answers, " in told and "\x1b" not in told
-        assert "of prompts and" in told and "left before the batch system" in told and "SILENT" not in told
+        assert "prompt tokens/s and" in told and "left until the batch system" in told and "SILENT" not in told
         (one, other) = json.loads(CliRunner().invoke(group, ["status", str(tmp_path), "--json"]).output)["ranks"]
         assert one["what"] == "a\x1b[2J.txt" and (other["prompt_tokens"], other["new_tokens"]) == (1000, 20)
     assert {each.doing for each in read_states(tmp_path, 1)} == {"ended"}
@@ -68,7 +68,7 @@ def test_a_rank_that_has_gone_silent_is_named(tmp_path: Path) -> None:
         told = CliRunner().invoke(group, ["status", str(tmp_path)]).output.splitlines()
         assert "ranks     2 starting, 1 SILENT" in told
         (line,) = (line for line in told if line.startswith("rank 1"))
-        assert line.startswith("rank 1    SILENT for 95 s: its process ended or stands still; was prefilling b.txt")
+        assert line.startswith("rank 1    SILENT for 95 s: its process has ended or hangs; last seen prefilling b.txt")
         assert told.index(line) == told.index("ranks     2 starting, 1 SILENT") + 1, "before the others"
         gone.unlink()
         assert read_status(tmp_path).silent == (), "it may be about to begin"

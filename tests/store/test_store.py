@@ -24,7 +24,7 @@ from kvr_mpi.errors import DataError
 from kvr_mpi.store.arrays import type_name
 from kvr_mpi.store.folder import RESULTS, find_record, read_run
 from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.kv import KeysValues, open_kv
+from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.outputs import (
     ANNOUNCED,
@@ -110,7 +110,7 @@ def same(got: dict[str, Any], wanted: dict[str, Any]) -> bool:
     return list(got) == list(wanted) and all(repr(got[name]) == repr(wanted[name]) for name in wanted)
 
 
-def write_shard(folder: Path, record: Record, layers: list[KeysValues | None]) -> Path:
+def write_shard(folder: Path, record: Record, layers: list[tuple[torch.Tensor, torch.Tensor] | None]) -> Path:
     writer = ShardWriter(folder, "0000", HEADER)
     writer.write(record, layers)
     writer.flush()
@@ -343,7 +343,7 @@ def test_any_tensor_comes_back_bit_for_bit(patterns: list[int], dtype: torch.dty
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_layers_come_back_from_a_records_group(tmp_path: Path, dtype: torch.dtype, tokens: int) -> None:
     # As the model hands them over: transposed views, not contiguous, and with a gradient.
-    layers: list[KeysValues | None] = [
+    layers: list[tuple[torch.Tensor, torch.Tensor] | None] = [
         (torch.randn(2, tokens, 4).to(dtype).transpose(0, 1), torch.randn(tokens, 2, 3, requires_grad=True).to(dtype))
         for _ in range(3)
     ]

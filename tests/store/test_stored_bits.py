@@ -13,16 +13,16 @@ import torch
 from made_runs import HEADER
 from models import prompt, tiny
 
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefix_of_cache
 from kvr_mpi.prefill.packed import prefill_packed
-from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.parts import PARTS, PartIndexes, part_record
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.stored_kv import CachedTokens
 from kvr_mpi.stored.prompt import open_prompt, prefix_of
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local

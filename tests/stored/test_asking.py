@@ -16,8 +16,8 @@ from constants import SMOLLM
 from made_jobs import TEXT, last_line
 
 from kvr_mpi.store.folder import read_run, run_files
-from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.outputs import Record, open_file, read_header, start_file, write_record
+from kvr_mpi.store.stored_kv import CachedTokens
 from kvr_mpi.transport.local import LocalTransport
 
 QUESTIONS = {"who": "Who wrote it?", "json": 'As {"json"}: what {is} it?'}
@@ -108,7 +108,7 @@ def test_answers_are_those_of_a_fresh_prefill(
     for readers in (1, 3):
         asked = run_here(readers, [ask_job(tmp_path, model, tmp_path / "out"), "--overwrite"])
         assert asked.returncode == 0, asked.stderr
-        assert "5 document(s) are loaded" in asked.stderr and "questions about documents: 10" in asked.stderr
+        assert "5 document(s) will be loaded" in asked.stderr and "questions about documents: 10" in asked.stderr
         check_answers(tmp_path / "asked", fresh)
 
 
@@ -139,7 +139,7 @@ def test_prefilling_again_gives_the_same(
 ) -> None:
     asked = run_here(2, [ask_job(tmp_path, tiny_model_dir, run), *options("questions.reuse=never")])
     assert asked.returncode == 0, asked.stderr
-    assert "5 document(s) are prefilled again" in asked.stderr
+    assert "5 document(s) will be prefilled again" in asked.stderr
     found = records(tmp_path / "asked")
     for name, folder in ask_fresh(job, tmp_path, run_here).items():
         for document, truth in records(folder).items():
@@ -165,7 +165,7 @@ def test_some_documents_a_file_of_questions_and_resuming(
     assert again.returncode == 0, again.stderr
     assert len(records(tmp_path / "asked")) == 8
     again = run_here(3, [job, "--resume"])
-    assert again.returncode == 0 and "8 of them done already" in again.stderr
+    assert again.returncode == 0 and "8 of them already done" in again.stderr
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_documents_that_have_no_whole_cache_are_error_records(
     run = run_here(2, [job, *options("output.kv=true", "prompt.too_long=split")])
     assert run.returncode == 65
     asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, tmp_path / "out")])
-    assert asked.returncode == 65 and "1 document(s) of the run have error records, and are not asked" in asked.stderr
+    assert asked.returncode == 65 and "1 document(s) of the run have error records, and are skipped" in asked.stderr
     found = records(tmp_path / "asked")
     assert "parts" in found["long.txt#who"].error and "empty.txt#who" not in found
     assert sum(record.status == "done" for record in found.values()) == 10
@@ -281,7 +281,7 @@ def test_keys_of_another_model_are_refused(
     change(model)
     asked = run_here(2, [ask_job(tmp_path, model, run)])
     assert asked.returncode == 78, asked.stderr
-    assert "is not what made the keys and values" in asked.stderr and word in asked.stderr
+    assert "did not compute the keys and values" in asked.stderr and word in asked.stderr
     assert not list((tmp_path / "asked").glob("*.h5"))
 
 
@@ -291,11 +291,11 @@ def test_keys_of_another_model_are_refused(
     [
         (["documents.path=nowhere"], "nowhere"),
         (["model.dtype=bfloat16"], "dtype"),
-        (["prompt.template={text} ?"], "prompt.template does not go with questions"),
+        (["prompt.template={text} ?"], "prompt.template cannot be combined with questions"),
         (["documents.shard=0/2"], "documents.shard"),
-        (["documents.reuse=runs/old"], "documents.reuse does not go with questions"),
-        (["documents.format=messages"], "documents.format does not go with questions"),
-        (["output.columns=['title']"], "output.columns does not go with questions"),
+        (["documents.reuse=runs/old"], "documents.reuse cannot be combined with questions"),
+        (["documents.format=messages"], "documents.format cannot be combined with questions"),
+        (["output.columns=['title']"], "output.columns cannot be combined with questions"),
         (["parallel.ranks_per_chain=2"], "ranks_per_chain"),
         (["questions.template=Why?"], "{question} 0 times"),
         (['questions.documents=["doc-9.txt"]'], "'doc-9.txt' is not among the 5 documents"),
@@ -338,7 +338,9 @@ def test_keys_of_another_shape_are_refused_even_with_checksums_that_fit(
     asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, forged)])
     assert asked.returncode == 65, asked.stderr
     for record in records(tmp_path / "asked").values():
-        assert record.status == "error" and ("layer" in record.error or "begins with" in record.error)
+        assert record.status == "error" and (
+            "layer" in record.error or "at the beginning of its stored prompt" in record.error
+        )
 
 
 @pytest.mark.slow
@@ -348,7 +350,7 @@ def test_kvr_ask_says_what_it_would_do_and_does_it(
     monkeypatch.setattr("kvr_mpi.transport.mpi.connect", LocalTransport)
     command = ("ask", run, "-q", "Who?", "-q", "Why?", "--doc", "doc-3.txt", "--reuse", "always")
     code, out, err = run_kvr(*command, "--dry-run")
-    assert code == 0 and err == "" and "doc-3.txt" in out and "1 document(s) are loaded" in out
+    assert code == 0 and err == "" and "doc-3.txt" in out and "1 document(s) will be loaded" in out
     assert not (tmp_path / "out-answers").exists()
     code, out, err = run_kvr(*command, "--max-new-tokens", "5")
     assert code == 0, err
@@ -356,7 +358,7 @@ def test_kvr_ask_says_what_it_would_do_and_does_it(
     assert set(found) == {"doc-3.txt#q1", "doc-3.txt#q2"} and found["doc-3.txt#q2"].new_tokens == 5
     (tmp_path / "empty").mkdir()
     code, out, err = run_kvr("ask", tmp_path / "empty", "-q", "Who?")
-    assert code == 65 and "no result file" in err and "exit code 65: what was to be read is damaged" in err
+    assert code == 65 and "no result file" in err and "exit code 65: a file is damaged" in err
 
 
 @pytest.mark.slow

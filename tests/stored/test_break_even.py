@@ -23,10 +23,10 @@ def lengths(load_s: float, prefill_s: float) -> list[StoredLength]:
 def test_the_shortest_length_that_pays_is_named() -> None:
     speed = ReadSpeed(2e9, 1e9)
     told = describe_break_even(lengths(100.0, 1.0), speed)
-    assert told[0].count("2.00 GB/s from memory") and told[0].count("1.00 GB/s from the disk")
+    assert told[0].count("2.00 GB/s from memory") and told[0].count("1.00 GB/s from disk")
     assert told[1].endswith("again from 128 tokens on") and told[2].endswith("again from 256 tokens on")
     assert all(line.endswith("at every length") for line in describe_break_even(lengths(0.1, 1.0), speed)[1:3])
-    assert all("do not keep them" in line for line in describe_break_even(lengths(1000.0, 1.0), speed)[1:3])
+    assert all("do not store them" in line for line in describe_break_even(lengths(1000.0, 1.0), speed)[1:3])
 
 
 def test_reading_is_measured_where_the_results_will_be(tmp_path: Path) -> None:

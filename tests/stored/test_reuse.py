@@ -11,8 +11,8 @@ import pytest
 from made_jobs import TEXT
 
 from kvr_mpi.store.folder import read_run
-from kvr_mpi.store.kv import BLOCK_TOKENS
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.stored_kv import BLOCK_TOKENS
 from kvr_mpi.stored.reuse import hash_blocks
 
 MORE = "And then the harbour master wrote a second letter, which nobody answered. "
@@ -61,7 +61,7 @@ def test_answers_are_the_same_and_only_the_rest_is_computed(
     again = options(f"documents.reuse={grown}", f"output.path={tmp_path / 'again'}", *more)
     reused = run_here(ranks, [job, *again])
     assert reused.returncode == 0, reused.stderr
-    assert "one of 5 stored prompts shares" in reused.stderr
+    assert "with one of 5 stored prompts" in reused.stderr
     truth, found = records(tmp_path / "out"), records(tmp_path / "again")
     assert len(found) == 6 and found.keys() == truth.keys()
     for name, record in found.items():
@@ -99,7 +99,7 @@ def test_another_models_beginnings_are_refused(job: Path, tmp_path: Path, run_he
     model.get_input_embeddings().weight.data[5] += 1
     model.save_pretrained(other)
     refused = run_here(2, [job, *options(f"documents.reuse={grown}", f"model.path={other}")])
-    assert refused.returncode == 78 and "is not what made the keys and values" in refused.stderr
+    assert refused.returncode == 78 and "did not compute the keys and values" in refused.stderr
     refused = run_here(1, [job, *options(f"documents.reuse={tmp_path / 'nowhere'}")])
     assert refused.returncode == 65 and "nowhere" in refused.stderr
 

@@ -27,22 +27,22 @@ def gpus(*names: str, claims: bool | None = True, proven: bool = False, nccl: bo
 @pytest.mark.parametrize(
     ("wanted", "views", "chosen", "reason"),
     [
-        ("auto", cpus(4), "mpi", "as it lies"),
-        ("mpi", cpus(2), "mpi", "as it lies"),
-        ("gloo", cpus(2), "gloo", "asked for"),
-        ("staged", cpus(2), "staged", "of no use"),
+        ("auto", cpus(4), "mpi", "without a copy"),
+        ("mpi", cpus(2), "mpi", "without a copy"),
+        ("gloo", cpus(2), "gloo", "as requested"),
+        ("staged", cpus(2), "staged", "only adds a copy"),
         ("auto", cpus(1), "local", "one rank"),
         ("local", cpus(1), "local", "one rank"),
-        ("auto", gpus("a", "b", proven=True), "mpi", "tried by `kvr doctor`"),
-        ("auto", gpus("a", "b"), "nccl", "`kvr doctor` would try it"),
-        ("auto", gpus("a", "b", claims=False), "nccl", "not known to take GPU memory"),
+        ("auto", gpus("a", "b", proven=True), "mpi", "tested by `kvr doctor`"),
+        ("auto", gpus("a", "b"), "nccl", "run `kvr doctor` to test it"),
+        ("auto", gpus("a", "b", claims=False), "nccl", "not known to support GPU memory"),
         ("auto", gpus("a", "b", claims=None, nccl=False), "staged", "built without NCCL"),
         ("auto", gpus("a", "a"), "staged", r"ranks \[0, 1\] share one GPU"),
         ("auto", [*gpus("a", proven=True), *gpus("b", claims=False)], "nccl", "not known"),
-        ("mpi", gpus("a", "b"), "mpi", "nobody has tried"),
-        ("mpi", gpus("a", "a", proven=True), "mpi", "was seen to"),
-        ("staged", gpus("a", "a", proven=True), "staged", "asked for"),
-        ("nccl", gpus("a", "b", proven=True), "nccl", "asked for"),
+        ("mpi", gpus("a", "b"), "mpi", "has not been tested"),
+        ("mpi", gpus("a", "a", proven=True), "mpi", "it has been tested"),
+        ("staged", gpus("a", "a", proven=True), "staged", "as requested"),
+        ("nccl", gpus("a", "b", proven=True), "nccl", "as requested"),
     ],
 )
 def test_the_choice_and_its_reason(wanted: Any, views: list[_View], chosen: str, reason: str) -> None:
@@ -54,12 +54,12 @@ def test_the_choice_and_its_reason(wanted: Any, views: list[_View], chosen: str,
 @pytest.mark.parametrize(
     ("wanted", "views", "message"),
     [
-        ("nccl", cpus(2), "rank 0 has its model on the CPU; use 'auto', 'mpi' or 'gloo'"),
-        ("nccl", [*gpus("a"), *cpus(1)], "rank 1 has its model on the CPU"),
+        ("nccl", cpus(2), "the model of rank 0 is on the CPU; use 'auto', 'mpi' or 'gloo'"),
+        ("nccl", [*gpus("a"), *cpus(1)], "the model of rank 1 is on the CPU"),
         ("nccl", gpus("a", "b", "a"), r"ranks \[0, 2\] share one GPU \(a\).*use 'staged'"),
         ("nccl", gpus("a", "b", nccl=False), "built without NCCL"),
         ("gloo", gpus("a", "b"), "use 'nccl' or 'staged'"),
-        ("mpi", gpus("a", "b", claims=False), "does not say that it takes it .*use 'nccl', 'staged' or 'auto'"),
+        ("mpi", gpus("a", "b", claims=False), "does not claim to support that .*use 'nccl', 'staged' or 'auto'"),
         ("local", cpus(3), "3 ranks were started; use 'auto' or 'mpi'"),
     ],
 )
@@ -89,7 +89,7 @@ def test_threads_are_warmed_up_and_a_link_that_changes_data_is_found(tmp_path: P
         return open_transport(mine, "auto", torch.device("cpu"), cache_dir=tmp_path, every_pair=True)[1]
 
     assert run_local(3, work) == ["transport: local: 3 threads of one process"] * 3
-    with pytest.raises(TransportError, match="from rank 0 to rank 2 delivers something else|another rank failed"):
+    with pytest.raises(TransportError, match="from rank 0 to rank 2 delivers other data|another rank failed"):
         run_local(3, lambda rank: work(rank, Garbling))
 
 
@@ -104,8 +104,8 @@ def test_a_job_says_what_it_chose(mpirun: Any, kvr: Path, tiny_model_dir: Path) 
     options = ["verify", "--model", tiny_model_dir, "--lengths", "16", "--longest", "40"]
     run = mpirun(2, [kvr, *options, "--transport", "gloo"], timeout_s=100)
     assert run.returncode == 0, run.stderr
-    assert run.stderr.count("transport: gloo: asked for") + run.stdout.count("transport: gloo: asked for") == 1
-    for name, message in (("nccl", "rank 0 has its model on the CPU"), ("local", "2 ranks were started")):
+    assert run.stderr.count("transport: gloo: as requested") + run.stdout.count("transport: gloo: as requested") == 1
+    for name, message in (("nccl", "the model of rank 0 is on the CPU"), ("local", "2 ranks were started")):
         refused = mpirun(2, [kvr, *options, "--transport", name], timeout_s=100)
         assert refused.returncode == 69
         assert message in refused.stderr + refused.stdout
@@ -126,7 +126,7 @@ def test_a_job_file_names_its_transport(mpirun: Any, kvr_run: Path, tiny_model_d
     )
     run = mpirun(2, [kvr_run, job], timeout_s=100)
     assert run.returncode == 0, run.stderr
-    assert "transport: gloo: asked for" in run.stderr + run.stdout
+    assert "transport: gloo: as requested" in run.stderr + run.stdout
     refused = mpirun(2, [kvr_run, job, "--overwrite", "--transport", "nccl"], timeout_s=100)
     assert refused.returncode == 69
     assert "transport 'nccl' moves GPU memory" in refused.stderr + refused.stdout

@@ -96,7 +96,7 @@ def test_local_refuses_a_message_of_another_size() -> None:
         else:
             rank.irecv(torch.zeros(5), 0, tag=0).wait()
 
-    with pytest.raises(TransportError, match="expected 20 bytes from rank 0 .* and was sent 16"):
+    with pytest.raises(TransportError, match="expected 20 bytes from rank 0 .* but received 16"):
         run_local(2, work)
 
 
@@ -146,7 +146,7 @@ def test_launched_size(environ: dict[str, str], size: int | None) -> None:
 def test_alone_where_many_were_meant_is_refused() -> None:
     """This process is an MPI job of one; a launcher that says otherwise used another MPI."""
     with pytest.raises(
-        TransportError, match=r"8 ranks were meant \(SLURM .*SLURM_NTASKS=8\).*srun --mpi=pmi2"
+        TransportError, match=r"8 ranks were intended \(SLURM .*SLURM_NTASKS=8\).*srun --mpi=pmi2"
     ) as caught:
         connect({"SLURM_NTASKS": "8"})
     assert caught.value.exit_code == 69

@@ -94,7 +94,7 @@ def plant(cache: Path, *, digest: bool = True, mode: int = 0o600) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("digest", "mode", "why"), [(False, 0o600, "is damaged"), (True, 0o666, "others may write")])
+@pytest.mark.parametrize(("digest", "mode", "why"), [(False, 0o600, "is damaged"), (True, 0o666, "others can write")])
 def test_code_that_may_be_somebody_else_s_is_not_run(tmp_path: Path, digest: bool, mode: int, why: str) -> None:
     plant(tmp_path, digest=digest, mode=mode)
     found, said = try_to_open(tmp_path)

@@ -106,7 +106,7 @@ def test_measured_for_real_a_chain_equals_plain_transformers(loaded: Any, tmp_pa
 def test_it_is_measured_once_for_a_machine_and_a_model(loaded: Any, gains: list[int], tmp_path: Path) -> None:
     first, second = choose(loaded, tmp_path), choose(loaded, tmp_path)
     assert len(gains) == 1
-    assert first[-1].replace(", measured:", ", as measured before:") == second[-1]
+    assert first[-1].replace(", measured:", ", from earlier measurements:") == second[-1]
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
@@ -159,7 +159,7 @@ def test_anything_else_in_its_place_is_passed_over(loaded: Any, gains: list[int]
 def test_a_cache_that_cannot_be_written_is_said(loaded: Any, gains: Any, tmp_path: Path) -> None:
     (tmp_path / "kernels").write_text("")
     said = choose(loaded, tmp_path)
-    assert "is not kept" in said[1] and "cannot be written" in said[1] and kernels_of(loaded.model)
+    assert "are not kept" in said[1] and "cannot be written" in said[1] and kernels_of(loaded.model)
 
 
 @needs_onednn
@@ -175,7 +175,7 @@ def test_a_way_that_is_wrong_at_some_number_of_rows_is_not_used(
 
     monkeypatch.setattr(PrepackedProduct, "__call__", wrong)
     said = choose(loaded, tmp_path)
-    assert len(said) == len(prepackable(loaded.model)) + 2 and "512 rows give something else" in said[1]
+    assert len(said) == len(prepackable(loaded.model)) + 2 and "results for 512 rows differ" in said[1]
     assert kernel_bytes(loaded.model) == 0 and len(kernels_of(loaded.model)) == len(loaded.model.model.layers)
     check_chain(loaded)
 

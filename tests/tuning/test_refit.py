@@ -177,7 +177,7 @@ def test_a_hiccup_is_repeated_and_said() -> None:
 def test_a_clock_that_is_broken_ends_it() -> None:
     split = Partition((0, 50, 100))
     bad = Observation(split, 1.0, (math.nan, 1.0), (0.0, 0.0))
-    with pytest.raises(DataError, match=r"50\+50: 3 runs gave no times .*kvr doctor"):
+    with pytest.raises(DataError, match=r"50\+50: 3 runs gave no valid times .*kvr doctor"):
         steady(split, 1.0, lambda _: bad, silent)
 
 
@@ -185,4 +185,4 @@ def test_what_is_slow_again_and_again_is_believed() -> None:
     split, said = Partition((0, 50, 100)), list[str]()
     times = iter([9.0, 7.0, 8.0])
     seen, runs = steady(split, 1.0, lambda _: Observation(split, next(times), (1.0, 1.0), (0.0, 0.0)), said.append)
-    assert (seen.ttft_s, runs) == (7.0, 3) and "that slow" in said[-1]
+    assert (seen.ttft_s, runs) == (7.0, 3) and "consistently slow" in said[-1]

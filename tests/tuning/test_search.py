@@ -75,7 +75,7 @@ def test_search_merges_and_checks(tmp_path: Path, tiny_model_dir: Path, mpirun: 
     # The times of a model this small are noise, so it may well miss; it says so, and the exit code does, too.
     assert second.returncode == (1 if "MISSED" in second.stderr else 0)
     assert "of 3 hold, median of 1 trial(s)" in second.stderr
-    for words in (": 400 tokens: ", ": 256 tokens: ", ": 320 tokens, not searched", "even slices"):
+    for words in (": 400 tokens: ", ": 256 tokens: ", ": 320 tokens, not in the table", "even slices"):
         assert words in second.stderr
     third = mpirun(2, [*command, "--dtype", "bfloat16", "--contexts", "128"])
     assert third.returncode == 78
@@ -99,11 +99,11 @@ def test_a_profile_needs_no_machine(tmp_path: Path, tiny_model_dir: Path, mpirun
 @pytest.mark.parametrize(
     ("options", "code", "word"),
     [
-        (["--contexts", "9999"], 78, "9999: expected between 4 (two for each rank) and 512"),
+        (["--contexts", "9999"], 78, "9999: expected from 4 (two tokens per rank) to 512"),
         pytest.param(
             *(["--method", "model", "--profile", "abacus"], 78, "'abacus': no such profile"), marks=pytest.mark.long
         ),
-        (["--output", "bad.json"], 65, "damaged or foreign"),
+        (["--output", "bad.json"], 65, "damaged or not a table"),
         pytest.param(*(["--output", "bad.json/x"], 78, "cannot be written"), marks=pytest.mark.long),
     ],
 )
@@ -136,7 +136,7 @@ def test_contexts_that_cannot_be_searched() -> None:
     assert check_contexts([256, 128, 256], 2, 512) == [128, 256]
     with pytest.raises(ConfigError, match="mpirun -n 2 kvr search"):
         check_contexts([128], 1, 512)
-    with pytest.raises(ConfigError, match="3: expected between 4 .two for each rank. and what the model takes"):
+    with pytest.raises(ConfigError, match="3: expected from 4 .two tokens per rank. to what the model takes"):
         check_contexts([3], 2, None)
 
 
@@ -189,13 +189,13 @@ def test_a_job_is_cut_by_its_table(
     assert min(record.prompt_tokens for record in inside) >= 128, "long enough to be cut at all"
     for record in inside:
         assert record.slices == Partition.by_ratio(record.prompt_tokens, [1, 3], 16).bounds
-    assert run.stderr.count("by the table's fitted rates") == 1, "the longer prompts are warned about once"
+    assert run.stderr.count("by the fitted rates of the table") == 1, "the longer prompts are warned about once"
 
     refused = run_here(3, [job, "--overwrite"])
-    assert refused.returncode == 78 and "ranks is 2, here it is 3" in refused.stderr
+    assert refused.returncode == 78 and "is for 2 ranks" in refused.stderr
     forced = run_here(3, [job, "--overwrite", "--set", "parallel.table_force=true"])
     assert forced.returncode == 0, forced.stderr
-    assert "used all the same" in forced.stderr and forced.stderr.count("by the table's fitted rates") == 1
+    assert "used despite differences" in forced.stderr and forced.stderr.count("by the fitted rates of the table") == 1
     for record in read_run(tmp_path / "out"):
         assert len(record.slices) == (4 if record.prompt_tokens >= 3 * 64 else 2), "short ones are not cut"
         assert record.token_ids == records[record.id].token_ids, "another split, the same answer"
@@ -203,7 +203,7 @@ def test_a_job_is_cut_by_its_table(
 
 @pytest.mark.parametrize(
     ("content", "code", "word"),
-    [("{}", 65, "damaged or foreign"), (a_table().model_dump_json(), 78, "model is 'models/Tiny")],
+    [("{}", 65, "damaged or not a table"), (a_table().model_dump_json(), 78, "model is 'models/Tiny")],
 )
 def test_a_table_that_does_not_fit_is_refused_before_the_batch(
     content: str, code: int, word: str, job: Path, tmp_path: Path, run_here: Any
@@ -219,7 +219,7 @@ def test_a_table_that_does_not_fit_is_refused_before_the_batch(
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        (["parallel.partition=even"], "go together"),
+        (["parallel.partition=even"], "the other way round"),
         (["parallel.table=''"], "at least 1 character"),
         (["parallel.ranks_per_chain=auto"], "'auto'"),
     ],

@@ -84,7 +84,7 @@ def changed(path: tuple[str | int, ...], value: Any) -> Callable[[dict[str, Any]
         (changed(("entries", 0, "context_tokens"), "1024"), ["context_tokens", "'1024'"]),
         (changed(("entries", 0, "context_tokens"), 10**40), ["context_tokens"]),
         (changed(("entries", 0, "ttft_s"), math.inf), ["ttft_s"]),
-        (changed(("entries", 0, "ttft_s"), None), ["do not go together"]),
+        (changed(("entries", 0, "ttft_s"), None), ["do not match"]),
         (changed(("entries", 0, "provenance", "date"), "yesterday"), ["provenance.date"]),
         (changed(("entries", 0, "provenance", "command"), "x" * 5000), ["provenance.command"]),
     ],
@@ -107,7 +107,7 @@ def test_a_truncated_table_is_refused(cut: float, tmp_path: Path) -> None:
     text = a_table().model_dump_json()
     path = tmp_path / "table.json"
     path.write_text(text[: int(cut if cut != 0.5 else len(text) / 2)])
-    with pytest.raises(DataError, match="damaged or foreign"):
+    with pytest.raises(DataError, match="damaged or not a table"):
         load_table(path)
 
 
@@ -118,7 +118,7 @@ def test_a_truncated_table_is_refused(cut: float, tmp_path: Path) -> None:
 def test_foreign_bytes_are_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_bytes(data)
-    with pytest.raises(DataError, match="damaged or foreign"):
+    with pytest.raises(DataError, match="damaged or not a table"):
         load_table(path)
 
 
@@ -285,7 +285,7 @@ def test_a_foreign_table_is_used_only_if_forced(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_and_a_damaged_one_are_said_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no .*json in this folder; make tables with kvr search"):
+    with pytest.raises(ConfigError, match="no .*json in this folder; create a table with kvr search"):
         find_table(tmp_path, a_key())
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(DataError, match="bad.json"):

