@@ -29,7 +29,7 @@ from kvr_mpi.prefill.registry import STRATEGIES as REGISTRY
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.setup.host_memory import held_bytes, peak_bytes, reset_peak
-from kvr_mpi.transport import Transport, gather_json, on_root, share_json
+from kvr_mpi.transport import FailedTogetherError, Transport, gather_json, on_root, share_json
 from kvr_mpi.tuning.grid import interpolate
 from kvr_mpi.tuning.measure import follow, leading, measure_costs
 from kvr_mpi.tuning.refit import refit
@@ -201,9 +201,16 @@ def _measure_length(
 ) -> list[StrategyRow]:
     """Measure all strategies at one length."""
     rows = {name: StrategyRow(name, one.tokens, world.size, str(one.partition or "")) for name, one in trials.items()}
-    for name, row in rows.items():
-        row.ours, row.cold = ours, trials[name].measure(cold=True)
-        row.exactness = trials[name].exactness()
+    for name, row in list(rows.items()):
+        try:
+            row.ours, row.cold = ours, trials[name].measure(cold=True)
+            row.exactness = trials[name].exactness()
+        except FailedTogetherError as failure:
+            if not isinstance(trials[name], RivalTrial):
+                raise
+            say(f"{row.context_tokens} tokens: left out: {failure}")
+            del rows[name]
+            continue
         if row.exactness:
             say(f"{row.context_tokens} tokens: {row.exactness}")
 
@@ -212,12 +219,13 @@ def _measure_length(
         rows[name].runs.append(run)
         return run
 
-    others = [name for name in trials if name != ours]
+    others = [name for name in rows if name != ours]
     found = measure_pairs(world, ours, others, measure, _ttft_s, patience)
     for name in others:
         rows[name].ratios = ratios_of(found[name], _ttft_s)
     tokens = trials[ours].tokens
-    say(f"{tokens} tokens: " + ", ".join(f"{name} {row.ttft_s:.2f} s" for name, row in rows.items()))
+    texts = [f"{name} {row.ttft_s:.2f} s, x {row.ratio.describe()}" for name, row in rows.items() if name != ours]
+    say("; ".join([f"{tokens} tokens: {ours} {rows[ours].ttft_s:.2f} s", *texts]))
     if drift := drift_of([run.ttft_s for run in rows[ours].runs]):
         say(f"{tokens} tokens: {ours} {drift}")
     return list(rows.values())

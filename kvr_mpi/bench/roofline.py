@@ -22,8 +22,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from kvr_mpi.bench.cores import pinned
 from kvr_mpi.costs.workload import workload_of
 from kvr_mpi.errors import ConfigError
+from kvr_mpi.kv.attention import attend
 from kvr_mpi.model import LayerShape, LoadedModel
+from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.kernels import without_kernels
+from kvr_mpi.model.tiled_attention import attention_kernel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.transport import Transport, gather_json, share_json
@@ -204,8 +207,9 @@ def _attention_peak(loaded: LoadedModel, world: Transport) -> float:
         queries = torch.randn(1, work.heads, rows, layer.key_dim, dtype=loaded.dtype)
         keys = torch.randn(1, work.heads, rows, layer.key_dim, dtype=loaded.dtype)
         values = torch.randn(1, work.heads, rows, layer.value_dim, dtype=loaded.dtype)
-        attend = partial(torch.nn.functional.scaled_dot_product_attention, queries, keys, values)
-        rates.append(work.pair_flop * rows * rows / _fastest(world, attend))
+        for kernel in {None, attention_kernel(loaded.model)}:
+            run = partial(attend, queries, keys, values, AttentionParams(layer.key_dim**-0.5, kernel=kernel))
+            rates.append(work.pair_flop * rows * rows / _fastest(world, run))
     return max(rates)
 
 

@@ -110,6 +110,8 @@ def attend(
     """Attend to all keys, or (`causal`, as many queries as keys) to those not after the query."""
     if params.is_plain and keys.shape[-1] == values.shape[-1]:
         if query.device.type in ("cpu", "meta"):  # meta: only shapes are asked for
+            if params.kernel is not None and params.kernel.takes(query, keys, values):
+                return PartialAttention(*params.kernel(query, keys, values, scale=params.scale, causal=causal))
             heads, queries = query.shape[1:3]
             if queries == 1:  # decoding: the group's heads as queries read the keys once instead of once each
                 query = query.view(1, keys.shape[1], -1, query.shape[-1])
@@ -126,6 +128,9 @@ def attend_window(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, window: int
 ) -> PartialAttention:
     """Attend to the last `window` keys up to each query; the last query stands at the last key."""
+    if params.kernel is not None and params.is_plain and params.kernel.takes(query, keys, values):
+        how: Any = {"scale": params.scale, "causal": True, "window": window}
+        return PartialAttention(*params.kernel(query, keys, values, **how))
     if takes_flash(query, values, params):
         return _attend_flash(query, keys, values, params, window=window, causal=True)
     return _attend_bent(query, keys, values, params, offset=keys.shape[2] - query.shape[2], window=window)

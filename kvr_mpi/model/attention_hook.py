@@ -19,13 +19,25 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.model.kernels import use_kernels
+from kvr_mpi.model.kernels import ATTENTION_SLOT, use_kernels
 from kvr_mpi.model.layer_chunks import layers_in_chunks
 from kvr_mpi.model.masks import check_mask, request_mask
 from kvr_mpi.model.rope import embed_whole_lengths, whole_lengths
 from kvr_mpi.model.shape import LayerShape, cache_argument
 
 ATTENTION = "kvr"
+
+
+class AttentionKernel(Protocol):
+    """Attention without softcaps, for the shapes that it takes (`model.tiled_attention`)."""
+
+    def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether it is to attend from these to those."""
+
+    def __call__(
+        self, *tensors: torch.Tensor, scale: float, causal: bool, window: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give output (1, heads, queries, head_dim) and log-sum-exp (1, heads, queries) of query, keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +47,13 @@ class AttentionParams:
     scale : products are multiplied by it.
     softcap : scores are bent to stay within it (Gemma 2).
     sinks : one learned score per head (heads,) that takes its share of the softmax and gives nothing (gpt-oss).
+    kernel : what is faster than torch's attention for some shapes, if there is anything.
     """
 
     scale: float
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    kernel: AttentionKernel | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -87,9 +101,9 @@ class HookedCache(Protocol):
 class _SdpaHook(TorchFunctionMode):
     """Send scaled_dot_product_attention calls to the cache, for models that call it themselves (Falcon, ...)."""
 
-    def __init__(self, cache: HookedCache) -> None:
+    def __init__(self, cache: HookedCache, kernel: AttentionKernel | None) -> None:
         super().__init__()
-        self.cache = cache
+        self.cache, self.kernel = cache, kernel
 
     def __torch_function__(
         self,
@@ -104,7 +118,7 @@ class _SdpaHook(TorchFunctionMode):
         mask, query, scale = call.get("attn_mask"), call["query"], call.get("scale")
         if mask is not None and mask.numel() != 1:
             raise ModelError("it adds its own mask or bias to attention")
-        params = AttentionParams(query.shape[-1] ** -0.5 if scale is None else scale)
+        params = AttentionParams(query.shape[-1] ** -0.5 if scale is None else scale, kernel=self.kernel)
         layer = self.cache.attending
         out = layer.attend(query, call["key"], call["value"], params)
         self.cache.after_attention(layer)
@@ -134,6 +148,7 @@ def _attention(
     attention_mask: torch.Tensor | None,
     *,
     kv_chain: HookedCache | None = None,
+    kv_kernel: AttentionKernel | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -154,7 +169,7 @@ def _attention(
         raise ModelError("its attention is not causal")
     if kv_chain.prefilling and not query.is_meta:  # there masks have no values
         check_mask(attention_mask, layer.shape.visibility, sliding_window)
-    params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, kv_kernel)
     out = layer.attend(query, key, value, params)
     kv_chain.after_attention(layer)
     return out.transpose(1, 2), None
@@ -249,13 +264,14 @@ def run_model(
     cuts = takes(model, "logits_to_keep")
     if cuts:
         options["logits_to_keep"] = 1 if keep is None else keep
+    kernel = vars(model).get(ATTENTION_SLOT)
     rows = whole_lengths(cache.whole_lengths(ids.shape[1]))
     with rows, layers_in_chunks(chunks), cache.tail, contextlib.ExitStack() as hook:
         if cache.in_parts and model.config._attn_implementation == ATTENTION:
-            options["kv_chain"] = cache
+            options |= {"kv_chain": cache, "kv_kernel": kernel}
         elif cache.in_parts:  # a mask of one element: the model makes none of its own, and the hook ignores it
             options["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=ids.device)
-            hook.enter_context(_SdpaHook(cache))
+            hook.enter_context(_SdpaHook(cache, kernel))
         logits = model(**options).logits[0]
     read: torch.Tensor = logits[-1:] if keep is None else logits if cuts else logits[keep]
     return read.float()

@@ -14,7 +14,7 @@ from weakref import ref
 
 import torch
 
-from kvr_mpi.model.kernels import PLAIN, Ways, give_kernel, way_for
+from kvr_mpi.model.kernels import FORWARD_SLOT, PLAIN, Ways, give_kernel, way_for
 
 # Of (elements,) twice: an activation of the first, times the second.
 Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -80,7 +80,7 @@ class FusedNorm:
     ways : Ways
     """
 
-    nbytes = 0
+    slot, nbytes = FORWARD_SLOT, 0
 
     def __init__(self, found: NormFound, norm: Norm, ways: Ways) -> None:
         self._module, self._weight, self._epsilon = ref(found.module), found.weight, found.epsilon
@@ -105,7 +105,7 @@ class FusedGate:
     ways : Ways
     """
 
-    nbytes = 0
+    slot, nbytes = FORWARD_SLOT, 0
 
     def __init__(self, found: GateFound, gates: Mapping[str, Gate], ways: Ways) -> None:
         self._module, self._linear = ref(found.module), found.linear

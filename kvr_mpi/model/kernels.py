@@ -21,6 +21,8 @@ ROWS = (1, 8, 64, 512)
 # From so many rows on the next of them stands for what is computed: half way between, as ratios are counted.
 BOUNDS = tuple(round((few * many) ** 0.5) for few, many in zip(ROWS, ROWS[1:], strict=False))
 PLAIN = "plain"
+# Where a kernel stands: in place of a module's own code, or, beside a whole model, for what its layers attend with.
+FORWARD_SLOT, ATTENTION_SLOT = "forward", "kvr_attention"
 # The name of a way at each of `ROWS`.
 Ways = tuple[str, ...]
 
@@ -36,12 +38,13 @@ def way_for(ways: Ways, rows: int) -> str:
 
 
 class Kernel(Protocol):
-    """What stands for a module's `forward`."""
+    """What stands for a module's own code: in the slot ``forward`` it makes (..., features) of (..., features)."""
 
+    slot: str
     nbytes: int  # memory it takes beside the module's own
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Compute (..., features) of (..., features)."""
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Compute what the slot is for."""
 
 
 # Beside the models and not in them: a copy of a model, in another dtype maybe, is a plain one.
@@ -71,9 +74,9 @@ def use_kernels(model: torch.nn.Module, yes: bool) -> bool:
         if kernel is not None:
             found = True
             if yes:
-                module.forward = kernel
+                setattr(module, kernel.slot, kernel)
             else:
-                vars(module).pop("forward", None)
+                vars(module).pop(kernel.slot, None)
     return found
 
 
@@ -88,7 +91,7 @@ def forget_kernels(model: torch.nn.Module) -> bool:
 @contextmanager
 def without_kernels(model: Any) -> Iterator[None]:
     """Run a model with its modules' own code, and as it runs now again afterwards."""
-    was = any("forward" in vars(module) for module in model.modules() if module in _KERNELS)
+    was = any(_KERNELS[module].slot in vars(module) for module in model.modules() if module in _KERNELS)
     use_kernels(model, False)
     try:
         yield

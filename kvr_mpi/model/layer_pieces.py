@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,12 +39,14 @@ class LayerInputs:
     hidden : hidden states (1, tokens, hidden).
     leaves, spec : all other arguments, flat, and how they go together.
     cache : which of them is the cache.
+    kernel : what attention is computed with, which no piece is; not among them.
     """
 
     hidden: torch.Tensor
     leaves: tuple[Any, ...]
     spec: TreeSpec
     cache: Any
+    kernel: Any = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -82,8 +84,9 @@ def inputs_of(hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any
     """
     if kwargs.get("kv_chain") is None:
         raise ModelError("its layers are not given what its attention is told")
-    leaves, spec = tree_flatten((args, kwargs))
-    return LayerInputs(hidden, tuple(leaves), spec, kwargs["kv_chain"])
+    rest = {name: value for name, value in kwargs.items() if name != "kv_kernel"}
+    leaves, spec = tree_flatten((args, rest))
+    return LayerInputs(hidden, tuple(leaves), spec, kwargs["kv_chain"], kwargs.get("kv_kernel"))
 
 
 def _kind(leaf: Any) -> str:
@@ -240,7 +243,7 @@ class LayerPieces:
         cache.update(keys, values, self._layer_idx)
         attending = cache.attending
         check_mask(inputs.mask, attending.shape.visibility)
-        attended = attending.attend(query, keys, values, self._params)
+        attended = attending.attend(query, keys, values, replace(self._params, kernel=inputs.kernel))
         cache.after_attention(attending)
         self.runs += 1
         return self._after([*weights, hidden, attended.transpose(1, 2).contiguous(), *given])[0]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvr_mpi.model.kernels import PLAIN, Ways, give_kernel, way_for
+from kvr_mpi.model.kernels import FORWARD_SLOT, PLAIN, Ways, give_kernel, way_for
 
 PREPACKED = "prepacked"
 # Not every build of torch has them.
@@ -33,6 +33,8 @@ class PrepackedProduct:
     ways : Ways
         For which rows the copy is read; for the others the weights themselves are.
     """
+
+    slot = FORWARD_SLOT
 
     def __init__(self, linear: torch.nn.Linear, ways: Ways) -> None:
         self._weight, self._bias = linear.weight.detach(), linear.bias

@@ -165,11 +165,7 @@ def _compile(order: Order, names: Sequence[str], say: Say) -> None:
                 stream.write(f"{why}\n".encode())
             return
         for name in names:
-            made = work / f"{name}.pt2"
-            made.chmod(0o600)
-            with replacing(folder / f"{name}.xxh3") as stream:
-                stream.write(_digest(made).encode())
-            made.replace(folder / made.name)
+            keep_made(work / f"{name}.pt2", folder / f"{name}.pt2")
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -177,19 +173,34 @@ def _compile(order: Order, names: Sequence[str], say: Say) -> None:
 def _run_compiler(order: Order, work: Path, names: Sequence[str]) -> str:
     """Run the program that compiles; say why it failed, nothing if it did not."""
     command = [sys.executable, "-m", *order.command(work, names)]
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(work), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    if why := run_compiler(command, environment, order.limit_s):
+        return why
+    absent = [name for name in names if not (work / f"{name}.pt2").is_file()]
+    return f"the compiler made no {', '.join(absent)}" if absent else ""
+
+
+def run_compiler(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> str:
+    """Run a compiler in a session of its own; say why it failed, nothing if it did not.
+
+    Raises
+    ------
+    OSError
+        If it cannot be run.
+    """
     with tempfile.TemporaryFile() as told:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=told,
             stderr=told,
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(work), "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+            env={**os.environ, **environment},
             start_new_session=True,  # so that a compiler that hangs ends with it
         )
         try:
-            code = process.wait(order.limit_s)
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            return f"the compiler was stopped after {order.limit_s:.0f} s"
+            return f"the compiler was stopped after {limit_s:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -197,10 +208,35 @@ def _run_compiler(order: Order, work: Path, names: Sequence[str]) -> str:
         told.seek(0)
         lines = [line.strip() for line in told.read().decode(errors="replace").splitlines() if line.strip()]
     if code:
-        reason = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "without a word")
+        reason = next((line for line in reversed(lines) if "error" in line.lower()), "".join(lines[-1:]) or "no word")
         return f"the compiler failed ({reason[:300]})"
-    absent = [name for name in names if not (work / f"{name}.pt2").is_file()]
-    return f"the compiler made no {', '.join(absent)}" if absent else ""
+    return ""
+
+
+def keep_made(made: Path, file: Path) -> None:
+    """Move what a compiler made to its place, with its checksum beside it."""
+    made.chmod(0o600)
+    with replacing(file.with_suffix(".xxh3")) as stream:
+        stream.write(_digest(made).encode())
+    made.replace(file)
+
+
+def check_kept(file: Path) -> None:
+    """Make sure that a file of code was kept by us and is whole.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+    ValueError
+        If it may be somebody else's, or is damaged.
+    """
+    for path in (file.parent, file):
+        found = path.lstat()
+        if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise ValueError(f"{path} is a link, or others may write it")
+    if _digest(file) != read_regular(file.with_suffix(".xxh3"), 100).decode(errors="replace"):
+        raise ValueError("it is damaged")
 
 
 def _load(file: Path) -> Compute:
@@ -213,13 +249,7 @@ def _load(file: Path) -> Compute:
     ValueError
         If it may be somebody else's, or is damaged.
     """
-    for path in (file.parent, file):
-        found = path.lstat()
-        if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise ValueError(f"{path} is a link, or others may write it")
-    expected = read_regular(file.with_suffix(".xxh3"), 100).decode(errors="replace")
-    if _digest(file) != expected:
-        raise ValueError("it is damaged")
+    check_kept(file)
     package = _LOADER(str(file), "model", False, 1, -1)
 
     def compute(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Which way each kind of product, norm and gate is computed fastest, measured on this processor.
+"""Which way each kind of product, norm, gate and attention is computed fastest, measured on this processor.
 
 Once for a processor, a number of threads, torch's version and a model's shapes: each way beside the module's own code,
 back to back, at the row counts that matter (`model.kernels.ROWS`). All ranks of a host measure at once, as they will
@@ -11,7 +11,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,10 +23,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.fused import (
-    COMPILED,
-    GATES,
-    IN_PLACE,
-    IN_PLACE_GATES,
     GateFound,
     NormFound,
     find_gates,
@@ -36,12 +31,27 @@ from kvr_mpi.model.fused import (
     give_norm,
     is_same,
 )
-from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, kernel_bytes, without_kernels
-from kvr_mpi.model.prepacked import PREPACKED, PrepackedProduct, prepack_weights, prepackable
+from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel, kernel_bytes, without_kernels
+from kvr_mpi.model.prepacked import PREPACKED, prepack_weights, prepackable
+from kvr_mpi.model.tiled_attention import AttentionLibrary, TiledAttention
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.compile_program import NORM
-from kvr_mpi.tuning.compiled import Compiled, open_compiled
+from kvr_mpi.tuning.compiled import open_compiled
+from kvr_mpi.tuning.compiled_attention import open_attention
 from kvr_mpi.tuning.identity import processor_key, processor_name
+from kvr_mpi.tuning.pieces import (
+    TURNS_ROWS,
+    Compute,
+    Piece,
+    attention_name,
+    attention_pieces,
+    gate_name,
+    gate_pieces,
+    gates_of,
+    norm_name,
+    norm_pieces,
+    product_pieces,
+)
 
 # A way is taken from this gain on; a second copy of weights is made if it gains so much at some number of rows.
 LEAST_GAIN, LEAST_COPY_GAIN = 1.03, 1.1
@@ -52,12 +62,9 @@ LEAST_FEATURES = 256
 PAIRS, SAMPLE_S = 5, 1e-3
 # A call that takes longer is not measured: fewer rows stand for it.
 MOST_CALL_S = 0.2
-# A few rows read weights from memory, as in a model of many layers: so many bytes of them take turns.
-TURNS_BYTES, TURNS_ROWS = 64 << 20, 8
 MOST_FILE_BYTES = 1 << 20
 
 Say = Callable[[str], None]
-Compute = Callable[[torch.Tensor], torch.Tensor]
 Gains = dict[str, dict[str, list[float]]]
 
 
@@ -69,24 +76,6 @@ class _Kept(BaseModel):
     holds_for: str
     rows: list[int]
     gains: dict[str, dict[str, list[Annotated[float, Field(ge=0, le=1e6)]]]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One kind of what a model computes, and the ways to compute it.
-
-    ways : each a function of rows (rows, features), or several that take turns.
-    features : of a row.
-    """
-
-    name: str
-    ways: Mapping[str, Sequence[Compute]]
-    features: int
-    dtype: torch.dtype
-
-    def rows(self, count: int) -> torch.Tensor:
-        """Make random rows (count, features)."""
-        return torch.randn(count, self.features, generator=torch.Generator().manual_seed(count)).to(self.dtype)
 
 
 def choose_kernels(
@@ -102,7 +91,8 @@ def choose_kernels(
     say : callable
         For a line of text.
     compiles : bool
-        Compile norms and gates, if that was never done for this processor; otherwise they are compiled only if it was.
+        Compile norms and gates, which takes half a minute, if that was never done for this processor; otherwise they
+        are compiled only if it was. Attention is compiled in any case: that takes two seconds.
     """
     if any(share_json(world, gather_json(world, loaded.device.type != "cpu"))):
         return
@@ -113,9 +103,10 @@ def choose_kernels(
     compiled = host_by_host(
         world, lambda: open_compiled(cache_dir, loaded.dtype, names, say, compiles=compiles and is_first)
     )
+    attention = host_by_host(world, lambda: _open_attention(loaded, cache_dir, say, compiles=is_first))
     with torch.inference_mode():
-        pieces = [*_product_pieces(loaded.model, free_bytes), *_norm_pieces(norms, compiled)]
-        pieces += _gate_pieces(gates, compiled)
+        pieces = [*product_pieces(loaded.model, COPY_SHARE * free_bytes), *norm_pieces(norms, compiled)]
+        pieces += [*gate_pieces(gates, compiled), *attention_pieces(loaded, attention)]
         holds_for = _holds_for(pieces)
         file = cache_dir / "kernels" / f"{xxhash.xxh3_64_hexdigest(holds_for.encode())}.json"
         known = _read(file, holds_for, pieces)
@@ -123,20 +114,22 @@ def choose_kernels(
         views = share_json(world, gather_json(world, [socket.gethostname(), mine]))
         gains = _middle(mine, [found for host, found in views if host == socket.gethostname()])
         ways = _right_ways(pieces, choose_ways(gains, _copy_bytes(loaded.model), COPY_SHARE * free_bytes), say)
+    if attention is not None and (taken := ways.get(attention_name(loaded))) is not None:
+        give_kernel(loaded.model, TiledAttention(attention, taken))
     del pieces
     if known is None and world.local_rank == 0:
         _keep(file, holds_for, gains, say)
     prepack_weights(loaded.model, {name: taken for name, taken in ways.items() if PREPACKED in taken})
     for norm in norms:
-        if (taken := ways.get(_norm_name(norm))) is not None:
+        if (taken := ways.get(norm_name(norm))) is not None:
             give_norm(norm, compiled[NORM], taken)
     for gate in gates:
-        if (taken := ways.get(_gate_name(gate))) is not None:
-            give_gate(gate, _gates_of(gate.activation, compiled), taken)
+        if (taken := ways.get(gate_name(gate))) is not None:
+            give_gate(gate, gates_of(gate.activation, compiled), taken)
     say(_describe(ways, kernel_bytes(loaded.model), "measured" if known is None else "as measured before"))
 
 
-def _known_or_measured(known: Gains | None, pieces: Sequence[_Piece]) -> Gains:
+def _known_or_measured(known: Gains | None, pieces: Sequence[Piece]) -> Gains:
     return measure_gains(pieces) if known is None else known
 
 
@@ -147,81 +140,18 @@ def _compilable(loaded: LoadedModel, norms: Sequence[NormFound], gates: Sequence
     return ([NORM] if norms else []) + sorted({gate.activation for gate in gates})
 
 
-def _product_pieces(model: torch.nn.Module, free_bytes: int) -> list[_Piece]:
-    """List linear layers by shape, as far as there is memory to lay some of them out."""
-    pieces = []
-    for shape, layers in prepackable(model).items():
-        one = layers[0].weight
-        turns = layers[: max(1, TURNS_BYTES // one.nbytes)]
-        if one.nbytes * len(turns) > COPY_SHARE * free_bytes:
-            continue
-        plain = [_linear(layer) for layer in turns]
-        packed = [PrepackedProduct(layer, (PREPACKED,) * len(ROWS)) for layer in turns]
-        pieces.append(_Piece(shape, {PLAIN: plain, PREPACKED: packed}, one.shape[1], one.dtype))
-    return pieces
-
-
-def _linear(layer: torch.nn.Linear) -> Compute:
-    weight, bias = layer.weight.detach(), layer.bias
-    return lambda rows: torch.nn.functional.linear(rows, weight, bias)
-
-
-def _norm_pieces(norms: Sequence[NormFound], compiled: Mapping[str, Compiled]) -> list[_Piece]:
-    if NORM not in compiled:
-        return []
-    pieces = {}
-    for each in norms:
-        ways: dict[str, Sequence[Compute]] = {PLAIN: [each.module], COMPILED: [_norm(each, compiled[NORM])]}
-        pieces[_norm_name(each)] = _Piece(_norm_name(each), ways, each.weight.shape[0], _dtype(each.module))
-    return list(pieces.values())
-
-
-def _norm(found: NormFound, norm: Compiled) -> Compute:
-    return lambda rows: norm(rows, found.weight, found.epsilon)
-
-
-def _gate_pieces(gates: Sequence[GateFound], compiled: Mapping[str, Compiled]) -> list[_Piece]:
-    """List activations; the rows are both halves side by side, of which the first may be overwritten."""
-    pieces = {}
-    for each in gates:
-        ways = {PLAIN: [_halves(GATES[each.activation])]}
-        ways |= {way: [_halves(gate)] for way, gate in _gates_of(each.activation, compiled).items()}
-        width = getattr(each.module, each.linear[0]).out_features
-        pieces[_gate_name(each)] = _Piece(_gate_name(each), ways, 2 * width, _dtype(each.module))
-    return list(pieces.values())
-
-
-def _gates_of(activation: str, compiled: Mapping[str, Compiled]) -> dict[str, Compiled]:
-    """Return the ways to compute a gate, but its own, by their names."""
-    found = {IN_PLACE: IN_PLACE_GATES.get(activation), COMPILED: compiled.get(activation)}
-    return {way: gate for way, gate in found.items() if gate is not None}
-
-
-def _halves(gate: Compiled) -> Compute:
-    def compute(rows: torch.Tensor) -> torch.Tensor:
-        half = rows.numel() // 2
-        return gate(rows.view(-1)[:half].clone(), rows.view(-1)[half:])  # a product's output is as new
-
-    return compute
-
-
-def _norm_name(found: NormFound) -> str:
-    return f"norm of {found.weight.shape[0]}"
-
-
-def _gate_name(found: GateFound) -> str:
-    return f"{found.activation} of {getattr(found.module, found.linear[0]).out_features}"
-
-
-def _dtype(module: torch.nn.Module) -> torch.dtype:
-    return next(module.parameters()).dtype
+def _open_attention(loaded: LoadedModel, cache_dir: Path, say: Say, *, compiles: bool) -> AttentionLibrary | None:
+    """Open the kernel for attention, if this model is of its type and large enough to gain by it."""
+    if loaded.dtype != torch.float32 or loaded.model.config.get_text_config().hidden_size < LEAST_FEATURES:
+        return None
+    return open_attention(cache_dir, say, compiles=compiles)
 
 
 def _copy_bytes(model: torch.nn.Module) -> dict[str, int]:
     return {shape: sum(layer.weight.nbytes for layer in layers) for shape, layers in prepackable(model).items()}
 
 
-def measure_gains(pieces: Sequence[_Piece]) -> Gains:
+def measure_gains(pieces: Sequence[Piece]) -> Gains:
     """Time every way of every piece in turns with the plain one; 0 where that would take too long."""
     gains: Gains = {piece.name: {way: [] for way in piece.ways if way != PLAIN} for piece in pieces}
     for piece in pieces:
@@ -234,7 +164,7 @@ def measure_gains(pieces: Sequence[_Piece]) -> Gains:
     return gains
 
 
-def _gains_of(piece: _Piece, count: int) -> dict[str, float]:
+def _gains_of(piece: Piece, count: int) -> dict[str, float]:
     """Return how many times faster each way is at a number of rows, and under `PLAIN` the seconds it takes at best."""
     rows = piece.rows(count)
     turns = {way: calls if count <= TURNS_ROWS else calls[:1] for way, calls in piece.ways.items()}
@@ -293,7 +223,7 @@ def choose_ways(gains: Gains, copy_bytes: Mapping[str, int], room: float) -> dic
     return chosen
 
 
-def _right_ways(pieces: Sequence[_Piece], chosen: Mapping[str, Ways], say: Say) -> dict[str, Ways]:
+def _right_ways(pieces: Sequence[Piece], chosen: Mapping[str, Ways], say: Say) -> dict[str, Ways]:
     """Leave out what computes something else than the plain way at some number of rows."""
     right = {}
     for piece in pieces:
@@ -322,13 +252,13 @@ def _ways_in(gains: Gains) -> dict[str, list[str]]:
     return {name: sorted(ways) for name, ways in gains.items()}
 
 
-def _holds_for(pieces: Sequence[_Piece]) -> str:
+def _holds_for(pieces: Sequence[Piece]) -> str:
     """Say what a measurement holds for: whatever else changes, it is measured again."""
     what = sorted(f"{piece.name} {piece.dtype} {'/'.join(piece.ways)}" for piece in pieces)
     return f"{processor_key()}, {torch.get_num_threads()} threads, torch {torch.__version__}: {'; '.join(what)}"
 
 
-def _read(file: Path, holds_for: str, pieces: Sequence[_Piece]) -> Gains | None:
+def _read(file: Path, holds_for: str, pieces: Sequence[Piece]) -> Gains | None:
     """Read what was measured before; None if there is nothing of the kind that is expected."""
     try:
         kept = _Kept.model_validate_json(read_regular(file, MOST_FILE_BYTES))

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 from constants import ROOT, SMOLLM
+from models import tiny
 
+from kvr_mpi.bench.pairs import Patience
+from kvr_mpi.bench.prompts import Contest, bench
 from kvr_mpi.bench.rivals import open_rival
 from kvr_mpi.errors import ConfigError
+from kvr_mpi.transport.local import LocalTransport
 
 
 def environment(folder: Path, script: str) -> Path:
@@ -52,6 +56,16 @@ def test_an_engine_that_dies_at_work_is_said_so(tmp_path: Path) -> None:
         for _ in range(2):  # and is still said so when it is asked again
             with pytest.raises(ConfigError, match="ended with 9: out of memory"):
                 rival.answer([[1, 2]], 1, None)
+
+
+def test_an_engine_that_fails_at_a_length_is_left_out_there(tmp_path: Path) -> None:
+    folder = environment(tmp_path, """echo '{"version": "1"}'; read line; echo too long >&2; exit 1""")
+    loaded, said = tiny("llama-gqa"), list[str]()
+    contest = Contest(["kvr-e"], [16, 24], Patience(1, None, None))
+    with open_rival("openvino", Path("a.gguf"), 99, folder) as rival:
+        rows = bench(loaded, LocalTransport(), contest, said.append, {"openvino": rival})
+    assert [(row.strategy, row.context_tokens) for row in rows] == [("kvr-e", 16), ("kvr-e", 24)]
+    assert sum("left out: --rivals openvino: it ended with 1: too long" in line for line in said) == 2
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning import kernels
 from kvr_mpi.tuning.kernels import choose_kernels, choose_ways, measure_gains
+from kvr_mpi.tuning.pieces import product_pieces
 
 ROOM = 1 << 34
 
@@ -211,6 +212,6 @@ def test_a_job_says_whether_they_are_used(
 
 def test_every_way_is_measured_at_every_number_of_rows(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MOST_CALL_S", float("inf"))  # on a busy machine any call may look as if it took long
-    pieces = kernels._product_pieces(loaded.model, ROOM)
+    pieces = product_pieces(loaded.model, ROOM)
     found = measure_gains(pieces)
     assert all(len(row) == len(ROWS) and min(row) > 0 for ways in found.values() for row in ways.values())

@@ -1,0 +1,137 @@
+"""Our attention kernel, compiled once for a processor and kept in ``KVR_CACHE``.
+
+A C++ compiler takes two seconds for it. Whatever goes wrong, torch's attention goes on and a line says why; a compiler
+that failed is not asked again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from kvr_mpi.disk import replacing
+from kvr_mpi.model.tiled_attention import SOURCE, AttentionLibrary
+from kvr_mpi.tuning.compiled import check_kept, keep_made, run_compiler
+from kvr_mpi.tuning.identity import processor_key
+
+# Seconds, on a machine that is busy.
+LIMIT_S = 60.0
+COMPILERS = ("c++", "g++", "clang++")
+# No contraction changes an order of additions; no option gives up NaN.
+OPTIONS = "-std=c++17 -O3 -march=native -ffp-contract=fast -fno-math-errno -shared -fPIC -pthread".split()
+FAILED = "failed.txt"
+ALLOWED_ERROR = 1e-5
+# Heads, KV heads, queries, keys: tiles that are full and not, several blocks of keys, queries at the keys' end.
+TRIED = ((6, 2, 45, 45), (2, 2, 7, 1100), (4, 1, 13, 531))
+
+Say = Callable[[str], None]
+
+
+def open_attention(cache_dir: Path, say: Say, *, compiles: bool, limit_s: float = LIMIT_S) -> AttentionLibrary | None:
+    """Load the kernel, compiled now if it never was; None if it cannot be had.
+
+    Parameters
+    ----------
+    cache_dir : Path
+    say : callable
+        For a line of text, if it cannot be had.
+    compiles : bool
+        Whether this process is the one to compile.
+    limit_s : float
+        For the compiler.
+    """
+    known = f"{processor_key()} {SOURCE.read_text()} {' '.join(OPTIONS)}"
+    folder = cache_dir / "kernels" / xxhash.xxh3_64_hexdigest(known.encode())
+    file = folder / "attention.so"
+    if compiles and not file.exists():
+        try:
+            _compile(file, say, limit_s)
+        except OSError as error:
+            say(f"attention is not compiled: {folder} cannot be written ({error.strerror or error})")
+    try:
+        check_kept(file)
+        library = AttentionLibrary(file)
+        _try(library)
+    except (FileNotFoundError, NotADirectoryError):
+        return None  # it was never compiled
+    except (OSError, ValueError, AttributeError) as error:
+        say(f"{file} is not used: {str(error).splitlines()[0]}; remove it to have it compiled again")
+        return None
+    return library
+
+
+def _compile(file: Path, say: Say, limit_s: float) -> None:
+    """Compile the kernel into the cache, or leave a note there why not."""
+    note = file.with_name(FAILED)
+    if note.exists():
+        say(f"attention is not compiled: that failed before; remove {note}, which says why, to try again")
+        return
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    work = Path(tempfile.mkdtemp(prefix=".compiling-", dir=file.parent))
+    try:
+        made = work / file.name
+        why = _run_compiler(made, limit_s)
+        if why:
+            say(f"attention is not compiled, torch's is used: {why}")
+            with replacing(note) as stream:
+                stream.write(f"{why}\n".encode())
+            return
+        keep_made(made, file)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _run_compiler(made: Path, limit_s: float) -> str:
+    """Make the library; say why there is none, nothing if there is."""
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return f"there is no {', '.join(COMPILERS)} here, and CXX is not set"
+    try:
+        why = run_compiler([*compiler.split(), *OPTIONS, str(SOURCE), "-o", str(made)], {}, limit_s)
+    except OSError as error:
+        return f"{compiler} cannot be run ({error.strerror or error})"
+    return why or ("" if made.is_file() else f"{compiler} made nothing")
+
+
+@torch.inference_mode()
+def _try(library: AttentionLibrary) -> None:
+    """Hold the kernel against attention in float64.
+
+    Raises
+    ------
+    ValueError
+        If it computes something else.
+    """
+    dim = 2 * library.multiple
+    for heads, kv_heads, queries, count in TRIED:
+        draw = torch.Generator().manual_seed(queries)
+        query, keys, values = (
+            torch.randn(1, rows, number, dim, generator=draw).transpose(1, 2)
+            for rows, number in ((queries, heads), (count, kv_heads), (count, kv_heads))
+        )
+        for causal, window in ((False, None), (True, None), (True, 10)):
+            how: Any = {"causal": causal, "window": window}
+            found = library.attend(query, keys, values, 0.3, **how)
+            for mine, truth in zip(found, _attend_in_float64(query, keys, values, 0.3, **how), strict=True):
+                if not torch.allclose(mine.double(), truth, rtol=ALLOWED_ERROR, atol=ALLOWED_ERROR):
+                    raise ValueError("it computes something else than it should")
+
+
+def _attend_in_float64(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (each.double().repeat_interleave(group, dim=1) for each in (keys, values))
+    scores = query.double() @ keys.transpose(-1, -2) * scale
+    if causal:
+        queries, count = scores.shape[-2:]
+        distance = torch.arange(count - queries, count).unsqueeze(1) - torch.arange(count)
+        scores = scores.masked_fill((distance < 0) | (distance >= (window or count)), float("-inf"))
+    return scores.softmax(-1) @ values, scores.logsumexp(-1)

@@ -1,0 +1,155 @@
+"""What a model computes that can be computed in several ways, by kinds: products, norms, gates and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvr_mpi.costs.workload import workload_of
+from kvr_mpi.kv.attention import attend
+from kvr_mpi.model import LayerShape, LoadedModel
+from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.fused import COMPILED, GATES, IN_PLACE, IN_PLACE_GATES, GateFound, NormFound
+from kvr_mpi.model.kernels import PLAIN, ROWS, always
+from kvr_mpi.model.prepacked import PREPACKED, PrepackedProduct, prepackable
+from kvr_mpi.model.tiled_attention import TILED, AttentionLibrary, TiledAttention
+from kvr_mpi.tuning.compile_program import NORM
+from kvr_mpi.tuning.compiled import Compiled
+
+# A few rows read weights from memory, as in a model of many layers: so many bytes of them take turns.
+TURNS_BYTES, TURNS_ROWS = 64 << 20, 8
+# Keys that queries attend to.
+KEYS = 1024
+
+Compute = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One kind of what a model computes, and the ways to compute it.
+
+    ways : each a function of rows (rows, features), or several that take turns.
+    features : of a row.
+    """
+
+    name: str
+    ways: Mapping[str, Sequence[Compute]]
+    features: int
+    dtype: torch.dtype
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Make random rows (count, features)."""
+        return torch.randn(count, self.features, generator=torch.Generator().manual_seed(count)).to(self.dtype)
+
+
+def product_pieces(model: torch.nn.Module, most_bytes: float) -> list[Piece]:
+    """List linear layers by shape, as far as there is memory to lay some of them out."""
+    pieces = []
+    for shape, layers in prepackable(model).items():
+        one = layers[0].weight
+        turns = layers[: max(1, TURNS_BYTES // one.nbytes)]
+        if one.nbytes * len(turns) > most_bytes:
+            continue
+        plain = [_linear(layer) for layer in turns]
+        packed = [PrepackedProduct(layer, (PREPACKED,) * len(ROWS)) for layer in turns]
+        pieces.append(Piece(shape, {PLAIN: plain, PREPACKED: packed}, one.shape[1], one.dtype))
+    return pieces
+
+
+def _linear(layer: torch.nn.Linear) -> Compute:
+    weight, bias = layer.weight.detach(), layer.bias
+    return lambda rows: torch.nn.functional.linear(rows, weight, bias)
+
+
+def norm_pieces(norms: Sequence[NormFound], compiled: Mapping[str, Compiled]) -> list[Piece]:
+    """List norms by their number of features."""
+    if NORM not in compiled:
+        return []
+    pieces = {}
+    for each in norms:
+        ways: dict[str, Sequence[Compute]] = {PLAIN: [each.module], COMPILED: [_norm(each, compiled[NORM])]}
+        pieces[norm_name(each)] = Piece(norm_name(each), ways, each.weight.shape[0], _dtype(each.module))
+    return list(pieces.values())
+
+
+def _norm(found: NormFound, norm: Compiled) -> Compute:
+    return lambda rows: norm(rows, found.weight, found.epsilon)
+
+
+def gate_pieces(gates: Sequence[GateFound], compiled: Mapping[str, Compiled]) -> list[Piece]:
+    """List activations; the rows are both halves side by side, of which the first may be overwritten."""
+    pieces = {}
+    for each in gates:
+        ways = {PLAIN: [_halves(GATES[each.activation])]}
+        ways |= {way: [_halves(gate)] for way, gate in gates_of(each.activation, compiled).items()}
+        width = getattr(each.module, each.linear[0]).out_features
+        pieces[gate_name(each)] = Piece(gate_name(each), ways, 2 * width, _dtype(each.module))
+    return list(pieces.values())
+
+
+def gates_of(activation: str, compiled: Mapping[str, Compiled]) -> dict[str, Compiled]:
+    """Return the ways to compute a gate, but its own, by their names."""
+    found = {IN_PLACE: IN_PLACE_GATES.get(activation), COMPILED: compiled.get(activation)}
+    return {way: gate for way, gate in found.items() if gate is not None}
+
+
+def _halves(gate: Compiled) -> Compute:
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        half = rows.numel() // 2
+        return gate(rows.view(-1)[:half].clone(), rows.view(-1)[half:])  # a product's output is as new
+
+    return compute
+
+
+def norm_name(found: NormFound) -> str:
+    """Name a kind of norm."""
+    return f"norm of {found.weight.shape[0]}"
+
+
+def gate_name(found: GateFound) -> str:
+    """Name a kind of gate."""
+    return f"{found.activation} of {getattr(found.module, found.linear[0]).out_features}"
+
+
+def _dtype(module: torch.nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype
+
+
+def attention_pieces(loaded: LoadedModel, library: AttentionLibrary | None) -> list[Piece]:
+    """List attention from queries as rows, to as many keys as make its two products matter."""
+    layer = _attending_layer(loaded)
+    if library is None or layer is None:
+        return []
+    heads, draw = workload_of(loaded.model.config, 4).heads, torch.Generator().manual_seed(KEYS)
+    keys, values = (
+        torch.randn(1, KEYS, layer.num_kv_heads, dim, generator=draw).transpose(1, 2)
+        for dim in (layer.key_dim, layer.value_dim)
+    )
+    if not library.takes(torch.empty(1, heads, 1, layer.key_dim), keys, values):
+        return []
+    scale = layer.key_dim**-0.5
+
+    def attending(params: AttentionParams) -> Compute:
+        def compute(rows: torch.Tensor) -> torch.Tensor:
+            query = rows.view(1, len(rows), heads, layer.key_dim).transpose(1, 2)
+            return attend(query, keys, values, params).out.transpose(1, 2).reshape(len(rows), -1)
+
+        return compute
+
+    ours = AttentionParams(scale, kernel=TiledAttention(library, always(TILED)))
+    ways = {PLAIN: [attending(AttentionParams(scale))], TILED: [attending(ours)]}
+    return [Piece(attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype)]
+
+
+def _attending_layer(loaded: LoadedModel) -> LayerShape | None:
+    """Return a layer that sees all keys, or one that sees some."""
+    attending = [layer for layer in loaded.shape.layers if layer.elements]
+    return next((layer for layer in attending if not layer.visibility.size), next(iter(attending), None))
+
+
+def attention_name(loaded: LoadedModel) -> str:
+    """Name a model's attention, by its keys."""
+    layer = _attending_layer(loaded)
+    return "" if layer is None else f"attention of {layer.num_kv_heads}x{layer.key_dim}"

@@ -1,0 +1,202 @@
+"""Our attention kernel: exact for all shapes that it takes, and refused for the others."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from chains import chain, single
+from models import prompt
+
+from kvr_mpi.kv.attention import attend
+from kvr_mpi.model import LoadedModel, probe_shape
+from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
+from kvr_mpi.model.kernels import PLAIN, always, forget_kernels, give_kernel, without_kernels
+from kvr_mpi.model.tiled_attention import TILED, AttentionLibrary, TiledAttention, attention_kernel
+from kvr_mpi.prefill.self_check import check_chain
+from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler")
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> AttentionLibrary:
+    found = open_attention(tmp_path_factory.mktemp("cache"), print, compiles=True)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def kernel(library: AttentionLibrary) -> TiledAttention:
+    return TiledAttention(library, always(TILED))
+
+
+def draw(heads: int, kv_heads: int, queries: int, keys: int, dim: int) -> Tensors:
+    """Make tensors that lie by token, keys and values side by side as in a cache."""
+    torch.manual_seed(queries + keys)
+    query = torch.randn(1, queries, heads, dim).transpose(1, 2)
+    one, other = torch.randn(1, keys, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)
+    return query, one, other
+
+
+def exact(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool,
+    window: int | None = None,
+) -> Any:
+    group, (queries, count) = query.shape[1] // keys.shape[1], (query.shape[2], keys.shape[2])
+    keys, values = (each.double().repeat_interleave(group, dim=1) for each in (keys, values))
+    scores = query.double() @ keys.transpose(-1, -2) * scale
+    if causal:
+        seen = torch.ones(queries, count).tril(count - queries).triu(count - queries + 1 - (window or count))
+        scores = scores.masked_fill(seen == 0, -math.inf)
+    return scores.softmax(-1) @ values, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries", "keys"),
+    [
+        (1, 1, 1, 1),
+        (9, 3, 12, 32),
+        (9, 3, 13, 33),
+        (4, 4, 100, 511),
+        (4, 2, 25, 512),
+        (4, 1, 11, 513),
+        (2, 1, 300, 1300),
+    ],
+)
+def test_it_is_exact(
+    library: AttentionLibrary, heads: int, kv_heads: int, queries: int, keys: int, dim: int, threads: int
+) -> None:
+    tensors, before = draw(heads, kv_heads, queries, keys, dim), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for causal, window in ((False, None), (True, None), (True, 1), (True, 100), (True, 530)):
+            found = library.attend(*tensors, 0.2, causal=causal, window=window)
+            for mine, truth in zip(found, exact(*tensors, 0.2, causal=causal, window=window), strict=True):
+                torch.testing.assert_close(mine.double(), truth, rtol=1e-5, atol=1e-5)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_large_scores_and_small_ones(library: AttentionLibrary) -> None:
+    query, keys, values = draw(2, 2, 40, 700, 64)
+    for scale in (0.0, 1e-3, 30.0, -30.0):
+        found, truth = (
+            library.attend(query, keys, values, scale, causal=True),
+            exact(query, keys, values, scale, causal=True),
+        )
+        torch.testing.assert_close(found[0].double(), truth[0], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(found[1].double(), truth[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_no_number_is_not_swallowed(library: AttentionLibrary, bad: float) -> None:
+    for which in range(3):
+        tensors = draw(2, 1, 20, 600, 64)
+        tensors[which][0, 0, 7, 5] = bad
+        found, truth = library.attend(*tensors, 0.2, causal=False)[0], exact(*tensors, 0.2, causal=False)[0]
+        assert not truth.isfinite().all()
+        torch.testing.assert_close(found.isfinite(), truth.isfinite())
+
+
+def test_what_it_does_not_take_goes_to_torch(kernel: TiledAttention, library: AttentionLibrary) -> None:
+    query, keys, values = draw(6, 2, 40, 90, 64)
+    params = AttentionParams(0.2, kernel=kernel)
+    others = {
+        "type": [each.double() for each in (query, keys, values)],
+        "features": [each[..., :24] for each in (query, keys, values)],
+        "strides": [query, keys.transpose(-1, -2).contiguous().transpose(-1, -2), values],
+        "no keys": [query, keys[:, :, :0], values[:, :, :0]],
+    }
+    assert kernel.takes(query, keys, values)
+    for name, tensors in others.items():
+        assert not kernel.takes(*tensors), name
+        if name != "no keys":
+            torch.testing.assert_close(attend(*tensors, params).out, attend(*tensors, AttentionParams(0.2)).out)
+    assert not TiledAttention(library, (PLAIN, PLAIN, PLAIN, TILED)).takes(query, keys, values)  # of so few queries
+    capped = attend(query, keys, values, AttentionParams(0.2, softcap=5.0, kernel=kernel))
+    torch.testing.assert_close(capped.out, attend(query, keys, values, AttentionParams(0.2, softcap=5.0)).out)
+
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": tf.LlamaConfig(**COMMON, intermediate_size=64, num_key_value_heads=2),
+    "mistral": tf.MistralConfig(**COMMON, intermediate_size=64, num_key_value_heads=2, sliding_window=50),
+    "falcon": tf.FalconConfig(**COMMON, num_kv_heads=2, new_decoder_architecture=True),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+    """Models whose attention comes to us by either door, with heads that the kernel takes."""
+    torch.manual_seed(0)
+    config = CONFIGS[request.param]
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    yield LoadedModel(
+        model=model,
+        tokenizer=None,
+        shape=probe_shape(config, torch.float32),
+        name=request.param,
+        fingerprint=request.param,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    forget_kernels(model)
+
+
+def test_chains_with_it_equal_plain_transformers(
+    loaded: LoadedModel, kernel: TiledAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = single(loaded, prompt(200)).logits
+    give_kernel(loaded.model, kernel)
+    calls: list[int] = []
+    attending = kernel._library.attend
+
+    def count(*tensors: Any, **options: Any) -> Any:
+        calls.append(tensors[0].shape[2])
+        return attending(*tensors, **options)
+
+    monkeypatch.setattr(kernel._library, "attend", count)
+    assert check_chain(loaded) and calls
+    for bounds in ((0, 200), (0, 101, 200), (0, 30, 31, 200)):
+        calls.clear()
+        torch.testing.assert_close(chain(loaded, prompt(200), bounds).logits, truth, atol=1e-4, rtol=0)
+        assert calls
+    with without_kernels(loaded.model):
+        assert attention_kernel(loaded.model) is None
+    assert attention_kernel(loaded.model) is kernel
+
+
+def test_a_kernel_that_is_wrong_is_found_before_it_is_used(
+    loaded: LoadedModel, kernel: TiledAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attending = kernel._library.attend
+    monkeypatch.setattr(
+        kernel._library, "attend", lambda *tensors, **options: [each * 1.01 for each in attending(*tensors, **options)]
+    )
+    give_kernel(loaded.model, kernel)
+    prepare_model(loaded.model, chain=True)
+    assert attention_kernel(loaded.model) is kernel
+    check_chain(loaded)
+    assert attention_kernel(loaded.model) is None

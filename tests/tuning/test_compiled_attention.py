@@ -1,0 +1,139 @@
+"""The attention kernel is compiled once: with a real compiler, one that is broken, one that hangs, and none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvr_mpi.model.tiled_attention import AttentionLibrary
+from kvr_mpi.tuning import compiled_attention
+from kvr_mpi.tuning.compiled import keep_made
+from kvr_mpi.tuning.compiled_attention import COMPILERS, FAILED, open_attention
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler")
+
+
+def try_to_open(
+    cache: Path, limit_s: float = 60.0, *, compiles: bool = True
+) -> tuple[AttentionLibrary | None, list[str]]:
+    said: list[str] = []
+    return open_attention(cache, said.append, compiles=compiles, limit_s=limit_s), said
+
+
+def library_in(cache: Path) -> Path:
+    (file,) = cache.glob("kernels/*/attention.so")
+    return file
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """Return a cache with the kernel in it."""
+    assert try_to_open(tmp_path)[0] is not None
+    return tmp_path
+
+
+@needs_compiler
+def test_it_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere")
+    found, said = try_to_open(kept)
+    assert found is not None and said == []
+    assert sorted(each.name for each in library_in(kept).parent.iterdir()) == ["attention.so", "attention.xxh3"]
+
+
+@needs_compiler
+def test_another_source_or_processor_is_compiled_anew(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_attention, "processor_key", lambda: "another processor")
+    assert try_to_open(kept, compiles=False) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("script", "limit_s", "words"),
+    [
+        (None, 60.0, "there is no c++, g++, clang++ here"),
+        ("echo 'attention.cpp:1: error: no licence' >&2; exit 1", 60.0, "no licence"),
+        ("exec /bin/sleep 1000", 1.0, "stopped after 1 s"),
+        ("exit 0", 60.0, "made nothing"),
+    ],
+)
+def test_without_a_compiler_that_works_torch_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, limit_s: float, words: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    if script is not None:
+        (tmp_path / "bin" / "g++").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin" / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}")
+    monkeypatch.delenv("CXX", raising=False)
+    found, said = try_to_open(tmp_path / "cache", limit_s)
+    assert found is None and len(said) == 1 and words in said[0] and "torch's is used" in said[0]
+    (folder,) = (tmp_path / "cache" / "kernels").iterdir()
+    assert [each.name for each in folder.iterdir()] == [FAILED]
+    found, said = try_to_open(tmp_path / "cache")  # and is not asked for again
+    assert found is None and len(said) == 1 and str(folder / FAILED) in said[0]
+
+
+def test_a_compiler_that_is_named_and_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    found, said = try_to_open(tmp_path)
+    assert found is None and "/nowhere/c++ cannot be run" in said[0]
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "kernels").write_text("")
+    found, said = try_to_open(tmp_path)
+    assert found is None and len(said) == 1 and "cannot be written" in said[0]
+
+
+def test_a_rank_that_is_not_to_compile_does_not(tmp_path: Path) -> None:
+    assert try_to_open(tmp_path, compiles=False) == (None, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def put(file: Path, content: bytes) -> None:
+    """Put a file in place of another, which may be mapped."""
+    file.unlink()
+    file.write_bytes(content)
+    file.chmod(0o600)
+
+
+@needs_compiler
+def test_code_that_is_damaged_or_not_ours_is_not_run(kept: Path) -> None:
+    file = library_in(kept)
+    whole = file.read_bytes()
+    put(file, whole[:-1])
+    found, said = try_to_open(kept)
+    assert found is None and "is damaged" in said[0] and "remove it" in said[0]
+    put(file, whole)
+    file.chmod(0o666)
+    assert "others may write" in try_to_open(kept)[1][0]
+    file.rename(kept / "elsewhere")
+    file.symlink_to(kept / "elsewhere")
+    assert "is a link" in try_to_open(kept)[1][0]
+    os.unlink(file)
+    assert try_to_open(kept)[0] is not None
+
+
+@needs_compiler
+def test_a_kernel_that_computes_something_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = tmp_path / "wrong.cpp"
+    source = compiled_attention.SOURCE.read_text()
+    wrong.write_text(source.replace("std::min(r + 1, rows)", "std::min(r + 2, rows)"))
+    assert wrong.read_text() != source
+    monkeypatch.setattr(compiled_attention, "SOURCE", wrong)
+    found, said = try_to_open(tmp_path / "cache")
+    assert found is None and "something else" in said[0]
+
+
+@needs_compiler
+def test_a_library_of_something_else_is_said(kept: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    there = library_in(kept)
+    folder = tmp_path_factory.mktemp("cache") / "kernels" / there.parent.name
+    folder.mkdir(parents=True)
+    made = folder / "made"
+    made.write_bytes(b"no library")
+    keep_made(made, folder / there.name)
+    found, said = try_to_open(folder.parent.parent)
+    assert found is None and len(said) == 1 and "is not used" in said[0]
