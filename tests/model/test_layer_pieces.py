@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from models import prompt, tiny
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.kernels import ATTENTION_SLOT
 from kvr_mpi.model.layer_chunks import decoder_layers
 from kvr_mpi.model.layer_pieces import (
     LayerPieces,
@@ -33,6 +35,14 @@ from kvr_mpi.tuning.layer_kinds import kinds_of, layer_inputs
 
 CHUNK = 16
 BY_NAME = ["llama-gqa", "mistral-window", "qwen2-some-windows", "gpt2", "gemma2-softcap", "phi3", "opt"]
+
+
+@pytest.fixture(autouse=True)
+def own_code_again() -> Iterator[None]:
+    """Models are made once for all tests: leave none with pieces."""
+    yield
+    for name in (*BY_NAME, "falcon-mqa"):
+        forget_pieces(tiny(name).model)
 
 
 @torch.inference_mode()
@@ -90,12 +100,12 @@ def test_a_model_whose_attention_is_its_own_call_is_not_cut() -> None:
     assert not any(pieces_of(layer) for layer in decoder_layers(loaded.model))
 
 
-def test_layers_are_told_apart_by_settings_and_by_what_they_are_given() -> None:
+def test_layers_are_told_apart_by_settings_and_by_what_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tiny("llama-gqa")
     prepare_model(loaded.model, chain=True)
     layers, inputs = decoder_layers(loaded.model), layer_inputs(loaded, CHUNK)
     assert kinds_of(layers, inputs) == [[0, 1, 2]]
-    layers[1].input_layernorm.variance_epsilon = 0.5
+    monkeypatch.setattr(layers[1].input_layernorm, "variance_epsilon", 0.5)
     assert kinds_of(layers, inputs) == [[0, 2], [1]]
     assert inputs[0].signature == inputs[2].signature != layer_inputs(loaded, CHUNK + 1)[0].signature
 
@@ -151,3 +161,28 @@ def test_the_layers_own_code_is_there_without_pieces() -> None:
     forget_pieces(loaded.model)
     run()
     assert all(each.runs == 2 for each in pieces)
+
+
+def test_what_attention_is_computed_with_is_no_part_of_a_piece() -> None:
+    """It is asked for chunks in pieces as it is for the layers' own."""
+
+    class Asked:
+        times = 0
+
+        def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+            self.times += 1
+            return False
+
+    loaded, ids, times = tiny("llama-gqa"), prompt(40), []
+    pieces = in_pieces(loaded)
+    for forgets in (False, True):
+        if forgets:
+            forget_pieces(loaded.model)
+        asked = Asked()
+        vars(loaded.model)[ATTENTION_SLOT] = asked
+        try:
+            prefill_kvr(loaded, ids, Partition((0, 40)), LocalTransport(), chunk_tokens=CHUNK)
+        finally:
+            del vars(loaded.model)[ATTENTION_SLOT]
+        times.append(asked.times)
+    assert times[0] == times[1] > 0 and all(each.runs == 2 for each in pieces)
