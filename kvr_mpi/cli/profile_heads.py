@@ -46,7 +46,8 @@ def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     from kvr_mpi.report.plots import plot_heads
     from kvr_mpi.runtime.head_sample import sample_heads
 
-    spec, _ = load_job(job, settings)
+    alone = ("parallel.ranks_per_chain=all", "parallel.ranks_per_stage=1")  # whatever ranks the job itself runs on
+    spec, _ = load_job(job, (*settings, *alone))
     check_job(spec, 1, goes_on=True, offline=is_offline())
     if not output.parent.is_dir():  # before minutes have gone by
         raise OutputError(

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model.kernels import ATTENTION_SLOT, use_kernels
 from kvr_mpi.model.layer_chunks import layers_in_chunks
-from kvr_mpi.model.masks import MaskRequest, Visibility, request_mask
+from kvr_mpi.model.masks import check_mask, request_mask
 from kvr_mpi.model.rope import embed_whole_lengths, whole_lengths
 from kvr_mpi.model.shape import LayerShape, cache_argument
 
@@ -168,23 +168,11 @@ def _attention(
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ModelError("its attention is not causal")
     if kv_chain.prefilling and not query.is_meta:  # there masks have no values
-        _check_mask(attention_mask, layer.shape.visibility, sliding_window)
+        check_mask(attention_mask, layer.shape.visibility, sliding_window)
     params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, kv_kernel)
     out = layer.attend(query, key, value, params)
     kv_chain.after_attention(layer)
     return out.transpose(1, 2), None
-
-
-def _check_mask(mask: Any, announced: Visibility, told_window: int | None) -> None:
-    """Make sure that what the model asks of its mask is what this layer does, and what its attention is told."""
-    if not isinstance(mask, MaskRequest):
-        raise ModelError("its attention is given no mask of transformers'")
-    asked = mask.visibility()
-    if asked != announced:
-        raise ModelError(f"a layer's mask lets it see {asked}, and {announced} were found before")
-    # A window as long as the context lets every token see all.
-    if told_window is not None and told_window != asked.window and (asked.size or told_window < mask.longest):
-        raise ModelError(f"its attention is told a window of {told_window} tokens, and its mask lets it see {asked}")
 
 
 def prepare_model(model: Any, *, chain: bool, in_parts: bool = True) -> None:

@@ -165,3 +165,21 @@ def request_mask(
     where = "cpu" if str(device) == "meta" else str(device)  # what is looked at on ``meta`` has no values there
     is_plain = attention_mask is None and not use_vmap
     return MaskRequest(mask_function, local_size, is_plain=is_plain, longest=longest, device=where)
+
+
+def check_mask(mask: Any, announced: Visibility, told_window: int | None = None) -> None:
+    """Make sure that what the model asks of its mask is what this layer does, and what its attention is told.
+
+    Raises
+    ------
+    ModelError
+        If it is not.
+    """
+    if not isinstance(mask, MaskRequest):
+        raise ModelError("its attention is given no mask of transformers'")
+    asked = mask.visibility()
+    if asked != announced:
+        raise ModelError(f"a layer's mask lets it see {asked}, and {announced} were found before")
+    # A window as long as the context lets every token see all.
+    if told_window is not None and told_window != asked.window and (asked.size or told_window < mask.longest):
+        raise ModelError(f"its attention is told a window of {told_window} tokens, and its mask lets it see {asked}")

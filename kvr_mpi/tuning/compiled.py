@@ -1,8 +1,8 @@
-"""Fused kernels compiled by torch, once for a processor, and kept in ``KVR_CACHE``.
+"""Code compiled by torch, once for a processor, and kept in ``KVR_CACHE``: norms and gates, and pieces of layers.
 
-A process of its own compiles them (`compile_program`), with a time limit; a rank only loads what is there, which takes
-no compiler and milliseconds. Whatever goes wrong, the modules' own code goes on and a line says why; a compiler that
-failed is not asked again.
+A process of its own compiles (`compile_program`, `compile_layers`), with a time limit; a rank only loads what is there,
+which takes no compiler and milliseconds. Whatever goes wrong, the modules' own code goes on and a line says why; a
+compiler that failed is not asked again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import xxhash
 
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.model.fused import GATES, is_same, rms_norm
+from kvr_mpi.model.layer_pieces import Compute
 from kvr_mpi.tuning.compile_program import NORM
 from kvr_mpi.tuning.identity import processor_key
 
@@ -37,6 +40,29 @@ _LOADER: Any = getattr(getattr(torch._C, "_aoti", None), "AOTIModelPackageLoader
 
 Compiled = Callable[..., torch.Tensor]
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a program is to compile.
+
+    what : in words, for the log.
+    folder : where it is kept.
+    names : of the files that are made, without ``.pt2``.
+    command : the program and its arguments, which writes them into the folder it is given.
+    limit_s : for all of them.
+    """
+
+    what: str
+    folder: Path
+    names: Sequence[str]
+    command: Callable[[Path, Sequence[str]], Sequence[str]]
+    limit_s: float = LIMIT_S
+
+
+def can_compile(dtype: torch.dtype) -> bool:
+    """Whether this torch loads what is compiled, and the type is one that is compiled for."""
+    return _LOADER is not None and dtype in DTYPES
 
 
 def open_compiled(
@@ -63,44 +89,78 @@ def open_compiled(
     dict of str to callable
         Those that there are. They read contiguous tensors of their own type on the CPU, and check nothing.
     """
-    if _LOADER is None or dtype not in DTYPES:
+    if not can_compile(dtype):
         return {}
-    folder = _folder(cache_dir, dtype)
-    missing = [name for name in names if not (folder / f"{name}.pt2").exists()]
-    if missing and compiles:
-        try:
-            _compile(folder, dtype, missing, say, limit_s)
-        except OSError as error:
-            say(f"norms and gates are not compiled: {folder} cannot be written ({error.strerror or error})")
+    folder = folder_of(cache_dir, f"{dtype}")
+    order = Order("norms and gates", folder, names, partial(_kernels_command, dtype), limit_s)
+    packages = open_packages(order, say, compiles=compiles)
     found = {}
-    for name in names:
-        try:
-            found[name] = _load(folder / f"{name}.pt2", name, dtype)
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # it was never compiled
-        except (OSError, ValueError, RuntimeError) as error:
-            say(f"{folder / name}.pt2 is not used: {str(error).splitlines()[0]}; remove it to compile it again")
+    for name, compute in packages.items():
+        kernel = _first_of(compute)
+        if all(_is_right(kernel, name, dtype, rows) for rows in (1, 2, 37)):
+            found[name] = kernel
+        else:
+            say(_not_used(folder, name, "it gives wrong results"))
     return found
 
 
-def _folder(cache_dir: Path, dtype: torch.dtype) -> Path:
-    known = f"{processor_key()} torch {torch.__version__} {dtype}"
+def _kernels_command(dtype: torch.dtype, work: Path, names: Sequence[str]) -> list[str]:
+    return [f"{__package__}.compile_program", str(work), str(dtype).removeprefix("torch."), *names]
+
+
+def _first_of(compute: Compute) -> Compiled:
+    return lambda *tensors: compute(list(tensors))[0]
+
+
+def open_packages(order: Order, say: Say, *, compiles: bool) -> dict[str, Compute]:
+    """Load compiled code, compiled now if it never was and this process is the one to compile.
+
+    Returns
+    -------
+    dict of str to callable
+        By names, those that there are. They read contiguous tensors, and check nothing.
+    """
+    folder = order.folder
+    missing = [name for name in order.names if not (folder / f"{name}.pt2").exists()]
+    if missing and compiles:
+        try:
+            _compile(order, missing, say)
+        except OSError as error:
+            say(f"{order.what} are not compiled: {folder} cannot be written ({error.strerror or error})")
+    found = {}
+    for name in order.names:
+        try:
+            found[name] = _load(folder / f"{name}.pt2")
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # it was never compiled
+        except (OSError, ValueError, RuntimeError) as error:
+            say(_not_used(folder, name, str(error).splitlines()[0]))
+    return found
+
+
+def _not_used(folder: Path, name: str, why: str) -> str:
+    return f"{folder / name}.pt2 is not used: {why}; remove it to have it compiled again"
+
+
+def folder_of(cache_dir: Path, holds_for: str) -> Path:
+    """Name the folder of code that holds for something on this processor, by this version of torch."""
+    known = f"{processor_key()} torch {torch.__version__} {holds_for}"
     return cache_dir / "kernels" / xxhash.xxh3_64_hexdigest(known.encode())
 
 
-def _compile(folder: Path, dtype: torch.dtype, names: Sequence[str], say: Say, limit_s: float) -> None:
-    """Compile kernels into the cache, or leave a note there why not."""
-    note = folder / FAILED
+def _compile(order: Order, names: Sequence[str], say: Say) -> None:
+    """Compile into the cache, or leave a note there why not."""
+    folder, note = order.folder, order.folder / FAILED
     if note.exists():
-        say(f"norms and gates are not compiled, since that failed before (see {note}); remove this file to try again")
+        say(f"{order.what} are not compiled, since that failed before (see {note}); remove this file to try again")
         return
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     work = Path(tempfile.mkdtemp(prefix=".compiling-", dir=folder))
     try:
-        say(f"compiling norms and gates for this processor, once only (at most {limit_s:.0f} s)")
-        why = _run_compiler(work, dtype, names, limit_s)
+        say(f"compiling {order.what} for this processor, once only (at most {order.limit_s:.0f} s)")
+        why = _run_compiler(order, work, names)
         if why:
-            say(f"norms and gates are not compiled: {why}")
+            say(f"{order.what} are not compiled: {why}")
             with replacing(note) as stream:
                 stream.write(f"{why}\n".encode())
             return
@@ -110,11 +170,11 @@ def _compile(folder: Path, dtype: torch.dtype, names: Sequence[str], say: Say, l
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _run_compiler(work: Path, dtype: torch.dtype, names: Sequence[str], limit_s: float) -> str:
+def _run_compiler(order: Order, work: Path, names: Sequence[str]) -> str:
     """Run the program that compiles; say why it failed, nothing if it did not."""
-    command = [sys.executable, "-m", compile_program_name(), str(work), str(dtype).removeprefix("torch."), *names]
-    why = run_compiler(command, {"TORCHINDUCTOR_CACHE_DIR": str(work), "TORCHINDUCTOR_COMPILE_THREADS": "1"}, limit_s)
-    if why:
+    command = [sys.executable, "-m", *order.command(work, names)]
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(work), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    if why := run_compiler(command, environment, order.limit_s):
         return why
     absent = [name for name in names if not (work / f"{name}.pt2").is_file()]
     return f"the compiler did not create {', '.join(absent)}" if absent else ""
@@ -181,30 +241,23 @@ def check_kept(file: Path) -> None:
         raise ValueError("it is damaged")
 
 
-def compile_program_name() -> str:
-    """Name the module that is run to compile."""
-    return f"{__package__}.compile_program"
-
-
-def _load(file: Path, name: str, dtype: torch.dtype) -> Compiled:
-    """Load a kernel that nobody else can have written, and try it.
+def _load(file: Path) -> Compute:
+    """Load code that nobody else can have written.
 
     Raises
     ------
     OSError, RuntimeError
         If it cannot be read.
     ValueError
-        If it may be somebody else's, is damaged, or computes something else.
+        If it may be somebody else's, or is damaged.
     """
     check_kept(file)
     package = _LOADER(str(file), "model", False, 1, -1)
 
-    def compute(*tensors: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = package.boxed_run(list(tensors))[0]
+    def compute(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        out: list[torch.Tensor] = package.boxed_run(tensors)
         return out
 
-    if not all(_is_right(compute, name, dtype, rows) for rows in (1, 2, 37)):
-        raise ValueError("it gives wrong results")
     return compute
 
 
@@ -219,5 +272,8 @@ def _is_right(compute: Compiled, name: str, dtype: torch.dtype, rows: int) -> bo
     formulas: Mapping[str, Compiled] = {NORM: rms_norm, **GATES}
     if name == NORM:
         tensors = (random[0], random[1, 0].float(), torch.tensor([1e-6]))
-    with torch.inference_mode():
-        return is_same(formulas[name](*tensors), compute(*tensors))
+    try:
+        with torch.inference_mode():
+            return is_same(formulas[name](*tensors), compute(*tensors))
+    except RuntimeError:
+        return False

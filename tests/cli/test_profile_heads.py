@@ -41,7 +41,8 @@ def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
 
 def test_a_profile_is_placed_and_compresses(job: Path, tmp_path: Path, run_kvr: Kvr, run_here: Any) -> None:
     output, plot = tmp_path / "heads.json", tmp_path / "heads.png"
-    code, out, err = run_kvr("profile-heads", job, *METHOD, "--output", output, "--plot", plot)
+    stages = with_settings("parallel.ranks_per_stage=2", "parallel.ranks_per_chain=4")  # of a job that will use it
+    code, out, err = run_kvr("profile-heads", job, *METHOD, *stages, "--output", output, "--plot", plot)
     assert code == EXIT_OK, err
     assert "3 layers of 2 KV heads" in out and "mean_centred" in out and plot.read_bytes()[:4] == b"\x89PNG"
     assert "left out: short.txt: shorter than the budget" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,25 @@ METHODS: dict[str, dict[str, Any]] = {
     "ada-snapkv": {**WINDOWED, "floor": 0.0},
     "pyramidkv": WINDOWED,
     "streaming-llm": {"budget": 48},
+    "headkv": WINDOWED,
 }
 
 
-def keep(loaded: LoadedModel, chain: Transport, method: str) -> tuple[list[list[list[int]]], RetainedSize | None]:
+def settings_of(method: str, folder: Path) -> CompressSettings:
+    """Settings of a method; of one that goes by a profile, scores of query heads of which the last retrieve most."""
+    settings = {"method": method, **METHODS[method]}
+    if method == "headkv":
+        scores = {f"{layer}-{head}": [head + layer / 2] for layer in range(3) for head in range(6)}
+        settings["profile"] = str(folder / "scores.json")
+        Path(settings["profile"]).write_text(json.dumps(scores))
+    return CompressSettings.model_validate(settings)
+
+
+def keep(
+    loaded: LoadedModel, chain: Transport, settings: CompressSettings
+) -> tuple[list[list[list[int]]], RetainedSize | None]:
     """Prefill and compress a prompt; of each layer the positions of this rank's heads, and how much all heads keep."""
-    compression = open_compression(CompressSettings.model_validate({"method": method, **METHODS[method]}), loaded)
+    compression = open_compression(settings, loaded)
     partition, window = Partition.even(len(IDS), chain.size), compression.observed_of(len(IDS), TEXT)
     cache = prefill_kvr(loaded, IDS, partition, chain, window=window, reserve_tokens=4).cache
     if cache is None or not cache.is_decode_rank:
@@ -46,15 +60,16 @@ def test_heads_of_a_stage_keep_what_those_of_one_process_keep(tmp_path: Path, me
     folder, _ = make_folder(tmp_path / "llama", "llama")
     loaded = load_model(str(folder), dtype="float32", device="cpu", cache_dir=folder)
     prepare_model(loaded.model, chain=True)
-    wanted, size = keep(loaded, LocalTransport(), method)
+    settings = settings_of(method, tmp_path)
+    wanted, size = keep(loaded, LocalTransport(), settings)
 
     def work(ranks: JobRanks, loaded: LoadedModel) -> Any:
-        return keep(loaded, ranks.lane, method)
+        return keep(loaded, ranks.lane, settings)
 
     *_, (first, one), (second, other) = on_stages(folder, 2, 2, work)
     assert [low + high for low, high in zip(first, second, strict=True)] == wanted != []
     assert one == other == size, "what is told of is of all heads"
-    if method == "ada-snapkv":
+    if method in ("ada-snapkv", "headkv"):
         assert any(len(low) != len(high) for low, high in wanted), "else heads need not know of each other"
 
 
@@ -64,7 +79,7 @@ def test_heads_that_several_ranks_have_are_not_compressed(tmp_path: Path) -> Non
 
     def work(ranks: JobRanks, loaded: LoadedModel) -> str:
         with pytest.raises(ConfigError, match="choose parallel.ranks_per_stage <= 2"):
-            keep(loaded, ranks.lane, "ada-snapkv")
+            keep(loaded, ranks.lane, settings_of("ada-snapkv", tmp_path))
         return "refused"
 
     assert on_stages(folder, 1, 6, work) == ["refused"] * 6

@@ -176,12 +176,21 @@ def test_what_stays_spread_over_stages_is_stored_and_asked_alike(stored: Run, as
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["ada-snapkv", "snapkv", "pyramidkv", "streaming-llm"])
-def test_heads_of_a_stage_keep_what_those_of_one_process_keep(stored: Run, asked: Any, method: str) -> None:
+@pytest.mark.parametrize("method", ["ada-snapkv", "snapkv", "pyramidkv", "streaming-llm", "headkv"])
+def test_heads_of_a_stage_keep_what_those_of_one_process_keep(
+    stored: Run, asked: Any, method: str, job: Path, run_kvr: Any, tmp_path: Path
+) -> None:
     """Also heads that compete: of which scores the other ranks of the stage have some."""
     settings = [f"compress.method={method}", "compress.budget=64", "generation.max_new_tokens=32"]
     settings += [] if method == "streaming-llm" else ["compress.window=16"]
     settings.append("compress.observes=document")
+    if method == "headkv":  # by a profile of the whole model, made on one rank
+        profile = tmp_path / "heads.json"
+        sampled = with_settings(
+            "compress.method=ada-snapkv", *settings[1:2], "compress.window=16", "compress.floor=0.0"
+        )
+        assert run_kvr("profile-heads", job, *sampled, "--output", profile)[0] == 0
+        settings.append(f"compress.profile={profile}")
     alone, stages = stored(1, *settings, name="alone"), stored(4, STAGES, *settings, name="stages")
     assert answers(stages) == answers(alone)
     mine, theirs = layers_of(stages), layers_of(alone)

@@ -85,7 +85,7 @@ def test_nothing_is_compiled_unless_it_is_asked_for(tmp_path: Path, monkeypatch:
 
 def plant(cache: Path, *, digest: bool = True, mode: int = 0o600) -> Path:
     """Put something into the place of a kernel."""
-    folder = compiled._folder(cache, torch.float32)
+    folder = compiled.folder_of(cache, f"{torch.float32}")
     folder.mkdir(parents=True, mode=0o700)
     file = folder / f"{NORM}.pt2"
     file.write_bytes(b"no package")
