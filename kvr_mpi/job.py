@@ -160,8 +160,7 @@ class ParallelSection(Section):
         "auto", description="compute slices in chunks of this many tokens; auto: only if memory is short"
     )
     compile: bool = Field(
-        False,
-        description="compute full chunks by code compiled for their size, on CPUs; needs a number of chunk_tokens",
+        False, description="compute full chunks by code compiled for their size, on CPUs; needs a chunk_tokens number"
     )
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: its share of the cores")
     memory_gib: float | None = Field(

@@ -93,12 +93,11 @@ def prepare(
     ranks = ranks or JobRanks(world, world)
     loaded = loaded or _load(spec, machine, ranks, chain, say)
     plain = spec.parallel.strategy == "single"
-    # Checks run chains of threads, which only a model alone can; what holds for some of the heads holds for all.
     check_together = partial(_together_alone, world, loaded.stage)
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, say))
     compression = together(world, partial(_open_compression, spec, loaded))
     strategies, left_out = check_together(partial(_check_strategies, spec, loaded))
-    _compile_chunks(spec, loaded, frame.max_tokens, machine, world, say)
+    _compile(spec, loaded, frame.max_tokens, machine, world, say)
     rolling = together(world, partial(_open_rolling, spec, loaded, chain, say))
     why_alone = None if plain else check_together(partial(_why_alone, loaded, rolling))
     for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression, why_alone)):
@@ -110,8 +109,8 @@ def prepare(
     prefixes = together(world, partial(_compute_prefixes, loaded, frames, say))
     footprint = None if plain else check_together(partial(_footprint_of, loaded, strategies))
     free_bytes, captures = _room(spec, loaded, ranks, sharing, footprint if why_alone is None else None, say)
-    paging = partial(open_arena, is_packed=why_alone is None and not plain, captures=captures)
-    arena = check_together(partial(paging, spec, loaded, free_bytes[ranks.lane.rank], say))
+    paging = partial(open_arena, spec, loaded, free_bytes[ranks.lane.rank], say)
+    arena = check_together(partial(paging, is_packed=why_alone is None and not plain, captures=captures))
     costs = costs_of(loaded, world, say) if _needs_costs(spec, world, chain, strategies, sharing) else None
     rates = rates_of(spec, loaded, ranks.lane, chain, costs, say)
     if rates and rolling is None:
@@ -147,7 +146,10 @@ def _say_nothing(text: str) -> None:
 
 
 def _together_alone(world: Transport, stage: Stage | None, work: Callable[[], Any]) -> Any:
-    """Do something on every rank, each with its part of the model by itself, and fail on all if it fails on any."""
+    """Do something on every rank, each with its part of the model by itself, and fail on all if it fails on any.
+
+    Checks run chains of threads, which only a model alone can; what holds for some of the heads holds for all.
+    """
     with alone(stage):
         return together(world, work)
 
@@ -238,11 +240,9 @@ def _describe_prompts(
         yield f"documents are decoded one by one: {why_alone}"
 
 
-def _compile_chunks(
-    spec: JobSpec, loaded: LoadedModel, longest_tokens: int, machine: Machine, world: Transport, say: Say
-) -> None:
+def _compile(spec: JobSpec, loaded: LoadedModel, longest: int, machine: Machine, world: Transport, say: Say) -> None:
     """Have full chunks computed by compiled code, if the job says so and there will be any."""
-    if spec.parallel.compile and isinstance(tokens := spec.parallel.chunk_tokens, int) and tokens < longest_tokens:
+    if spec.parallel.compile and isinstance(tokens := spec.parallel.chunk_tokens, int) and tokens < longest:
         compile_layers(loaded, tokens, world, machine.cache_dir, say)
 
 

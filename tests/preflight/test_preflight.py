@@ -130,7 +130,7 @@ def test_kernels_are_not_compiled_for_nothing(job: Path) -> None:
         ("model.device=cuda", "parallel.compile is for CPUs so far"),
         ("model.trust_remote_code=true", "transformers' own code only"),
         ("parallel.ranks_per_stage=2", "parallel.compile is for pieces of layers that no other rank takes part in"),
-        ("cache.kind=rolling", "parallel.chunk_tokens = 64 does not go with cache.kind = 'rolling'"),
+        ("cache.kind=rolling", "parallel.chunk_tokens = 64 cannot be combined with cache.kind = 'rolling'"),
         ("parallel.chunk_tokens=auto", "parallel.compile is for chunks of one size"),
         ("parallel.strategy=ring", "chunk_tokens is for chains"),
     ],
