@@ -1,7 +1,7 @@
 """Our attention kernel, compiled once for a processor and kept in ``KVR_CACHE``.
 
 A C++ compiler takes two seconds for it. Whatever goes wrong, torch's attention goes on and a line says why; a compiler
-that failed is not asked again.
+that failed is not asked again, and one that is not there is looked for by every job.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
-from kvr_mpi.disk import replacing
+from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.model.tiled_attention import SOURCE, AttentionLibrary
 from kvr_mpi.tuning.compiled import check_kept, keep_made, run_compiler
 from kvr_mpi.tuning.identity import processor_key
@@ -26,7 +26,8 @@ LIMIT_S = 60.0
 COMPILERS = ("c++", "g++", "clang++")
 # No contraction changes an order of additions; no option gives up NaN.
 OPTIONS = "-std=c++17 -O3 -march=native -ffp-contract=fast -fno-math-errno -shared -fPIC -pthread".split()
-FAILED = "failed.txt"
+FAILED, MOST_NOTE_BYTES = "failed.txt", 4096
+NOT_COMPILED = "attention is not compiled, so torch's is used"
 ALLOWED_ERROR = 1e-5
 # Heads, KV heads, queries, keys: tiles that are full and not, several blocks of keys, queries at the keys' end.
 TRIED = ((6, 2, 45, 45), (2, 2, 7, 1100), (4, 1, 13, 531))
@@ -68,18 +69,23 @@ def open_attention(cache_dir: Path, say: Say, *, compiles: bool, limit_s: float 
 
 
 def _compile(file: Path, say: Say, limit_s: float) -> None:
-    """Compile the kernel into the cache, or leave a note there why not."""
+    """Compile the kernel into the cache, or say why not; leave a note there if a compiler failed."""
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        say(f"{NOT_COMPILED}: no compiler found ({', '.join(COMPILERS)}), and CXX is not set")
+        return
     note = file.with_name(FAILED)
     if note.exists():
-        say(f"attention is not compiled, since that failed before (see {note}); remove this file to try again")
+        why = read_regular(note, MOST_NOTE_BYTES).decode(errors="replace").strip()
+        say(f"{NOT_COMPILED}, since that failed before ({why}); remove {note} to try again")
         return
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     work = Path(tempfile.mkdtemp(prefix=".compiling-", dir=file.parent))
     try:
         made = work / file.name
-        why = _run_compiler(made, limit_s)
+        why = _run_compiler(compiler, made, limit_s)
         if why:
-            say(f"attention is not compiled, so torch's is used: {why}")
+            say(f"{NOT_COMPILED}: {why}")
             with replacing(note) as stream:
                 stream.write(f"{why}\n".encode())
             return
@@ -88,11 +94,8 @@ def _compile(file: Path, say: Say, limit_s: float) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _run_compiler(made: Path, limit_s: float) -> str:
+def _run_compiler(compiler: str, made: Path, limit_s: float) -> str:
     """Make the library; say why there is none, nothing if there is."""
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        return f"no compiler found ({', '.join(COMPILERS)}), and CXX is not set"
     try:
         why = run_compiler([*compiler.split(), *OPTIONS, str(SOURCE), "-o", str(made)], {}, limit_s)
     except OSError as error:

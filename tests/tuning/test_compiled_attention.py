@@ -52,19 +52,17 @@ def test_another_source_or_processor_is_compiled_anew(kept: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("script", "limit_s", "words"),
     [
-        (None, 60.0, "no compiler found (c++, g++, clang++)"),
         ("echo 'attention.cpp:1: error: no licence' >&2; exit 1", 60.0, "no licence"),
         ("exec /bin/sleep 1000", 1.0, "stopped after 1 s"),
         ("exit 0", 60.0, "did not create a file"),
     ],
 )
 def test_without_a_compiler_that_works_torch_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, limit_s: float, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, limit_s: float, words: str
 ) -> None:
     (tmp_path / "bin").mkdir()
-    if script is not None:
-        (tmp_path / "bin" / "g++").write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "bin" / "g++").chmod(0o755)
+    (tmp_path / "bin" / "g++").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "bin" / "g++").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}")
     monkeypatch.delenv("CXX", raising=False)
     found, said = try_to_open(tmp_path / "cache", limit_s)
@@ -72,7 +70,18 @@ def test_without_a_compiler_that_works_torch_goes_on(
     (folder,) = (tmp_path / "cache" / "kernels").iterdir()
     assert [each.name for each in folder.iterdir()] == [FAILED]
     found, said = try_to_open(tmp_path / "cache")  # and is not asked for again
-    assert found is None and len(said) == 1 and str(folder / FAILED) in said[0]
+    assert found is None and len(said) == 1 and str(folder / FAILED) in said[0] and words in said[0]
+
+
+@needs_compiler
+def test_a_compiler_that_is_not_there_is_found_when_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    monkeypatch.delenv("CXX", raising=False)
+    with monkeypatch.context() as none:
+        none.setenv("PATH", f"{tmp_path / 'bin'}")
+        found, said = try_to_open(tmp_path / "cache")
+    assert found is None and len(said) == 1 and "no compiler found (c++, g++, clang++)" in said[0]
+    assert try_to_open(tmp_path / "cache")[0] is not None
 
 
 def test_a_compiler_that_is_named_and_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
