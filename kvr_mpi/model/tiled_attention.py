@@ -57,6 +57,8 @@ class AttentionLibrary:
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the kernel can attend from these to those, whatever their lengths."""
         tensors, dim = (query, keys, values), query.shape[-1]
+        if any(type(each) is not torch.Tensor for each in tensors):  # one whose memory is no tensor's, or nobody's
+            return False
         if any(each.dtype != torch.float32 or each.device.type != "cpu" or each.stride(-1) != 1 for each in tensors):
             return False
         same = keys.shape == values.shape and keys.shape[-1] == dim and query.shape[0] == keys.shape[0] == 1

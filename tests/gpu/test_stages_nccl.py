@@ -48,7 +48,7 @@ def run_stages(folder: Path, gpus: PretendedCuda, network: Network) -> list[list
         prepare_model(loaded.model, chain=True)
         mine, said = gpus.move(loaded, device), list[str]()
         describe_stages(job, mine, said.append)
-        assert "measured sums take" in said[0]
+        assert "sums were measured to take" in said[0]
         warm_up(job.lane, device)
         forwarder = Forwarder(job.lane, device=device)
         found: list[list[int]] = []

@@ -265,4 +265,4 @@ def test_jobs_run_in_chunks_and_answer_the_same(
     assert run.returncode == 0, run.stderr
     assert answers(tmp_path / "short") == found[48]
     run = run_here(ranks, [job, *with_settings("parallel.strategy=ring", "parallel.chunk_tokens=48")])
-    assert run.returncode == 78 and "cannot use chunks" in run.stderr
+    assert run.returncode == 78 and "takes no chunks" in run.stderr

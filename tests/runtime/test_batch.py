@@ -158,7 +158,7 @@ def test_a_signal_to_any_rank_stops_all_in_time(job: Any, tmp_path: Path, mpirun
         assert process.stderr is not None
         text += process.stderr.read()
         assert process.wait(60) == 75, text
-    assert "stopped by" in text and "--resume continues" in text
+    assert ("stopped by" in text or "another rank was stopped" in text) and "--resume continues" in text
     kept = answers(tmp_path / "job")
     assert 0 < len(kept) < 60
     again = mpirun(1, [kvr_run, path, "--resume"])

@@ -47,7 +47,7 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     minutes = re.search(r"requesting (\d+) min", err)
     assert minutes is not None
     most = Allocation(2, 8, 8, 8).hours(3 * 60 * int(minutes[1]))
-    assert f"at most {most}, the time limit of {minutes[1]} on 2 node(s) for each of 3 shares" in err
+    assert f"at most {most}: the time limit of {minutes[1]} on 2 node(s) for each of 3 shares" in err
     assert "afterany" not in run_kvr("sbatch", job, *words, "--no-gather")[1]
 
 
@@ -55,7 +55,7 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     ("arguments", "why"),
     [
         (["--array", "7"], "7 shares of 6 document(s): some shares would be empty"),
-        (["--array", "2", "--set", "documents.shard=0/2"], "leave documents.shard out"),
+        (["--array", "2", "--set", "documents.shard=0/2"], "remove documents.shard from the job"),
         (["--sbatch=--array=0-3"], "use --array N"),
     ],
 )
@@ -67,7 +67,7 @@ def test_arrays_that_cannot_be_meant(arguments: list[str], why: str, job: Path, 
 
 def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:
     code, out, _ = run_kvr("plan", job, "--ranks", "8", "--hardware", "h200", "--cpus-per-rank", "16")
-    assert code == EXIT_OK and re.search(r"takes \S+ node hours, \S+ GPU hours, \S+ core hours, on 2 node", out)
+    assert code == EXIT_OK and re.search(r"takes \S+ node hours, \S+ GPU hours, \S+ core hours on 2 node", out)
     code, _, err = run_kvr("plan", job, "--ranks", "6", "--hardware", "h200", "--ranks-per-node", "4")
     assert code == EXIT_CONFIG and "the same number of ranks on every node" in err
     used = Allocation(nodes=2, ranks=8, gpus=8, cores=128).used(1800)
