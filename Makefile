@@ -26,7 +26,7 @@ stamp   := $(VENV)/.installed-$(MPI)
 spread  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 in_venv := . $(VENV)/bin/activate &&
 
-.PHONY: help install demo test test-all test-long test-versions verify-architectures test-slurm test-faults test-many test-fuzz test-gpu bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts bench-chunks bench-slow-chunks bench-extend bench-streaming bench-rolling-chain bench-trace bench-peers rivals figures reference docs check clean
+.PHONY: help install demo test test-all test-long test-versions verify-architectures test-slurm test-faults test-many test-fuzz test-gpu bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts bench-chunks bench-slow-chunks bench-extend bench-streaming bench-rolling-chain bench-trace bench-report bench-peers rivals figures reference docs check clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
@@ -49,6 +49,7 @@ help:
 	@echo "make bench-ask  asking stored documents against prefilling them again; writing and reading keys and values"
 	@echo "make bench-compress  what compressed keys and values cost in quality, beside the full cache"
 	@echo "make bench-gather  the shares of an array put into one file, verified, against copying their bytes"
+	@echo "make bench-report  how long a browser takes to open the report of 10,000 documents"
 	@echo "make bench-prompts  three prompts about a document against one"
 	@echo "make bench-peers  a batch file through us, vLLM's run-batch and datatrove, each killed at half (ARGS=--help)"
 	@echo "make rivals    other engines for kvr bench --rivals, each in an environment of its own (openvino)"
@@ -144,6 +145,9 @@ bench-compress: $(stamp)
 
 bench-gather: $(stamp)
 	$(in_venv) python tests/programs/bench_gather.py $(ARGS)
+
+bench-report: $(stamp)
+	$(in_venv) python tests/programs/bench_report.py $(ARGS)
 
 bench-prompts: $(stamp)
 	$(in_venv) python tests/programs/bench_prompts.py $(ARGS)
