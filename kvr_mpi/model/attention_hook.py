@@ -35,7 +35,14 @@ class AttentionKernel(Protocol):
         """Whether it is to attend from these to those."""
 
     def __call__(
-        self, *tensors: torch.Tensor, scale: float, causal: bool, window: int | None = None
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        *,
+        causal: bool,
+        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Give output (1, heads, queries, head_dim) and log-sum-exp (1, heads, queries) of query, keys and values."""
 

@@ -125,10 +125,16 @@ class TiledAttention:
         return way_for(self.ways, query.shape[2]) != PLAIN and self._library.takes(query, keys, values)
 
     def __call__(
-        self, *tensors: torch.Tensor, scale: float, causal: bool, window: int | None = None
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        *,
+        causal: bool,
+        window: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend (`AttentionLibrary.attend`)."""
-        query, keys, values = tensors
         return self._library.attend(query, keys, values, scale, causal=causal, window=window)
 
 

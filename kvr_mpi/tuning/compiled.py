@@ -33,7 +33,7 @@ from kvr_mpi.tuning.identity import processor_key
 # A compiler takes half a minute, and several on a machine that is busy.
 LIMIT_S = 300.0
 MOST_BYTES = 64 << 20
-FAILED = "failed.txt"
+FAILED, MOST_NOTE_BYTES = "failed.txt", 4096
 DTYPES = (torch.float32, torch.bfloat16)
 # Not every build of torch has it.
 _LOADER: Any = getattr(getattr(torch._C, "_aoti", None), "AOTIModelPackageLoader", None)
@@ -150,22 +150,43 @@ def folder_of(cache_dir: Path, holds_for: str) -> Path:
 
 def _compile(order: Order, names: Sequence[str], say: Say) -> None:
     """Compile into the cache, or leave a note there why not."""
-    folder, note = order.folder, order.folder / FAILED
+
+    def make(work: Path) -> str:
+        say(f"compiling {order.what} for this processor, once only (at most {order.limit_s:.0f} s)")
+        return _run_compiler(order, work, names)
+
+    make_once(order.folder, f"{order.what} are not compiled", [f"{name}.pt2" for name in names], make, say)
+
+
+def make_once(folder: Path, failing: str, files: Sequence[str], make: Callable[[Path], str], say: Say) -> None:
+    """Make files of code in a folder of the cache; if that fails, leave a note there, so that it is not tried again.
+
+    Parameters
+    ----------
+    folder : Path
+    failing : str
+        What is said if it fails, before the reason.
+    files : sequence of str
+    make : callable
+        Makes them in another folder; says why it failed, nothing if it did not.
+    say : callable
+        For a line of text.
+    """
+    note = folder / FAILED
     if note.exists():
-        say(f"{order.what} are not compiled, since that failed before (see {note}); remove this file to try again")
+        why = read_regular(note, MOST_NOTE_BYTES).decode(errors="replace").strip()
+        say(f"{failing}, since that failed before ({why}); remove {note} to try again")
         return
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     work = Path(tempfile.mkdtemp(prefix=".compiling-", dir=folder))
     try:
-        say(f"compiling {order.what} for this processor, once only (at most {order.limit_s:.0f} s)")
-        why = _run_compiler(order, work, names)
-        if why:
-            say(f"{order.what} are not compiled: {why}")
+        if why := make(work):
+            say(f"{failing}: {why}")
             with replacing(note) as stream:
                 stream.write(f"{why}\n".encode())
             return
-        for name in names:
-            keep_made(work / f"{name}.pt2", folder / f"{name}.pt2")
+        for name in files:
+            keep_made(work / name, folder / name)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from typing import Any
 import torch
 import xxhash
 
-from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.model.tiled_attention import SOURCE, AttentionLibrary
-from kvr_mpi.tuning.compiled import check_kept, keep_made, run_compiler
+from kvr_mpi.tuning.compiled import check_kept, make_once, run_compiler
 from kvr_mpi.tuning.identity import processor_key
 
 # Seconds, on a machine that is busy.
@@ -26,7 +24,6 @@ LIMIT_S = 60.0
 COMPILERS = ("c++", "g++", "clang++")
 # No contraction changes an order of additions; no option gives up NaN.
 OPTIONS = "-std=c++17 -O3 -march=native -ffp-contract=fast -fno-math-errno -shared -fPIC -pthread".split()
-FAILED, MOST_NOTE_BYTES = "failed.txt", 4096
 NOT_COMPILED = "attention is not compiled, so torch's is used"
 ALLOWED_ERROR = 1e-5
 # Heads, KV heads, queries, keys: tiles that are full and not, several blocks of keys, queries at the keys' end.
@@ -74,24 +71,9 @@ def _compile(file: Path, say: Say, limit_s: float) -> None:
     if compiler is None:
         say(f"{NOT_COMPILED}: no compiler found ({', '.join(COMPILERS)}), and CXX is not set")
         return
-    note = file.with_name(FAILED)
-    if note.exists():
-        why = read_regular(note, MOST_NOTE_BYTES).decode(errors="replace").strip()
-        say(f"{NOT_COMPILED}, since that failed before ({why}); remove {note} to try again")
-        return
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    work = Path(tempfile.mkdtemp(prefix=".compiling-", dir=file.parent))
-    try:
-        made = work / file.name
-        why = _run_compiler(compiler, made, limit_s)
-        if why:
-            say(f"{NOT_COMPILED}: {why}")
-            with replacing(note) as stream:
-                stream.write(f"{why}\n".encode())
-            return
-        keep_made(made, file)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    make_once(
+        file.parent, NOT_COMPILED, [file.name], lambda work: _run_compiler(compiler, work / file.name, limit_s), say
+    )
 
 
 def _run_compiler(compiler: str, made: Path, limit_s: float) -> str:

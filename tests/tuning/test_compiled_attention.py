@@ -10,8 +10,8 @@ import pytest
 
 from kvr_mpi.model.tiled_attention import AttentionLibrary
 from kvr_mpi.tuning import compiled_attention
-from kvr_mpi.tuning.compiled import keep_made
-from kvr_mpi.tuning.compiled_attention import COMPILERS, FAILED, open_attention
+from kvr_mpi.tuning.compiled import FAILED, keep_made
+from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler")
 
