@@ -8,31 +8,15 @@
 //
 // Compiled for one processor and called through ctypes: `tiled_attention.py` states the shapes and checks them.
 
-#include <algorithm>
+#include "lanes.h"
+#include "threads.h"
+
 #include <atomic>
-#include <cmath>
-#include <cstdint>
 #include <limits>
-#include <system_error>
-#include <thread>
-#include <vector>
 
 // The registers of a tile's results, and some to spare: 24 of 32 with AVX-512, 12 of 16 with AVX2, 24 of 32 with NEON.
-#if defined(__AVX512F__)
-constexpr int LANES = 16, ROWS = 12;
-#else
-constexpr int LANES = 8, ROWS = 6;
-#endif
-constexpr int WIDE = 2 * LANES;
+constexpr int ROWS = LANES == 16 ? 12 : 6;
 constexpr int BLOCK = 512;
-
-typedef float Lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef int32_t Bits __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-
-static inline Lanes load(const float *from) { return *reinterpret_cast<const Lanes *>(from); }
-static inline void store(float *to, Lanes lanes) { *reinterpret_cast<Lanes *>(to) = lanes; }
-static inline Lanes fill(float value) { return value - Lanes{}; }
-static inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
 
 // One KV head and its group of query heads. Strides are in elements; those of features are 1.
 struct Shape {
@@ -67,59 +51,9 @@ static inline void multiply(const float *a, int64_t a_row, const float *b, int64
     }
 }
 
-// 2^x for x <= 0, to 2e-7 of it: the nearest integer goes to the exponent, a polynomial takes the rest. NaN stays NaN.
-static inline Lanes power_of_two(Lanes x) {
-    const Lanes rounds = fill(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded to an integer
-    x = x < -126.0f ? fill(-126.0f) : x;
-    const Lanes shifted = x + rounds, rest = x - (shifted - rounds);
-    Lanes power = fill(1.3276471e-3f);
-    power = power * rest + 9.675541e-3f;
-    power = power * rest + 5.550713e-2f;
-    power = power * rest + 2.4022120e-1f;
-    power = power * rest + 6.9314694e-1f;
-    power = power * rest + 1.0000001f;
-    return (Lanes)((Bits)power + ((Bits)shifted << 23));
-}
-
-static inline float largest(Lanes lanes) {
-    float most = lanes[0];
-    for (int l = 1; l < LANES; ++l) most = std::max(most, lanes[l]);
-    return most;
-}
-
-static inline float sum(Lanes lanes) {
-    float total = 0;
-    for (int l = 0; l < LANES; ++l) total += lanes[l];
-    return total;
-}
-
-// Make weights of a query's scores of a block (wide), of which it sees those from `low` to `high`. Updates the largest
-// score and the sum of weights; returns what earlier weights are to be multiplied by.
-static float weigh(float *scores, int64_t low, int64_t high, int64_t wide, float &most, float &total) {
-    std::fill(scores, scores + low, -1e30f);  // finite, so that no difference of two is NaN
-    std::fill(scores + high, scores + wide, -1e30f);
-    Lanes tops[2] = {load(scores), load(scores + LANES)}, sums[2] = {};
-    for (int64_t c = WIDE; c < wide; c += WIDE)
-        for (int half = 0; half < 2; ++half) tops[half] = larger(load(scores + c + half * LANES), tops[half]);
-    const float before = most;
-    most = std::max(most, largest(larger(tops[0], tops[1])));
-    for (int64_t c = 0; c < wide; c += WIDE)
-        for (int half = 0; half < 2; ++half) {
-            const Lanes weights = power_of_two(load(scores + c + half * LANES) - most);
-            store(scores + c + half * LANES, weights);
-            sums[half] += weights;
-        }
-    std::fill(scores, scores + low, 0.0f);
-    std::fill(scores + high, scores + wide, 0.0f);
-    const float rescale = std::exp2(before - most);
-    total = total * rescale + sum(sums[0] + sums[1]);
-    return rescale;
-}
-
 // Attend from up to ROWS queries of one head, from `first` on. Room: ROWS x (2 dim + BLOCK).
 static void attend(const Shape &s, const float *query, const float *turned, const float *values, float *out, float *lse,
                    int64_t first, float *room) {
-    constexpr float LOG2_E = 1.44269504f;
     const int64_t rows = std::min<int64_t>(ROWS, s.queries - first), padded = (s.keys + WIDE - 1) / WIDE * WIDE;
     const int64_t before = s.causal ? s.keys - s.queries + first : s.keys;  // keys that come before the tile's
     float *tile = room, *sums = tile + ROWS * s.dim, *scores = sums + ROWS * s.dim;
@@ -171,23 +105,17 @@ void kvr_attention(const Shape *shape, const float *query, const float *keys, co
     const int64_t padded = (s.keys + WIDE - 1) / WIDE * WIDE, tiles = (s.queries + ROWS - 1) / ROWS;
     const int64_t pieces = (padded + BLOCK - 1) / BLOCK;
     float *turned = room, *rooms = room + s.dim * padded;
-    std::atomic<int64_t> piece{0}, done{0}, next{0};
-    const auto work = [&](int64_t thread) {
+    std::atomic<int64_t> thread{0}, piece{0}, done{0}, next{0};
+    in_threads(threads, [&] {
+        float *own = rooms + thread++ * ROWS * (2 * s.dim + BLOCK);
         for (int64_t i; (i = piece++) < pieces; ++done)
             turn(s, keys, turned, i * BLOCK, std::min(i * BLOCK + BLOCK, padded));
         while (done < pieces) std::this_thread::yield();
         for (int64_t i; (i = next++) < s.group * tiles;) {
             const int64_t head = i % s.group, first = (tiles - 1 - i / s.group) * ROWS;  // the longest first
-            float *own = rooms + thread * ROWS * (2 * s.dim + BLOCK), *lses = lse + head * s.queries;
-            attend(s, query + head * s.query_head, turned, values, out + head * s.out_head, lses, first, own);
+            attend(s, query + head * s.query_head, turned, values, out + head * s.out_head, lse + head * s.queries,
+                   first, own);
         }
-    };
-    std::vector<std::thread> others;
-    try {
-        for (int64_t thread = 1; thread < threads; ++thread) others.emplace_back(work, thread);
-    } catch (const std::system_error &) {  // no more threads are given: those that there are do the work
-    }
-    work(0);
-    for (auto &other : others) other.join();
+    });
 }
 }

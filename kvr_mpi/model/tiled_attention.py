@@ -1,14 +1,16 @@
-"""Attention on a processor by a kernel of our own, where that is faster than torch's.
+"""Attention on a processor by kernels of our own, where they are faster than torch's.
 
 torch's flash attention multiplies blocks by general products of matrices; ours keeps a tile of queries in registers and
-computes little above the diagonal (``tiled_attention.cpp``). It is compiled once for a processor
-(`tuning.compiled_attention`), and taken for the numbers of queries at which it was measured to be faster
+computes little above the diagonal (``tiled_attention.cpp``), or, for the one query of a step of decoding, reads keys and
+values once, as fast as memory gives them (``decode_attention.cpp``). They are compiled once for a processor
+(`tuning.compiled_attention`), and taken for the numbers of queries at which they were measured to be faster
 (`tuning.kernels`). Without a compiler torch's goes on.
 """
 
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ import torch
 
 from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, Ways, way_for
 
-SOURCE = Path(__file__).with_name("tiled_attention.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("tiled_attention.cpp", "decode_attention.cpp")]
+HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "threads.h")]
 TILED = "tiled"
 # Sizes and strides, in the order of the C++ structure's fields.
 _SIZES = "group queries keys dim query_head query_row key_row value_row out_head out_row".split()
+_SIZES_OF_ONE = "kv_heads group keys dim query_head key_head key_row value_head value_row out_head".split()
 
 
 class _Shape(ctypes.Structure):
@@ -31,13 +35,33 @@ class _Shape(ctypes.Structure):
     )
 
 
+def _named(what: str) -> AbstractContextManager[Any]:
+    """Name what is done for a profiler, if one is at work: a name costs as much as a call."""
+    at_work = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    return torch.profiler.record_function(what) if at_work else nullcontext()
+
+
+class _OneQuery(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _SIZES_OF_ONE),
+        ("scale", ctypes.c_float),
+    )
+
+
 class AttentionLibrary:
-    """The compiled kernel.
+    """The compiled kernels.
 
     Parameters
     ----------
     file : Path
-        A shared library made of `SOURCE`.
+        A shared library made of `SOURCES`.
+
+    Attributes
+    ----------
+    identity : str
+        The name of its folder, which another code or processor has another of.
+    multiple : int
+        Heads it takes have a multiple of so many features.
 
     Raises
     ------
@@ -48,21 +72,25 @@ class AttentionLibrary:
     """
 
     def __init__(self, file: Path) -> None:
-        library = ctypes.CDLL(str(file))
+        library, self.identity = ctypes.CDLL(str(file)), file.parent.name
         self._attend, self._room = library.kvr_attention, library.kvr_attention_room
         self._attend.restype, self._attend.argtypes = None, [ctypes.c_void_p] * 7 + [ctypes.c_int64]
         self._room.restype, self._room.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
+        self._decode, self._decode_room = library.kvr_decode_attention, library.kvr_decode_room
+        self._decode.restype, self._decode.argtypes = None, [ctypes.c_void_p] * 7 + [ctypes.c_int64]
+        self._decode_room.restype, self._decode_room.argtypes = ctypes.c_int64, [ctypes.c_int64] * 4
         self.multiple = int(library.kvr_attention_multiple())
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the kernel can attend from these to those, whatever their lengths."""
-        tensors, dim = (query, keys, values), query.shape[-1]
-        if any(type(each) is not torch.Tensor for each in tensors):  # one whose memory is no tensor's, or nobody's
-            return False
-        if any(each.dtype != torch.float32 or each.device.type != "cpu" or each.stride(-1) != 1 for each in tensors):
-            return False
-        same = keys.shape == values.shape and keys.shape[-1] == dim and query.shape[0] == keys.shape[0] == 1
-        return same and dim % self.multiple == 0 and query.shape[1] % keys.shape[1] == 0 and min(keys.shape) > 0
+        for each in (query, keys, values):  # a type of its own: one whose memory is no tensor's, or nobody's
+            if type(each) is not torch.Tensor or each.dtype != torch.float32 or each.device.type != "cpu":
+                return False
+            if each.stride(-1) != 1:
+                return False
+        (batch, heads, _, dim), shape = query.shape, keys.shape
+        fits = shape == values.shape and batch == shape[0] == 1 and dim == shape[3] and heads % max(shape[1], 1) == 0
+        return fits and dim % self.multiple == 0 and min(shape) > 0
 
     def attend(
         self,
@@ -79,7 +107,7 @@ class AttentionLibrary:
         Parameters
         ----------
         query : torch.Tensor
-            (1, heads, queries, head_dim) in float32, the features of each together, as of the others.
+            (1, heads, queries, head_dim) in float32. What a kernel cannot read (`takes`) must not be given to it.
         keys, values : torch.Tensor
             (1, kv_heads, keys, head_dim).
         window : int or None
@@ -91,18 +119,36 @@ class AttentionLibrary:
             Output (1, heads, queries, head_dim), by queries, and log-sum-exp (1, heads, queries).
         """
         (_, heads, queries, dim), (_, kv_heads, count, _) = query.shape, keys.shape
-        assert self.takes(query, keys, values) and (queries <= count if causal else window is None)
+        assert queries <= count if causal else window is None
+        if queries == 1:
+            if window is not None and window < count:
+                keys, values = keys[:, :, -window:], values[:, :, -window:]
+            return self._attend_one(query, keys, values, scale)
         group, threads = heads // kv_heads, torch.get_num_threads()
         out = torch.empty(1, queries, heads, dim).transpose(1, 2)
         lse = torch.empty(1, heads, queries)
         room = torch.empty(self._room(dim, count, threads))
         strides = query.stride(1), query.stride(2), keys.stride(2), values.stride(2), out.stride(1), out.stride(2)
         shape = _Shape(group, queries, count, dim, *strides, scale, causal, window or count)
-        with torch.profiler.record_function("tiled attention"):
+        with _named("tiled attention"):
             for head in range(kv_heads):
                 of_group = slice(head * group, head * group + group)
                 tensors = query[:, of_group], keys[:, head], values[:, head], out[:, of_group], lse[:, of_group], room
                 self._attend(ctypes.byref(shape), *(each.data_ptr() for each in tensors), threads)
+        return out, lse
+
+    def _attend_one(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (_, heads, _, dim), (_, kv_heads, count, _) = query.shape, keys.shape
+        group = heads // kv_heads
+        out, lse = torch.empty(1, heads, 1, dim), torch.empty(1, heads, 1)
+        room = torch.empty(self._decode_room(kv_heads, group, count, dim))
+        strides = query.stride(1), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), out.stride(1)
+        shape = _OneQuery(kv_heads, group, count, dim, *strides, scale)
+        tensors = [each.data_ptr() for each in (query, keys, values, out, lse, room)]
+        with _named("decode attention"):
+            self._decode(ctypes.byref(shape), *tensors, torch.get_num_threads())
         return out, lse
 
 

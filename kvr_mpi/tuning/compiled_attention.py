@@ -1,6 +1,6 @@
-"""Our attention kernel, compiled once for a processor and kept in ``KVR_CACHE``.
+"""Our attention kernels, compiled once for a processor and kept in ``KVR_CACHE``.
 
-A C++ compiler takes two seconds for it. Whatever goes wrong, torch's attention goes on and a line says why; a compiler
+A C++ compiler takes two seconds for them. Whatever goes wrong, torch's attention goes on and a line says why; a compiler
 that failed is not asked again, and one that is not there is looked for by every job.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import xxhash
 
-from kvr_mpi.model.tiled_attention import SOURCE, AttentionLibrary
+from kvr_mpi.model.tiled_attention import HEADERS, SOURCES, AttentionLibrary
 from kvr_mpi.tuning.compiled import check_kept, make_once, run_compiler
 from kvr_mpi.tuning.identity import processor_key
 
@@ -26,8 +26,8 @@ COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = "-std=c++17 -O3 -march=native -ffp-contract=fast -fno-math-errno -shared -fPIC -pthread".split()
 NOT_COMPILED = "attention is not compiled, so torch's is used"
 ALLOWED_ERROR = 1e-5
-# Heads, KV heads, queries, keys: tiles that are full and not, several blocks of keys, queries at the keys' end.
-TRIED = ((6, 2, 45, 45), (2, 2, 7, 1100), (4, 1, 13, 531))
+# Heads, KV heads, queries, keys: tiles that are full and not, several blocks of keys, queries at the keys' end, one query.
+TRIED = ((6, 2, 45, 45), (2, 2, 7, 1100), (4, 1, 13, 531), (14, 2, 1, 1100), (3, 3, 1, 33))
 
 Say = Callable[[str], None]
 
@@ -45,7 +45,8 @@ def open_attention(cache_dir: Path, say: Say, *, compiles: bool, limit_s: float 
     limit_s : float
         For the compiler.
     """
-    known = f"{processor_key()} {SOURCE.read_text()} {' '.join(OPTIONS)}"
+    texts = " ".join(each.read_text() for each in (*SOURCES, *HEADERS))
+    known = f"{processor_key()} {texts} {' '.join(OPTIONS)}"
     folder = cache_dir / "kernels" / xxhash.xxh3_64_hexdigest(known.encode())
     file = folder / "attention.so"
     if compiles and not file.exists():
@@ -79,7 +80,7 @@ def _compile(file: Path, say: Say, limit_s: float) -> None:
 def _run_compiler(compiler: str, made: Path, limit_s: float) -> str:
     """Make the library; say why there is none, nothing if there is."""
     try:
-        why = run_compiler([*compiler.split(), *OPTIONS, str(SOURCE), "-o", str(made)], {}, limit_s)
+        why = run_compiler([*compiler.split(), *OPTIONS, *map(str, SOURCES), "-o", str(made)], {}, limit_s)
     except OSError as error:
         return f"{compiler} cannot be run ({error.strerror or error})"
     return why or ("" if made.is_file() else f"{compiler} did not create a file")

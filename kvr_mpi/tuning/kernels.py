@@ -107,7 +107,7 @@ def choose_kernels(
     with torch.inference_mode():
         pieces = [*product_pieces(loaded.model, COPY_SHARE * free_bytes), *norm_pieces(norms, compiled)]
         pieces += [*gate_pieces(gates, compiled), *attention_pieces(loaded, attention)]
-        holds_for = _holds_for(pieces)
+        holds_for = _holds_for(pieces, attention)
         file = cache_dir / "kernels" / f"{xxhash.xxh3_64_hexdigest(holds_for.encode())}.json"
         known = _read(file, holds_for, pieces)
         mine = together(world, partial(_known_or_measured, known, pieces))
@@ -252,10 +252,13 @@ def _ways_in(gains: Gains) -> dict[str, list[str]]:
     return {name: sorted(ways) for name, ways in gains.items()}
 
 
-def _holds_for(pieces: Sequence[Piece]) -> str:
+def _holds_for(pieces: Sequence[Piece], attention: AttentionLibrary | None) -> str:
     """Say what a measurement holds for: whatever else changes, it is measured again."""
+    of_ours = "" if attention is None else f", attention {attention.identity}"
     what = sorted(f"{piece.name} {piece.dtype} {'/'.join(piece.ways)}" for piece in pieces)
-    return f"{processor_key()}, {torch.get_num_threads()} threads, torch {torch.__version__}: {'; '.join(what)}"
+    return (
+        f"{processor_key()}, {torch.get_num_threads()} threads, torch {torch.__version__}{of_ours}: {'; '.join(what)}"
+    )
 
 
 def _read(file: Path, holds_for: str, pieces: Sequence[Piece]) -> Gains | None:

@@ -18,7 +18,7 @@ from kvr_mpi.model.tiled_attention import TILED, AttentionLibrary, TiledAttentio
 from kvr_mpi.tuning.compile_program import NORM
 from kvr_mpi.tuning.compiled import Compiled
 
-# A few rows read weights from memory, as in a model of many layers: so many bytes of them take turns.
+# A few rows read weights, keys and values from memory, as in a model of many layers: so many bytes take turns.
 TURNS_BYTES, TURNS_ROWS = 64 << 20, 8
 # Keys that queries attend to.
 KEYS = 1024
@@ -123,15 +123,19 @@ def attention_pieces(loaded: LoadedModel, library: AttentionLibrary | None) -> l
     if library is None or layer is None:
         return []
     heads, draw = workload_of(loaded.model.config, 4).heads, torch.Generator().manual_seed(KEYS)
-    keys, values = (
-        torch.randn(1, KEYS, layer.num_kv_heads, dim, generator=draw).transpose(1, 2)
-        for dim in (layer.key_dim, layer.value_dim)
-    )
-    if not library.takes(torch.empty(1, heads, 1, layer.key_dim), keys, values):
+    turns = max(1, TURNS_BYTES // (4 * KEYS * layer.num_kv_heads * (layer.key_dim + layer.value_dim)))
+    caches = [
+        [
+            torch.randn(1, KEYS, layer.num_kv_heads, dim, generator=draw).transpose(1, 2)
+            for dim in (layer.key_dim, layer.value_dim)
+        ]
+        for _ in range(turns)
+    ]
+    if not library.takes(torch.empty(1, heads, 1, layer.key_dim), *caches[0]):
         return []
     scale = layer.key_dim**-0.5
 
-    def attending(params: AttentionParams) -> Compute:
+    def attending(params: AttentionParams, keys: torch.Tensor, values: torch.Tensor) -> Compute:
         def compute(rows: torch.Tensor) -> torch.Tensor:
             query = rows.view(1, len(rows), heads, layer.key_dim).transpose(1, 2)
             return attend(query, keys, values, params).out.transpose(1, 2).reshape(len(rows), -1)
@@ -139,7 +143,8 @@ def attention_pieces(loaded: LoadedModel, library: AttentionLibrary | None) -> l
         return compute
 
     ours = AttentionParams(scale, kernel=TiledAttention(library, always(TILED)))
-    ways = {PLAIN: [attending(AttentionParams(scale))], TILED: [attending(ours)]}
+    either = {PLAIN: AttentionParams(scale), TILED: ours}
+    ways = {way: [attending(params, *cache) for cache in caches] for way, params in either.items()}
     return [Piece(attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 from collections.abc import Iterator
@@ -71,6 +72,10 @@ def exact(
     ("heads", "kv_heads", "queries", "keys"),
     [
         (1, 1, 1, 1),
+        (7, 1, 1, 1023),
+        (10, 2, 1, 1025),
+        (9, 3, 1, 2500),
+        (2, 2, 1, 128),
         (9, 3, 12, 32),
         (9, 3, 13, 33),
         (4, 4, 100, 511),
@@ -95,7 +100,13 @@ def test_it_is_exact(
 
 def test_large_scores_and_small_ones(library: AttentionLibrary) -> None:
     query, keys, values = draw(2, 2, 40, 700, 64)
+    one = query[:, :, -1:]
     for scale in (0.0, 1e-3, 30.0, -30.0):
+        of_one, truth = (
+            library.attend(one, keys, values, scale, causal=True),
+            exact(one, keys, values, scale, causal=True),
+        )
+        torch.testing.assert_close(of_one[0].double(), truth[0], rtol=1e-3, atol=1e-3)
         found, truth = (
             library.attend(query, keys, values, scale, causal=True),
             exact(query, keys, values, scale, causal=True),
@@ -106,9 +117,9 @@ def test_large_scores_and_small_ones(library: AttentionLibrary) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_no_number_is_not_swallowed(library: AttentionLibrary, bad: float) -> None:
-    for which in range(3):
-        tensors = draw(2, 1, 20, 600, 64)
-        tensors[which][0, 0, 7, 5] = bad
+    for which, queries in itertools.product(range(3), (20, 1)):
+        tensors = draw(2, 1, queries, 600, 64)
+        tensors[which][0, 0, 7 if which else 0, 5] = bad
         found, truth = library.attend(*tensors, 0.2, causal=False)[0], exact(*tensors, 0.2, causal=False)[0]
         assert not truth.isfinite().all()
         torch.testing.assert_close(found.isfinite(), truth.isfinite())

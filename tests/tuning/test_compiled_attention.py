@@ -126,12 +126,18 @@ def test_code_that_is_damaged_or_not_ours_is_not_run(kept: Path) -> None:
 
 
 @needs_compiler
-def test_a_kernel_that_computes_something_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = tmp_path / "wrong.cpp"
-    source = compiled_attention.SOURCE.read_text()
-    wrong.write_text(source.replace("std::min(r + 1, rows)", "std::min(r + 2, rows)"))
-    assert wrong.read_text() != source
-    monkeypatch.setattr(compiled_attention, "SOURCE", wrong)
+@pytest.mark.parametrize(
+    ("which", "right", "wrong"),
+    [(0, "std::min(r + 1, rows)", "std::min(r + 2, rows)"), (1, "total += weight *", "total += 1.001f *")],
+)
+def test_a_kernel_that_computes_something_else_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int, right: str, wrong: str
+) -> None:
+    sources = [shutil.copy(each, tmp_path) for each in (*compiled_attention.SOURCES, *compiled_attention.HEADERS)]
+    changed = tmp_path / compiled_attention.SOURCES[which].name
+    changed.write_text(changed.read_text().replace(right, wrong))
+    assert wrong in changed.read_text()
+    monkeypatch.setattr(compiled_attention, "SOURCES", [Path(each) for each in sources[:2]])
     found, said = try_to_open(tmp_path / "cache")
     assert found is None and "wrong results" in said[0]
 

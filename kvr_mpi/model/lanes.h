@@ -1,0 +1,105 @@
+// Vectors of a processor, and the arithmetic that our attention kernels share.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+constexpr int WIDE = 2 * LANES;  // heads of the kernels are a multiple of it
+constexpr float LOG2_E = 1.44269504f;
+
+typedef float Lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t Bits __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+static inline Lanes load(const float *from) { return *reinterpret_cast<const Lanes *>(from); }
+static inline void store(float *to, Lanes lanes) { *reinterpret_cast<Lanes *>(to) = lanes; }
+static inline Lanes fill(float value) { return value - Lanes{}; }
+static inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
+
+// 2^x for x <= 0, to 2e-7 of it: the nearest integer goes to the exponent, a polynomial takes the rest. NaN stays NaN.
+static inline Lanes power_of_two(Lanes x) {
+    const Lanes rounds = fill(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded to an integer
+    x = x < -126.0f ? fill(-126.0f) : x;
+    const Lanes shifted = x + rounds, rest = x - (shifted - rounds);
+    Lanes power = fill(1.3276471e-3f);
+    power = power * rest + 9.675541e-3f;
+    power = power * rest + 5.550713e-2f;
+    power = power * rest + 2.4022120e-1f;
+    power = power * rest + 6.9314694e-1f;
+    power = power * rest + 1.0000001f;
+    return (Lanes)((Bits)power + ((Bits)shifted << 23));
+}
+
+static inline float largest(Lanes lanes) {
+    float most = lanes[0];
+    for (int l = 1; l < LANES; ++l) most = std::max(most, lanes[l]);
+    return most;
+}
+
+// In halves, as a processor can.
+static inline float sum(Lanes lanes) {
+    typedef float Eight __attribute__((vector_size(32)));
+    typedef float Four __attribute__((vector_size(16)));
+    Eight eight;
+    if constexpr (LANES == 16) {
+        Eight halves[2];
+        __builtin_memcpy(halves, &lanes, sizeof halves);
+        eight = halves[0] + halves[1];
+    } else {
+        __builtin_memcpy(&eight, &lanes, sizeof eight);
+    }
+    Four fours[2];
+    __builtin_memcpy(fours, &eight, sizeof fours);
+    const Four four = fours[0] + fours[1];
+    return (four[0] + four[1]) + (four[2] + four[3]);
+}
+
+// Sum each of LANES vectors; the sum of the first is in the first lane. Half of what is left of two goes into one.
+static inline Lanes sums_of(Lanes *each) {
+#if defined(__GNUC__) && !defined(__clang__)
+    Bits lane;
+    for (int l = 0; l < LANES; ++l) lane[l] = l;
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2) {
+        const Bits second = (lane & half) != 0, own = (second & LANES) + lane, other = (second & LANES) + (lane ^ half);
+#pragma GCC unroll 8
+        for (int l = 0; l < half; ++l)
+            each[l] = __builtin_shuffle(each[l], each[l + half], own) +
+                      __builtin_shuffle(each[l], each[l + half], other);
+    }
+    return each[0];
+#else
+    Lanes sums;
+    for (int l = 0; l < LANES; ++l) sums[l] = sum(each[l]);
+    return sums;
+#endif
+}
+
+// Make weights of a query's scores of a block (wide), of which it sees those from `low` to `high`. Updates the largest
+// score and the sum of weights; returns what earlier weights are to be multiplied by. Scores are logarithms to base 2.
+static inline float weigh(float *scores, int64_t low, int64_t high, int64_t wide, float &most, float &total) {
+    std::fill(scores, scores + low, -1e30f);  // finite, so that no difference of two is NaN
+    std::fill(scores + high, scores + wide, -1e30f);
+    Lanes tops[2] = {load(scores), load(scores + LANES)}, sums[2] = {};
+    for (int64_t c = WIDE; c < wide; c += WIDE)
+        for (int half = 0; half < 2; ++half) tops[half] = larger(load(scores + c + half * LANES), tops[half]);
+    const float before = most;
+    most = std::max(most, largest(larger(tops[0], tops[1])));
+    for (int64_t c = 0; c < wide; c += WIDE)
+        for (int half = 0; half < 2; ++half) {
+            const Lanes weights = power_of_two(load(scores + c + half * LANES) - most);
+            store(scores + c + half * LANES, weights);
+            sums[half] += weights;
+        }
+    std::fill(scores, scores + low, 0.0f);
+    std::fill(scores + high, scores + wide, 0.0f);
+    const float rescale = std::exp2(before - most);
+    total = total * rescale + sum(sums[0] + sums[1]);
+    return rescale;
+}
