@@ -1,8 +1,8 @@
 """Attention on a processor by kernels of our own, where they are faster than torch's.
 
-torch's flash attention multiplies blocks by general products of matrices; ours keeps a tile of queries in registers and
-computes little above the diagonal (``tiled_attention.cpp``), or, for the one query of a step of decoding, reads keys and
-values once, as fast as memory gives them (``decode_attention.cpp``). They are compiled once for a processor
+torch's flash attention multiplies blocks by general products of matrices. Ours keeps a tile of queries in registers and
+computes little above the diagonal (``tiled_attention.cpp``); for the one query of a step of decoding it reads keys and
+values once, nearly as fast as memory gives them (``decode_attention.cpp``). They are compiled once for a processor
 (`tuning.compiled_attention`), and taken for the numbers of queries at which they were measured to be faster
 (`tuning.kernels`). Without a compiler torch's goes on.
 """

@@ -1,7 +1,7 @@
 """Our attention kernels, compiled once for a processor and kept in ``KVR_CACHE``.
 
-A C++ compiler takes two seconds for them. Whatever goes wrong, torch's attention goes on and a line says why; a compiler
-that failed is not asked again, and one that is not there is looked for by every job.
+A C++ compiler takes two seconds for them. Whatever goes wrong, torch's attention goes on and a line says why; a
+compiler that failed is not asked again, and one that is not there is looked for by every job.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = "-std=c++17 -O3 -march=native -ffp-contract=fast -fno-math-errno -shared -fPIC -pthread".split()
 NOT_COMPILED = "attention is not compiled, so torch's is used"
 ALLOWED_ERROR = 1e-5
-# Heads, KV heads, queries, keys: tiles that are full and not, several blocks of keys, queries at the keys' end, one query.
+# Heads, KV heads, queries, keys: tiles that are full and not, several blocks of keys, queries at the keys' end, and
+# one query with a piece of keys and with several.
 TRIED = ((6, 2, 45, 45), (2, 2, 7, 1100), (4, 1, 13, 531), (14, 2, 1, 1100), (3, 3, 1, 33))
 
 Say = Callable[[str], None]
