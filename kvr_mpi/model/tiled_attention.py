@@ -45,6 +45,7 @@ class _OneQuery(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in _SIZES_OF_ONE),
         ("scale", ctypes.c_float),
+        ("half", ctypes.c_int32),
     )
 
 
@@ -83,8 +84,11 @@ class AttentionLibrary:
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the kernel can attend from these to those, whatever their lengths."""
+        dtype = query.dtype
+        if dtype != torch.float32 and (dtype != torch.bfloat16 or query.shape[2] > 1):
+            return False
         for each in (query, keys, values):  # a type of its own: one whose memory is no tensor's, or nobody's
-            if type(each) is not torch.Tensor or each.dtype != torch.float32 or each.device.type != "cpu":
+            if type(each) is not torch.Tensor or each.dtype != dtype or each.device.type != "cpu":
                 return False
             if each.stride(-1) != 1:
                 return False
@@ -107,7 +111,8 @@ class AttentionLibrary:
         Parameters
         ----------
         query : torch.Tensor
-            (1, heads, queries, head_dim) in float32. What a kernel cannot read (`takes`) must not be given to it.
+            (1, heads, queries, head_dim) in float32, or one query in bfloat16. What a kernel cannot read (`takes`)
+            must not be given to it.
         keys, values : torch.Tensor
             (1, kv_heads, keys, head_dim).
         window : int or None
@@ -116,7 +121,8 @@ class AttentionLibrary:
         Returns
         -------
         torch.Tensor, torch.Tensor
-            Output (1, heads, queries, head_dim), by queries, and log-sum-exp (1, heads, queries).
+            Output (1, heads, queries, head_dim) of the query's type, by queries, and log-sum-exp (1, heads, queries) in
+            float32.
         """
         (_, heads, queries, dim), (_, kv_heads, count, _) = query.shape, keys.shape
         assert queries <= count if causal else window is None
@@ -145,11 +151,11 @@ class AttentionLibrary:
         out, lse = torch.empty(1, heads, 1, dim), torch.empty(1, heads, 1)
         room = torch.empty(self._decode_room(kv_heads, group, count, dim))
         strides = query.stride(1), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), out.stride(1)
-        shape = _OneQuery(kv_heads, group, count, dim, *strides, scale)
+        shape = _OneQuery(kv_heads, group, count, dim, *strides, scale, query.dtype == torch.bfloat16)
         tensors = [each.data_ptr() for each in (query, keys, values, out, lse, room)]
         with _named("decode attention"):
             self._decode(ctypes.byref(shape), *tensors, torch.get_num_threads())
-        return out, lse
+        return out.to(query.dtype), lse
 
 
 class TiledAttention:

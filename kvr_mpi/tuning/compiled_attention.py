@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from kvr_mpi.model.tiled_attention import HEADERS, SOURCES, AttentionLibrary
-from kvr_mpi.tuning.compiled import check_kept, make_once, run_compiler
+from kvr_mpi.tuning.compiled import DTYPES, check_kept, make_once, run_compiler
 from kvr_mpi.tuning.identity import processor_key
 
 # Seconds, on a machine that is busy.
@@ -99,16 +99,19 @@ def _try(library: AttentionLibrary) -> None:
     dim = 2 * library.multiple
     for heads, kv_heads, queries, count in TRIED:
         draw = torch.Generator().manual_seed(queries)
-        query, keys, values = (
+        tensors = [
             torch.randn(1, rows, number, dim, generator=draw).transpose(1, 2)
             for rows, number in ((queries, heads), (count, kv_heads), (count, kv_heads))
-        )
-        for causal, window in ((False, None), (True, None), (True, 10)):
-            how: Any = {"causal": causal, "window": window}
-            found = library.attend(query, keys, values, 0.3, **how)
-            for mine, truth in zip(found, _attend_in_float64(query, keys, values, 0.3, **how), strict=True):
-                if not torch.allclose(mine.double(), truth, rtol=ALLOWED_ERROR, atol=ALLOWED_ERROR):
-                    raise ValueError("it gives wrong results")
+        ]
+        for dtype in DTYPES if queries == 1 else DTYPES[:1]:
+            query, keys, values = (each.to(dtype) for each in tensors)
+            error = ALLOWED_ERROR if dtype == torch.float32 else torch.finfo(dtype).eps
+            for causal, window in ((False, None), (True, None), (True, 10)):
+                how: Any = {"causal": causal, "window": window}
+                found = library.attend(query, keys, values, 0.3, **how)
+                for mine, truth in zip(found, _attend_in_float64(query, keys, values, 0.3, **how), strict=True):
+                    if not torch.allclose(mine.double(), truth, rtol=error, atol=error):
+                        raise ValueError("it gives wrong results")
 
 
 def _attend_in_float64(

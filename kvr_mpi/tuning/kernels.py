@@ -36,7 +36,7 @@ from kvr_mpi.model.prepacked import PREPACKED, prepack_weights, prepackable
 from kvr_mpi.model.tiled_attention import AttentionLibrary, TiledAttention
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.compile_program import NORM
-from kvr_mpi.tuning.compiled import open_compiled
+from kvr_mpi.tuning.compiled import DTYPES, open_compiled
 from kvr_mpi.tuning.compiled_attention import open_attention
 from kvr_mpi.tuning.identity import processor_key, processor_name
 from kvr_mpi.tuning.pieces import (
@@ -142,7 +142,7 @@ def _compilable(loaded: LoadedModel, norms: Sequence[NormFound], gates: Sequence
 
 def _open_attention(loaded: LoadedModel, cache_dir: Path, say: Say, *, compiles: bool) -> AttentionLibrary | None:
     """Open the kernel for attention, if this model is of its type and large enough to gain by it."""
-    if loaded.dtype != torch.float32 or loaded.model.config.get_text_config().hidden_size < LEAST_FEATURES:
+    if loaded.dtype not in DTYPES or loaded.model.config.get_text_config().hidden_size < LEAST_FEATURES:
         return None
     return open_attention(cache_dir, say, compiles=compiles)
 
@@ -167,7 +167,11 @@ def measure_gains(pieces: Sequence[Piece]) -> Gains:
 def _gains_of(piece: Piece, count: int) -> dict[str, float]:
     """Return how many times faster each way is at a number of rows, and under `PLAIN` the seconds it takes at best."""
     rows = piece.rows(count)
-    turns = {way: calls if count <= TURNS_ROWS else calls[:1] for way, calls in piece.ways.items()}
+    turns = {
+        way: calls if count <= TURNS_ROWS else calls[:1]
+        for way, calls in piece.ways.items()
+        if count <= piece.most_rows.get(way, count)
+    }
     once = {way: _seconds(calls, rows, 1) for way, calls in turns.items()}
     repeats = max(1, min(100, int(SAMPLE_S / max(min(once.values()), 1e-6))))
     times: dict[str, list[float]] = {way: [] for way in turns}
@@ -176,7 +180,7 @@ def _gains_of(piece: Piece, count: int) -> dict[str, float]:
             times[way].append(_seconds(turns[way], rows, repeats))
     plain = times[PLAIN]
     gains = {way: median(a / b for a, b in zip(plain, found, strict=True)) for way, found in times.items()}
-    return gains | {PLAIN: min(plain) / repeats / len(turns[PLAIN])}
+    return dict.fromkeys(piece.ways, 1.0) | gains | {PLAIN: min(plain) / repeats / len(turns[PLAIN])}
 
 
 def _seconds(calls: Sequence[Compute], rows: torch.Tensor, repeats: int) -> float:

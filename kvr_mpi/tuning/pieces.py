@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,12 +32,14 @@ class Piece:
 
     ways : each a function of rows (rows, features), or several that take turns.
     features : of a row.
+    most_rows : from more rows on a way is the plain one.
     """
 
     name: str
     ways: Mapping[str, Sequence[Compute]]
     features: int
     dtype: torch.dtype
+    most_rows: Mapping[str, int] = field(default_factory=dict)
 
     def rows(self, count: int) -> torch.Tensor:
         """Make random rows (count, features)."""
@@ -123,15 +125,15 @@ def attention_pieces(loaded: LoadedModel, library: AttentionLibrary | None) -> l
     if library is None or layer is None:
         return []
     heads, draw = workload_of(loaded.model.config, 4).heads, torch.Generator().manual_seed(KEYS)
-    turns = max(1, TURNS_BYTES // (4 * KEYS * layer.num_kv_heads * (layer.key_dim + layer.value_dim)))
+    per_cache = KEYS * layer.num_kv_heads * (layer.key_dim + layer.value_dim) * loaded.dtype.itemsize
     caches = [
         [
-            torch.randn(1, KEYS, layer.num_kv_heads, dim, generator=draw).transpose(1, 2)
+            torch.randn(1, KEYS, layer.num_kv_heads, dim, generator=draw).to(loaded.dtype).transpose(1, 2)
             for dim in (layer.key_dim, layer.value_dim)
         ]
-        for _ in range(turns)
+        for _ in range(max(1, TURNS_BYTES // per_cache))
     ]
-    if not library.takes(torch.empty(1, heads, 1, layer.key_dim), *caches[0]):
+    if not library.takes(torch.empty(1, heads, 1, layer.key_dim, dtype=loaded.dtype), *caches[0]):
         return []
     scale = layer.key_dim**-0.5
 
@@ -145,7 +147,8 @@ def attention_pieces(loaded: LoadedModel, library: AttentionLibrary | None) -> l
     ours = AttentionParams(scale, kernel=TiledAttention(library, always(TILED)))
     either = {PLAIN: AttentionParams(scale), TILED: ours}
     ways = {way: [attending(params, *cache) for cache in caches] for way, params in either.items()}
-    return [Piece(attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype)]
+    most_rows = {} if loaded.dtype == torch.float32 else {TILED: 1}  # in bfloat16 it takes one query
+    return [Piece(attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype, most_rows)]
 
 
 def _attending_layer(loaded: LoadedModel) -> LayerShape | None:

@@ -6,12 +6,13 @@ import itertools
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from chains import chain, single
+from chains import chain, greedy, single
 from models import prompt
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -98,6 +99,18 @@ def test_it_is_exact(
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "keys"), [(1, 1, 1), (7, 1, 1023), (9, 3, 2500), (8, 2, 1024)])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_one_query_in_bfloat16(library: AttentionLibrary, heads: int, kv_heads: int, keys: int, dim: int) -> None:
+    tensors = [each.bfloat16() for each in draw(heads, kv_heads, 1, keys, dim)]
+    for window in (None, 1, 100):
+        out, lse = library.attend(*tensors, 0.2, causal=True, window=window)
+        truth = exact(*(each.double() for each in tensors), 0.2, causal=True, window=window)
+        assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+        torch.testing.assert_close(out.double(), truth[0], rtol=2**-8, atol=1e-5)
+        torch.testing.assert_close(lse.double(), truth[1], rtol=1e-5, atol=1e-5)
+
+
 def test_large_scores_and_small_ones(library: AttentionLibrary) -> None:
     query, keys, values = draw(2, 2, 40, 700, 64)
     one = query[:, :, -1:]
@@ -133,6 +146,7 @@ def test_what_it_does_not_take_goes_to_torch(kernel: TiledAttention, library: At
         "features": [each[..., :24] for each in (query, keys, values)],
         "strides": [query, keys.transpose(-1, -2).contiguous().transpose(-1, -2), values],
         "kind": [FakeTensorMode().from_tensor(each) for each in (query, keys, values)],
+        "half": [each.bfloat16() for each in (query, keys, values)],
         "no keys": [query, keys[:, :, :0], values[:, :, :0]],
     }
     assert kernel.takes(query, keys, values)
@@ -199,6 +213,27 @@ def test_chains_with_it_equal_plain_transformers(
     with without_kernels(loaded.model):
         assert attention_kernel(loaded.model) is None
     assert attention_kernel(loaded.model) is kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_with_it_gives_the_same_tokens(
+    loaded: LoadedModel, kernel: TiledAttention, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    loaded = replace(loaded, model=loaded.model.to(dtype), dtype=dtype, shape=probe_shape(loaded.model.config, dtype))
+    before = single(loaded, prompt(200))
+    plain = greedy(loaded.model, before, 12)
+    give_kernel(loaded.model, kernel)
+    prepare_model(loaded.model, chain=True)
+    alone: list[int] = []
+    attending = kernel._library._attend_one
+    monkeypatch.setattr(
+        kernel._library, "_attend_one", lambda *tensors: (alone.append(tensors[1].shape[2]), attending(*tensors))[1]
+    )
+    after = chain(loaded, prompt(200), (0, 120, 200), reserve=12)
+    found = greedy(loaded.model, after, 12)
+    assert len(alone) >= 11 * len(loaded.shape.layers)
+    same = [mine == theirs for mine, theirs in zip(found, plain, strict=True)]
+    assert all(same) if dtype == torch.float32 else same[0]
 
 
 def test_a_kernel_that_is_wrong_is_found_before_it_is_used(

