@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvr_mpi.kv.flex import NotCompiledError, attend_flex, suits_flex
-from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.attention_hook import AttentionParams, HeldHead
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.gather import all_gather
 
@@ -122,6 +123,18 @@ def attend(
         if takes_flash(query, values, params):
             return _attend_flash(query, keys, values, params, window=None, causal=causal)
     return _attend_bent(query, keys, values, params, offset=0 if causal else None, window=None)
+
+
+def attend_held(
+    query: torch.Tensor, held: Sequence[HeldHead], kv_heads: int, params: AttentionParams
+) -> PartialAttention:
+    """Attend from one query a head of several documents (1, heads, documents, dim) to what each KV head holds.
+
+    By the kernel, which has to take them. Of heads of which nothing is held the log-sum-exp is minus infinity.
+    """
+    assert params.kernel is not None and params.is_plain
+    out, lse = params.kernel.attend_heads(query, held, kv_heads, params.scale)
+    return PartialAttention(out.transpose(0, 1).unsqueeze(0), lse.transpose(0, 1).unsqueeze(0))
 
 
 def attend_window(

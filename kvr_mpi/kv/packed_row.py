@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from kvr_mpi.kv.attention import PartialAttention, attend, takes_flash
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_held, takes_flash
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.kv.paged_row import PagedRow
 from kvr_mpi.kv.ragged import RaggedLayout, attend_row, write_row
 from kvr_mpi.kv.row import RowCache, RowLayer
 from kvr_mpi.kv.varlen import attend_documents
-from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.attention_hook import AttentionParams, HeldHead
 
 Merge = Callable[[PartialAttention], PartialAttention]
 
@@ -38,6 +38,10 @@ class PackedLayer(RowLayer):
         self._whole = [
             None if layer.is_ragged else layer.rows(0, layer.cache.capacity) for layer in documents if cache.decodes
         ]
+        # Of each document the rows of each KV head, (capacity, head_dim).
+        pairs = [pair for pair in self._whole if pair is not None]
+        heads = [list(zip(keys[0].unbind(0), values[0].unbind(0), strict=True)) for keys, values in pairs]
+        self._heads = heads if heads and len(heads) == len(documents) else None
         layouts = [layer.layout for layer in documents if isinstance(layer.layout, RaggedLayout)]
         self._ragged = layouts if len(layouts) == len(documents) else None
 
@@ -115,6 +119,12 @@ class PackedLayer(RowLayer):
         seen, paged = self.shape.visibility, self.cache.paged
         if paged is not None and seen.chunk is None and takes_flash(query, query, params):
             return paged.attend(self.layer_idx, query, params, seen.window).finish(params).to(query.dtype)
+        if params.kernel is not None and params.is_plain and self._heads is not None:
+            spans = [(seen.first_key(before), before + 1) for before in self.cache.lengths]
+            rows = enumerate(zip(self._heads, spans, strict=True))
+            held = [HeldHead(at, head, *row, *span) for at, (pair, span) in rows for head, row in enumerate(pair)]
+            if query.shape[2] == len(self.documents) and params.kernel.takes_heads(query, held):
+                return attend_held(query, held, self.shape.num_kv_heads, params).finish(params).to(query.dtype)
         tokens = query.chunk(len(self.documents), dim=2)  # of one document it may be folded, and stays whole
         outs = []
         for layer, token, pair, before in zip(self.documents, tokens, self._whole, self.cache.lengths, strict=True):

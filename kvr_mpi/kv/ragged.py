@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import PartialAttention, attend, takes_flash
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_held, takes_flash
 from kvr_mpi.kv.varlen import attend_heads
 from kvr_mpi.model import LayerShape
-from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.attention_hook import AttentionParams, HeldHead
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -298,8 +298,16 @@ def attend_row(
     if not _is_short_way(query, params):
         tokens = zip(layouts, query.chunk(len(layouts), dim=2), lengths, strict=True)
         return torch.cat([layout.attend(token, length, 1, params) for layout, token, length in tokens], dim=2)
-    # Two products and a softmax for a head take less than a flash kernel of several heads, or of padded ones.
     shape, documents = layouts[0].shape, len(layouts)
+    if params.kernel is not None:
+        every = [
+            HeldHead(at, unit.head, unit.keys, unit.values, 0, unit.kept + length - layout.origin)
+            for at, (layout, length) in enumerate(zip(layouts, lengths, strict=True))
+            for unit in layout.units
+        ]
+        if params.kernel.takes_heads(query, every):
+            return attend_held(query, every, shape.num_kv_heads, params).out  # zeros of heads that are not held
+    # Two products and a softmax for a head take less than a flash kernel of several heads, or of padded ones.
     kv_heads = shape.num_kv_heads
     scaled = (query[0] * params.scale).view(kv_heads, -1, documents, shape.key_dim).permute(2, 0, 1, 3)
     out = query.new_zeros(documents * kv_heads, scaled.shape[2], shape.value_dim)

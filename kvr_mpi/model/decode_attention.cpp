@@ -1,7 +1,7 @@
 // Exact attention of one query a head, as decoding needs it: keys and values are read once, as they lie.
 //
 // A step of decoding waits for memory, so what counts is that every query head of a group reads a key while it is at
-// hand, and that nothing is copied or turned. A head's keys are cut into pieces of PIECE; each has its own maximum and
+// hand, and that nothing is copied or turned. The heads of all documents are computed in one call. A head's keys are cut into pieces of PIECE; each has its own maximum and
 // sum (flash decoding, Dao et al. 2023), and what comes of the pieces is merged in their order, so that the result does
 // not depend on the number of threads.
 //
@@ -19,10 +19,15 @@ constexpr int MOST_ROWS = 4;  // query heads that share a key in registers
 constexpr int BLOCK = 128, PIECE = 1024;  // keys
 constexpr int AHEAD = 16;                // rows that are asked of memory before they are read
 
-// Strides are in elements; those of features are 1.
-struct OneQuery {
-    int64_t kv_heads, group, keys, dim;
-    int64_t query_head, key_head, key_row, value_head, value_row, out_head;
+// One query of each head of a group, which share a KV head of a document. Strides are in elements; of features 1.
+struct Unit {
+    const void *query, *keys, *values;  // (group, dim), (count, dim), (count, dim)
+    float *out, *lse;                   // (group, dim) without gaps, (group,)
+    int64_t count, key_row, value_row;
+};
+
+struct Step {
+    int64_t units, group, dim, query_head;
     float scale;
     int32_t half;  // queries, keys and values are bfloat16
 };
@@ -96,96 +101,98 @@ struct Part {
     float *sums, *most, *total;
 };
 
-// Attend from ROWS queries of a group, from `first` on, to a block of keys.
+// Attend from ROWS queries (group, dim), from `first` on, to a block of a unit's keys, from `begin` on.
 template <int ROWS, typename T>
-static void attend(const OneQuery &s, const float *query, const T *keys, const T *values, int64_t count, int64_t first,
+static void attend(const Step &s, const Unit &unit, const float *query, int64_t begin, int64_t count, int64_t first,
                    const Part &part) {
+    const T *keys = static_cast<const T *>(unit.keys) + begin * unit.key_row;
+    const T *values = static_cast<const T *>(unit.values) + begin * unit.value_row;
     float scores[ROWS * BLOCK], keep[ROWS];
-    score<ROWS>(query + first * s.dim, keys, s.key_row, count, s.dim, scores);
+    score<ROWS>(query + first * s.dim, keys, unit.key_row, count, s.dim, scores);
     const int64_t wide = (count + WIDE - 1) / WIDE * WIDE;
     for (int r = 0; r < ROWS; ++r)
         keep[r] = weigh(scores + r * BLOCK, 0, count, wide, part.most[first + r], part.total[first + r]);
     float *sums = part.sums + first * s.dim;
     if (LANES == 16 && s.dim % (4 * LANES) == 0)
-        gather<ROWS, 4>(scores, values, s.value_row, count, s.dim, keep, sums);
+        gather<ROWS, 4>(scores, values, unit.value_row, count, s.dim, keep, sums);
     else
-        gather<ROWS, 2>(scores, values, s.value_row, count, s.dim, keep, sums);
+        gather<ROWS, 2>(scores, values, unit.value_row, count, s.dim, keep, sums);
 }
 
 template <typename T>
-static void attend_piece(const OneQuery &s, const float *query, const T *keys, const T *values, int64_t count,
-                         const Part &part) {
+static void attend_piece(const Step &s, const Unit &unit, const float *query, int64_t piece, const Part &part) {
     std::fill_n(part.sums, s.group * s.dim, 0.0f);
     std::fill_n(part.most, s.group, -std::numeric_limits<float>::max());
     std::fill_n(part.total, s.group, 0.0f);
-    for (int64_t begin = 0; begin < count; begin += BLOCK) {
-        const T *some_keys = keys + begin * s.key_row, *some_values = values + begin * s.value_row;
-        const int64_t some = std::min<int64_t>(BLOCK, count - begin);
+    const int64_t end = std::min(unit.count, (piece + 1) * PIECE);
+    for (int64_t begin = piece * PIECE; begin < end; begin += BLOCK)
         for (int64_t first = 0; first < s.group; first += MOST_ROWS) {
             const int64_t rows = std::min<int64_t>(MOST_ROWS, s.group - first);
             (rows == 4   ? attend<4, T>
              : rows == 3 ? attend<3, T>
              : rows == 2 ? attend<2, T>
-                         : attend<1, T>)(s, query, some_keys, some_values, some, first, part);
+                         : attend<1, T>)(s, unit, query, begin, std::min<int64_t>(BLOCK, end - begin), first, part);
         }
+}
+
+// Join the pieces of a unit's keys.
+static void merge(const Step &s, const Unit &unit, const Part *parts, int64_t pieces) {
+    for (int64_t g = 0; g < s.group; ++g) {
+        float most = parts[0].most[g], total = 0, *out = unit.out + g * s.dim;
+        for (int64_t p = 1; p < pieces; ++p) most = std::max(most, parts[p].most[g]);
+        std::fill_n(out, s.dim, 0.0f);
+        for (int64_t p = 0; p < pieces; ++p) {
+            const float weight = std::exp2(parts[p].most[g] - most), *sums = parts[p].sums + g * s.dim;
+            total += weight * parts[p].total[g];
+            for (int64_t d = 0; d < s.dim; ++d) out[d] += weight * sums[d];
+        }
+        for (int64_t d = 0; d < s.dim; ++d) out[d] /= total;
+        unit.lse[g] = (most + std::log2(total)) / LOG2_E;
     }
 }
 
-static void merge(const OneQuery &s, int64_t pieces, int64_t group_head, const Part *parts, float *out, float *lse) {
-    float most = parts[0].most[group_head], total = 0;
-    for (int64_t p = 1; p < pieces; ++p) most = std::max(most, parts[p].most[group_head]);
-    std::fill_n(out, s.dim, 0.0f);
-    for (int64_t p = 0; p < pieces; ++p) {
-        const float weight = std::exp2(parts[p].most[group_head] - most), *sums = parts[p].sums + group_head * s.dim;
-        total += weight * parts[p].total[group_head];
-        for (int64_t d = 0; d < s.dim; ++d) out[d] += weight * sums[d];
+template <typename T> static void attend_all(const Step &s, const Unit *units, float *room, int64_t threads) {
+    struct Task {
+        int64_t unit, piece;
+        Part part;
+    };
+    std::vector<Task> tasks;
+    int64_t numbers = 0;
+    float *queries = room, *free = queries + s.units * s.group * s.dim;
+    for (int64_t u = 0; u < s.units; ++u) {
+        const T *query = static_cast<const T *>(units[u].query);
+        for (int64_t g = 0; g < s.group; ++g)  // weights are powers of two
+            for (int64_t d = 0; d < s.dim; ++d)
+                queries[(u * s.group + g) * s.dim + d] = number(query[g * s.query_head + d]) * (s.scale * LOG2_E);
+        for (int64_t piece = 0; piece * PIECE < units[u].count; ++piece) {
+            tasks.push_back({u, piece, {free, free + s.group * s.dim, free + s.group * (s.dim + 1)}});
+            free += s.group * (s.dim + 2);
+        }
+        numbers += units[u].count * s.dim;
     }
-    for (int64_t d = 0; d < s.dim; ++d) out[d] /= total;
-    *lse = (most + std::log2(total)) / LOG2_E;
-}
-
-static int64_t pieces_of(int64_t keys) { return (keys + PIECE - 1) / PIECE; }
-
-template <typename T>
-static void attend_all(const OneQuery &s, const T *query, const T *keys, const T *values, float *out, float *lse,
-                       float *room, int64_t threads) {
-    const int64_t pieces = pieces_of(s.keys), heads = s.kv_heads * s.group;
-    float *scaled = room, *free = scaled + heads * s.dim;  // weights are powers of two
-    for (int64_t h = 0; h < heads; ++h)
-        for (int64_t d = 0; d < s.dim; ++d)
-            scaled[h * s.dim + d] = number(query[h * s.query_head + d]) * (s.scale * LOG2_E);
-    std::vector<Part> parts(s.kv_heads * pieces);
-    for (auto &part : parts) {
-        part = {free, free + s.group * s.dim, free + s.group * (s.dim + 1)};
-        free += s.group * (s.dim + 2);
-    }
-    const int64_t all = static_cast<int64_t>(parts.size());
-    // A thread is worth waking for some hundred thousand numbers.
-    const int64_t work = 1 + s.kv_heads * s.keys * s.dim / (1 << 17);
+    const int64_t all = static_cast<int64_t>(tasks.size());
     std::atomic<int64_t> next{0};
-    in_threads(std::min({threads, work, all}), [&] {
+    // A thread is worth waking for some hundred thousand numbers.
+    in_threads(std::min({threads, 1 + numbers / (1 << 17), all}), [&] {
         for (int64_t i; (i = next++) < all;) {
-            const int64_t head = i / pieces, begin = i % pieces * PIECE;
-            attend_piece(s, scaled + head * s.group * s.dim, keys + head * s.key_head + begin * s.key_row,
-                         values + head * s.value_head + begin * s.value_row, std::min<int64_t>(PIECE, s.keys - begin),
-                         parts[i]);
+            const Task &task = tasks[i];
+            attend_piece<T>(s, units[task.unit], queries + task.unit * s.group * s.dim, task.piece, task.part);
         }
     });
-    for (int64_t h = 0; h < heads; ++h)
-        merge(s, pieces, h % s.group, &parts[h / s.group * pieces], out + h * s.out_head, lse + h);
+    for (int64_t at = 0, count; at < all; at += count) {
+        const Unit &unit = units[tasks[at].unit];
+        count = (unit.count + PIECE - 1) / PIECE;
+        std::vector<Part> parts;
+        for (int64_t p = 0; p < count; ++p) parts.push_back(tasks[at + p].part);
+        merge(s, unit, parts.data(), count);
+    }
 }
 
 extern "C" {
-int64_t kvr_decode_room(int64_t kv_heads, int64_t group, int64_t keys, int64_t dim) {
-    return kv_heads * group * (dim + pieces_of(keys) * (dim + 2));
-}
+int64_t kvr_decode_piece() { return PIECE; }
 
-void kvr_decode_attention(const OneQuery *shape, const void *query, const void *keys, const void *values, float *out,
-                          float *lse, float *room, int64_t threads) {
-    const auto with = [&](auto *one) {
-        using T = decltype(one);
-        attend_all(*shape, static_cast<T>(query), static_cast<T>(keys), static_cast<T>(values), out, lse, room, threads);
-    };
-    shape->half ? with(static_cast<const Half *>(nullptr)) : with(static_cast<const float *>(nullptr));
+// Room: (units + all their pieces) x group x (dim + 2).
+void kvr_decode_attention(const Step *step, const Unit *units, float *room, int64_t threads) {
+    step->half ? attend_all<Half>(*step, units, room, threads) : attend_all<float>(*step, units, room, threads);
 }
 }

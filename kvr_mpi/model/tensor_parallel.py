@@ -20,6 +20,7 @@ from kvr_mpi.model.kernels import give_kernel, kernel_bytes, kernels_of, use_ker
 from kvr_mpi.model.load import LoadedModel
 from kvr_mpi.model.prepacked import PrepackedProduct
 from kvr_mpi.model.shape import ModelShape
+from kvr_mpi.model.tiled_attention import TiledAttention
 
 PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
@@ -138,7 +139,7 @@ def share_model(
             share, _ = _share_of_inputs(mlp.down_proj, rank, size)
             mlp.down_proj = _Summed(share, mlp.down_proj.bias, reduce)
         twin.lm_head = _share_of_outputs(twin.lm_head, rank, size)
-        _prepack_like(twin, model)
+        _compute_like(twin, model)
     return twin  # type: ignore[no-any-return]
 
 
@@ -166,12 +167,14 @@ def _keep_heads(attention: Any, heads: Sequence[int], reduce: Reduce) -> None:
     attention.o_proj = _Summed(_some_inputs(attention.o_proj, kv_heads, heads), attention.o_proj.bias, reduce)
 
 
-def _prepack_like(twin: Any, model: Any) -> None:
-    """Lay the twin's weights out where the model's own are: a part is computed as the whole that it is of."""
+def _compute_like(twin: Any, model: Any) -> None:
+    """Lay the twin's weights out where the model's own are, and attend as it does."""
     parts = {name.removesuffix(".part"): module for name, module in twin.named_modules()}
     for name, kernel in kernels_of(model).items():
         if isinstance(kernel, PrepackedProduct) and type(parts[name]) is torch.nn.Linear:
             give_kernel(parts[name], PrepackedProduct(parts[name], kernel.ways))
+        elif isinstance(kernel, TiledAttention):
+            give_kernel(twin, kernel)
     use_kernels(twin, True)
 
 

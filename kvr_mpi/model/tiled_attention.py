@@ -10,12 +10,14 @@ values once, nearly as fast as memory gives them (``decode_attention.cpp``). The
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvr_mpi.model.attention_hook import HeldHead
 from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, Ways, way_for
 
 SOURCES = [Path(__file__).with_name(name) for name in ("tiled_attention.cpp", "decode_attention.cpp")]
@@ -23,7 +25,6 @@ HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "threads.h")]
 TILED = "tiled"
 # Sizes and strides, in the order of the C++ structure's fields.
 _SIZES = "group queries keys dim query_head query_row key_row value_row out_head out_row".split()
-_SIZES_OF_ONE = "kv_heads group keys dim query_head key_head key_row value_head value_row out_head".split()
 
 
 class _Shape(ctypes.Structure):
@@ -41,9 +42,9 @@ def _named(what: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(what) if at_work else nullcontext()
 
 
-class _OneQuery(ctypes.Structure):
+class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in _SIZES_OF_ONE),
+        *((name, ctypes.c_int64) for name in ("units", "group", "dim", "query_head")),
         ("scale", ctypes.c_float),
         ("half", ctypes.c_int32),
     )
@@ -77,9 +78,8 @@ class AttentionLibrary:
         self._attend, self._room = library.kvr_attention, library.kvr_attention_room
         self._attend.restype, self._attend.argtypes = None, [ctypes.c_void_p] * 7 + [ctypes.c_int64]
         self._room.restype, self._room.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
-        self._decode, self._decode_room = library.kvr_decode_attention, library.kvr_decode_room
-        self._decode.restype, self._decode.argtypes = None, [ctypes.c_void_p] * 7 + [ctypes.c_int64]
-        self._decode_room.restype, self._decode_room.argtypes = ctypes.c_int64, [ctypes.c_int64] * 4
+        self._decode, self._piece = library.kvr_decode_attention, int(library.kvr_decode_piece())
+        self._decode.restype, self._decode.argtypes = None, [ctypes.c_void_p] * 3 + [ctypes.c_int64]
         self.multiple = int(library.kvr_attention_multiple())
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -95,6 +95,17 @@ class AttentionLibrary:
         (batch, heads, _, dim), shape = query.shape, keys.shape
         fits = shape == values.shape and batch == shape[0] == 1 and dim == shape[3] and heads % max(shape[1], 1) == 0
         return fits and dim % self.multiple == 0 and min(shape) > 0
+
+    def takes_heads(self, query: torch.Tensor, held: Sequence[HeldHead]) -> bool:
+        """Whether the kernel can attend from one query a head of documents to what heads hold, all of one kind."""
+        if not held or type(query) is not torch.Tensor or query.stride(-1) != 1 or query.device.type != "cpu":
+            return False
+        dim, dtype = query.shape[-1], query.dtype
+        of_one_kind = all(
+            type(each) is torch.Tensor and each.dtype == dtype and each.shape[-1] == dim and each.stride(-1) == 1
+            for each in (held[0].keys, held[0].values)
+        )
+        return of_one_kind and dim % self.multiple == 0 and dtype in (torch.float32, torch.bfloat16)
 
     def attend(
         self,
@@ -127,9 +138,11 @@ class AttentionLibrary:
         (_, heads, queries, dim), (_, kv_heads, count, _) = query.shape, keys.shape
         assert queries <= count if causal else window is None
         if queries == 1:
-            if window is not None and window < count:
-                keys, values = keys[:, :, -window:], values[:, :, -window:]
-            return self._attend_one(query, keys, values, scale)
+            first = 0 if window is None else max(0, count - window)
+            rows = zip(keys[0].unbind(0), values[0].unbind(0), strict=True)
+            held = [HeldHead(0, head, *row, first, count) for head, row in enumerate(rows)]
+            one, lse = self.attend_heads(query, held, kv_heads, scale)
+            return one.view(1, heads, 1, dim).to(query.dtype), lse.view(1, heads, 1)
         group, threads = heads // kv_heads, torch.get_num_threads()
         out = torch.empty(1, queries, heads, dim).transpose(1, 2)
         lse = torch.empty(1, heads, queries)
@@ -143,19 +156,46 @@ class AttentionLibrary:
                 self._attend(ctypes.byref(shape), *(each.data_ptr() for each in tensors), threads)
         return out, lse
 
-    def _attend_one(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    def attend_heads(
+        self, query: torch.Tensor, held: Sequence[HeldHead], kv_heads: int, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        (_, heads, _, dim), (_, kv_heads, count, _) = query.shape, keys.shape
-        group = heads // kv_heads
-        out, lse = torch.empty(1, heads, 1, dim), torch.empty(1, heads, 1)
-        room = torch.empty(self._decode_room(kv_heads, group, count, dim))
-        strides = query.stride(1), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), out.stride(1)
-        shape = _OneQuery(kv_heads, group, count, dim, *strides, scale, query.dtype == torch.bfloat16)
-        tensors = [each.data_ptr() for each in (query, keys, values, out, lse, room)]
+        """Attend from one query a head of several documents, each head to what it holds.
+
+        Parameters
+        ----------
+        query : torch.Tensor
+            (1, heads, documents, head_dim).
+        held : sequence of HeldHead
+            Each KV head of a document at most once. All of what they hold is of one kind, such as `takes` takes.
+        kv_heads : int
+            Of a document.
+
+        Returns
+        -------
+        torch.Tensor, torch.Tensor
+            Output (documents, heads, head_dim) and log-sum-exp (documents, heads), float32; zero and minus infinity of
+            heads of which nothing is held.
+        """
+        (_, heads, documents, dim), group = query.shape, query.shape[1] // kv_heads
+        complete = len(held) == documents * kv_heads
+        out = torch.empty(documents, heads, dim) if complete else torch.zeros(documents, heads, dim)
+        lse = torch.empty(documents, heads) if complete else torch.full((documents, heads), float("-inf"))
+        size, (_, by_head, by_document, _) = query.element_size(), query.stride()
+        queries, outs, lses = query.data_ptr(), out.data_ptr(), lse.data_ptr()
+        units: list[int] = []
+        for document, head, keys, values, first, last in held:
+            row, at = document * heads + head * group, document * by_document + head * group * by_head
+            of_keys, of_values = keys.stride(0), values.stride(0)
+            units += (queries + at * size, keys.data_ptr() + first * of_keys * size)
+            units += (values.data_ptr() + first * of_values * size, outs + row * dim * 4, lses + row * 4)
+            units += (last - first, of_keys, of_values)
+        pieces = sum(-((each.first - each.last) // self._piece) for each in held)
+        room = torch.empty((len(held) + pieces) * group * (dim + 2))
+        step = _Step(len(held), group, dim, by_head, scale, query.dtype == torch.bfloat16)
         with _named("decode attention"):
-            self._decode(ctypes.byref(shape), *tensors, torch.get_num_threads())
-        return out.to(query.dtype), lse
+            table = (ctypes.c_int64 * len(units))(*units)
+            self._decode(ctypes.byref(step), table, room.data_ptr(), torch.get_num_threads())
+        return out, lse
 
 
 class TiledAttention:
@@ -188,6 +228,16 @@ class TiledAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend (`AttentionLibrary.attend`)."""
         return self._library.attend(query, keys, values, scale, causal=causal, window=window)
+
+    def takes_heads(self, query: torch.Tensor, held: Sequence[HeldHead]) -> bool:
+        """Whether it can attend from one query a head of documents (`AttentionLibrary.takes_heads`), and is faster."""
+        return self.ways[0] != PLAIN and self._library.takes_heads(query, held)
+
+    def attend_heads(
+        self, query: torch.Tensor, held: Sequence[HeldHead], kv_heads: int, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend from one query a head of documents (`AttentionLibrary.attend_heads`)."""
+        return self._library.attend_heads(query, held, kv_heads, scale)
 
 
 def attention_kernel(model: Any) -> TiledAttention | None:
