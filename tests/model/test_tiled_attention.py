@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,12 @@ from models import prompt
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvr_mpi.kv.attention import attend
+from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel, probe_shape
-from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
+from kvr_mpi.model.attention_hook import AttentionParams, HeldHead, prepare_model
 from kvr_mpi.model.kernels import PLAIN, always, forget_kernels, give_kernel, without_kernels
 from kvr_mpi.model.tiled_attention import TILED, AttentionLibrary, TiledAttention, attention_kernel
+from kvr_mpi.prefill.packed import decode_packed
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
 
@@ -109,6 +111,58 @@ def test_one_query_in_bfloat16(library: AttentionLibrary, heads: int, kv_heads: 
         assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
         torch.testing.assert_close(out.double(), truth[0], rtol=2**-8, atol=1e-5)
         torch.testing.assert_close(lse.double(), truth[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "dim"), [(1, 32), (3, 64), (4, 128), (9, 64)])
+def test_heads_of_documents_of_any_length(
+    library: AttentionLibrary, group: int, dim: int, dtype: torch.dtype, threads: int
+) -> None:
+    torch.manual_seed(dim)
+    query = torch.randn(1, 4, 2 * group, dim).to(dtype).transpose(1, 2)  # of four documents with two KV heads
+    spans = {(0, 0): (0, 1), (0, 1): (3, 2100), (1, 1): (0, 1024), (2, 0): (500, 1525), (3, 0): (0, 7), (3, 1): (6, 7)}
+    held, capacity = [], 2200
+    for (document, head), (first, last) in spans.items():
+        both = torch.randn(capacity, 2, dim).to(dtype)  # rows that do not follow each other
+        both[:first], both[last:] = math.nan, math.nan  # nothing of that is read
+        held.append(HeldHead(document, head, both[:, 0], both[:, 1], first, last))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert library.takes_heads(query, held)
+        out, lse = library.attend_heads(query, held, 2, 0.2)
+    finally:
+        torch.set_num_threads(before)
+    for document, head in itertools.product(range(4), range(2)):
+        rows = slice(head * group, head * group + group)
+        if (document, head) not in spans:
+            assert not out[document, rows].any() and bool((lse[document, rows] == -math.inf).all())
+            continue
+        one = next(each for each in held if each[:2] == (document, head))
+        seen = slice(one.first, one.last)
+        keys, values = one.keys[None, None, seen].double(), one.values[None, None, seen].double()
+        truth = exact(query[:, rows, document : document + 1].double(), keys, values, 0.2, causal=False)
+        torch.testing.assert_close(out[None, document, rows].double(), truth[0][:, :, 0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[None, document, rows].double(), truth[1][:, :, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_it_does_not_take(kernel: TiledAttention, library: AttentionLibrary) -> None:
+    query, rows = torch.randn(1, 6, 3, 64), torch.randn(20, 64)
+    right = HeldHead(0, 0, rows, rows, 0, 20)
+    assert kernel.takes_heads(query, [right])
+    wrong = {
+        "nothing": (query, []),
+        "type": (query.double(), [right]),
+        "of another type": (query.bfloat16(), [right]),
+        "features": (query[..., :24], [right._replace(keys=rows[:, :24], values=rows[:, :24])]),
+        "other values": (query, [right._replace(values=rows[:, :32])]),
+        "strides": (query, [right._replace(keys=torch.randn(64, 20).T)]),
+        "kind": (FakeTensorMode().from_tensor(query), [right]),
+    }
+    for name, (asking, held) in wrong.items():
+        assert not kernel.takes_heads(asking, held), name
+    assert not TiledAttention(library, (PLAIN, TILED, TILED, TILED)).takes_heads(query, [right])
 
 
 def test_large_scores_and_small_ones(library: AttentionLibrary) -> None:
@@ -225,15 +279,51 @@ def test_decoding_with_it_gives_the_same_tokens(
     give_kernel(loaded.model, kernel)
     prepare_model(loaded.model, chain=True)
     alone: list[int] = []
-    attending = kernel._library._attend_one
-    monkeypatch.setattr(
-        kernel._library, "_attend_one", lambda *tensors: (alone.append(tensors[1].shape[2]), attending(*tensors))[1]
-    )
+    attending = kernel._library.attend_heads
+
+    def count(query: torch.Tensor, held: Sequence[HeldHead], *more: Any) -> Any:
+        alone.append(len(held))
+        return attending(query, held, *more)
+
+    monkeypatch.setattr(kernel._library, "attend_heads", count)
     after = chain(loaded, prompt(200), (0, 120, 200), reserve=12)
     found = greedy(loaded.model, after, 12)
     assert len(alone) >= 11 * len(loaded.shape.layers)
     same = [mine == theirs for mine, theirs in zip(found, plain, strict=True)]
     assert all(same) if dtype == torch.float32 else same[0]
+
+
+def test_documents_together_and_compressed_ones(
+    loaded: LoadedModel, kernel: TiledAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    attending = kernel.attend_heads
+    monkeypatch.setattr(kernel, "attend_heads", lambda *given: (calls.append(1), attending(*given))[1])
+    give_kernel(loaded.model, kernel)
+    prepare_model(loaded.model, chain=True)
+
+    def steps(kept: int | None) -> torch.Tensor:
+        caches = [chain(loaded, prompt(tokens), (0, tokens), reserve=4).cache for tokens in (90, 41, 60)]
+        for cache in caches if kept is not None else ():
+            cache.keep_only(
+                [
+                    [torch.arange(kept + head) for head in range(layer.shape.num_kv_heads)]
+                    if layer.shape.visibility.size is None
+                    else None
+                    for layer in cache.layers
+                ],
+                4,
+            )
+        packed = PackedCache(caches, [1] * 3)
+        return torch.stack([decode_packed(loaded, packed, [token] * 3) for token in (7, 100, 3)])
+
+    for kept in (None, 20):
+        calls.clear()
+        with_it = steps(kept)
+        assert calls
+        with without_kernels(loaded.model):
+            assert attention_kernel(loaded.model) is None
+            torch.testing.assert_close(with_it, steps(kept), atol=1e-4, rtol=0)
 
 
 def test_a_kernel_that_is_wrong_is_found_before_it_is_used(
