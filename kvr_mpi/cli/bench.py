@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from kvr_mpi.cli.options import command, model_options, parse_names, parse_numbers, plot_option, transport_option
+from kvr_mpi.cli.writing import check_writable
 
 if TYPE_CHECKING:
     from kvr_mpi.bench.pairs import Patience
@@ -205,9 +206,10 @@ def bench(**given: Any) -> int:
         from kvr_mpi.cli.bench_tables import print_rooflines, print_strategies
         from kvr_mpi.cli.launch import default_dtype, load_everywhere, open_links
         from kvr_mpi.report.log import Log
-        from kvr_mpi.transport import together
+        from kvr_mpi.transport import on_root, together
 
         log = Log(world.rank)
+        on_root(world, lambda: check_writable(options.json_file, options.plot))
         names = parse_names(options.strategies)
         lengths = together(world, lambda: parse_numbers("--contexts", options.contexts))
         given = together(world, lambda: _parse_slices(options.slices))
@@ -267,6 +269,7 @@ def _bench_batch(world: Transport, options: BenchOptions) -> int:
     assert path is not None, "--batch"
     log, machine = Log(world.rank), read_environment().machine
     quiet_libraries()
+    on_root(world, lambda: check_writable(options.json_file))
     spec = JobSpec.model_validate_json(
         share_json(world, on_root(world, lambda: load_job(path, options.settings)[0].model_dump_json()))
     )

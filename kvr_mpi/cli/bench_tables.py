@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kvr_mpi.bench.pairs import Ratio
 from kvr_mpi.bench.roofline import Roofline
+from kvr_mpi.cli.writing import writing
 from kvr_mpi.report.plots import plot_bench
 
 LEGEND = (
@@ -66,9 +67,10 @@ def print_strategies(found: list[dict[str, Any]], json_file: Path | None, plot: 
     for tokens in dict.fromkeys(row["context_tokens"] for row in found):
         print(_verdict([row for row in found if row["context_tokens"] == tokens]))
     if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=1) + "\n")
+        _write(found, json_file)
     if plot is not None:
-        plot_bench(found, plot)
+        with writing(plot):
+            plot_bench(found, plot)
 
 
 def print_rooflines(rooflines: Sequence[Roofline], found: Sequence[dict[str, Any]]) -> None:
@@ -133,7 +135,12 @@ def print_corpus(found: list[dict[str, Any]], json_file: Path | None) -> None:
     Console(width=180, highlight=False, force_terminal=False).print(table)
     print(f"x {ours}: {LEGEND}")
     if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=1) + "\n")
+        _write(found, json_file)
+
+
+def _write(found: list[dict[str, Any]], file: Path) -> None:
+    with writing(file):
+        file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _ratio(row: dict[str, Any]) -> Ratio:

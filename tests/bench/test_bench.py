@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from models import tiny
 
 from kvr_mpi.bench.prompts import STRATEGIES
 from kvr_mpi.bench.verify import verify
+from kvr_mpi.cli.bench import bench
+from kvr_mpi.errors import EXIT_CONFIG
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill import all_gather, relay, ring
 from kvr_mpi.transport.local import run_local
@@ -52,6 +56,23 @@ def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, mpi
     for strategy in STRATEGIES:
         assert strategy in run.stdout
     assert run.stdout.count("products with weights") == 2 and "the best runs reach" in run.stdout
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("nowhere/rows", "nowhere/rows cannot be written: there is no folder"),
+        ("sealed/rows", "sealed/rows cannot be written: permission denied"),
+    ],
+)
+def test_files_that_could_not_be_written_are_refused_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, place: str, words: str
+) -> None:
+    (tmp_path / "sealed").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "sealed")  # root may write anywhere
+    run = CliRunner().invoke(bench, [option, str(tmp_path / place), "--model", "/no/model"], standalone_mode=False)
+    assert words in run.output and run.return_value == EXIT_CONFIG
 
 
 @pytest.mark.long
