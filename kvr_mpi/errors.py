@@ -33,7 +33,7 @@ MEANINGS = {
     EXIT_NO_TRANSPORT: "the ranks cannot communicate",
     EXIT_STOPPED: "stopped before the end; the same command with --resume continues",
     EXIT_CONFIG: "the job cannot be run as written",
-    EXIT_INTERRUPTED: "interrupted",
+    EXIT_INTERRUPTED: "interrupted at once (Ctrl-C); a job keeps what it has stored, and --resume continues it",
 }
 
 

@@ -26,7 +26,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "KVR_STAGE_MODEL": "1: copy the model folder to the local disk of each node before its ranks load it",
         "KVR_LOCAL": "local folder on each node for these copies, and for what ranks of the job scripts compile and "
         "convert; default: `SLURM_TMPDIR`, `TMPDIR` or `/tmp`",
-        "CXX": "the C++ compiler for the attention kernel of CPUs; default: `c++`, `g++` or `clang++`",
+        "CXX": "the C++ compiler for the attention kernels of CPUs; default: `c++`, `g++` or `clang++`",
         "OMP_NUM_THREADS": "CPU threads per rank, unless `parallel.threads` is set; default: its share of the cores",
         "HF_HUB_OFFLINE": "1: use models from local files only, which is the default under SLURM",
         "SLURM_JOB_END_TIME": "time when the job has to end (Unix time), unless `--time-limit` is given; set by SLURM "

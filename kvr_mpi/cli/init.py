@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -108,7 +109,11 @@ def init(
     check_job(spec, 1, goes_on=False, offline=is_offline())
     with writing(job), job.open("x", encoding="utf-8") as stream:
         stream.write(text)
-    click.echo(f"{job} written; try it with two documents:\n  mpirun -n 2 kvr-run {job} --set documents.limit=2")
+    # In a folder of its own: a run of two documents cannot be resumed with all of them.
+    click.echo(
+        f"{job} written; try it with two documents:\n  mpirun -n 2 kvr-run {shlex.quote(str(job))} "
+        f"--set documents.limit=2 --set output.path={shlex.quote(wanted['output'] + '-try')}"
+    )
 
 
 def _complete(corpus: str | None, model: str | None, ask: str | None) -> tuple[str, str, str]:

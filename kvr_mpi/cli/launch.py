@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 def guarded(world: Transport, work: Callable[[], int]) -> int:
     """Run this rank's part; if it fails alone, end all ranks with its exit code instead of leaving them waiting.
 
-    What failed is said in the end, and what the exit code means.
+    What failed is said in the end, and what the exit code means; so is Ctrl-C, which is nobody's fault.
     """
     from kvr_mpi.cli.environment import tell_libraries
-    from kvr_mpi.errors import EXIT_BUG, KvrError, exit_line
+    from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, KvrError, exit_line
     from kvr_mpi.report.log import Log
     from kvr_mpi.transport import FailedTogetherError
 
@@ -33,6 +33,9 @@ def guarded(world: Transport, work: Callable[[], int]) -> int:
         if error.cause is not None:
             tell(error.cause, error.exit_code)
         return error.exit_code
+    except KeyboardInterrupt:
+        log.root(exit_line(EXIT_INTERRUPTED))
+        raise
     except Exception as error:
         code = error.exit_code if isinstance(error, KvrError) else EXIT_BUG
         tell(error, code)

@@ -107,13 +107,14 @@ def read_and_plan(
     from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.job import load_job
-    from kvr_mpi.setup.planning import plan_job
 
     spec, _ = load_job(job, settings)
     if not ranks:
         raise ConfigError(
             "--ranks is missing, and there is no allocation to take it from: give a number, such as --ranks 8"
         )
+    from kvr_mpi.setup.planning import plan_job  # loads torch, which takes seconds: not to say that ranks are missing
+
     machine = read_environment().machine
     quiet_libraries()
     return plan_job(spec, machine, ranks, hardware, exact=exact)

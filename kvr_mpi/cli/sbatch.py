@@ -139,8 +139,9 @@ def sbatch(**given: Any) -> int:
     limit_s = limit_seconds(str(wanted["time"]))
     if limit_s is not None:
         most = nodes.hours(limit_s * (options.array or 1))
+        limit = f"{wanted['time']} min" if str(wanted["time"]).isdigit() else wanted["time"]
         click.echo(
-            f"at most {most}: the time limit of {wanted['time']} on {nodes.nodes} node(s)"
+            f"at most {most}: the time limit of {limit} on {nodes.nodes} node(s)"
             f"{f' for each of {options.array} shares' if options.array else ''}",
             err=True,
         )

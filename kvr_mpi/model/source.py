@@ -86,8 +86,8 @@ def find_model(path: str) -> ModelSource:
         raise ModelError(f"model.path {path!r} is a file, but not a .gguf file; expected a folder or a .gguf file")
     if text.startswith(("/", ".", "~")) or text.endswith(".gguf") or not HUB_ID.fullmatch(text):
         raise ModelError(
-            f"model.path {path!r}: no such file or folder (looked for {location.absolute()}); expected a folder "
-            f"with config.json and *.safetensors, a .gguf file, or an id on the hub such as 'org/name'"
+            f"model.path {path!r}: no such file or folder (looked for {location.absolute()}); expected a folder with "
+            f"config.json and *.safetensors, a .gguf file, package:NAME/FILE, or an id on the hub such as 'org/name'"
         )
     return ModelSource(text, is_hub=True)
 

@@ -316,7 +316,10 @@ def draw_progress(records: Sequence[Record]) -> Chart:
     if len(ends) < 2:
         return _missing(name, "Documents over time: fewer than two documents have a time.")
     failed = sorted(_unix(one) for one in records if one.finished_at and one.status == "error")
-    began = min(_unix(one) - one.ttft_s - one.decode_s for one in records if one.finished_at)
+    # Parts of a split document are decoded side by side: the sum of their times may be longer than the whole run.
+    began = min(
+        _unix(one) - one.ttft_s - (one.decode_s if one.parts == 1 else 0.0) for one in records if one.finished_at
+    )
     span = max(ends[-1] - began, 1e-3)
     unit, word = (3600.0, "hours") if span > 3 * 3600 else (60.0, "minutes") if span > 180 else (1.0, "seconds")
     drawing = Drawing(WIDTH, HEIGHT, "documents done over time")

@@ -115,10 +115,7 @@ class Progress:
         if record.status == "error":
             what = f"error: {printable(record.error)}"
         else:
-            what = (
-                f"{record.prompt_tokens} tokens, first token {record.ttft_s:.2f} s, "
-                f"{record.new_tokens} written in {record.decode_s:.2f} s"
-            )
+            what = f"{record.prompt_tokens} tokens, {_times_of(record)}"
         self._tell(f"{done}/{self._documents} {record.id}: {what}", self._times(f", {left}"))
         if self._bar is not None:
             half_done = work + max(work, prefilled)
@@ -208,3 +205,10 @@ def clock_time(seconds: float) -> str:
     """Seconds as h:mm:ss."""
     whole = max(0, round(seconds))
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def _times_of(record: Record) -> str:
+    """Say how long a document took; parts of a split one are decoded side by side, so their times add up to nothing."""
+    if record.parts > 1:
+        return f"{record.parts} prompts prefilled in {record.ttft_s:.2f} s, {record.new_tokens} written"
+    return f"first token {record.ttft_s:.2f} s, {record.new_tokens} written {record.decode_s:.2f} s later"

@@ -81,12 +81,13 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path) -> Non
     for name in ("tokens", "slices", "first token", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     table.add_column("answer", no_wrap=True, overflow="ellipsis", ratio=1)
-    example = ""  # a document to look at
+    example, example_is_done = "", False  # a document to look at, one with an answer if there is any
     caches: dict[str, None] = {}
     for record in rows:
         caches |= {record.cache: None} if record.cache else {}
-        if not example and record.id.isprintable() and not record.id.startswith("-"):
-            example = record.id
+        is_better = not example or (record.status == "done" and not example_is_done)
+        if is_better and record.id.isprintable() and not record.id.startswith("-"):
+            example, example_is_done = record.id, record.status == "done"
         _add_row(table, record)
     console.print(table)
     lines = [f"... and {summary.documents - table.row_count} more"] if summary.documents > table.row_count else []

@@ -262,15 +262,17 @@ class ChainWorker:
         packed, self._packed = self._packed, []
         for row in [packed] * bool(packed) if self._runner.in_passes else _rows(packed):
             self._context.trace.begin_row(row, self._runner.first_rank + self._chain.rank)
+            began = time.monotonic()
             try:
                 prefills = self._runner.prefill_packed([planned for _, planned in row])
             except DataError as error:
                 self._fail([request for request, _ in row], str(error))
                 continue
+            # Not their own times: that of the document they share, counted already, is in the first prompt's.
+            self._context.tally.busy_s += time.monotonic() - began
             self._context.trace.end_row(prefills)
             for (request, _), prefill in zip(row, prefills, strict=True):
                 request.document.prefix = None
-                self._context.tally.busy_s += prefill.seconds / len(row)
                 self._start_decoding(request, prefill)
 
     def _fail(self, requests: Sequence[PromptRequest], reason: str) -> None:

@@ -180,6 +180,8 @@ def index_run(path: Path, *, verify: bool = False, passes_damaged: bool = False)
             raise MissingError(
                 f"{path}: no such file or folder; expected a result file (*.h5) or the output folder of a run"
             )
+        if path.is_dir() and any(ledger_files(path)):
+            raise DataError(f"{path}: no result file (*.h5) found: no document is stored yet; see `kvr status {path}`")
         raise DataError(f"{path}: no result file (*.h5) found; expected one, or the output folder of a run")
     found = _look(path if path.is_dir() else path.parent, {file.name for file in files}, verify)
     if found.damaged and not passes_damaged:

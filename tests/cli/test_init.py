@@ -30,6 +30,8 @@ def test_the_job_says_what_was_wanted_and_runs(place: Path, tiny_model_dir: Path
     words = ["init", "minutes.toml", "--corpus", "my corpus", "--model", tiny_model_dir, "--ask", ASKED]
     code, out, err = run_kvr(*words)
     assert (code, err) == (EXIT_OK, "") and "mpirun -n 2 kvr-run minutes.toml" in out
+    # A run of two documents cannot go on with all of them: what is tried out is not where the job will write.
+    assert "--set documents.limit=2 --set output.path=runs/minutes-try\n" in out
     spec, _ = load_job(Path("minutes.toml"), (), {})
     assert spec.documents.path == ["my corpus"] and spec.model.path == str(tiny_model_dir)
     assert spec.prompt.template == f"{ASKED}\n\n{{text}}" and spec.output.path == "runs/minutes"

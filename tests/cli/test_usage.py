@@ -13,8 +13,10 @@ from constants import Kvr
 from shown_runs import write_run
 
 from kvr_mpi.cli import group
+from kvr_mpi.cli.launch import guarded
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.transport.local import run_local
 
 # Arguments and paths
 
@@ -112,3 +114,16 @@ def test_the_shells_are_told_how(kvr: Path) -> None:
         assert f"_KVR_COMPLETE={shell}_complete" in done.stdout
         if shell == "bash":
             subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True)
+
+
+# Ctrl-C
+
+
+def test_who_interrupts_a_job_is_told_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_local(1, lambda world: guarded(world, interrupted))
+    out, err = capsys.readouterr()
+    assert "exit code 130: interrupted" in out + err and "--resume" in out + err and "Traceback" not in out + err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -68,6 +69,14 @@ def test_a_line_for_every_document_with_all_that_matters() -> None:
             60 * (3 - number),
             3600 - 60 * (number + 1),
         ]
+
+
+def test_a_split_document_has_no_sum_of_times_that_ran_side_by_side() -> None:
+    record = done("book", prompt_tokens=9000, ttft_s=46.0, decode_s=204.41, new_tokens=192, parts=8)
+    (line,) = report_lines([(record, 5)], Clock(), 57)
+    assert "9000 tokens, 8 prompts prefilled in 46.00 s, 192 written |" in line and "204" not in line
+    (line,) = report_lines([(replace(record, parts=1), 5)], Clock(), 57)
+    assert "first token 46.00 s, 192 written 204.41 s later |" in line
 
 
 def test_without_a_deadline_there_is_no_wall_time() -> None:

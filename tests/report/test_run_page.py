@@ -19,6 +19,7 @@ from made_runs import STAMP, take, write
 
 from kvr_mpi.cli import group
 from kvr_mpi.errors import DataError
+from kvr_mpi.report.charts import draw_progress
 from kvr_mpi.report.page import PAGE_BYTES, RunFacts, make_page, pack_answers
 from kvr_mpi.report.perfetto import describe_trace
 from kvr_mpi.report.run_page import page_of
@@ -114,6 +115,15 @@ def test_no_document_is_ever_markup(text: str, tmp_path: Path) -> None:
     assert [tag for tag, _ in second.found].count("script") == 2
     assert packed(pages[1])["answer"][0] == text and packed(pages[1])["id"][0] == text
     assert "\u202e" not in pages[1].decode() and "\x1b" not in pages[1].decode()
+
+
+def test_parts_decoded_side_by_side_do_not_make_the_run_longer() -> None:
+    """Of a split document `decode_s` is a sum over its parts: it says nothing of when the run began."""
+    at = [f"2026-01-01T00:0{minute}:00.000+00:00" for minute in (1, 2)]
+    short = [done(name, finished_at=one, ttft_s=40.0) for name, one in zip("ab", at, strict=True)]
+    split = [short[0], replace(short[1], parts=8, decode_s=5000.0)]
+    whole = [short[0], replace(short[1], decode_s=5000.0)]
+    assert draw_progress(split).title == draw_progress(short).title != draw_progress(whole).title
 
 
 def test_a_page_asks_for_nothing_and_forbids_it(tmp_path: Path) -> None:

@@ -94,6 +94,14 @@ def test_the_path_of_the_results_is_shown_as_it_is(capsys: pytest.CaptureFixture
     assert f"kvr inspect {quoted} a\n" in out
 
 
+def test_the_document_to_look_at_is_one_with_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    show([Record("bad.txt", "error", error="not UTF-8"), done("good.txt"), done("other.txt")], Path("r.h5"))
+    out = capsys.readouterr().out
+    assert "kvr inspect r.h5 good.txt\n" in out and "inspect r.h5 bad.txt" not in out and "r.h5 other.txt" not in out
+    show([Record("bad.txt", "error", error="not UTF-8")], Path("r.h5"))
+    assert "kvr inspect r.h5 bad.txt\n" in capsys.readouterr().out, "better than none"
+
+
 @settings(max_examples=40, deadline=None)
 @given(name=st.text(st.characters(exclude_categories=("Cs", "Cc"))), answer=TEXT, error=TEXT)
 @example(name="a", answer="a\nb", error="a\nb")

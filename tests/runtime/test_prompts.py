@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,8 @@ def test_answers_are_those_of_each_prompt_alone(
             assert record.document_sha256 == truth[name].document_sha256
             assert record.prompt_tokens == truth[name].prompt_tokens == record.slices[-1], (way, record)
         assert ("prefilled 3 times" in run.stderr) == (way == "single")
+        (busy,) = re.findall(r"ranks were computing for (\d+) % of their prefill time", run.stderr)
+        assert int(busy) <= 100, (way, "a text that prompts share is counted once")
         if way in ("tight", "single"):
             assert all(record.computed_tokens == record.prompt_tokens for record in found.values()), way
         elif way != "chains":  # of two chains one may help the other with a document's last prompts

@@ -47,7 +47,7 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     minutes = re.search(r"requesting (\d+) min", err)
     assert minutes is not None
     most = Allocation(2, 8, 8, 8).hours(3 * 60 * int(minutes[1]))
-    assert f"at most {most}: the time limit of {minutes[1]} on 2 node(s) for each of 3 shares" in err
+    assert f"at most {most}: the time limit of {minutes[1]} min on 2 node(s) for each of 3 shares" in err
     assert "afterany" not in run_kvr("sbatch", job, *words, "--no-gather")[1]
 
 

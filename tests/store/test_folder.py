@@ -105,6 +105,12 @@ def test_reading_a_folder_without_results_is_bad_data(tmp_path: Path) -> None:
             list(read_run(path))
 
 
+def test_a_run_that_has_stored_nothing_yet_is_not_called_something_else(tmp_path: Path) -> None:
+    (tmp_path / "ledger-0000.jsonl").touch()
+    with pytest.raises(DataError, match="no document is stored yet; see `kvr status"):
+        list(read_run(tmp_path))
+
+
 def test_find_record_names_some_that_exist(tmp_path: Path) -> None:
     write(tmp_path, "0000", [record(f"doc-{n:02d}") for n in range(12)])
     file, key = find_record(tmp_path, "doc-03")
