@@ -102,8 +102,7 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path) -> Non
         hints.insert(1, f"{kvr} inspect {where} {shlex.quote(example)}")
     lines += [
         f"\n{summary.done} done, {summary.failed} error(s). Results: {result}",
-        f"See the results:  {hints[0]}",
-        *(f"               {hint}" for hint in hints[1:]),
+        *(f"{'' if number else 'See the results:':<16}  {hint}" for number, hint in enumerate(hints)),
     ]
     for line in lines:
         console.print(line, soft_wrap=True, markup=False, emoji=False)
