@@ -25,8 +25,8 @@ from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.attention import attend
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.cpu_attention import attention_kernel
 from kvr_mpi.model.kernels import without_kernels
-from kvr_mpi.model.tiled_attention import attention_kernel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.transport import Transport, gather_json, share_json

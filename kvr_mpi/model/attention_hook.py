@@ -45,7 +45,7 @@ class HeldHead(NamedTuple):
 
 
 class AttentionKernel(Protocol):
-    """Attention without softcaps, for the shapes that it takes (`model.tiled_attention`)."""
+    """Attention without softcaps, for the shapes that it takes (`model.cpu_attention`)."""
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether it is to attend from these to those."""

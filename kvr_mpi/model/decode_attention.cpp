@@ -1,13 +1,13 @@
 // Exact attention of one query a head, as decoding needs it: keys and values are read once, as they lie.
 //
 // A step of decoding waits for memory, so what counts is that every query head of a group reads a key while it is at
-// hand, and that nothing is copied or turned. The heads of all documents are computed in one call. A head's keys are cut into pieces of PIECE; each has its own maximum and
-// sum (flash decoding, Dao et al. 2023), and what comes of the pieces is merged in their order, so that the result does
-// not depend on the number of threads.
+// hand, and that nothing is copied or turned. The heads of all documents are computed in one call. A head's keys are
+// cut into pieces of PIECE; each has its own maximum and sum (flash decoding, Dao et al. 2023), and what comes of the
+// pieces is merged in their order, so that the result does not depend on the number of threads.
 //
 // Keys and values are float32 or bfloat16, which is the upper half of a float32; sums are float32 in any case.
 //
-// Compiled for one processor and called through ctypes: `tiled_attention.py` states the shapes and checks them.
+// Compiled for one processor and called through ctypes: `cpu_attention.py` states the shapes and checks them.
 
 #include "lanes.h"
 #include "threads.h"
@@ -29,17 +29,18 @@ struct Unit {
 struct Step {
     int64_t units, group, dim, query_head;
     float scale;
-    int32_t half;  // queries, keys and values are bfloat16
+    int32_t is_bfloat16;  // queries, keys and values
 };
 
-typedef uint16_t Half;
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+typedef uint16_t BFloat16;
 
-static inline Lanes load(const Half *from) {
-    return (Lanes)(__builtin_convertvector(*reinterpret_cast<const Halves *>(from), Bits) << 16);
+static inline Lanes load(const BFloat16 *from) {
+    Bits bits;
+    for (int l = 0; l < LANES; ++l) bits[l] = static_cast<int32_t>(static_cast<uint32_t>(from[l]) << 16);
+    return (Lanes)bits;
 }
 static inline float number(float value) { return value; }
-static inline float number(Half value) {
+static inline float number(BFloat16 value) {
     const uint32_t bits = static_cast<uint32_t>(value) << 16;
     float whole;
     __builtin_memcpy(&whole, &bits, sizeof whole);
@@ -193,6 +194,6 @@ int64_t kvr_decode_piece() { return PIECE; }
 
 // Room: (units + all their pieces) x group x (dim + 2).
 void kvr_decode_attention(const Step *step, const Unit *units, float *room, int64_t threads) {
-    step->half ? attend_all<Half>(*step, units, room, threads) : attend_all<float>(*step, units, room, threads);
+    (step->is_bfloat16 ? attend_all<BFloat16> : attend_all<float>)(*step, units, room, threads);
 }
 }

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from kvr_mpi.model.cpu_attention import CpuAttention
 from kvr_mpi.model.kernels import give_kernel, kernel_bytes, kernels_of, use_kernels, without_kernels
 from kvr_mpi.model.load import LoadedModel
 from kvr_mpi.model.prepacked import PrepackedProduct
 from kvr_mpi.model.shape import ModelShape
-from kvr_mpi.model.tiled_attention import TiledAttention
 
 PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
@@ -173,7 +173,7 @@ def _compute_like(twin: Any, model: Any) -> None:
     for name, kernel in kernels_of(model).items():
         if isinstance(kernel, PrepackedProduct) and type(parts[name]) is torch.nn.Linear:
             give_kernel(parts[name], PrepackedProduct(parts[name], kernel.ways))
-        elif isinstance(kernel, TiledAttention):
+        elif isinstance(kernel, CpuAttention):
             give_kernel(twin, kernel)
     use_kernels(twin, True)
 

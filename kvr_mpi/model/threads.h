@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-// Found in what torch has loaded: a second OpenMP beside it would have threads of its own, and both would wait spinning.
+// Found in what torch has loaded: a second OpenMP beside it would have threads of its own, and both would spin.
 extern "C" void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags)
     __attribute__((weak));
 

@@ -6,7 +6,7 @@
 // turned once, so that the micro-kernel reads them in rows as it does the values; all query heads of the group read
 // them. Nothing above a causal diagonal is computed but what shares a tile with it.
 //
-// Compiled for one processor and called through ctypes: `tiled_attention.py` states the shapes and checks them.
+// Compiled for one processor and called through ctypes: `cpu_attention.py` states the shapes and checks them.
 
 #include "lanes.h"
 #include "threads.h"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import xxhash
 
-from kvr_mpi.model.tiled_attention import HEADERS, SOURCES, AttentionLibrary
+from kvr_mpi.model.cpu_attention import HEADERS, SOURCES, AttentionLibrary
 from kvr_mpi.tuning.compiled import DTYPES, check_kept, make_once, run_compiler
 from kvr_mpi.tuning.identity import processor_key
 

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.cpu_attention import AttentionLibrary, CpuAttention
 from kvr_mpi.model.fused import (
     GateFound,
     NormFound,
@@ -33,7 +34,6 @@ from kvr_mpi.model.fused import (
 )
 from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel, kernel_bytes, without_kernels
 from kvr_mpi.model.prepacked import PREPACKED, prepack_weights, prepackable
-from kvr_mpi.model.tiled_attention import AttentionLibrary, TiledAttention
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.compile_program import NORM
 from kvr_mpi.tuning.compiled import DTYPES, open_compiled
@@ -115,7 +115,7 @@ def choose_kernels(
         gains = _middle(mine, [found for host, found in views if host == socket.gethostname()])
         ways = _right_ways(pieces, choose_ways(gains, _copy_bytes(loaded.model), COPY_SHARE * free_bytes), say)
     if attention is not None and (taken := ways.get(attention_name(loaded))) is not None:
-        give_kernel(loaded.model, TiledAttention(attention, taken))
+        give_kernel(loaded.model, CpuAttention(attention, taken))
     del pieces
     if known is None and world.local_rank == 0:
         _keep(file, holds_for, gains, say)

@@ -11,10 +11,10 @@ from kvr_mpi.costs.workload import workload_of
 from kvr_mpi.kv.attention import attend
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.cpu_attention import OWN, AttentionLibrary, CpuAttention
 from kvr_mpi.model.fused import COMPILED, GATES, IN_PLACE, IN_PLACE_GATES, GateFound, NormFound
 from kvr_mpi.model.kernels import PLAIN, ROWS, always
 from kvr_mpi.model.prepacked import PREPACKED, PrepackedProduct, prepackable
-from kvr_mpi.model.tiled_attention import TILED, AttentionLibrary, TiledAttention
 from kvr_mpi.tuning.compile_program import NORM
 from kvr_mpi.tuning.compiled import Compiled
 
@@ -144,10 +144,10 @@ def attention_pieces(loaded: LoadedModel, library: AttentionLibrary | None) -> l
 
         return compute
 
-    ours = AttentionParams(scale, kernel=TiledAttention(library, always(TILED)))
-    either = {PLAIN: AttentionParams(scale), TILED: ours}
+    ours = AttentionParams(scale, kernel=CpuAttention(library, always(OWN)))
+    either = {PLAIN: AttentionParams(scale), OWN: ours}
     ways = {way: [attending(params, *cache) for cache in caches] for way, params in either.items()}
-    most_rows = {} if loaded.dtype == torch.float32 else {TILED: 1}  # in bfloat16 it takes one query
+    most_rows = {} if loaded.dtype == torch.float32 else {OWN: 1}  # in bfloat16 it takes one query
     return [Piece(attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype, most_rows)]
 
 

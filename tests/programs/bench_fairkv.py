@@ -51,7 +51,7 @@ from kvr_mpi.documents import read_corpus
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
-from kvr_mpi.model.tiled_attention import attention_kernel
+from kvr_mpi.model.cpu_attention import attention_kernel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.relay import Relay

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvr_mpi.model.tiled_attention import AttentionLibrary
+from kvr_mpi.model.cpu_attention import AttentionLibrary
 from kvr_mpi.tuning import compiled_attention
 from kvr_mpi.tuning.compiled import FAILED, keep_made
 from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention

@@ -22,7 +22,7 @@ from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, Ways, way_for
 
 SOURCES = [Path(__file__).with_name(name) for name in ("tiled_attention.cpp", "decode_attention.cpp")]
 HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "threads.h")]
-TILED = "tiled"
+OWN = "own kernel"
 # Sizes and strides, in the order of the C++ structure's fields.
 _SIZES = "group queries keys dim query_head query_row key_row value_row out_head out_row".split()
 
@@ -46,7 +46,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("units", "group", "dim", "query_head")),
         ("scale", ctypes.c_float),
-        ("half", ctypes.c_int32),
+        ("is_bfloat16", ctypes.c_int32),
     )
 
 
@@ -198,7 +198,7 @@ class AttentionLibrary:
         return out, lse
 
 
-class TiledAttention:
+class CpuAttention:
     """Attention of a model's layers, by our kernel for some numbers of queries.
 
     Parameters
@@ -240,7 +240,7 @@ class TiledAttention:
         return self._library.attend_heads(query, held, kv_heads, scale)
 
 
-def attention_kernel(model: Any) -> TiledAttention | None:
+def attention_kernel(model: Any) -> CpuAttention | None:
     """Return what a model's attention is computed with as it runs now, if that is not torch's."""
-    kernel: TiledAttention | None = vars(model).get(ATTENTION_SLOT)
+    kernel: CpuAttention | None = vars(model).get(ATTENTION_SLOT)
     return kernel

@@ -20,8 +20,8 @@ from kvr_mpi.kv.attention import attend
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import AttentionParams, HeldHead, prepare_model
+from kvr_mpi.model.cpu_attention import OWN, AttentionLibrary, CpuAttention, attention_kernel
 from kvr_mpi.model.kernels import PLAIN, always, forget_kernels, give_kernel, without_kernels
-from kvr_mpi.model.tiled_attention import TILED, AttentionLibrary, TiledAttention, attention_kernel
 from kvr_mpi.prefill.packed import decode_packed
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
@@ -39,8 +39,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> AttentionLibrary:
 
 
 @pytest.fixture
-def kernel(library: AttentionLibrary) -> TiledAttention:
-    return TiledAttention(library, always(TILED))
+def kernel(library: AttentionLibrary) -> CpuAttention:
+    return CpuAttention(library, always(OWN))
 
 
 def draw(heads: int, kv_heads: int, queries: int, keys: int, dim: int) -> Tensors:
@@ -147,7 +147,7 @@ def test_heads_of_documents_of_any_length(
         torch.testing.assert_close(lse[None, document, rows].double(), truth[1][:, :, 0], rtol=1e-5, atol=1e-5)
 
 
-def test_heads_that_it_does_not_take(kernel: TiledAttention, library: AttentionLibrary) -> None:
+def test_heads_that_it_does_not_take(kernel: CpuAttention, library: AttentionLibrary) -> None:
     query, rows = torch.randn(1, 6, 3, 64), torch.randn(20, 64)
     right = HeldHead(0, 0, rows, rows, 0, 20)
     assert kernel.takes_heads(query, [right])
@@ -162,7 +162,7 @@ def test_heads_that_it_does_not_take(kernel: TiledAttention, library: AttentionL
     }
     for name, (asking, held) in wrong.items():
         assert not kernel.takes_heads(asking, held), name
-    assert not TiledAttention(library, (PLAIN, TILED, TILED, TILED)).takes_heads(query, [right])
+    assert not CpuAttention(library, (PLAIN, OWN, OWN, OWN)).takes_heads(query, [right])
 
 
 def test_large_scores_and_small_ones(library: AttentionLibrary) -> None:
@@ -192,7 +192,7 @@ def test_what_is_no_number_is_not_swallowed(library: AttentionLibrary, bad: floa
         torch.testing.assert_close(found.isfinite(), truth.isfinite())
 
 
-def test_what_it_does_not_take_goes_to_torch(kernel: TiledAttention, library: AttentionLibrary) -> None:
+def test_what_it_does_not_take_goes_to_torch(kernel: CpuAttention, library: AttentionLibrary) -> None:
     query, keys, values = draw(6, 2, 40, 90, 64)
     params = AttentionParams(0.2, kernel=kernel)
     others = {
@@ -208,7 +208,7 @@ def test_what_it_does_not_take_goes_to_torch(kernel: TiledAttention, library: At
         assert not kernel.takes(*tensors), name
         if name not in ("kind", "no keys"):
             torch.testing.assert_close(attend(*tensors, params).out, attend(*tensors, AttentionParams(0.2)).out)
-    assert not TiledAttention(library, (PLAIN, PLAIN, PLAIN, TILED)).takes(query, keys, values)  # of so few queries
+    assert not CpuAttention(library, (PLAIN, PLAIN, PLAIN, OWN)).takes(query, keys, values)  # of so few queries
     capped = attend(query, keys, values, AttentionParams(0.2, softcap=5.0, kernel=kernel))
     torch.testing.assert_close(capped.out, attend(query, keys, values, AttentionParams(0.2, softcap=5.0)).out)
 
@@ -247,7 +247,7 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
 
 
 def test_chains_with_it_equal_plain_transformers(
-    loaded: LoadedModel, kernel: TiledAttention, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, kernel: CpuAttention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truth = single(loaded, prompt(200)).logits
     give_kernel(loaded.model, kernel)
@@ -271,7 +271,7 @@ def test_chains_with_it_equal_plain_transformers(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decoding_with_it_gives_the_same_tokens(
-    loaded: LoadedModel, kernel: TiledAttention, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    loaded: LoadedModel, kernel: CpuAttention, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     loaded = replace(loaded, model=loaded.model.to(dtype), dtype=dtype, shape=probe_shape(loaded.model.config, dtype))
     before = single(loaded, prompt(200))
@@ -294,7 +294,7 @@ def test_decoding_with_it_gives_the_same_tokens(
 
 
 def test_documents_together_and_compressed_ones(
-    loaded: LoadedModel, kernel: TiledAttention, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, kernel: CpuAttention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
     attending = kernel.attend_heads
@@ -327,7 +327,7 @@ def test_documents_together_and_compressed_ones(
 
 
 def test_a_kernel_that_is_wrong_is_found_before_it_is_used(
-    loaded: LoadedModel, kernel: TiledAttention, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, kernel: CpuAttention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attending = kernel._library.attend
     monkeypatch.setattr(
