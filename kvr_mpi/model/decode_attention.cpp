@@ -17,7 +17,7 @@
 
 constexpr int MOST_ROWS = 4;  // query heads that share a key in registers
 constexpr int BLOCK = 128, PIECE = 1024;  // keys
-constexpr int AHEAD = 16;                // rows that are asked of memory before they are read
+constexpr int AHEAD = 16;  // rows that are asked of memory before they are read
 
 // One query of each head of a group, which share a KV head of a document. Strides are in elements; of features 1.
 struct Unit {
