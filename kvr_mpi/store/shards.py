@@ -38,8 +38,9 @@ from kvr_mpi.trace import Recorder
 if TYPE_CHECKING:
     import torch
 
-# A shard is closed this long after its first document, or at this size.
-FLUSH_S = 10.0
+# A shard is closed this long after its first document, or at this size. A young job has little, and closes its shards
+# after a tenth of its age: it loses no more than that if it is killed, and a long one makes few files more.
+FLUSH_S, LEAST_FLUSH_S, AGE_SHARE = 10.0, 1.0, 0.1
 FLUSH_BYTES = 1 << 30
 # Free space below which nothing more is written: HDF5 fails badly on a full disk, so it is not to meet one.
 MARGIN_BYTES = 256 << 10
@@ -143,7 +144,7 @@ class ShardWriter:
         self._session = session_of(folder) if session is None else session
         self._ledger = LedgerWriter(folder, name)
         self._shard: _Shard | None = None
-        self._count = 0
+        self._count, self._began_s = 0, time.monotonic()
         self._tasks: queue.SimpleQueue[_Document | _Layer | _Mark | threading.Event] = queue.SimpleQueue()
         self._room, self._waiting_bytes = threading.Condition(), 0
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
@@ -339,9 +340,13 @@ class ShardWriter:
             if not path.exists():
                 with contextlib.suppress(FileExistsError):
                     file = create_hdf5(path.with_name(path.name + PART))
-                    shard = self._shard = _Shard(file, path, time.monotonic() + FLUSH_S)
+                    shard = self._shard = _Shard(file, path, self._due_s())
                     start_file(file, self._header)
                     return shard
+
+    def _due_s(self) -> float:
+        now = time.monotonic()
+        return now + min(FLUSH_S, max(LEAST_FLUSH_S, AGE_SHARE * (now - self._began_s)))
 
     def _check_space(self, size_bytes: int) -> None:
         if shutil.disk_usage(self._folder).free < size_bytes + MARGIN_BYTES:

@@ -80,6 +80,20 @@ def test_a_shard_closes_by_itself_at_its_limits(
     writer.close()
 
 
+def test_a_young_job_makes_its_first_documents_durable_sooner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards_module, "LEAST_FLUSH_S", 0.05)
+    monkeypatch.setattr(shards_module, "FLUSH_S", 1e4)
+    writer = ShardWriter(tmp_path, "0000", HEADER)
+    writer.write(record("a"))
+    wait_for(lambda: len(run_files(tmp_path)) == 1)
+    writer._began_s -= 2000
+    writer.write(record("b"))
+    wait_for(lambda: writer._shard is not None)
+    assert writer._shard is not None and 100 < writer._shard.due_s - time.monotonic() < 1000  # a tenth of its age
+    writer.close()
+    assert [each.id for each in read_run(tmp_path)] == ["a", "b"]
+
+
 def test_writers_side_by_side_do_not_disturb_each_other(tmp_path: Path) -> None:
     writers = [ShardWriter(tmp_path, f"{chain:04d}", HEADER) for chain in range(4)]
     for step in range(5):
