@@ -70,7 +70,7 @@ def place_statically(loads: Sequence[float], ranks: int) -> LayerPlacement:
     Where the heads cannot be divided so, the first ranks have one more; of ranks beyond the heads the last have none.
     """
     parts = np.array_split(np.arange(len(loads)), ranks)
-    pieces = (Piece(int(head), rank, float(loads[head])) for rank, part in enumerate(parts) for head in part)
+    pieces = (Piece(head, rank, float(loads[head])) for rank, part in enumerate(parts) for head in part.tolist())
     return LayerPlacement(ranks, tuple(pieces))
 
 
