@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
-import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -23,17 +23,15 @@ def _write_jsonl(records: Iterable[Record], stream: BinaryIO) -> None:
 
 def _write_csv(records: Iterable[Record], stream: BinaryIO, columns: Sequence[str]) -> None:
     """Write a header and one row per document; lists are space-separated."""
-    text = io.TextIOWrapper(stream, encoding="utf-8", newline="", write_through=True)
-    try:
-        writer = csv.DictWriter(text, _names(columns), lineterminator="\n", quoting=csv.QUOTE_ALL)
-        writer.writeheader()
-        for record in records:
-            row = _row(record, columns)
-            writer.writerow(
-                {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in row.items()}
-            )
-    finally:
-        text.detach()  # or it would close the stream
+    # No file of its own, which would close the stream, and complain when it goes if a reader has gone before.
+    text = codecs.getwriter("utf-8")(stream)
+    writer = csv.DictWriter(text, _names(columns), lineterminator="\n", quoting=csv.QUOTE_ALL)
+    writer.writeheader()
+    for record in records:
+        row = _row(record, columns)
+        writer.writerow(
+            {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in row.items()}
+        )
 
 
 def _write_parquet(records: Iterable[Record], stream: BinaryIO, columns: Sequence[str]) -> None:
