@@ -133,7 +133,9 @@ bench-decode: $(stamp)
 	$(in_venv) taskset -c 0 python tests/programs/bench_decode.py $(ARGS)
 
 bench-fairkv: $(stamp)
-	$(in_venv) mpirun -n $(RANKS) python tests/programs/bench_fairkv.py $(ARGS)
+	$(in_venv) mpirun -n $(RANKS) kvr bench --fairkv jobs/demo.toml --set compress.method=ada-snapkv \
+	    --set compress.budget=512 --set prompt.max_tokens=2256 --set prompt.too_long=truncate \
+	    --set generation.max_new_tokens=256 $(ARGS)
 
 bench-store: $(stamp)
 	$(in_venv) python tests/programs/bench_store.py . $(ARGS)

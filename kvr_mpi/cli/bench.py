@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # The longest prompt that an engine keeps room for while it answers a corpus, and how many it may have at work at once.
 ENGINE_TOKENS, ENGINE_PROMPTS = 8192, 8
+# All ranks decode together, and what they would have chosen is forecast; nothing is stored.
+SHARING = ("parallel.ranks_per_chain=all", "parallel.ranks_per_stage=1", "decode.mode=auto", "output.kv=false")
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -72,6 +74,9 @@ class BenchOptions:
     kernels: str
     roofline: bool
     job: Path | None
+    fairkv: Path | None
+    budgets: str
+    documents: int
     settings: tuple[str, ...]
     ways: str
     batch_size: int
@@ -159,7 +164,27 @@ class BenchOptions:
     "settings",
     multiple=True,
     metavar="SECTION.KEY=VALUE",
-    help="With --batch: override a setting of the job file.",
+    help="With --batch or --fairkv: override a setting of the job file.",
+)
+@click.option(
+    "--fairkv",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="JOB.toml",
+    help="Instead, compare ways to decode documents of this job, compressed as its [compress] says: KV heads placed on "
+    "the ranks in several ways, and each rank its own documents.",
+)
+@click.option(
+    "--budgets",
+    default="",
+    metavar="TOKENS,...",
+    help="With --fairkv: tokens that a KV head keeps on average, one after the other; default: the job's.",
+)
+@click.option(
+    "--documents",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="With --fairkv: number of documents, spread over the corpus.",
 )
 @click.option(
     "--ways",
@@ -185,6 +210,7 @@ def bench(**given: Any) -> int:
     mpirun -n 2 kvr bench --strategies kvr-s,ring --until 3% --time-limit 20m
     mpirun -n 2 kvr bench --contexts 4096 --rivals openvino --roofline
     mpirun -n 2 kvr bench --batch jobs/demo.toml --repeats 1
+    mpirun -n 2 kvr bench --fairkv jobs/demo.toml --set compress.method=ada-snapkv --set compress.budget=512
 
     single is plain transformers on all cores of a host; tsp-dense, tsp-causal and ring are published alternatives. Each
     is run back to back with ours (kvr-s, or else kvr-p or kvr-e), in alternating order. The table shows the median
@@ -196,6 +222,8 @@ def bench(**given: Any) -> int:
     from kvr_mpi.transport.mpi import connect
 
     world = connect()
+    if options.fairkv is not None:
+        return guarded(world, lambda: _bench_heads(world, options, cast(Path, options.fairkv)))
     if options.job is not None:
         return guarded(world, lambda: _bench_batch(world, options))
 
@@ -286,6 +314,51 @@ def _bench_batch(world: Transport, options: BenchOptions) -> int:
         rows = bench_corpus(spec, machine, corpus, world, links, comparison, log, rivals)
     if world.rank == 0:
         print_corpus([row.as_json(rows) for row in rows], options.json_file)
+    return 0
+
+
+def _bench_heads(world: Transport, options: BenchOptions, path: Path) -> int:
+    from kvr_mpi.bench.shared_heads import bench_heads, check_heads
+    from kvr_mpi.cli.bench_tables import print_heads
+    from kvr_mpi.cli.environment import is_offline, read_environment
+    from kvr_mpi.cli.launch import quiet_libraries
+    from kvr_mpi.documents import Corpus
+    from kvr_mpi.job import JobSpec, load_job
+    from kvr_mpi.model import choose_device
+    from kvr_mpi.preflight.checks import check_job
+    from kvr_mpi.report.log import Log
+    from kvr_mpi.runtime.batch import scan_documents
+    from kvr_mpi.transport import on_root, share_json, together
+    from kvr_mpi.transport.choose import Name, open_transport
+
+    def read() -> list[Any]:
+        check_writable(options.json_file)
+        spec, _ = load_job(path, (*options.settings, *SHARING))
+        check_heads(spec, world.size)
+        check_job(spec, world.size, goes_on=True, offline=is_offline())
+        numbers = parse_numbers("--budgets", options.budgets) if options.budgets else []
+        return [spec.model_dump_json(), numbers, scan_documents(spec).to_json()]
+
+    log, machine = Log(world.rank), read_environment().machine
+    quiet_libraries()
+    text, budgets, listed = share_json(world, on_root(world, read))
+    spec = JobSpec.model_validate_json(text)
+    device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
+    wanted = cast(Name, options.transport)
+    links, reason = open_transport(world, wanted, device, cache_dir=machine.cache_dir, every_pair=True)
+    log.root(reason)
+    rows = bench_heads(
+        spec,
+        machine,
+        Corpus.from_json(listed),
+        links,
+        documents=options.documents,
+        budgets=budgets,
+        patience=options.patience,
+        log=log,
+    )
+    if world.rank == 0:
+        print_heads([row.as_json() for row in rows], options.json_file)
     return 0
 
 

@@ -138,6 +138,44 @@ def print_corpus(found: list[dict[str, Any]], json_file: Path | None) -> None:
         _write(found, json_file)
 
 
+def print_heads(found: list[dict[str, Any]], json_file: Path | None) -> None:
+    """Show ways to decode the same documents; `found` is of `HeadsRow.as_json`."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    names = ("kept", "way", "ms a step", "best", "forecast", "tokens/s", "whole / this", "SHA / this", "compute")
+    for name in (*names, "attention", "E_sync", "E", "KV MB a rank", "heads", "same"):
+        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
+    for row in found:
+        predicted = row["predicted"] or {}
+        table.add_row(
+            f"{row['kept_tokens']:.0f}",
+            row["way"],
+            *(f"{1e3 * row[key]:.1f}" for key in ("step_s", "best_s", "forecast_s")),
+            f"{row['tokens_per_s']:.1f}",
+            *(
+                "" if row["way"] == one else Ratio(**row[key]).describe()
+                for key, one in (("whole_over_this", "whole, SHA"), ("sha_over_this", "SHA"))
+            ),
+            *(f"{1e3 * row[key]:.1f}" for key in ("compute_s", "attention_s")),
+            *(
+                " / ".join(f"{said[key]:.2f}" for said in (predicted, row["measured"]) if said)
+                for key in ("sync", "total")
+            ),
+            " ".join(f"{held / 1e6:.0f}" for held in row["kv_bytes"][:4]),
+            " ".join(f"{heads:.2g}" for heads in row["heads"][:4]),
+            f"{row['same_answers']} of {row['documents']}",
+        )
+    Console(width=200, highlight=False, force_terminal=False).print(table)
+    print(
+        "whole / this, SHA / this: how many times as fast a step is as with the whole cache and heads in order, and as "
+        "with the compressed one and heads in order: median of rounds back to back (95 % bootstrap interval)\n"
+        "compute: processor time of a step without sums over ranks; attention: of all layers, without them; E_sync, E: "
+        "predicted from counts / measured; forecast: by what decides decode.mode = 'auto'; same: answers that are "
+        "those of ranks that decode their own documents"
+    )
+    if json_file is not None:
+        _write(found, json_file)
+
+
 def _write(found: list[dict[str, Any]], file: Path) -> None:
     with writing(file):
         file.write_text(json.dumps(found, indent=1) + "\n")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from transformers import GenerationConfig
@@ -109,6 +109,16 @@ class DecodeBatch(Generic[K]):
     def keys(self) -> list[K]:
         """Keys of the documents that `step` has not handed out yet."""
         return [one.key for one in self._running + self._aside] + [one.key for one in self._finished]
+
+    @property
+    def caches(self) -> list[Any]:
+        """Those of the documents under way."""
+        return [document.prefill.cache for document in self._running]
+
+    @property
+    def written(self) -> list[list[int]]:
+        """Tokens of the answers under way."""
+        return [document.writing.token_ids for document in self._running]
 
     @torch.inference_mode()
     def add(

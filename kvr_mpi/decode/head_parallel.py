@@ -103,6 +103,7 @@ class HeadParallelBatch(Generic[K]):
 
     Attributes
     ----------
+    ranks : Transport
     counts : array
         Keys that are held of the documents added last, (layers, documents, kv_heads).
     owners : list of array
@@ -130,7 +131,7 @@ class HeadParallelBatch(Generic[K]):
                 f"{loaded.shape.architecture}: {why}, so its heads cannot be distributed over ranks; use decode.mode = "
                 f"'data-parallel'"
             )
-        self._loaded, self._ranks, self._place, self._loads = loaded, ranks, place, loads
+        self._loaded, self.ranks, self._place, self._loads = loaded, ranks, place, loads
         self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
         self._is_greedy = False  # until documents are here: all of them take the likeliest token
         self._shared_model = loaded
@@ -152,9 +153,19 @@ class HeadParallelBatch(Generic[K]):
         return [each.writing.document.key for each in self._running if each.writing is not None]
 
     @property
+    def caches(self) -> list[SliceCache]:
+        """This rank's heads of the documents under way."""
+        return [document.cache for document in self._running]
+
+    @property
+    def written(self) -> list[list[int]]:
+        """Tokens of this rank's own answers under way."""
+        return [each.writing.sequence.token_ids for each in self._running if each.writing is not None]
+
+    @property
     def held_bytes(self) -> int:
         """Memory that this rank's share of keys and values takes."""
-        return sum(document.cache.held_bytes for document in self._running)
+        return sum(cache.held_bytes for cache in self.caches)
 
     @torch.inference_mode()
     def add(self, documents: Sequence[Prefilled[K]]) -> list[Finished[K]]:
@@ -171,7 +182,7 @@ class HeadParallelBatch(Generic[K]):
         begun = [self._begin(document) for document in documents]
         mine = [writing for writing in begun if writing.sequence.finish_reason is None]
         shared = tell_documents(
-            self._ranks,
+            self.ranks,
             [writing.document.prefill.cache for writing in mine],
             [writing.sequence.token_ids[-1] for writing in mine],
             [writing.sequence.room for writing in mine],
@@ -214,7 +225,7 @@ class HeadParallelBatch(Generic[K]):
 
     def _share_out(self, shared: Sequence[SharedDocument], mine: Sequence[_Writing[K]]) -> None:
         """Place the heads by what they keep, and give every rank its own."""
-        ranks = self._ranks
+        ranks = self.ranks
         self.counts = np.array([document.counts for document in shared], dtype=np.int64).swapaxes(0, 1)
         # The likeliest token is told in two numbers; whatever else chooses needs all logits in one place.
         self._is_greedy = all(document.is_greedy for document in shared)
@@ -234,7 +245,7 @@ class HeadParallelBatch(Generic[K]):
 
     def _divide_heads(self, shared: Sequence[SharedDocument], mine: Sequence[_Writing[K]]) -> list[SliceCache]:
         """Give every rank the heads it owns."""
-        ranks = self._ranks
+        ranks = self.ranks
         # A model without any head is none: a rank that owns none of a layer computes one, and gives zeros for it.
         heads = [sorted({int(head) for head in np.nonzero(own == ranks.rank)[1]}) or [0] for own in self.owners]
 
@@ -250,7 +261,7 @@ class HeadParallelBatch(Generic[K]):
 
     def _divide_tokens(self, shared: SharedDocument, mine: Sequence[_Writing[K]]) -> list[SliceCache]:
         """Give every rank a part of each head's tokens; the last one keeps those to come."""
-        ranks = self._ranks
+        ranks = self.ranks
         heads = [list(range(len(counts))) for counts in shared.counts]
 
         def parts_of(document: int, rank: int) -> list[list[Part]]:
@@ -268,12 +279,12 @@ class HeadParallelBatch(Generic[K]):
 
     def _use(self, heads: Sequence[Sequence[int]] | None, merge: Merge | None) -> None:
         """Compute with this rank's part of the model from now on."""
-        model = share_model(self._loaded, heads, self._ranks.rank, self._ranks.size, self._ranks.all_reduce)
+        model = share_model(self._loaded, heads, self.ranks.rank, self.ranks.size, self.ranks.all_reduce)
         self._shared_model, self._merging = replace(self._loaded, model=model), merge
 
     def _merge(self, part: PartialAttention) -> PartialAttention:
         """Join attention to this rank's tokens with that to the others', in one order on all ranks."""
-        return merge_over_ranks(part, self._ranks)
+        return merge_over_ranks(part, self.ranks)
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose each document's next token by this rank's share of its logits (documents, share), and write it.
@@ -297,28 +308,28 @@ class HeadParallelBatch(Generic[K]):
                 token = int(sequence.choose(rows[at]))
             sequence.write(token)
             told[at] = token if sequence.finish_reason is None else ENDED
-        self._ranks.all_reduce(told)
+        self.ranks.all_reduce(told)
         return told
 
     def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         """Find the likeliest tokens (documents,) of all shares: of equals the first, as argmax does."""
-        found = torch.zeros(self._ranks.size, len(logits), 2, dtype=torch.float64, device=logits.device)
+        found = torch.zeros(self.ranks.size, len(logits), 2, dtype=torch.float64, device=logits.device)
         values, places = logits.max(-1)
-        found[self._ranks.rank, :, 0], found[self._ranks.rank, :, 1] = values, places + self._share[0]
-        self._ranks.all_reduce(found)  # every other rank's part of this one is zero
+        found[self.ranks.rank, :, 0], found[self.ranks.rank, :, 1] = values, places + self._share[0]
+        self.ranks.all_reduce(found)  # every other rank's part of this one is zero
         return found[found[:, :, 0].argmax(0), torch.arange(len(logits), device=logits.device), 1].long()
 
     def _gather(self, logits: torch.Tensor) -> torch.Tensor:
         """Put all shares together (documents, vocab_size)."""
         rows = logits.new_zeros(len(logits), self._loaded.model.lm_head.out_features)
         rows[:, self._share[0] : self._share[1]] = logits
-        self._ranks.all_reduce(rows)
+        self.ranks.all_reduce(rows)
         return rows
 
     @property
     def _share(self) -> tuple[int, int]:
         """First and last token, not included, of this rank's share of the vocabulary."""
-        return share_of(self._loaded.model.lm_head.out_features, self._ranks.rank, self._ranks.size)
+        return share_of(self._loaded.model.lm_head.out_features, self.ranks.rank, self.ranks.size)
 
 
 def why_not_head_parallel(loaded: LoadedModel) -> str | None:

@@ -19,8 +19,11 @@ import torch
 
 from kvr_mpi.model.attention_hook import HeldHead
 from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, Ways, way_for
+from kvr_mpi.model.narrow_product import NarrowProducts
 
-SOURCES = [Path(__file__).with_name(name) for name in ("tiled_attention.cpp", "decode_attention.cpp")]
+# All of one library, with the products of few rows.
+_NAMES = ("tiled_attention.cpp", "decode_attention.cpp", "narrow_product.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "threads.h")]
 OWN = "own kernel"
 # Sizes and strides, in the order of the C++ structure's fields.
@@ -64,6 +67,8 @@ class AttentionLibrary:
         The name of its folder, which another code or processor has another of.
     multiple : int
         Heads it takes have a multiple of so many features.
+    products : NarrowProducts
+        The kernels for few rows, which are compiled with these.
 
     Raises
     ------
@@ -81,6 +86,7 @@ class AttentionLibrary:
         self._decode, self._piece = library.kvr_decode_attention, int(library.kvr_decode_piece())
         self._decode.restype, self._decode.argtypes = None, [ctypes.c_void_p] * 3 + [ctypes.c_int64]
         self.multiple = int(library.kvr_attention_multiple())
+        self.products = NarrowProducts(library)
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the kernel can attend from these to those, whatever their lengths."""

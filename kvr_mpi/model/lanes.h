@@ -81,6 +81,34 @@ static inline Lanes sums_of(Lanes *each) {
 #endif
 }
 
+// Turn a square of LANES vectors over: what was in lane l of vector r is in lane r of vector l. Interleaving the first
+// half of them with the second moves a lane's number by one bit each time.
+static inline void turn_square(Lanes *each) {
+#if defined(__GNUC__) && !defined(__clang__)
+    Bits low, high;
+    for (int l = 0; l < LANES; ++l) low[l] = l / 2 + l % 2 * LANES;
+    high = low + LANES / 2;
+#pragma GCC unroll 4
+    for (int bit = 1; bit < LANES; bit *= 2) {
+        Lanes mixed[LANES];
+#pragma GCC unroll 16
+        for (int l = 0; l < LANES / 2; ++l) {
+            mixed[2 * l] = __builtin_shuffle(each[l], each[l + LANES / 2], low);
+            mixed[2 * l + 1] = __builtin_shuffle(each[l], each[l + LANES / 2], high);
+        }
+#pragma GCC unroll 16
+        for (int l = 0; l < LANES; ++l) each[l] = mixed[l];
+    }
+#else
+    for (int r = 1; r < LANES; ++r)
+        for (int l = 0; l < r; ++l) {
+            const float lane = each[r][l];
+            each[r][l] = each[l][r];
+            each[l][r] = lane;
+        }
+#endif
+}
+
 // Make weights of a query's scores of a block (wide), of which it sees those from `low` to `high`. Updates the largest
 // score and the sum of weights; returns what earlier weights are to be multiplied by. Scores are logarithms to base 2.
 static inline float weigh(float *scores, int64_t low, int64_t high, int64_t wide, float &most, float &total) {

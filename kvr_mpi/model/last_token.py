@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvr_mpi.model.prepacked import MULTIPLY
+from kvr_mpi.model.products import MULTIPLY
 
 # What computes each row of its first argument from that row alone, if the second is a matrix of weights.
 PRODUCTS = {torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, MULTIPLY}

@@ -19,7 +19,7 @@ import torch
 from kvr_mpi.model.cpu_attention import CpuAttention
 from kvr_mpi.model.kernels import give_kernel, kernel_bytes, kernels_of, use_kernels, without_kernels
 from kvr_mpi.model.load import LoadedModel
-from kvr_mpi.model.prepacked import PrepackedProduct
+from kvr_mpi.model.products import Product
 from kvr_mpi.model.shape import ModelShape
 
 PLAN = {
@@ -171,8 +171,8 @@ def _compute_like(twin: Any, model: Any) -> None:
     """Lay the twin's weights out where the model's own are, and attend as it does."""
     parts = {name.removesuffix(".part"): module for name, module in twin.named_modules()}
     for name, kernel in kernels_of(model).items():
-        if isinstance(kernel, PrepackedProduct) and type(parts[name]) is torch.nn.Linear:
-            give_kernel(parts[name], PrepackedProduct(parts[name], kernel.ways))
+        if isinstance(kernel, Product) and type(parts[name]) is torch.nn.Linear:
+            give_kernel(parts[name], Product(parts[name], kernel.ways, kernel.library))
         elif isinstance(kernel, CpuAttention):
             give_kernel(twin, kernel)
     use_kernels(twin, True)

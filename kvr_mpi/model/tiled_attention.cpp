@@ -87,10 +87,14 @@ static void attend(const Shape &s, const float *query, const float *turned, cons
 // Lay keys (keys, dim) out as (dim, padded to WIDE), with zeros behind.
 static void turn(const Shape &s, const float *keys, float *turned, int64_t begin, int64_t end) {
     const int64_t padded = (s.keys + WIDE - 1) / WIDE * WIDE;
-    for (int64_t from = begin; from < end; from += WIDE)
-        for (int64_t d = 0; d < s.dim; ++d)
-            for (int64_t t = from; t < std::min(from + WIDE, padded); ++t)
-                turned[d * padded + t] = t < s.keys ? keys[t * s.key_row + d] : 0.0f;
+    for (int64_t from = begin; from < end; from += LANES)
+        for (int64_t d = 0; d < s.dim; d += LANES) {
+            Lanes square[LANES];
+            for (int64_t t = 0; t < LANES; ++t)
+                square[t] = from + t < s.keys ? load(keys + (from + t) * s.key_row + d) : Lanes{};
+            turn_square(square);
+            for (int64_t l = 0; l < LANES; ++l) store(turned + (d + l) * padded + from, square[l]);
+        }
 }
 
 extern "C" {

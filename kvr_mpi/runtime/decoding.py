@@ -56,9 +56,12 @@ def _choose(setup: JobSetup, part: Round, chain: Transport) -> DecodeChoice:
     assert setup.sharing is not None and setup.costs is not None, "what decides is opened and measured"
     wave = _usual_wave(setup, part)
     hidden = setup.loaded.model.config.get_text_config().hidden_size
-    costs = decode_costs_of(setup.costs, hidden_bytes=hidden * setup.loaded.dtype.itemsize)
-    measured = measure_decoding(setup.loaded, chain, wave.documents, setup.sharing.placing(chain.size))
-    return choose_decoding(replace(costs, measured_s=measured), wave, setup.sharing.efficiency(size))
+    found = measure_decoding(setup.loaded, chain, wave.documents, setup.sharing.placing(chain.size))
+    costs = decode_costs_of(
+        setup.costs, hidden_bytes=hidden * setup.loaded.dtype.itemsize, kept_token_s=found.kept_token_s
+    )
+    costs = replace(costs, measured_s=(found.apart_s, found.shared_s))
+    return choose_decoding(costs, wave, setup.sharing.efficiency(size))
 
 
 def _why_apart(chain_size: int) -> str:

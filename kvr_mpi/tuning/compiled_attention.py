@@ -1,4 +1,4 @@
-"""Our attention kernels, compiled once for a processor and kept in ``KVR_CACHE``.
+"""Our kernels for attention and for products of few rows, compiled once for a processor and kept in ``KVR_CACHE``.
 
 A C++ compiler takes two seconds for them. Whatever goes wrong, torch's attention goes on and a line says why; a
 compiler that failed is not asked again, and one that is not there is looked for by every job.
@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from kvr_mpi.model.cpu_attention import HEADERS, SOURCES, AttentionLibrary
+from kvr_mpi.model.narrow_product import BLOCK, NarrowProducts, NarrowWeights
 from kvr_mpi.tuning.compiled import DTYPES, check_kept, make_once, run_compiler
 from kvr_mpi.tuning.identity import processor_key
 
@@ -29,6 +30,8 @@ ALLOWED_ERROR = 1e-5
 # Heads, KV heads, queries, keys: tiles that are full and not, several blocks of keys, queries at the keys' end, and
 # one query with a piece of keys and with several.
 TRIED = ((6, 2, 45, 45), (2, 2, 7, 1100), (4, 1, 13, 531), (14, 2, 1, 1100), (3, 3, 1, 33))
+# Products: outputs that no tile of them divides, and full and partial tiles of rows.
+TRIED_OUTS, TRIED_ROWS = 71, (1, 2, 3, 8, 13)
 
 Say = Callable[[str], None]
 
@@ -59,6 +62,7 @@ def open_attention(cache_dir: Path, say: Say, *, compiles: bool, limit_s: float 
         check_kept(file)
         library = AttentionLibrary(file)
         _try(library)
+        _try_products(library.products)
     except (FileNotFoundError, NotADirectoryError):
         return None  # it was never compiled
     except (OSError, ValueError, AttributeError) as error:
@@ -112,6 +116,36 @@ def _try(library: AttentionLibrary) -> None:
                 for mine, truth in zip(found, _attend_in_float64(query, keys, values, 0.3, **how), strict=True):
                     if not torch.allclose(mine.double(), truth, rtol=error, atol=error):
                         raise ValueError("it gives wrong results")
+
+
+@torch.inference_mode()
+def _try_products(products: NarrowProducts) -> None:
+    """Hold products of few rows against float64.
+
+    Raises
+    ------
+    ValueError
+        If they are something else.
+    """
+    draw = torch.Generator().manual_seed(0)
+    scales = torch.randn(TRIED_OUTS, 3, 2, generator=draw)
+    scales[..., 0] = scales[..., 0].abs().half().float()
+    halves = torch.randn(TRIED_OUTS, 3 * BLOCK, generator=draw).bfloat16().view(torch.int16)
+    steps = torch.randint(0, 256, (TRIED_OUTS, 3 * BLOCK // 2), generator=draw, dtype=torch.uint8)
+    bytes_of = torch.randint(-127, 128, (TRIED_OUTS, 3 * BLOCK), generator=draw, dtype=torch.int8)
+    kinds = (
+        NarrowWeights(halves, None),
+        NarrowWeights(bytes_of, scales[..., :1].contiguous()),
+        NarrowWeights(steps, scales),
+    )
+    for weights in kinds:
+        truth = weights.widen().double()
+        for count in TRIED_ROWS:
+            rows = torch.randn(count, 3 * BLOCK, generator=draw)
+            wanted = rows.double() @ truth.T
+            within = ALLOWED_ERROR * (rows.double().abs() @ truth.abs().T)
+            if not bool(((products.multiply(rows, weights).double() - wanted).abs() <= within).all()):
+                raise ValueError("it gives wrong results")
 
 
 def _attend_in_float64(

@@ -1,14 +1,18 @@
 """Measure what a step of decoding takes, each rank its own documents or all ranks some heads of all of them.
 
-What the rates of a prefill say of it is too little: a few rows are multiplied much slower than many, and sums wait for
-whoever is late. Documents are short here: what they attend to is computed (``costs.decoding``). All ranks of a chain
-measure at once, as they will work.
+What the rates of a prefill say of it is too little: a few rows are multiplied much slower than many, attention of one
+query waits for memory, and sums wait for whoever is late. Steps are timed with short documents, and attention to long
+ones apart, whose keys and values are made up; both are put together by ``costs.decoding``. All ranks of a chain measure
+at once, as they will work.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -17,9 +21,15 @@ from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.head_parallel import HeadParallelBatch, Place, Prefilled
+from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.cpu_attention import attention_kernel
+from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
 from kvr_mpi.prefill.packed import prefill_packed
+from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.transport import Transport, gather_json, share_json
 
 PROBE_TOKENS = 16
@@ -27,10 +37,26 @@ PROBE_TOKENS = 16
 STEPS = 5
 # More documents of a rank are timed as so many.
 MOST_DOCUMENTS = 16
+# Documents that are attended to: keys and values of all layers together are more than caches of a processor hold.
+LONG_DOCUMENTS, LONG_TOKENS = 2, 1024
+ATTENTION_REPEATS = 5
 
 
-def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, place: Place) -> tuple[float, float]:
-    """Time a step in either way; every rank of the chain calls this.
+@dataclass(frozen=True, slots=True)
+class DecodeTimes:
+    """What the ranks of a chain took, in seconds; of each the slowest.
+
+    apart_s, shared_s : a step of short documents, each rank its own, and heads shared.
+    kept_token_s : attending to a token that all heads keep, in all layers.
+    """
+
+    apart_s: float
+    shared_s: float
+    kept_token_s: float
+
+
+def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, place: Place) -> DecodeTimes:
+    """Time a step in either way, and attention; every rank of the chain calls this.
 
     Parameters
     ----------
@@ -41,8 +67,8 @@ def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, plac
 
     Returns
     -------
-    (float, float)
-        Seconds of the slowest rank, the middle of some steps: each rank its own documents, and shared heads.
+    DecodeTimes
+        Of steps the middle of some, of attention the least.
     """
     shares = len(range(chain.rank, documents, chain.size))
     greedy = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -60,7 +86,69 @@ def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, plac
     del apart
     shared: HeadParallelBatch[int] = HeadParallelBatch(loaded, chain, greedy, place=place, **options)
     shared.add([Prefilled(number, prefill, ids) for number, prefill in enumerate(prefills())])
-    return apart_s, _step_seconds(chain, shared.step, loaded.device)
+    shared_s = _step_seconds(chain, shared.step, loaded.device)
+    del shared
+    return DecodeTimes(apart_s, shared_s, _kept_token_seconds(loaded, chain))
+
+
+@torch.inference_mode()
+def attention_seconds(loaded: LoadedModel, caches: Sequence[SliceCache], ranks: Transport) -> list[float]:
+    """Time each layer's attention from a token of each document, on every rank at once: the least of some.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        The whole model, even if the caches are of some of its heads.
+    caches : sequence of SliceCache
+        Of documents that are decoded, on this rank.
+    ranks : Transport
+        Those that begin together.
+    """
+    pack, kernel = PackedCache(caches, [1] * len(caches)), attention_kernel(loaded.model)
+    group = loaded.model.config.get_text_config().num_attention_heads // loaded.shape.layers[0].num_kv_heads
+    best = [math.inf] * len(pack.layers)
+    ranks.barrier()
+    for repeat, (at, layer) in itertools.product(range(ATTENTION_REPEATS), enumerate(pack.layers)):
+        document = layer.documents[0]
+        shape = document.layout.shape if document.is_ragged else document.shape
+        sizes = (1, shape.num_kv_heads * group, len(caches), shape.key_dim)
+        query = torch.randn(sizes, device=loaded.device).to(loaded.dtype)
+        began = time.perf_counter()
+        layer.attend(query, query, query, AttentionParams(shape.key_dim**-0.5, kernel=kernel))
+        wait_for_compute(loaded.device)
+        best[at] = min(best[at], time.perf_counter() - began) if repeat else math.inf
+    return best
+
+
+def _kept_token_seconds(loaded: LoadedModel, chain: Transport) -> float:
+    """Time attention to long documents, less that to short ones: what calls take that has nothing to attend to."""
+    long, short = (
+        sum(attention_seconds(loaded, [_made_up(loaded, tokens) for _ in range(LONG_DOCUMENTS)], chain))
+        for tokens in (LONG_TOKENS, PROBE_TOKENS)
+    )
+    mine = max(0.0, long - short) / (LONG_DOCUMENTS * (LONG_TOKENS - PROBE_TOKENS))
+    return float(max(share_json(chain, gather_json(chain, mine))))
+
+
+@torch.inference_mode()
+def _made_up(loaded: LoadedModel, tokens: int) -> SliceCache:
+    """Make the cache of a prompt that nobody has computed."""
+    made = SliceCache(loaded, Relay(Partition((0, tokens)), 0), None)
+    made.finish()
+    for layer in made.layers:
+        layer.post()
+        shape = layer.shape
+        layer.layout.write(
+            0,
+            *(
+                torch.randn(1, shape.num_kv_heads, tokens, dim, device=loaded.device).to(loaded.dtype)
+                for dim in (shape.key_dim, shape.value_dim)
+            ),
+        )
+        layer.length = tokens
+        if loaded.device.type == "cpu":  # as a batch does (`DecodeBatch.add`)
+            layer.lay_by_heads()
+    return made
 
 
 def _step_seconds(chain: Transport, step: Callable[[], object], device: torch.device) -> float:

@@ -33,7 +33,8 @@ from kvr_mpi.model.fused import (
     is_same,
 )
 from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel, kernel_bytes, without_kernels
-from kvr_mpi.model.prepacked import PREPACKED, prepack_weights, prepackable
+from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
+from kvr_mpi.model.products import PREPACKED, find_products, give_products, narrow_weights
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.compile_program import NORM
 from kvr_mpi.tuning.compiled import DTYPES, open_compiled
@@ -55,6 +56,7 @@ from kvr_mpi.tuning.pieces import (
 
 # A way is taken from this gain on; a second copy of weights is made if it gains so much at some number of rows.
 LEAST_GAIN, LEAST_COPY_GAIN = 1.03, 1.1
+COPIES = (NARROW, PREPACKED)
 # All copies may take this share of the memory that is left.
 COPY_SHARE = 0.25
 # Models with fewer features than this gain nothing worth a compiler.
@@ -105,7 +107,9 @@ def choose_kernels(
     )
     attention = host_by_host(world, lambda: _open_attention(loaded, cache_dir, say, compiles=is_first))
     with torch.inference_mode():
-        pieces = [*product_pieces(loaded.model, COPY_SHARE * free_bytes), *norm_pieces(norms, compiled)]
+        room, products = COPY_SHARE * free_bytes, None if attention is None else attention.products
+        narrowed = {} if products is None else narrow_weights(loaded.model, room)
+        pieces = [*product_pieces(loaded.model, room, products, narrowed), *norm_pieces(norms, compiled)]
         pieces += [*gate_pieces(gates, compiled), *attention_pieces(loaded, attention)]
         holds_for = _holds_for(pieces, attention)
         file = cache_dir / "kernels" / f"{xxhash.xxh3_64_hexdigest(holds_for.encode())}.json"
@@ -113,13 +117,14 @@ def choose_kernels(
         mine = together(world, partial(_known_or_measured, known, pieces))
         views = share_json(world, gather_json(world, [socket.gethostname(), mine]))
         gains = _middle(mine, [found for host, found in views if host == socket.gethostname()])
-        ways = _right_ways(pieces, choose_ways(gains, _copy_bytes(loaded.model), COPY_SHARE * free_bytes), say)
+        ways = _right_ways(pieces, choose_ways(gains, _copy_bytes(loaded.model, narrowed), room), say)
     if attention is not None and (taken := ways.get(attention_name(loaded))) is not None:
         give_kernel(loaded.model, CpuAttention(attention, taken))
     del pieces
     if known is None and world.local_rank == 0:
         _keep(file, holds_for, gains, say)
-    prepack_weights(loaded.model, {name: taken for name, taken in ways.items() if PREPACKED in taken})
+    copied = {name: taken for name, taken in ways.items() if set(COPIES) & set(taken)}
+    give_products(loaded.model, copied, products, narrowed)
     for norm in norms:
         if (taken := ways.get(norm_name(norm))) is not None:
             give_norm(norm, compiled[NORM], taken)
@@ -147,8 +152,15 @@ def _open_attention(loaded: LoadedModel, cache_dir: Path, say: Say, *, compiles:
     return open_attention(cache_dir, say, compiles=compiles)
 
 
-def _copy_bytes(model: torch.nn.Module) -> dict[str, int]:
-    return {shape: sum(layer.weight.nbytes for layer in layers) for shape, layers in prepackable(model).items()}
+def _copy_bytes(model: torch.nn.Module, narrowed: Mapping[torch.nn.Linear, NarrowWeights]) -> dict[str, dict[str, int]]:
+    """Say what a second copy of all weights of a shape takes, by the ways that read it."""
+    return {
+        shape: {
+            PREPACKED: sum(layer.weight.nbytes for layer in layers),
+            NARROW: sum(narrowed[layer].nbytes for layer in layers if layer in narrowed),
+        }
+        for shape, layers in find_products(model).items()
+    }
 
 
 def measure_gains(pieces: Sequence[Piece]) -> Gains:
@@ -191,14 +203,14 @@ def _seconds(calls: Sequence[Compute], rows: torch.Tensor, repeats: int) -> floa
     return time.perf_counter() - began
 
 
-def choose_ways(gains: Gains, copy_bytes: Mapping[str, int], room: float) -> dict[str, Ways]:
+def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room: float) -> dict[str, Ways]:
     """Choose each piece's way at each number of rows.
 
     Parameters
     ----------
     gains : Gains
-    copy_bytes : mapping of str to int
-        What laying out the weights of a shape takes.
+    copy_bytes : mapping of str to mapping of str to int
+        What a second copy of the weights of a shape takes, by the way that reads it.
     room : float
         Bytes that may be taken: shapes that gain most come first.
 
@@ -209,22 +221,36 @@ def choose_ways(gains: Gains, copy_bytes: Mapping[str, int], room: float) -> dic
     """
     chosen = {}
     for name in sorted(gains, key=lambda one: -max((max(row) for row in gains[one].values()), default=0.0)):
-        found = gains[name]
-        if PREPACKED in found:
-            if max(found[PREPACKED]) < LEAST_COPY_GAIN or copy_bytes[name] > room:
-                continue
-            room -= copy_bytes[name]
-        ways: list[str] = []
-        for at in range(len(ROWS)):
-            best = max(found, key=lambda way: found[way][at], default=PLAIN)
-            if best != PLAIN and not found[best][at]:  # not measured: as with fewer rows
-                best = ways[-1] if ways else PLAIN
-            elif best != PLAIN and found[best][at] < LEAST_GAIN:
-                best = PLAIN
-            ways.append(best)
+        sizes, found = copy_bytes.get(name, {}), dict(gains[name])
+        while True:
+            ways = _fastest(found)
+            most = {
+                way: max(found[way][at] for at, taken in enumerate(ways) if taken == way) for way in {*ways} & {*sizes}
+            }
+            needed = sum(sizes[way] for way in most)
+            if not most or (min(most.values()) >= LEAST_COPY_GAIN and needed <= room):
+                break
+            del found[min(most, key=most.__getitem__)]  # does not pay for its memory, or there is none
+        room -= needed
         if set(ways) != {PLAIN}:
-            chosen[name] = tuple(ways)
+            chosen[name] = ways
     return chosen
+
+
+def _fastest(gains: Mapping[str, Sequence[float]]) -> Ways:
+    """Take at each number of rows what gains most there; where that was not measured, what fewer rows take.
+
+    But weights in fewer bits, whose kernels are for few rows.
+    """
+    ways: list[str] = []
+    for at in range(len(ROWS)):
+        best = max(gains, key=lambda way: gains[way][at], default=PLAIN)
+        if best != PLAIN and not gains[best][at]:
+            best = ways[-1] if ways and ways[-1] != NARROW else PLAIN
+        elif best != PLAIN and gains[best][at] < LEAST_GAIN:
+            best = PLAIN
+        ways.append(best)
+    return tuple(ways)
 
 
 def _right_ways(pieces: Sequence[Piece], chosen: Mapping[str, Ways], say: Say) -> dict[str, Ways]:

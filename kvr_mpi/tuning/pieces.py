@@ -13,13 +13,16 @@ from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.cpu_attention import OWN, AttentionLibrary, CpuAttention
 from kvr_mpi.model.fused import COMPILED, GATES, IN_PLACE, IN_PLACE_GATES, GateFound, NormFound
-from kvr_mpi.model.kernels import PLAIN, ROWS, always
-from kvr_mpi.model.prepacked import PREPACKED, PrepackedProduct, prepackable
+from kvr_mpi.model.kernels import PLAIN, always
+from kvr_mpi.model.narrow_product import NARROW, NarrowProducts, NarrowWeights
+from kvr_mpi.model.products import PREPACKED, Product, can_lay, find_products
 from kvr_mpi.tuning.compile_program import NORM
 from kvr_mpi.tuning.compiled import Compiled
 
 # A few rows read weights, keys and values from memory, as in a model of many layers: so many bytes take turns.
 TURNS_BYTES, TURNS_ROWS = 64 << 20, 8
+# From more rows on weights in fewer bits are read again for every eight.
+NARROW_ROWS = 8
 # Keys that queries attend to.
 KEYS = 1024
 
@@ -46,17 +49,24 @@ class Piece:
         return torch.randn(count, self.features, generator=torch.Generator().manual_seed(count)).to(self.dtype)
 
 
-def product_pieces(model: torch.nn.Module, most_bytes: float) -> list[Piece]:
-    """List linear layers by shape, as far as there is memory to lay some of them out."""
-    pieces = []
-    for shape, layers in prepackable(model).items():
+def product_pieces(
+    model: torch.nn.Module,
+    most_bytes: float,
+    library: NarrowProducts | None = None,
+    narrowed: Mapping[torch.nn.Linear, NarrowWeights] | None = None,
+) -> list[Piece]:
+    """List linear layers by shape, as far as there is memory to lay some of them out; `narrowed` is there already."""
+    pieces, narrowed = [], narrowed or {}
+    for shape, layers in find_products(model).items():
         one = layers[0].weight
         turns = layers[: max(1, TURNS_BYTES // one.nbytes)]
-        if one.nbytes * len(turns) > most_bytes:
-            continue
-        plain = [_linear(layer) for layer in turns]
-        packed = [PrepackedProduct(layer, (PREPACKED,) * len(ROWS)) for layer in turns]
-        pieces.append(Piece(shape, {PLAIN: plain, PREPACKED: packed}, one.shape[1], one.dtype))
+        ways: dict[str, Sequence[Compute]] = {PLAIN: [_linear(layer) for layer in turns]}
+        if can_lay(one) and one.nbytes * len(turns) <= most_bytes:
+            ways[PREPACKED] = [Product(layer, always(PREPACKED)) for layer in turns]
+        if library is not None and layers[0] in narrowed:
+            ways[NARROW] = [Product(layer, always(NARROW), library, narrowed[layer]) for layer in turns]
+        if len(ways) > 1:
+            pieces.append(Piece(shape, ways, one.shape[1], one.dtype, {NARROW: NARROW_ROWS}))
     return pieces
 
 

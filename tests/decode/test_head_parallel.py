@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers as tf
-from constants import TESTS
 from models import COMMON, CONFIGS, STATES, WHOLE, tiny
 from rows import alone, one_thread, other_prompt
 from transformers import GenerationConfig
@@ -282,15 +278,3 @@ def test_rows_of_a_copied_head_come_near_its_pieces() -> None:
         assert set(owners[:, head]) <= {piece.rank for piece in placed.pieces if piece.head == head}
     found = rank_loads(owners, counts, 3)
     assert found.sum() == counts.sum() and abs(found - placed.loads).max() <= 2 * counts.max()
-
-
-@pytest.mark.long
-def test_real_ranks_and_a_real_model_agree(mpirun: Any, smollm: Any, tmp_path: Path) -> None:
-    """The bench asserts that all placements, and each rank by itself, write the same."""
-    program, figures = TESTS / "programs" / "bench_fairkv.py", tmp_path / "figures.json"
-    small = ["--documents", "3", "--tokens", "150", "--budgets", "100", "--rounds", "2", "--steps", "2"]
-    ran = mpirun(3, [sys.executable, program, *small, "--json", figures], cwd=TESTS.parent)
-    assert ran.returncode == 0, ran.stderr
-    found = {each["way"]: each for each in json.loads(figures.read_text())["figures"]}
-    assert found["in proportion"]["predicted"]["sync"] >= found["SHA"]["predicted"]["sync"]
-    assert sum(found["SHA"]["kv_mib"]) < 0.8 * sum(found["whole, SHA"]["kv_mib"])

@@ -128,7 +128,13 @@ def test_code_that_is_damaged_or_not_ours_is_not_run(kept: Path) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("which", "right", "wrong"),
-    [(0, "std::min(r + 1, rows)", "std::min(r + 2, rows)"), (1, "total += weight *", "total += 1.001f *")],
+    [(0, "std::min(r + 1, rows)", "std::min(r + 2, rows)"), (1, "total += weight *", "total += 1.001f *")]
+    + [
+        (2, "Wide) << 16", "Wide) << 15"),
+        (2, "both >> 4", "both >> 3"),
+        (2, "Lanes) - 128.0f", "Lanes) - 127.0f"),
+        (2, "0; r < count", "1; r < count"),
+    ],
 )
 def test_a_kernel_that_computes_something_else_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int, right: str, wrong: str
@@ -137,7 +143,9 @@ def test_a_kernel_that_computes_something_else_is_not_used(
     changed = tmp_path / compiled_attention.SOURCES[which].name
     changed.write_text(changed.read_text().replace(right, wrong))
     assert wrong in changed.read_text()
-    monkeypatch.setattr(compiled_attention, "SOURCES", [Path(each) for each in sources[:2]])
+    monkeypatch.setattr(
+        compiled_attention, "SOURCES", [Path(each) for each in sources[: -len(compiled_attention.HEADERS)]]
+    )
     found, said = try_to_open(tmp_path / "cache")
     assert found is None and "wrong results" in said[0]
 

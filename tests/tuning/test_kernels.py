@@ -14,7 +14,8 @@ from chains import chain, single
 from models import prompt, tiny
 
 from kvr_mpi.model.kernels import PLAIN, ROWS, forget_kernels, kernel_bytes, kernels_of
-from kvr_mpi.model.prepacked import MULTIPLY, PREPACKED, PrepackedProduct, prepackable
+from kvr_mpi.model.narrow_product import NARROW
+from kvr_mpi.model.products import MULTIPLY, PREPACKED, Product, find_products
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.transport.local import LocalTransport, run_local
@@ -61,7 +62,7 @@ def test_the_fastest_way_is_taken_at_each_number_of_rows() -> None:
         "slow": {"compiled": [0.9, 1.0, 1.01, 1.02]},
         "long": {"compiled": [1.5, 0.0, 0.0, 0.0]},
     }
-    assert choose_ways(found, {"a": 10}, 10) == {
+    assert choose_ways(found, {"a": {PREPACKED: 10}}, 10) == {
         "a": (PLAIN, PREPACKED, PLAIN, PREPACKED),
         "norm": (PLAIN, "in place", "compiled", "compiled"),
         "long": ("compiled",) * 4,  # as far as it was measured
@@ -74,15 +75,30 @@ def test_a_copy_is_made_only_if_it_pays_and_there_is_room() -> None:
         "most": {PREPACKED: [3.0] * 4},
         "more": {PREPACKED: [2.0] * 4},
     }
-    sizes = {"little": 1, "most": 10, "more": 10}
+    sizes = {name: {PREPACKED: size} for name, size in (("little", 1), ("most", 10), ("more", 10))}
     assert set(choose_ways(found, sizes, 1000)) == {"most", "more"}
     assert set(choose_ways(found, sizes, 19)) == {"most"}
     assert choose_ways(found, sizes, 9) == {}
 
 
+def test_copies_in_fewer_bits_are_for_few_rows_and_each_has_to_pay() -> None:
+    found = {"a": {PREPACKED: [1.0, 1.3, 1.5, 2.0], NARROW: [2.5, 2.0, 1.0, 1.0]}}
+    sizes = {"a": {PREPACKED: 10, NARROW: 5}}
+    both = (NARROW, NARROW, PREPACKED, PREPACKED)
+    assert choose_ways(found, sizes, 15) == {"a": both}
+    assert choose_ways(found, sizes, 14) == {"a": (NARROW, NARROW, PLAIN, PLAIN)}, "what gains less goes first"
+    assert choose_ways(found, sizes, 4) == {}
+    # Where the other takes the rows that it would pay for, a copy is none.
+    found["a"][PREPACKED] = [1.5, 1.5, 1.05, 1.05]
+    assert choose_ways(found, sizes, 15) == {"a": (NARROW, NARROW, PLAIN, PLAIN)}
+    # Many rows take too long to be measured: not by kernels that are for few.
+    found = {"a": {NARROW: [2.5, 2.0, 0.0, 0.0]}}
+    assert choose_ways(found, sizes, 15) == {"a": (NARROW, NARROW, PLAIN, PLAIN)}
+
+
 @needs_onednn
 def test_no_more_memory_is_taken_than_pays(loaded: Any, gains: Any, tmp_path: Path) -> None:
-    bytes_of = {shape: sum(one.weight.nbytes for one in each) for shape, each in prepackable(loaded.model).items()}
+    bytes_of = {shape: sum(one.weight.nbytes for one in each) for shape, each in find_products(loaded.model).items()}
     said = choose(loaded, tmp_path)
     assert kernel_bytes(loaded.model) == sum(bytes_of.values()) and "measured" in said[-1]
     choose(loaded, tmp_path, free=int(min(bytes_of.values()) / kernels.COPY_SHARE) - 4)
@@ -98,7 +114,7 @@ def test_measured_for_real_a_chain_equals_plain_transformers(loaded: Any, tmp_pa
     torch.testing.assert_close(chain(loaded, prompt(60), (0, 31, 60)).logits, truth, atol=1e-4, rtol=0)
     (file,) = (tmp_path / "kernels").iterdir()
     kept = json.loads(file.read_text())
-    assert kept["rows"] == list(ROWS) and set(kept["gains"]) == {*prepackable(loaded.model), "silu of 64"}
+    assert kept["rows"] == list(ROWS) and set(kept["gains"]) == {*find_products(loaded.model), "silu of 64"}
     assert all(gain > 0 for ways in kept["gains"].values() for row in ways.values() for gain in row)
 
 
@@ -167,15 +183,15 @@ def test_a_way_that_is_wrong_at_some_number_of_rows_is_not_used(
     loaded: Any, gains: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check of a whole chain runs a few tokens only, and would not see it."""
-    right = PrepackedProduct.__call__
+    right = Product.__call__
 
-    def wrong(self: PrepackedProduct, rows: torch.Tensor) -> torch.Tensor:
+    def wrong(self: Product, rows: torch.Tensor) -> torch.Tensor:
         found = right(self, rows)
         return found * 1.01 if rows.numel() >= 512 * rows.shape[-1] else found
 
-    monkeypatch.setattr(PrepackedProduct, "__call__", wrong)
+    monkeypatch.setattr(Product, "__call__", wrong)
     said = choose(loaded, tmp_path)
-    assert len(said) == len(prepackable(loaded.model)) + 2 and "results for 512 rows differ" in said[1]
+    assert len(said) == len(find_products(loaded.model)) + 2 and "results for 512 rows differ" in said[1]
     assert kernel_bytes(loaded.model) == 0 and len(kernels_of(loaded.model)) == len(loaded.model.model.layers)
     check_chain(loaded)
 

@@ -12,11 +12,11 @@ from models import CONFIGS, prompt, tiny
 from torch.overrides import TorchFunctionMode
 
 from kvr_mpi.bench.prompts import Trial
-from kvr_mpi.model import prepacked as weights
+from kvr_mpi.model import products as weights
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import always, forget_kernels, kernel_bytes, use_kernels, without_kernels
 from kvr_mpi.model.last_token import LastRow
-from kvr_mpi.model.prepacked import PREPACKED, PrepackedProduct, prepack_weights, prepackable
+from kvr_mpi.model.products import PREPACKED, Product, find_products, give_products
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.prefill.self_check import check_chain
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(weights.MULTIPLY is None, reason="this torch has
 
 
 def prepack_all(model: torch.nn.Module) -> None:
-    prepack_weights(model, dict.fromkeys(prepackable(model), ALWAYS))
+    give_products(model, dict.fromkeys(find_products(model), ALWAYS))
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def packed() -> Any:
 
 
 def forwards(model: torch.nn.Module) -> int:
-    return sum(isinstance(vars(module).get("forward"), PrepackedProduct) for module in model.modules())
+    return sum(isinstance(vars(module).get("forward"), Product) for module in model.modules())
 
 
 def linears(model: torch.nn.Module) -> int:
@@ -63,7 +63,7 @@ def test_the_product_is_the_same(shape: tuple[int, ...], bias: bool, dtype: torc
     layer = torch.nn.Linear(48, 80, bias=bias, dtype=dtype)
     rows = torch.randn(shape, dtype=dtype)
     with torch.inference_mode():
-        found, expected = PrepackedProduct(layer, ALWAYS)(rows), layer(rows)
+        found, expected = Product(layer, ALWAYS)(rows), layer(rows)
     assert found.shape == expected.shape and found.dtype == dtype
     torch.testing.assert_close(found, expected, atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=1e-2)
 
@@ -71,7 +71,7 @@ def test_the_product_is_the_same(shape: tuple[int, ...], bias: bool, dtype: torc
 def test_rows_that_do_not_lie_one_behind_the_other() -> None:
     layer, rows = torch.nn.Linear(48, 80), torch.randn(48, 33).t()[::2]
     with torch.inference_mode():
-        torch.testing.assert_close(PrepackedProduct(layer, ALWAYS)(rows), layer(rows), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(Product(layer, ALWAYS)(rows), layer(rows), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -109,8 +109,8 @@ def test_they_are_used_while_ours_runs_and_only_then(packed: Any) -> None:
 def test_rivals_have_them_if_they_are_lent(
     packed: Any, monkeypatch: pytest.MonkeyPatch, strategy: str, lends: bool, expected: bool
 ) -> None:
-    loaded, calls, right = packed("llama-gqa"), [], PrepackedProduct.__call__
-    monkeypatch.setattr(PrepackedProduct, "__call__", lambda self, rows: calls.append(1) or right(self, rows))
+    loaded, calls, right = packed("llama-gqa"), [], Product.__call__
+    monkeypatch.setattr(Product, "__call__", lambda self, rows: calls.append(1) or right(self, rows))
     prepare_model(loaded.model, chain=True)
     partition = Partition((0, 64)) if strategy == "kvr-e" else None
     footprint = footprint_of(loaded.model.config, loaded.dtype)
@@ -121,15 +121,15 @@ def test_rivals_have_them_if_they_are_lent(
 
 def test_the_last_layer_is_cut_all_the_same() -> None:
     layer, rows = torch.nn.Linear(48, 80), torch.randn(1, 33, 48)
-    product = PrepackedProduct(layer, ALWAYS)
+    product = Product(layer, ALWAYS)
     with torch.inference_mode(), LastRow(33):
         assert product(rows).shape == (1, 1, 80)
 
 
 def test_copies_are_made_and_read_where_it_is_said() -> None:
     model = tiny("llama-gqa").model
-    shape, layers = next(iter(prepackable(model).items()))
-    prepack_weights(model, {shape: ("plain", PREPACKED, "plain", "plain"), "7x7": ALWAYS})
+    shape, layers = next(iter(find_products(model).items()))
+    give_products(model, {shape: ("plain", PREPACKED, "plain", "plain"), "7x7": ALWAYS})
     try:
         assert kernel_bytes(model) == sum(layer.weight.nbytes for layer in layers)
         use_kernels(model, True)
@@ -160,17 +160,19 @@ class Seen(TorchFunctionMode):
 def test_other_types_and_machines_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     half = torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=torch.float16))
     prepack_all(half)
-    assert not prepackable(half) and kernel_bytes(half) == 0
+    assert not find_products(half) and kernel_bytes(half) == 0
     plain = torch.nn.Sequential(torch.nn.Linear(8, 8))
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     prepack_all(plain)
-    assert kernel_bytes(plain) == 0 and not use_kernels(plain, True)
+    assert kernel_bytes(plain) == 0 and use_kernels(plain, True)
+    rows = torch.randn(3, 8)
+    assert torch.equal(plain(rows), torch.nn.functional.linear(rows, plain[0].weight, plain[0].bias))
 
 
 def test_a_product_that_is_wrong_here_is_not_used(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = packed("llama-gqa")
-    right = PrepackedProduct.__call__
-    monkeypatch.setattr(PrepackedProduct, "__call__", lambda self, rows: 1.1 * right(self, rows))
+    right = Product.__call__
+    monkeypatch.setattr(Product, "__call__", lambda self, rows: 1.1 * right(self, rows))
     check_chain(loaded)
     assert forwards(loaded.model) == 0 and kernel_bytes(loaded.model) == 0
 

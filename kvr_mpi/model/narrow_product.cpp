@@ -1,0 +1,141 @@
+// Few rows times weights that are kept in fewer bits than they are computed with, and are exactly the same numbers.
+//
+// A step of decoding multiplies a row of each document by all weights, and waits for memory: the fewer bytes, the
+// faster. A tile of sums, as many as a vector has lanes, stays in registers while rows and weights are read along their
+// features; the lanes of each sum are added up at the end. Weights are widened in registers: those of 16 bits are the
+// upper halves of floats, those of 8 bits multiples of a scale, those of 4 bits steps from the least of their block.
+//
+// Compiled for one processor and called through ctypes: `narrow_product.py` states the layouts and checks them.
+
+#include "lanes.h"
+#include "threads.h"
+
+#include <atomic>
+
+constexpr int BLOCK = 32;  // weights with a step and a least of their own
+constexpr int64_t TURN = 64;  // outputs that a thread takes at a time
+
+// Weights (outs, features) as upper halves of floats.
+struct Halves {
+    const uint16_t *halves;
+    int64_t features;
+    typedef uint16_t Narrow __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+    typedef uint32_t Wide __attribute__((vector_size(LANES * 4)));
+
+    Lanes read(int64_t out, int64_t feature) const {
+        const auto narrow = *reinterpret_cast<const Narrow *>(halves + out * features + feature);
+        return (Lanes)(__builtin_convertvector(narrow, Wide) << 16);
+    }
+    void prefetch(int64_t out, int64_t feature) const { __builtin_prefetch(halves + out * features + feature); }
+};
+
+// Weights (outs, features) as steps: a byte has one of the first half of its block, and above it one of the second.
+// Scales (outs, features / BLOCK, 2): the step, and the least. A step has few digits, so that its multiples are exact.
+struct Steps {
+    const uint8_t *steps;
+    const float *scales;
+    int64_t features;
+    typedef uint8_t Narrow __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+    Lanes read(int64_t out, int64_t feature) const {
+        const int64_t block = (out * features + feature) / BLOCK, within = feature % BLOCK;
+        const auto both = *reinterpret_cast<const Narrow *>(steps + block * (BLOCK / 2) + within % (BLOCK / 2));
+        const Narrow each = within < BLOCK / 2 ? both & 15 : both >> 4;
+        return __builtin_convertvector(__builtin_convertvector(each, Bits), Lanes) * scales[2 * block] + scales[2 * block + 1];
+    }
+    void prefetch(int64_t out, int64_t feature) const {
+        const int64_t block = (out * features + feature) / BLOCK;
+        __builtin_prefetch(steps + block * (BLOCK / 2));
+        __builtin_prefetch(scales + 2 * block);
+    }
+};
+
+// Weights (outs, features) as signed bytes, with a scale (outs, features / BLOCK) of few digits for each block.
+struct Bytes {
+    const uint8_t *bytes;
+    const float *scales;
+    int64_t features;
+    typedef uint8_t Narrow __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+    Lanes read(int64_t out, int64_t feature) const {
+        const int64_t at = out * features + feature;
+        // As 128 more and without a sign, which compilers widen in one instruction.
+        const Narrow each = *reinterpret_cast<const Narrow *>(bytes + at) ^ 128;
+        return (__builtin_convertvector(__builtin_convertvector(each, Bits), Lanes) - 128.0f) * scales[at / BLOCK];
+    }
+    void prefetch(int64_t out, int64_t feature) const {
+        const int64_t at = out * features + feature;
+        __builtin_prefetch(bytes + at);
+        __builtin_prefetch(scales + at / BLOCK);
+    }
+};
+
+// products (OUTS, ROWS) of rows and weights from output `out` on.
+template <int ROWS, class Weights>
+static inline Lanes multiply(const Weights &weights, const float *const *rows, int64_t out) {
+    constexpr int OUTS = LANES / ROWS;
+    Lanes sums[LANES] = {};
+    for (int64_t begin = 0; begin < weights.features; begin += BLOCK) {
+#pragma GCC unroll 16
+        for (int o = 0; o < OUTS; ++o) weights.prefetch(out + o + OUTS, begin);
+#pragma GCC unroll 4
+        for (int64_t part = 0; part < BLOCK; part += LANES) {
+            Lanes row[ROWS];
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) row[r] = load(rows[r] + begin + part);
+#pragma GCC unroll 16
+            for (int o = 0; o < OUTS; ++o) {
+                const Lanes read = weights.read(out + o, begin + part);
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; ++r) sums[o * ROWS + r] += row[r] * read;
+            }
+        }
+    }
+    return sums_of(sums);
+}
+
+// Multiply up to ROWS rows by all weights; a row that is not there is read as the last one is, and left out.
+template <int ROWS, class Weights>
+static void few(const Weights &weights, int64_t outs, const float *rows, int64_t count, float *out, int64_t threads) {
+    constexpr int OUTS = LANES / ROWS;
+    const float *each[ROWS];
+    for (int64_t r = 0; r < ROWS; ++r) each[r] = rows + std::min(r, count - 1) * weights.features;
+    std::atomic<int64_t> next{0};
+    in_threads(threads, [&] {
+        for (int64_t begin; (begin = (next += TURN) - TURN) < outs;)
+            for (int64_t o = begin; o < std::min(begin + TURN, outs); o += OUTS) {
+                const int64_t first = std::min(o, outs - OUTS);
+                const Lanes products = multiply<ROWS>(weights, each, first);
+                for (int64_t r = 0; r < count; ++r)
+                    for (int64_t i = 0; i < OUTS; ++i) out[r * outs + first + i] = products[i * ROWS + r];
+            }
+    });
+}
+
+template <class Weights>
+static void all(const Weights &weights, int64_t outs, const float *rows, int64_t count, float *out, int64_t threads) {
+    for (int64_t left = count; left > 0;) {
+        const int64_t taken = std::min<int64_t>(left, 8);
+        if (taken == 1) few<1>(weights, outs, rows, taken, out, threads);
+        else if (taken == 2) few<2>(weights, outs, rows, taken, out, threads);
+        else if (taken <= 4) few<4>(weights, outs, rows, taken, out, threads);
+        else few<8>(weights, outs, rows, taken, out, threads);
+        rows += taken * weights.features, out += taken * outs, left -= taken;
+    }
+}
+
+extern "C" {
+// rows (count, features) and out (count, outs), next to each other; outs at least 16, features a multiple of 32.
+void kvr_product_of_halves(const uint16_t *halves, int64_t outs, int64_t features, const float *rows, int64_t count,
+                           float *out, int64_t threads) {
+    all(Halves{halves, features}, outs, rows, count, out, threads);
+}
+void kvr_product_of_bytes(const uint8_t *bytes, const float *scales, int64_t outs, int64_t features, const float *rows,
+                          int64_t count, float *out, int64_t threads) {
+    all(Bytes{bytes, scales, features}, outs, rows, count, out, threads);
+}
+void kvr_product_of_steps(const uint8_t *steps, const float *scales, int64_t outs, int64_t features, const float *rows,
+                          int64_t count, float *out, int64_t threads) {
+    all(Steps{steps, scales, features}, outs, rows, count, out, threads);
+}
+}

@@ -1,0 +1,170 @@
+"""Weights kept a second time in fewer bits, where these say exactly the same numbers, for products with few rows.
+
+A step of decoding waits for weights from memory. A checkpoint in bfloat16 that is computed with in float32 has zeros in
+half of every number; one that was quantised to 8 or 4 bits (GGUF's Q8_0 and Q4_1) has few numbers in a block of 32.
+Nothing is rounded here: what is kept is widened again and compared bit by bit with the weights, and weights that are
+other numbers stay as they are. The kernels (``narrow_product.cpp``) are compiled with those for attention
+(`tuning.compiled_attention`), and taken for the numbers of rows at which they were measured to be faster.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NARROW = "fewer bits"
+# Weights that share a step and a least; and the fewest outputs that the kernels take.
+BLOCK, LEAST_OUTS = 32, 16
+MOST_STEPS, MOST_MULTIPLE = 15, 127
+# Weights that are looked at together: what is made on the way is several times as large.
+AT_ONCE = 1 << 21
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NarrowWeights:
+    """Weights (outs, features) in fewer bits.
+
+    packed : upper halves of floats, int16 (outs, features); multiples of a scale, int8 (outs, features); or two steps
+        a byte, uint8 (outs, features / 2): in the lower half of a byte a weight of the first half of its block, in the
+        upper half one of the second.
+    scales : of multiples (outs, features / BLOCK, 1); of steps (outs, features / BLOCK, 2), the step and the least of
+        each block; None of halves.
+    """
+
+    packed: torch.Tensor
+    scales: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory they take."""
+        return self.packed.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    @property
+    def features(self) -> int:
+        """Of a row that they are multiplied with."""
+        return self.packed.shape[1] * (2 if self.packed.dtype == torch.uint8 else 1)
+
+    def widen(self) -> torch.Tensor:
+        """Return the weights (outs, features), float32."""
+        if self.scales is None:
+            return (self.packed.to(torch.int32) << 16).view(torch.float32)
+        outs, blocks, _ = self.scales.shape
+        if self.packed.dtype == torch.int8:
+            return (self.packed.view(outs, blocks, BLOCK).float() * self.scales).view(outs, -1)
+        each = self.packed.view(outs, blocks, BLOCK // 2)
+        steps = torch.cat([each & MOST_STEPS, each >> 4], dim=-1).float()
+        return (steps * self.scales[..., :1] + self.scales[..., 1:]).view(outs, -1)
+
+
+def narrow(weight: torch.Tensor) -> NarrowWeights | None:
+    """Keep weights in fewer bits; None if that would change one of them, or the kernels cannot read them.
+
+    Parameters
+    ----------
+    weight : torch.Tensor
+        (outs, features).
+    """
+    outs, features = weight.shape
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or features % BLOCK or outs < LEAST_OUTS:
+        return None
+    rows = max(1, AT_ONCE // features)
+    for kind in (_as_steps, _as_multiples, _as_halves):
+        parts = list[NarrowWeights]()
+        for part in torch.split(weight.detach(), rows):
+            found = _exactly(kind, part)
+            if found is None:
+                break
+            parts.append(found)
+        else:
+            return _joined(parts)
+    return None
+
+
+def _exactly(kind: Callable[[torch.Tensor], NarrowWeights], weight: torch.Tensor) -> NarrowWeights | None:
+    found = kind(weight.contiguous())
+    is_same = torch.equal(found.widen().view(torch.int32), weight.contiguous().view(torch.int32))
+    return found if is_same else None
+
+
+def _as_halves(weight: torch.Tensor) -> NarrowWeights:
+    return NarrowWeights((weight.view(torch.int32) >> 16).to(torch.int16), None)
+
+
+def _as_multiples(weight: torch.Tensor) -> NarrowWeights:
+    """As ``llama.cpp`` quantises to Q8_0: the largest of a block is 127 times a scale, which is a half float."""
+    blocks = weight.view(len(weight), -1, BLOCK)
+    scale = (blocks.abs().amax(-1, keepdim=True) / MOST_MULTIPLE).half().float()
+    multiples = torch.where(scale > 0, blocks / scale, 0.0).round().clamp(-MOST_MULTIPLE, MOST_MULTIPLE)
+    return NarrowWeights(multiples.to(torch.int8).flatten(1), scale)
+
+
+def _as_steps(weight: torch.Tensor) -> NarrowWeights:
+    """As ``llama.cpp`` quantises to Q4_1: from the least of a block to the largest in 15 steps, both in half floats."""
+    blocks = weight.view(len(weight), -1, BLOCK)
+    least = blocks.amin(-1, keepdim=True)
+    step = ((blocks.amax(-1, keepdim=True) - least) / MOST_STEPS).half().float()
+    steps = torch.where(step > 0, (blocks - least) / step, 0.0).round().clamp(0, MOST_STEPS).to(torch.uint8)
+    packed = steps[..., : BLOCK // 2] | (steps[..., BLOCK // 2 :] << 4)
+    return NarrowWeights(packed.flatten(1), torch.cat([step, least], dim=-1))
+
+
+def _joined(parts: Sequence[NarrowWeights]) -> NarrowWeights:
+    scales = [part.scales for part in parts if part.scales is not None]
+    return NarrowWeights(torch.cat([part.packed for part in parts]), torch.cat(scales) if scales else None)
+
+
+class NarrowProducts:
+    """The compiled kernels.
+
+    Parameters
+    ----------
+    library : ctypes.CDLL
+
+    Raises
+    ------
+    AttributeError
+        If it is another library.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._of_halves = library.kvr_product_of_halves
+        self._of_multiples, self._of_steps = library.kvr_product_of_bytes, library.kvr_product_of_steps
+        pointer = ctypes.c_void_p
+        tail: list[Any] = [
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+        ]
+        self._of_halves.restype, self._of_halves.argtypes = None, [pointer, *tail]
+        for each in (self._of_multiples, self._of_steps):
+            each.restype, each.argtypes = None, [pointer, pointer, *tail]
+
+    def multiply(self, rows: torch.Tensor, weights: NarrowWeights) -> torch.Tensor:
+        """Multiply (..., features) to (..., outs), both float32.
+
+        Raises
+        ------
+        ValueError
+            If the rows are not what the kernels read.
+        """
+        outs, features = weights.packed.shape[0], rows.shape[-1]
+        if rows.dtype != torch.float32 or rows.device.type != "cpu" or type(rows) is not torch.Tensor:
+            raise ValueError(f"rows of {rows.dtype} on {rows.device}; expected plain ones of float32 on the CPU")
+        if features != weights.features:
+            raise ValueError(f"rows of {features} features do not fit the weights")
+        rows = rows.contiguous()
+        out = torch.empty(*rows.shape[:-1], outs)
+        sizes = outs, features, rows.data_ptr(), rows.numel() // features, out.data_ptr(), torch.get_num_threads()
+        if weights.scales is None:
+            self._of_halves(weights.packed.data_ptr(), *sizes)
+        else:
+            multiply = self._of_steps if weights.packed.dtype == torch.uint8 else self._of_multiples
+            multiply(weights.packed.data_ptr(), weights.scales.data_ptr(), *sizes)
+        return out

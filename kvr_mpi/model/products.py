@@ -1,0 +1,142 @@
+"""Weights kept a second time as a processor multiplies fastest with them: in another order, or in fewer bits.
+
+On some processors oneDNN multiplies faster with weights that lie in its own order than torch does with them as they
+are, on others slower, and it depends on the shape and on the rows. With few rows the fewest bytes win
+(`narrow_product`). Where which pays is measured (`tuning.kernels`). Copies are made once, beside the weights
+themselves.
+
+torch offers its own order to the output of its compiler, under names with an underscore; without it everything runs as
+before.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvr_mpi.model.kernels import FORWARD_SLOT, Ways, give_kernel, way_for
+from kvr_mpi.model.narrow_product import NARROW, NarrowProducts, NarrowWeights, narrow
+
+PREPACKED = "prepacked"
+# Not every build of torch has them.
+_LAY = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+_HAS_BF16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+MULTIPLY: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
+
+
+class Product:
+    """What a `torch.nn.Linear` computes, with copies of its weights.
+
+    Parameters
+    ----------
+    linear : torch.nn.Linear
+    ways : Ways
+        For which rows which copy is read; for the others the weights themselves are.
+    library : NarrowProducts, optional
+        Needed for weights in fewer bits. A layer whose weights are no such numbers reads another copy instead.
+    narrowed : NarrowWeights, optional
+        Its weights in fewer bits, if they have been made already.
+    """
+
+    slot = FORWARD_SLOT
+
+    def __init__(
+        self,
+        linear: torch.nn.Linear,
+        ways: Ways,
+        library: NarrowProducts | None = None,
+        narrowed: NarrowWeights | None = None,
+    ) -> None:
+        self._weight, self._bias = linear.weight.detach(), linear.bias
+        self.ways, self.library, self.nbytes = ways, library, 0
+        self._packed: torch.Tensor | None = None
+        self._narrowed: NarrowWeights | None = None
+        if NARROW in ways and library is not None:
+            self._narrowed = narrowed or narrow(self._weight)
+            self.nbytes += 0 if self._narrowed is None else self._narrowed.nbytes
+        if PREPACKED in ways and can_lay(self._weight):
+            assert _LAY is not None
+            self._packed = _LAY(self._weight)
+            self.nbytes += self._weight.nbytes
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply (..., in_features) to (..., out_features)."""
+        way = way_for(self.ways, rows.numel() // rows.shape[-1])
+        if way == NARROW and self._narrowed is not None and type(rows) is torch.Tensor:
+            assert self.library is not None
+            narrow_product = self.library.multiply(rows, self._narrowed)
+            return narrow_product if self._bias is None else narrow_product + self._bias
+        if way in (PREPACKED, NARROW) and self._packed is not None:
+            product: torch.Tensor = MULTIPLY(rows, self._packed, self._bias, "none", [], "")
+            return product
+        return torch.nn.functional.linear(rows, self._weight, self._bias)
+
+
+def product_shape(linear: torch.nn.Linear) -> str:
+    """Name a linear layer's kind: layers of one shape are computed in the same way."""
+    return f"{linear.out_features}x{linear.in_features}"
+
+
+def find_products(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
+    """List the linear layers whose weights could be kept a second time here, by their shape."""
+    found: dict[str, list[torch.nn.Linear]] = {}
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and (can_lay(module.weight) or _is_float32(module.weight)):
+            found.setdefault(product_shape(module), []).append(module)
+    return found
+
+
+def narrow_weights(model: torch.nn.Module, most_bytes: float) -> dict[torch.nn.Linear, NarrowWeights]:
+    """Keep weights in fewer bits, of those shapes of which all layers can be, as far as there is memory."""
+    found: dict[torch.nn.Linear, NarrowWeights] = {}
+    for layers in find_products(model).values():
+        if sum(layer.weight.nbytes for layer in layers) / 2 > most_bytes:
+            continue
+        of_shape: dict[torch.nn.Linear, NarrowWeights] = {}
+        for layer in layers:
+            if (one := narrow(layer.weight)) is None:
+                break
+            of_shape[layer] = one
+        else:
+            found |= of_shape
+            most_bytes -= sum(each.nbytes for each in of_shape.values())
+    return found
+
+
+def give_products(
+    model: torch.nn.Module,
+    ways: Mapping[str, Ways],
+    library: NarrowProducts | None = None,
+    narrowed: Mapping[torch.nn.Linear, NarrowWeights] | None = None,
+) -> None:
+    """Keep the weights of some shapes as they are to be read from the next `use_kernels` on.
+
+    Parameters
+    ----------
+    ways : mapping of str to Ways
+        Of each shape (`product_shape`) that is kept a second time.
+    library, narrowed
+        See `Product`.
+    """
+    narrowed = narrowed or {}
+    with torch.inference_mode():
+        for shape, layers in find_products(model).items():
+            for layer in layers if shape in ways else ():
+                give_kernel(layer, Product(layer, ways[shape], library, narrowed.get(layer)))
+
+
+def _is_float32(weight: torch.Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.float32
+
+
+def can_lay(weight: torch.Tensor) -> bool:
+    """Whether oneDNN can lay weights out anew here."""
+    is_x86 = weight.device.type == "cpu" and platform.machine() in ("x86_64", "AMD64")
+    if not is_x86 or _LAY is None or MULTIPLY is None:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return _HAS_BF16 is not None and bool(_HAS_BF16())
+    return weight.dtype == torch.float32

@@ -1,0 +1,176 @@
+"""Weights in fewer bits are exactly the same numbers, or are not kept so; products of them are those of the weights."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from kvr_mpi.model.kernels import PLAIN, always
+from kvr_mpi.model.narrow_product import AT_ONCE, BLOCK, NARROW, NarrowProducts, narrow
+from kvr_mpi.model.products import PREPACKED, Product, narrow_weights
+from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def products(tmp_path_factory: pytest.TempPathFactory) -> NarrowProducts:
+    library = open_attention(tmp_path_factory.mktemp("cache"), print, compiles=True)
+    assert library is not None
+    return library.products
+
+
+def halves(outs: int, features: int) -> torch.Tensor:
+    return torch.randn(outs, features).bfloat16().float()
+
+
+def steps(outs: int, features: int) -> torch.Tensor:
+    """As llama.cpp dequantises Q4_1: the least and the largest step are in every block."""
+    each = torch.randint(0, 16, (outs, features // BLOCK, BLOCK))
+    each[..., 3], each[..., 30] = 0, 15
+    step, least = torch.rand(outs, features // BLOCK, 1).half().float(), torch.randn(outs, features // BLOCK, 1).half()
+    return (each.float() * step + least.float()).view(outs, features)
+
+
+def multiples(outs: int, features: int) -> torch.Tensor:
+    """As llama.cpp dequantises Q8_0: every block has 127 or -127 times its scale."""
+    each = torch.randint(-127, 128, (outs, features // BLOCK, BLOCK))
+    each[..., 5] = -127
+    return (each.float() * torch.rand(outs, features // BLOCK, 1).half().float()).view(outs, features)
+
+
+@pytest.mark.parametrize(("make", "share"), [(halves, 1 / 2), (multiples, 9 / 32), (steps, 3 / 16)])
+def test_weights_come_back_to_the_bit(make: Any, share: float) -> None:
+    weight = make(AT_ONCE // 64 + 5, 64)  # in more than one go
+    found = narrow(weight)
+    assert found is not None and found.nbytes == share * weight.nbytes
+    assert torch.equal(found.widen().view(torch.int32), weight.view(torch.int32))
+
+
+@pytest.mark.parametrize("make", [halves, multiples, steps])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda weight: weight[5, 7].mul_(1 + 2**-20),
+        lambda weight: weight[9].fill_(float("nan")).view(torch.int32).add_(1),
+        lambda weight: weight[0, 0].copy_(torch.tensor(1e-3)),
+    ],
+)
+def test_one_other_number_is_enough_to_leave_weights_as_they_are(make: Any, spoil: Any) -> None:
+    weight = make(16, 64)
+    assert narrow(weight) is not None
+    spoil(weight)
+    assert narrow(weight) is None
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.randn(16, 64),
+        torch.randn(16, 64).half().float(),
+        halves(16, 48),  # no whole blocks
+        halves(15, 64),
+        halves(16, 64).double(),
+        halves(16, 64).bfloat16(),
+        halves(16, 64).to("meta"),
+    ],
+)
+def test_what_cannot_be_kept_in_fewer_bits(weight: torch.Tensor) -> None:
+    assert narrow(weight) is None
+
+
+def test_signs_of_zero_and_blocks_of_one_number() -> None:
+    weight = halves(16, 64)
+    weight[0], weight[1], weight[2, :32] = 0.0, -0.0, 1.5
+    found = narrow(weight)
+    assert found is not None and torch.equal(found.widen().view(torch.int32), weight.view(torch.int32))
+    flat = steps(16, 64)
+    flat[3, :32], flat[4, 32:] = 0.25, 0.0
+    found = narrow(flat)
+    assert found is not None and found.scales is not None and torch.equal(found.widen(), flat)
+
+
+@pytest.mark.parametrize("make", [halves, multiples, steps])
+@pytest.mark.parametrize(("outs", "features"), [(16, 32), (67, 96), (192, 576), (300, 1536)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products_are_those_of_the_weights(
+    products: NarrowProducts, make: Any, outs: int, features: int, threads: int
+) -> None:
+    weight = make(outs, features)
+    found, before = narrow(weight), torch.get_num_threads()
+    assert found is not None
+    try:
+        torch.set_num_threads(threads)
+        for count in (1, 2, 3, 4, 5, 8, 9, 17):
+            rows = torch.randn(1, count, 2 * features)[..., ::2]  # not next to each other
+            wanted = rows.double() @ weight.double().T
+            got = products.multiply(rows, found)
+            assert got.shape == (1, count, outs)
+            within = 1e-6 * (rows.double().abs() @ weight.double().abs().T)
+            assert bool(((got.double() - wanted).abs() <= within).all())
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_row_depends_on_no_other(products: NarrowProducts) -> None:
+    weight = narrow(halves(64, 96))
+    assert weight is not None
+    rows = torch.randn(8, 96)
+    rows[3] = float("nan")
+    found = products.multiply(rows, weight)
+    assert found[3].isnan().all() and found[:3].isfinite().all() and found[4:].isfinite().all()
+
+
+def test_other_rows_are_refused(products: NarrowProducts) -> None:
+    weight = narrow(halves(64, 96))
+    assert weight is not None
+    with pytest.raises(ValueError, match="expected plain ones of float32"):
+        products.multiply(torch.randn(2, 96).bfloat16(), weight)
+    with pytest.raises(ValueError, match="64 features do not fit"):
+        products.multiply(torch.randn(2, 64), weight)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_read_the_copy_that_their_rows_are_to_read(products: NarrowProducts, bias: bool) -> None:
+    layer = torch.nn.Linear(96, 64, bias=bias)
+    layer.weight.data = halves(64, 96)
+    product = Product(layer, (NARROW, NARROW, PLAIN, PLAIN), products)
+    assert product.nbytes == layer.weight.nbytes / 2
+    calls, right = [], products.multiply
+    product.library = type("Counted", (), {"multiply": staticmethod(lambda *args: calls.append(1) or right(*args))})()
+    with torch.inference_mode():
+        for count in (1, 8, 64, 512):
+            rows = torch.randn(1, count, 96)
+            torch.testing.assert_close(product(rows), layer(rows), atol=1e-5, rtol=1e-5)
+    assert len(calls) == 2
+
+
+def test_weights_of_other_numbers_are_read_as_they_are(products: NarrowProducts) -> None:
+    layer = torch.nn.Linear(96, 64)
+    product = Product(layer, always(NARROW), products)
+    rows = torch.randn(1, 2, 96)
+    with torch.inference_mode():
+        torch.testing.assert_close(product(rows), layer(rows))
+    assert product.nbytes == 0
+
+
+def test_all_layers_of_a_shape_or_none() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 32) for _ in range(3)), torch.nn.Linear(64, 96))
+    for layer in model:
+        layer.weight.data = halves(*layer.weight.shape)
+    assert set(narrow_weights(model, 1e9)) == set(model)
+    assert set(narrow_weights(model, 3 * 32 * 64 * 2)) == set(model[:3]), "there is no memory for the other one"
+    model[1].weight.data[3, 3] = 0.1
+    assert set(narrow_weights(model, 1e9)) == {model[3]}
+
+
+def test_a_copy_in_another_order_stands_in(products: NarrowProducts) -> None:
+    layer = torch.nn.Linear(96, 64)
+    product = Product(layer, (NARROW, NARROW, PREPACKED, PREPACKED), products)
+    assert product.nbytes == layer.weight.nbytes
+    with torch.inference_mode():
+        rows = torch.randn(1, 2, 96)
+        torch.testing.assert_close(product(rows), layer(rows), atol=1e-5, rtol=1e-5)
