@@ -248,12 +248,13 @@ def bench(**given: Any) -> int:
         with ExitStack() as stack:
             rivals = _open_rivals(stack, world, options, options.model, max(lengths) + 1)
             rows = run_bench(loaded, links, contest, log.root, rivals)
-        rooflines = measure_rooflines(loaded, links, lengths) if options.roofline else []
+        found = [row.as_json(rows) for row in rows] if world.rank == 0 else []
         if world.rank == 0:
-            least_s = {one.tokens: {"least_s": one.least_s} for one in rooflines}
-            found = [row.as_json(rows) | least_s.get(row.context_tokens, {}) for row in rows]
             print_strategies(found, options.json_file, options.plot)
-            print_rooflines(rooflines, found)
+        if options.roofline:  # minutes more: what was measured so far is shown and written already
+            rooflines = measure_rooflines(loaded, links, lengths)
+            if world.rank == 0:
+                print_rooflines(rooflines, found, options.json_file)
         return 0
 
     return guarded(world, work)

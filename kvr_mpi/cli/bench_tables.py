@@ -73,10 +73,8 @@ def print_strategies(found: list[dict[str, Any]], json_file: Path | None, plot: 
             plot_bench(found, plot)
 
 
-def print_rooflines(rooflines: Sequence[Roofline], found: Sequence[dict[str, Any]]) -> None:
+def print_rooflines(rooflines: Sequence[Roofline], found: list[dict[str, Any]], json_file: Path | None) -> None:
     """Show where a prefill's time goes, and how near strategies (of `StrategyRow.as_json`) come to the least."""
-    if not rooflines:
-        return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("tokens", "part", "GFLOP", "seconds", "share", "GFLOP/s", "peak", "of the peak"):
         table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
@@ -97,6 +95,9 @@ def print_rooflines(rooflines: Sequence[Roofline], found: Sequence[dict[str, Any
             f"{one.tokens} tokens: at least {one.least_s:.3f} s on {one.ranks} rank(s), all multiplications at peak "
             f"speed and everything else free; the best runs reach {said} of that speed"
         )
+    least_s = {one.tokens: one.least_s for one in rooflines}
+    if json_file is not None:
+        _write([row | {"least_s": least_s[row["context_tokens"]]} for row in found], json_file)
 
 
 def _verdict(rows: Sequence[dict[str, Any]]) -> str:

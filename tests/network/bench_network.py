@@ -167,7 +167,7 @@ def run_case(name: str, options: argparse.Namespace, quiet: Sequence[Result]) ->
         found = Path(folder) / "bench.json"
         command = [Path(sys.executable).parent / "kvr", "bench", "--device", "cpu", "--model", options.model]
         command += ["--strategies", ",".join(options.strategies), "--contexts", str(options.context)]
-        command += ["--repeats", str(options.repeats), "--json", found]
+        command += ["--repeats", str(options.repeats), "--json", found, *(["--lend"] if options.lend else [])]
         for result in quiet:
             if result.strategy == OURS:
                 command += ["--slices", f"{result.context_tokens}={result.slices}"]
@@ -266,6 +266,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--strategies", type=_words, default="kvr-s,ring,tsp-causal", help="as in kvr bench (default: %(default)s)"
     )
+    parser.add_argument("--lend", action="store_true", help="give rivals our kernels and short last layer, too")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as in kvr bench; it must be on this machine already")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for a case (default: %(default)s)")
