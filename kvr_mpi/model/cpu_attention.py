@@ -190,6 +190,8 @@ class AttentionLibrary:
         queries, outs, lses = query.data_ptr(), out.data_ptr(), lse.data_ptr()
         units: list[int] = []
         for document, head, keys, values, first, last in held:
+            if not 0 <= first < last <= keys.shape[0] or values.shape[0] < last:  # the kernel would read beyond
+                raise ValueError(f"keys {first} to {last} of {keys.shape[0]}, values of {values.shape[0]}")
             row, at = document * heads + head * group, document * by_document + head * group * by_head
             of_keys, of_values = keys.stride(0), values.stride(0)
             units += (queries + at * size, keys.data_ptr() + first * of_keys * size)

@@ -132,7 +132,7 @@ def _kept_token_seconds(loaded: LoadedModel, chain: Transport) -> float:
 
 @torch.inference_mode()
 def _made_up(loaded: LoadedModel, tokens: int) -> SliceCache:
-    """Make the cache of a prompt that nobody has computed."""
+    """Make the cache of a prompt that nobody has computed, and of whose last token it is the turn to attend."""
     made = SliceCache(loaded, Relay(Partition((0, tokens)), 0), None)
     made.finish()
     for layer in made.layers:
@@ -145,7 +145,7 @@ def _made_up(loaded: LoadedModel, tokens: int) -> SliceCache:
                 for dim in (shape.key_dim, shape.value_dim)
             ),
         )
-        layer.length = tokens
+        layer.length = tokens - 1  # the token that attends is the last
         if loaded.device.type == "cpu":  # as a batch does (`DecodeBatch.add`)
             layer.lay_by_heads()
     return made

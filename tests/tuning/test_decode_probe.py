@@ -36,8 +36,8 @@ def test_attention_to_long_documents_is_that_of_caches_of_their_length(
     attended: list[int] = []
 
     def count(of: Any, caches: Any, ranks: Any) -> list[float]:
-        attended.extend(cache.length for cache in caches)
-        return [float(sum(cache.length for cache in caches))] * len(of.model.model.layers)
+        attended.extend(cache.length + 1 for cache in caches)
+        return [float(sum(cache.length + 1 for cache in caches))] * len(of.model.model.layers)
 
     monkeypatch.setattr(decode_probe, "attention_seconds", count)
     found = decode_probe._kept_token_seconds(loaded, LocalTransport())
