@@ -1,8 +1,8 @@
 """Which document a chain takes next.
 
 Documents are shared out beforehand, a list to each chain, and drawn from the front. A chain whose list is empty draws
-from the list with most left, so that all chains end together. Counters that any rank can add to say how far each list
-is used up: nobody coordinates, and nobody waits.
+from the list with most left, so that all chains end together, but not more at a time than it leaves there. Counters
+that any rank can add to say how far each list is used up: nobody coordinates, and nobody waits.
 """
 
 from __future__ import annotations
@@ -43,6 +43,16 @@ class WorkQueue:
         """Say what would be taken now, if nobody else took it."""
         found = self._fullest()
         return None if found is None else self._lists[found[0]][found[1]]
+
+    def may_take(self, put_off: int) -> bool:
+        """Whether more should be taken beside prompts that were taken and put off, to be prefilled together.
+
+        Putting off takes no time: a chain that was first would empty the lists of others that are about to begin.
+        """
+        found = self._fullest()
+        if found is None or found[0] == self._own:
+            return True
+        return put_off < len(self._lists[found[0]]) - found[1]
 
     def take_document(self) -> int | None:
         """Take a document: of the own list, or else of the one with most work left; None if all are empty."""

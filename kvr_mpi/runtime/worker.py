@@ -101,6 +101,7 @@ class ChainWorker:
             is_spread=runner.is_spread,
         )
         self._has_documents = True
+        self._put_off = 0  # prompts of the chain that wait for a row
         self._requests = 0
         self._parts: dict[str, PromptRequest] = {}  # of documents that are split, until their outcome is known
 
@@ -156,13 +157,15 @@ class ChainWorker:
             word = _to_wire(self._take_document() if isinstance(decision, TakeDocument) else decision)
         return self._from_wire(share_json(self._members, word))
 
-    def _take_document(self) -> OpenDocument | NoDocuments:
-        """Take the next document, unless there is none or not enough time for it."""
+    def _take_document(self) -> OpenDocument | NoDocuments | EndWave:
+        """Take the next document, unless there is none, or not enough time for it, or it should be left to others."""
         stop, following = self._context.stop, self._queue.peek_document()
         stop.announce()
         stop.listen()
         if following is None:
             return NoDocuments()
+        if not self._queue.may_take(self._put_off):
+            return EndWave()
         seconds = self._pace.seconds_for(self._queue.work_of(following), time.monotonic())
         number = self._queue.take_document() if stop.has_time_for(seconds) else None
         return NoDocuments() if number is None else OpenDocument(number)
@@ -211,6 +214,7 @@ class ChainWorker:
             self._prefill_shared(request, plan)
         if documents.holds(plan.prefix):  # all ranks run its questions together
             documents.start(plan)
+            self._put_off += 1
             self._packed.append((request, plan))
         elif plan.partition is not None and not plan.shared_tokens:
             self._context.trace.begin_prompt(request, plan, self._chain, self._runner.first_rank)
@@ -220,8 +224,10 @@ class ChainWorker:
             self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
             if self._runner.is_spread or self._chain.rank == plan.decode_rank:
                 self._start_decoding(request, prefill)
-        elif self._chain.rank == plan.decode_rank:
-            self._packed.append((request, plan))
+        else:
+            self._put_off += 1
+            if self._chain.rank == plan.decode_rank:
+                self._packed.append((request, plan))
 
     def _prefill_slice(self, request: PromptRequest, plan: PlannedPrompt) -> Prefill:
         """Prefill this rank's slice, and store its keys and values if every rank stores its own."""
@@ -259,7 +265,7 @@ class ChainWorker:
 
     def _prefill_packed(self) -> None:
         """Prefill the queued prompts, row by row."""
-        packed, self._packed = self._packed, []
+        packed, self._packed, self._put_off = self._packed, [], 0
         for row in [packed] * bool(packed) if self._runner.in_passes else _rows(packed):
             self._context.trace.begin_row(row, self._runner.first_rank + self._chain.rank)
             began = time.monotonic()

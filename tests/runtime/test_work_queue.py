@@ -51,6 +51,20 @@ def test_the_own_list_comes_first_and_then_the_fullest() -> None:
     assert [queue.take_document() for _ in range(6)] == [0, 3, 1, 2, 4, None]
 
 
+@pytest.mark.parametrize(
+    ("own", "others", "expected"), [(4, 4, 4), (3, 5, 4), (0, 8, 4), (0, 1, 1), (5, 0, 5), (9, 4, 9)]
+)
+def test_a_chain_that_was_first_does_not_empty_the_lists_of_others(own: int, others: int, expected: int) -> None:
+    # Taking what is put off costs no time: the first of two ranks once took seven of eight short documents.
+    lists, works = numbered([[1] * own, [1] * others])
+    queue = WorkQueue(lists, works, 0, open_counters(LocalTransport(), 2), 0)
+    put_off = 0
+    while queue.may_take(put_off) and queue.take_document() is not None:
+        put_off += 1
+    assert put_off == expected
+    assert queue.may_take(0), "once they are prefilled, the rest can be taken"
+
+
 @pytest.mark.parametrize("chains", [2, 4])
 def test_chains_that_draw_at_the_same_time(chains: int) -> None:
     lists, works = numbered([[1] * 40, *[[] for _ in range(chains - 1)]])  # all but one are dry from the start
