@@ -206,6 +206,8 @@ class _Indexing(TorchFunctionMode):
             return args[0].logical_not()
         if func is torch.Tensor.copy_:
             return torch.ops.aten.copy_.default(*args, **(kwargs or {}))
+        if func is torch.Tensor.contiguous:
+            return args[0] if args[0].is_contiguous() else args[0].clone(memory_format=torch.contiguous_format)
         return func(*args, **(kwargs or {}))
 
 

@@ -102,7 +102,7 @@ class CorpusRow:
     @property
     def ratio(self) -> Ratio:
         """Its time as a multiple of ours; 1 for ours."""
-        return ratio_of(self.ratios) if self.ratios else Ratio(1.0, 1.0, 1.0, len(self.runs))
+        return ratio_of(self.ratios).of_any_start() if self.ratios else Ratio(1.0, 1.0, 1.0, len(self.runs))
 
     def as_json(self, rows: Sequence[CorpusRow]) -> dict[str, Any]:
         """Return what a table or file shows, with ratios of pairs.

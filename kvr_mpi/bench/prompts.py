@@ -76,7 +76,7 @@ class StrategyRow:
     @property
     def ratio(self) -> Ratio:
         """Its time to the first token as a multiple of ours; 1 for ours."""
-        return ratio_of(self.ratios) if self.ratios else Ratio(1.0, 1.0, 1.0, len(self.runs))
+        return ratio_of(self.ratios).of_any_start() if self.ratios else Ratio(1.0, 1.0, 1.0, len(self.runs))
 
     def as_json(self, rows: Sequence[StrategyRow]) -> dict[str, Any]:
         """Return what a table or file shows, with ratios to the others of the same length.

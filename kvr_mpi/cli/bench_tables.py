@@ -10,13 +10,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvr_mpi.bench.pairs import Ratio
+from kvr_mpi.bench.pairs import STARTS_DIFFER, Ratio
 from kvr_mpi.bench.roofline import Roofline
 from kvr_mpi.cli.writing import writing
 from kvr_mpi.report.plots import plot_bench
 
 LEGEND = (
-    "time as a multiple of ours, above 1 where ours is faster: median of back-to-back pairs (95 % bootstrap interval)"
+    f"time as a multiple of ours, above 1 where ours is faster: median of back-to-back pairs (95 % bootstrap interval, "
+    f"{STARTS_DIFFER:.0%} wider on both sides for what another start changes)"
 )
 
 

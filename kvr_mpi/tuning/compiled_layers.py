@@ -1,8 +1,8 @@
-"""Full chunks by compiled code of their one size: made once, tried before every batch, or else said why not.
+"""Full chunks by code of their one size: compiled on CPUs, captured as CUDA graphs on GPUs; or else said why not.
 
-Stands between a model that is ready for chains and its first document. Whatever goes wrong, the layers' own code goes
-on. What is compiled is kept in ``KVR_CACHE`` (`compiled`), for a processor, a model's configuration and a size; the
-weights are not in it.
+Stands between a model that is ready for chains and its first document. It is tried before every batch, and whatever
+goes wrong, the layers' own code goes on. What is compiled is kept in ``KVR_CACHE`` (`compiled`), for a processor, a
+model's configuration and a size; the weights are not in it. What is captured is gone with the process.
 """
 
 from __future__ import annotations
@@ -20,8 +20,17 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import ATTENTION
+from kvr_mpi.model.captured_pieces import CapturedPiece, PieceMemory
+from kvr_mpi.model.graph_capture import Capture, GraphCapture
 from kvr_mpi.model.layer_chunks import decoder_layers
-from kvr_mpi.model.layer_pieces import LayerPieces, forget_pieces, give_pieces, pieces_of, without_pieces
+from kvr_mpi.model.layer_pieces import (
+    LayerInputs,
+    LayerPieces,
+    forget_pieces,
+    give_pieces,
+    pieces_of,
+    without_pieces,
+)
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.self_check import FAILURES, allowed_error, error_share
@@ -39,8 +48,16 @@ FEW_TOKENS = 2
 Say = Callable[[str], None]
 
 
-def compile_layers(loaded: LoadedModel, chunk_tokens: int, world: Transport, cache_dir: Path, say: Say) -> bool:
-    """Have chunks of so many tokens computed by compiled code, if that can be; every rank calls this.
+def compile_layers(
+    loaded: LoadedModel,
+    chunk_tokens: int,
+    world: Transport,
+    cache_dir: Path,
+    say: Say,
+    *,
+    capture: Capture | None = None,
+) -> bool:
+    """Have chunks of so many tokens computed by compiled or captured code, if that can be; every rank calls this.
 
     The last layer keeps its own code: of most prompts it computes one token. The model has to be ready for chains.
 
@@ -52,13 +69,19 @@ def compile_layers(loaded: LoadedModel, chunk_tokens: int, world: Transport, cac
     cache_dir : Path
     say : callable
         For a line of text.
+    capture : Capture, optional
+        What captures; by default CUDA graphs on GPUs, where nothing is compiled, and nothing elsewhere.
 
     Returns
     -------
     bool
         Whether this rank's chunks are.
     """
-    opened = host_by_host(world, lambda: _open(loaded, chunk_tokens, cache_dir, say, compiles=world.local_rank == 0))
+    if capture is None and loaded.device.type == "cuda":
+        capture = GraphCapture(loaded.device)
+    opened = host_by_host(
+        world, lambda: _open(loaded, chunk_tokens, cache_dir, say, capture, compiles=world.local_rank == 0)
+    )
     why = together(world, lambda: opened or why_other(loaded, chunk_tokens))
     if why:
         forget_pieces(loaded.model)
@@ -67,25 +90,27 @@ def compile_layers(loaded: LoadedModel, chunk_tokens: int, world: Transport, cac
         say(f"chunks are computed by the layers' own code on {found.count(each)} of {world.size} rank(s): {each}")
     if "" in found:
         layers, ranks = len(decoder_layers(loaded.model)), f"on {found.count('')} of {world.size} rank(s)"
-        say(
-            f"chunks of {chunk_tokens} tokens are computed by compiled code in {layers - 1} of {layers} layers, {ranks}"
-        )
+        way = "computed by compiled code" if capture is None else "launched as CUDA graphs"
+        say(f"chunks of {chunk_tokens} tokens are {way} in {layers - 1} of {layers} layers, {ranks}")
     return not why
 
 
-def _open(loaded: LoadedModel, tokens: int, cache_dir: Path, say: Say, *, compiles: bool) -> str:
-    """Give layers their compiled pieces; say why not, nothing if they have them."""
+def _open(
+    loaded: LoadedModel, tokens: int, cache_dir: Path, say: Say, capture: Capture | None, *, compiles: bool
+) -> str:
+    """Give layers their pieces; say why not, nothing if they have them."""
     model = loaded.model
-    if loaded.device.type != "cpu" or not can_compile(loaded.dtype):
-        return f"nothing is compiled for {str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}"
-    if model.config._attn_implementation != ATTENTION:
-        return f"{loaded.shape.architecture} calls its attention itself"
+    if why := _why_never(loaded, captured=capture is not None):
+        return why
     try:
         layers = decoder_layers(model)[:-1]
         few, full = layer_inputs(loaded, FEW_TOKENS), layer_inputs(loaded, tokens)
         kinds = kinds_of(layers, full[:-1])
         if not 0 < len(kinds) <= MOST_KINDS:
             return f"{loaded.shape.architecture} has {len(kinds)} kinds of layers before its last, of 1 to {MOST_KINDS}"
+        if capture is not None:
+            _give_captured(layers, kinds, few, full, capture)
+            return ""
         firsts = [kind[0] for kind in kinds]
         request = request_of(loaded.dtype, {idx: layers[idx] for idx in firsts}, {idx: full[idx] for idx in firsts})
         packages = open_packages(_order(model.config, request, cache_dir), say, compiles=compiles)
@@ -101,6 +126,38 @@ def _open(loaded: LoadedModel, tokens: int, cache_dir: Path, say: Say, *, compil
         forget_pieces(model)
         return f"{loaded.shape.architecture}: {(str(error).splitlines() or [type(error).__name__])[0]}"
     return ""
+
+
+def _why_never(loaded: LoadedModel, *, captured: bool) -> str:
+    """Say why there is nothing to try; nothing if there is."""
+    if not captured and (loaded.device.type != "cpu" or not can_compile(loaded.dtype)):
+        return f"nothing is compiled for {str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}"
+    if loaded.model.config._attn_implementation != ATTENTION:
+        return f"{loaded.shape.architecture} calls its attention itself"
+    if captured and loaded.stage is not None:
+        return "the ranks of a stage talk to each other in every layer"
+    if captured and loaded.streamed is not None:
+        return "its weights come from disk"
+    return ""
+
+
+@torch.inference_mode()
+def _give_captured(
+    layers: Sequence[torch.nn.Module],
+    kinds: Sequence[Sequence[int]],
+    few: Sequence[LayerInputs],
+    full: Sequence[LayerInputs],
+    capture: Capture,
+) -> None:
+    """Capture two pieces of every layer: a graph reads the weights of one."""
+    for kind in kinds:
+        memory = PieceMemory(layers[kind[0]], full[kind[0]])
+        for idx in kind:
+            layer = layers[idx]
+            before, after = (
+                CapturedPiece(layer, full[idx], memory, capture, is_after=is_after) for is_after in (False, True)
+            )
+            give_pieces(layer, LayerPieces(layer, few[idx], full[idx], before, after))
 
 
 def _order(config: Any, request: Request, cache_dir: Path) -> Order:
@@ -123,7 +180,7 @@ def _command(config: Any, request: Request, work: Path, names: Sequence[str]) ->
 
 
 def why_other(loaded: LoadedModel, chunk_tokens: int) -> str:
-    """Run two full chunks by compiled code, and by the layers' own; say what differs, nothing if all is right.
+    """Run two full chunks by code of their size, and by the layers' own; say what differs, nothing if all is right.
 
     All keys and values are compared, and the logits. Of a prompt that is not that long the second is shorter.
     """
@@ -134,7 +191,7 @@ def why_other(loaded: LoadedModel, chunk_tokens: int) -> str:
         before = [each.runs for each in pieces]
         tried = _prefill(loaded, chunk_tokens)
     except (ModelError, *FAILURES) as error:
-        return f"compiled code fails ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        return f"code of one size fails ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
     full = truth.partition.tokens // chunk_tokens
     if any(each.runs != runs + full for each, runs in zip(pieces, before, strict=True)):
         return "layers are given something else for a chunk than for a prompt of its size"
@@ -147,7 +204,7 @@ def why_other(loaded: LoadedModel, chunk_tokens: int) -> str:
         assert one is not None and other is not None
         share, allowed = error_share(one, other), allowed_error(loaded.dtype)
         if not share <= allowed:
-            return f"{what} by compiled code differ by {share:.1e} of their spread (allowed {allowed:.0e})"
+            return f"{what} by code of one size differ by {share:.1e} of their spread (allowed {allowed:.0e})"
     return ""
 
 

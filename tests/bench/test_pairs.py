@@ -60,6 +60,17 @@ def test_the_same_is_never_said_to_be_faster() -> None:
     assert told <= 6, "of 40 pairs of equal ways two are expected, by chance"
 
 
+def test_starts_of_the_same_line_agree_within_their_intervals() -> None:
+    """Measured: seven pairs each of six starts of one `kvr bench`, whose own intervals do not all meet."""
+    starts = [(2.49, 2.49, 2.53), (2.65, 2.63, 2.68), (2.48, 2.46, 2.53), (2.57, 2.57, 2.59), (2.58, 2.54, 2.59)]
+    own = [Ratio(*start, pairs=7) for start in starts]
+    assert any(one.high < other.low for one, other in itertools.permutations(own, 2))
+    wide = [one.of_any_start() for one in own]
+    assert all(one.high >= other.low for one, other in itertools.permutations(wide, 2))
+    assert all(one.median == other.median and one.is_told for one, other in zip(own, wide, strict=True))
+    assert not Ratio(1.02, 1.01, 1.03, 9).of_any_start().is_told and Ratio(1.02, 1.01, 1.03, 9).is_told
+
+
 @pytest.mark.parametrize("pairs", range(1, LEAST_PAIRS))
 def test_of_few_pairs_nothing_is_said(pairs: int) -> None:
     ratio = ratio_of([2.0] * pairs)

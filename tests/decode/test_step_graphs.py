@@ -15,11 +15,12 @@ from rows import long_rope, one_thread, other_prompt
 
 from kvr_mpi.decode import batch as batches
 from kvr_mpi.decode import graphs as stepping
-from kvr_mpi.decode.graphs import StepGraphs, call_again, why_not_captured
+from kvr_mpi.decode.graphs import StepGraphs, why_not_captured
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.padded_row import PaddedRow
 from kvr_mpi.kv.paged import PAGE_TOKENS, PagedArena
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.graph_capture import call_again
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
 
 __all__ = ["one_thread"]  # a fixture of every test here

@@ -137,7 +137,7 @@ def test_code_that_computes_something_else_is_noticed() -> None:
         raise RuntimeError("no such kernel")
 
     pieces._after = fails
-    assert "compiled code fails (RuntimeError: no such kernel)" in why_other(loaded, CHUNK)
+    assert "code of one size fails (RuntimeError: no such kernel)" in why_other(loaded, CHUNK)
     pieces._after = right
     assert why_other(loaded, CHUNK) == ""
     pieces._signature = ["something else"]

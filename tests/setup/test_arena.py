@@ -15,11 +15,12 @@ from made_jobs import answers, spec_of
 from models import tiny
 
 from kvr_mpi.compress.decode_settings import DecodeSettings
-from kvr_mpi.decode.graphs import KEPT_GRAPHS, MOST_ROWS, StepGraphs, call_again, held_bytes
+from kvr_mpi.decode.graphs import KEPT_GRAPHS, MOST_ROWS, StepGraphs, held_bytes
 from kvr_mpi.kv.paged import PAGE_TOKENS, PagedArena
 from kvr_mpi.kv.paged_row import PagedRow
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.graph_capture import call_again
 from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.report.log import Log
