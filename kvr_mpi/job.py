@@ -160,8 +160,7 @@ class ParallelSection(Section):
         "auto", description="compute slices in chunks of this many tokens; auto: only if memory is short"
     )
     compile: bool = Field(
-        False,
-        description="full chunks by code of their size: compiled; on GPUs, CUDA graphs; needs a chunk_tokens number",
+        False, description="compute full chunks by code of one size (on GPUs: CUDA graphs); needs a chunk_tokens number"
     )
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: its share of the cores")
     memory_gib: float | None = Field(
