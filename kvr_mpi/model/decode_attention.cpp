@@ -16,8 +16,8 @@
 #include <limits>
 
 constexpr int MOST_ROWS = 4;  // query heads that share a key in registers
-constexpr int BLOCK = 128, PIECE = 1024;  // keys
-constexpr int AHEAD = 16;  // rows that are asked of memory before they are read
+constexpr int BLOCK = 128, PIECE = BLOCK;  // keys
+constexpr int AHEAD = 32;  // rows that are asked of memory before they are read
 
 // One query of each head of a group, which share a KV head of a document. Strides are in elements; of features 1.
 struct Unit {
@@ -153,11 +153,9 @@ static void merge(const Step &s, const Unit &unit, const Part *parts, int64_t pi
 }
 
 template <typename T> static void attend_all(const Step &s, const Unit *units, float *room, int64_t threads) {
-    struct Task {
-        int64_t unit, piece;
-        Part part;
-    };
-    std::vector<Task> tasks;
+    std::vector<std::pair<int64_t, int64_t>> tasks;  // unit, piece: heads that lie side by side in turn
+    std::vector<Part> parts;
+    std::vector<int64_t> firsts{0};  // of each unit's parts
     int64_t numbers = 0;
     float *queries = room, *free = queries + s.units * s.group * s.dim;
     for (int64_t u = 0; u < s.units; ++u) {
@@ -165,28 +163,28 @@ template <typename T> static void attend_all(const Step &s, const Unit *units, f
         for (int64_t g = 0; g < s.group; ++g)  // weights are powers of two
             for (int64_t d = 0; d < s.dim; ++d)
                 queries[(u * s.group + g) * s.dim + d] = number(query[g * s.query_head + d]) * (s.scale * LOG2_E);
-        for (int64_t piece = 0; piece * PIECE < units[u].count; ++piece) {
-            tasks.push_back({u, piece, {free, free + s.group * s.dim, free + s.group * (s.dim + 1)}});
-            free += s.group * (s.dim + 2);
-        }
+        for (int64_t piece = 0; piece * PIECE < units[u].count; ++piece, free += s.group * (s.dim + 2))
+            parts.push_back({free, free + s.group * s.dim, free + s.group * (s.dim + 1)});
+        firsts.push_back(parts.size());
         numbers += units[u].count * s.dim;
     }
-    const int64_t all = static_cast<int64_t>(tasks.size());
+    const int64_t all = parts.size();
+    for (int64_t u = 0, end; u < s.units; u = end) {
+        const auto keys_of = [&](int64_t v) { return static_cast<const T *>(units[v].keys); };
+        for (end = u + 1; end < s.units && firsts[end + 1] - firsts[end] == firsts[u + 1] - firsts[u]; ++end)
+            if (keys_of(end) < keys_of(u) || keys_of(end) >= keys_of(u) + units[u].key_row) break;
+        for (int64_t piece = 0; piece < firsts[u + 1] - firsts[u]; ++piece)
+            for (int64_t v = u; v < end; ++v) tasks.push_back({v, piece});
+    }
     std::atomic<int64_t> next{0};
     // A thread is worth waking for some hundred thousand numbers.
     in_threads(std::min({threads, 1 + numbers / (1 << 17), all}), [&] {
         for (int64_t i; (i = next++) < all;) {
-            const Task &task = tasks[i];
-            attend_piece<T>(s, units[task.unit], queries + task.unit * s.group * s.dim, task.piece, task.part);
+            const auto [u, piece] = tasks[i];
+            attend_piece<T>(s, units[u], queries + u * s.group * s.dim, piece, parts[firsts[u] + piece]);
         }
     });
-    for (int64_t at = 0, count; at < all; at += count) {
-        const Unit &unit = units[tasks[at].unit];
-        count = (unit.count + PIECE - 1) / PIECE;
-        std::vector<Part> parts;
-        for (int64_t p = 0; p < count; ++p) parts.push_back(tasks[at + p].part);
-        merge(s, unit, parts.data(), count);
-    }
+    for (int64_t u = 0; u < s.units; ++u) merge(s, units[u], &parts[firsts[u]], firsts[u + 1] - firsts[u]);
 }
 
 extern "C" {
