@@ -125,6 +125,17 @@ def attend(
     return _attend_bent(query, keys, values, params, offset=0 if causal else None, window=None)
 
 
+def attend_up_to(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+) -> PartialAttention:
+    """Attend to the keys up to each query; the last query stands at the last key."""
+    if params.kernel is not None and params.is_plain and params.kernel.takes(query, keys, values):
+        return PartialAttention(*params.kernel(query, keys, values, params.scale, causal=True))
+    before = keys.shape[2] - query.shape[2]
+    part = attend(query, keys[:, :, before:], values[:, :, before:], params, causal=query.shape[2] > 1)
+    return part.merge(attend(query, keys[:, :, :before], values[:, :, :before], params)) if before else part
+
+
 def attend_held(
     query: torch.Tensor, held: Sequence[HeldHead], kv_heads: int, params: AttentionParams
 ) -> PartialAttention:

@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_window
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_up_to, attend_window
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layout import UniformLayout
@@ -355,5 +355,4 @@ def _attend_range(
         return attend(query, *rows(low, last), params)
     if not seen.sees_all(last) and seen.window is not None:
         return attend_window(query, *rows(low, last), params, seen.window)
-    part = attend(query, *rows(first, last), params, causal=True)
-    return part.merge(attend(query, *rows(low, first), params)) if low < first else part
+    return attend_up_to(query, *rows(low, last), params)

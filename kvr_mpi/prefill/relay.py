@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from kvr_mpi.kv.attention import PartialAttention, attend
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_up_to
 from kvr_mpi.kv.exchange import SegmentedLayer
 from kvr_mpi.kv.transfers import LayerTransfers, Range
 from kvr_mpi.model.attention_hook import AttentionParams
@@ -106,11 +106,11 @@ class Relay:
         params: AttentionParams,
     ) -> PartialAttention:
         """Own slice first, then what all prompts begin with, then what comes, segment by segment."""
-        part, first = attend(query, keys, values, params, causal=query.shape[2] > 1), layer.fresh_ranges[0][0]
-        if first > self.owned[0][0]:
+        if layer.fresh_ranges[0][0] > self.owned[0][0]:
             if layer.segments is not None:  # the first chunk has waited for them, unless nobody reads what it gives
                 layer.segments.collect()
-            return part.merge(attend(query, *layer.rows(0, first), params))
+            return attend_up_to(query, *layer.rows(0, layer.length), params)
+        part = attend(query, keys, values, params, causal=query.shape[2] > 1)
         if self.prefix_tokens:
             part = part.merge(attend(query, *layer.rows(0, self.prefix_tokens), params))
         arrivals: Iterable[Range] = layer.segments.arrivals() if layer.segments is not None else ()
