@@ -109,7 +109,7 @@ class Relay:
         if layer.fresh_ranges[0][0] > self.owned[0][0]:
             if layer.segments is not None:  # the first chunk has waited for them, unless nobody reads what it gives
                 layer.segments.collect()
-            return attend_up_to(query, *layer.rows(0, layer.length), params)
+            return attend_up_to(query, *layer.rows(0, layer.fresh_ranges[-1][1]), params)
         part = attend(query, keys, values, params, causal=query.shape[2] > 1)
         if self.prefix_tokens:
             part = part.merge(attend(query, *layer.rows(0, self.prefix_tokens), params))
