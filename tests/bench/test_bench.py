@@ -145,14 +145,18 @@ def test_verify_in_bfloat16(tiny_model_dir: Path, mpirun: Any, kvr: Path) -> Non
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_verify_notices_a_lost_token(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = relay.attend
+    attend, attend_up_to = relay.attend, relay.attend_up_to
 
     def forgetful(query: Any, keys: Any, values: Any, scores: Any, *, causal: bool = False) -> Any:
         if not causal and keys.shape[2] > 1:  # leaves out the first token of every stretch before the own slice
             keys, values = keys[:, :, 1:], values[:, :, 1:]
         return attend(query, keys, values, scores, causal=causal)
 
+    def forgets_first(query: Any, keys: Any, values: Any, scores: Any) -> Any:
+        return attend_up_to(query, keys[:, :, 1:], values[:, :, 1:], scores)
+
     if broken:
+        monkeypatch.setattr(relay, "attend_up_to", forgets_first)
         for strategy in (relay, all_gather, ring):
             monkeypatch.setattr(strategy, "attend", forgetful)
     loaded = tiny("llama-gqa")
