@@ -7,13 +7,17 @@ configuration, or taken from a named shape: those of the paper's tables and a fe
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvr_mpi.errors import ConfigError
-from kvr_mpi.model import meta_model, on_meta, probe_shape
+from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.model import ModelShape, meta_model, on_meta, probe_shape
 from kvr_mpi.model.stage_weights import why_not_divided
 
+# Tokens that are counted together: recurrent layers compute chunks of 64, however few there are. A prime, so that
+# what has this size is tokens, and nothing else of a model.
+COUNTED_TOKENS = 61
 # Functions that multiply matrices, and which of their tensors is the left factor.
 MULTIPLICATIONS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1, "baddbmm": 1}
 
@@ -165,7 +169,7 @@ def named_workload(name: str) -> Workload:
 
 
 def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
-    """Count the work of any causal language model, by running one token through it on the ``meta`` device.
+    """Count the work of any causal language model, by running a few tokens through it on the ``meta`` device.
 
     Every multiplication is counted as it is called, so that of a mixture of experts only those a token visits
     count. No weights are read, no memory is taken.
@@ -187,16 +191,17 @@ def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
     model = meta_model(config, torch.bfloat16)
     with on_meta():
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-        before_flop, attention_flop, after_flop, heads = _count(model)
+        qkv_flop, products_flop, attention_flop, heads = _count(model, shape)
     layers = len(shape.layers)
     if not heads and not shape.has_states:
         raise ConfigError(f"{shape.architecture}: it has no attention we know, so its work cannot be counted")
     head_flop = 2.0 * model.get_output_embeddings().weight.numel()
+    layer_flop = (products_flop - head_flop) / layers  # of the mean layer: some have experts, or no attention
     return Workload(
         name=name or shape.architecture,
         layers=layers,
-        qkv_flop=before_flop,
-        rest_flop=(before_flop + after_flop - head_flop) / layers - before_flop,
+        qkv_flop=min(qkv_flop, layer_flop),
+        rest_flop=max(0.0, layer_flop - qkv_flop),
         pair_flop=attention_flop / layers,
         heads=max(heads, 1),
         kv_bytes=shape.kv_bytes_per_token / shape.dtype_bytes * dtype_bytes / layers,
@@ -210,37 +215,64 @@ def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
     )
 
 
-def _count(model: Any) -> tuple[float, float, float, int]:
-    """Operations of one token: before the first attention, in all attentions, after the first; and query heads."""
+def _count(model: Any, shape: ModelShape) -> tuple[float, float, float, int]:
+    """Count the operations of a token.
+
+    Returns
+    -------
+    (float, float, float, int)
+        Of products before attention in the first layer that has any; of all products; of one query attending to one
+        key, in all layers; and the query heads.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 
-    before = attention = after = 0.0
-    heads = 0
+    before = products = attention = 0.0
+    heads, attends, tokens = 0, True, min(COUNTED_TOKENS, shape.max_tokens or COUNTED_TOKENS)
+
+    def begin(layer_idx: int) -> Callable[..., None]:
+        def hook(*args: Any) -> None:
+            nonlocal before, attends
+            attends = layer_idx >= len(shape.layers) or shape.layers[layer_idx].elements > 0
+            before = before if heads else 0.0
+
+        return hook
 
     class Counter(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal before, attention, after, heads
+            nonlocal before, products, attention, heads
             result = func(*args, **(kwargs or {}))
             called = getattr(func, "__name__", "").strip("_")
             given = (*args, *(kwargs or {}).values())
             shapes = [value.shape for value in given if isinstance(value, torch.Tensor)]
-            if called == "scaled_dot_product_attention":
+            if called == "scaled_dot_product_attention" and shapes[1][-2] >= tokens:
                 heads = shapes[0][1]
-                attention += 2.0 * heads * (shapes[0][3] + shapes[2][3])  # one query, one key
+                attention += 2.0 * heads * (shapes[0][3] + shapes[2][3])
             elif called in MULTIPLICATIONS and len(shapes) > 1:
-                contracted = shapes[MULTIPLICATIONS[called]][-1]
-                flop = 2.0 * result.numel() * contracted
-                if called == "matmul" and len(shapes[1]) == 4:  # queries by keys, or scores by values
-                    heads, attention = shapes[0][1], attention + flop
-                elif called == "baddbmm":  # queries by keys, added to a bias; scores by values follow
-                    heads, attention = shapes[1][0], attention + 2 * flop
-                elif heads:
-                    after += flop
+                left = shapes[MULTIPLICATIONS[called]]
+                flop = 2.0 * result.numel() * left[-1] / tokens
+                scores = next((one for one in (left, result.shape) if [*one].count(tokens) > 1), None)
+                if attends and len(left) > 2 and scores is not None:  # queries by keys, or scores by values
+                    heads, attention = scores.numel() // tokens**2, attention + flop / tokens
                 else:
-                    before += flop
+                    products, before = products + flop, before if heads else before + flop
             return result
 
-    with Counter():
-        model(torch.zeros(1, 1, dtype=torch.long), use_cache=True)
-    return before, attention, after, heads
+    hooks = [layer.register_forward_pre_hook(begin(number)) for number, layer in enumerate(_decoder_layers(model))]
+    try:
+        with Counter():
+            model(torch.zeros(1, tokens, dtype=torch.long), use_cache=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return before if heads else 0.0, products, attention, heads
+
+
+def _decoder_layers(model: Any) -> list[Any]:
+    """Find the layers; none where they are not in one list, and take turns or go round."""
+    from kvr_mpi.model.layer_chunks import decoder_layers
+
+    try:
+        return decoder_layers(model)
+    except ModelError:
+        return []

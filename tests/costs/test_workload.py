@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as tf
 from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE
 
+from kvr_mpi.bench.tiny import shrink
 from kvr_mpi.costs.hardware import Hardware, load_hardware, profiles
 from kvr_mpi.costs.workload import SHAPES, named_workload, workload_of
 from kvr_mpi.errors import ConfigError, DataError
+from kvr_mpi.model import probe_shape
 
 REAL = {
     "Llama 7B": lambda: tf.LlamaConfig(),
@@ -64,7 +67,36 @@ def test_attention_of_ones_own_is_counted() -> None:
 def test_layers_with_states_hand_them_on() -> None:
     assert workload_of(STATES["qwen3-next-delta-rule"](), dtype_bytes=2).has_states
     alone = workload_of(SINGLE_ONLY["mamba-no-attention"](), dtype_bytes=2)
-    assert alone.has_states and alone.pair_flop == 0 and alone.kv_bytes == 0
+    assert alone.has_states and alone.pair_flop == 0 and alone.kv_bytes == 0 and alone.rest_flop > 0
+
+
+# What a query and a key cost a layer with attention: all have 4 heads of 8, latent attention keys of 16.
+HYBRIDS = {
+    "granitemoehybrid": 128,
+    "jamba": 128,
+    "kimi_linear": 192,
+    "lfm2_moe": 128,
+    "nemotron_h": 128,
+    "qwen3_5_text": 128,
+    "gemma3n_text": 128,
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_recurrent_layers_are_no_attention(name: str) -> None:
+    config = shrink(name)
+    work, layers = workload_of(config, dtype_bytes=4), probe_shape(config, torch.float32).layers
+    attending = sum(layer.elements > 0 for layer in layers) if work.has_states else len(layers)
+    assert work.heads == 4 and work.pair_flop * work.layers == pytest.approx(HYBRIDS[name] * attending)
+    assert 0 < work.qkv_flop < work.rest_flop, "the layers before the first attention are not that layer's"
+    # A product takes two operations for a weight; embeddings are looked up, and of experts a token visits some.
+    products = work.layers * (work.qkv_flop + work.rest_flop) + work.head_flop
+    assert products <= 1.2 * 2 * work.weight_bytes / 4
+
+
+def test_attention_to_other_layers_is_none_to_tokens() -> None:
+    work = workload_of(shrink("inkling2_text"), dtype_bytes=4)
+    assert (work.heads, work.pair_flop) == (4, 128)
 
 
 def test_names_are_found_however_written() -> None:
