@@ -22,7 +22,7 @@ from kvr_mpi.kv.shares import Share, SharesCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.prefill.packed import why_never_packed
+from kvr_mpi.prefill.self_check import why_not_spread
 from kvr_mpi.prefill.stored_shares import run_shares
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.gather import all_gather
@@ -34,16 +34,16 @@ NOT_MINE = -1
 
 
 def check_shareable(loaded: LoadedModel) -> None:
-    """Refuse models whose keys and values cannot stay spread over ranks.
+    """Refuse models whose keys and values cannot stay spread over ranks; it is tried on a few tokens.
 
     Raises
     ------
     ConfigError
         Saying why.
     """
-    why = why_never_packed(loaded)
-    if why is None and begins_anew_at(loaded.model) is not None:
-        why = "its rotary embedding has it compute the whole cache anew at some length"
+    why: str | None = "its rotary embedding has it compute the whole cache anew at some length"
+    if begins_anew_at(loaded.model) is None:
+        why = why_not_spread(loaded)
     if why is not None:
         raise ConfigError(
             f"keys and values of {loaded.shape.architecture} cannot be spread over ranks: {why}. Leave output.kv = "

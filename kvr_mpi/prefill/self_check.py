@@ -17,6 +17,7 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.paged import PagedArena
+from kvr_mpi.kv.shares import SharesCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_plain
 from kvr_mpi.model.kernels import forget_kernels
@@ -24,6 +25,8 @@ from kvr_mpi.model.rope import check_rotary
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, run_next
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed, why_never_packed
+from kvr_mpi.prefill.stored_shares import run_shares
+from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 LEAST_TOKENS = 12
@@ -291,3 +294,32 @@ def why_not_packed(loaded: LoadedModel, arena: PagedArena | None = None) -> str 
                 f"the logits' spread (allowed {allowed:.0e})"
             )
     return None
+
+
+def why_not_spread(loaded: LoadedModel) -> str | None:
+    """Decode a token of a small document that two threads hold together: say why this model cannot, None if it can.
+
+    Models that count positions by what a cache holds would go on from a rank's own share. The model has to be prepared
+    for chains (`prepare_model`).
+    """
+    if reason := why_never_packed(loaded):
+        return reason
+    ids = loaded.shape.sample_ids(LEAST_TOKENS)
+    token = torch.tensor([loaded.shape.sample_ids(1, first=NEXT_TOKEN)], device=loaded.device)
+
+    @torch.inference_mode()
+    def decode(rank: Transport) -> torch.Tensor | None:
+        halves = Partition.even(len(ids), rank.size)
+        share = prefill_kvr(loaded, ids, halves, rank, reserve_tokens=1, is_spread=True).share
+        assert share is not None, "it stays spread"
+        return run_shares(loaded, token, SharesCache(loaded, [share], [1], rank))[0]
+
+    try:
+        alone = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=1)
+        truth, found = _decode(loaded, alone), run_local(2, decode, loaded.device)[-1]
+    except (ModelError, *FAILURES) as error:
+        return f"{type(error).__name__}: {error}"
+    share, allowed = float("nan") if found is None else error_share(found[0], truth), allowed_error(loaded.dtype)
+    if share <= allowed:
+        return None
+    return f"logits of a decoded token differ by {share:.1e} of their spread (allowed {allowed:.0e})"
