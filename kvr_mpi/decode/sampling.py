@@ -141,6 +141,7 @@ class SamplingParams:
         """Make what the configuration asks for, for one document: some of it remembers what it has seen."""
         # Private, but what generate() itself does; it makes every processor that a configuration can ask for.
         self.config._eos_token_tensor = torch.tensor(sorted(self.ends), device=device) if self.ends else None
+        self.config.max_length = prompt_tokens + self.max_new_tokens  # where an answer is made to end, in BART's
         made = self.model._get_logits_processor(self.config, input_ids_seq_length=prompt_tokens, device=device)
         if self.json_schema is not None:  # before those that narrow down what is left
             made.insert(0, SchemaProcessor(self.grammars, self.json_schema, prompt_tokens))

@@ -67,8 +67,9 @@ class LastRow(TorchFunctionMode):
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if not all(isinstance(size, int) for size in sizes):  # seen as another type
             return None
+        known = abs(math.prod(sizes))  # as many elements as are asked for, or without those of a size that is left open
         for count in self._counts:
-            if tuple(sizes[:2]) in ((1, count), (-1, count)) or math.prod(sizes) == count * row.numel():
+            if known == count * row.numel() or (tuple(sizes[:2]) == (1, count) and -1 in sizes[2:]):
                 return count
         return None
 

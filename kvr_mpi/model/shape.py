@@ -24,6 +24,8 @@ PROBE_ATTENTION = "kvr_probe"
 BUILDING = threading.Lock()
 # Under which of these names a model takes its cache.
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+# Under which of these names a configuration has its longest context: most, MPT, Whisper.
+LONGEST = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class ModelShape:
     """What planning and buffers need to know of a model, without its weights.
 
     layers : a layer each, as the model's cache counts them.
+    vocab_size : tokens that it can be given.
     max_tokens : longest context, None where the configuration names none.
     why_single : why no chain of ranks can run it; None if one can, as far as is known without weights.
     why_whole : why its attention cannot be taken over in parts; None if it can, as far as is known without weights.
@@ -210,6 +213,7 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
             f"elsewhere; only causal decoders can be run here"
         )
     seen, why_whole = _probe_visibility(model)
+    padding_id = _padding_id(model)
     if any(visibility.size == 1 for visibility in seen.values()):
         raise ModelError(
             f"{architecture}: a window of 1 token: what transformers itself decodes with it differs from what it "
@@ -222,12 +226,13 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
             for idx, layer in enumerate(layers)
         ),
         hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-        max_tokens=getattr(text, "max_position_embeddings", None),
+        # Gemma 3n's text model has embeddings of its own in each layer, and for some tokens of images and sound none.
+        vocab_size=min(text.vocab_size, getattr(text, "vocab_size_per_layer_input", None) or text.vocab_size),
+        max_tokens=_max_tokens(text, padding_id),
         dtype_bytes=dtype.itemsize,
         why_single=_why_single(model, cache.layers, seen),
         why_whole=why_whole,
-        padding_id=_padding_id(model),
+        padding_id=padding_id,
         counts_cache=bool(getattr(text, "attn_temperature_tuning", False)),
     )
 
@@ -285,6 +290,12 @@ def _why_single(model: Any, layers: Sequence[Any], seen: Mapping[int, Visibility
                 f"layer see {told}: what it decodes is not what it computes for a whole prompt"
             )
     return None
+
+
+def _max_tokens(text: Any, padding_id: int | None) -> int | None:
+    """Find the longest context; models of RoBERTa's kind begin to count after the padding token's id."""
+    found = next((value for name in LONGEST if isinstance(value := getattr(text, name, None), int)), None)
+    return found if found is None or padding_id is None else found - padding_id - 1
 
 
 def _padding_id(model: Any) -> int | None:

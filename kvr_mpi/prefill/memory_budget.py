@@ -174,10 +174,16 @@ def footprint_of(config: Any, dtype: torch.dtype, *, on_gpu: bool = False, in_pa
     layers = min(LAYERS, len(shape.layers))
 
     def activations(tokens: int, chunk_tokens: int | None) -> int:
-        partition, ids = Partition((0, tokens, 2 * tokens)), [0] * 2 * tokens
+        counted_tokens, before = tokens, tokens
+        if shape.max_tokens is not None:  # many models have tables of positions, or masks, of that length
+            counted_tokens = max(1, min(tokens, shape.max_tokens - 1))
+            before = max(1, min(tokens, shape.max_tokens - counted_tokens))
+        partition = Partition((0, before, before + counted_tokens))
+        ids = shape.sample_ids(partition.tokens)
         with on_meta(), _Ledger([*model.parameters(), *model.buffers()]) as ledger:
             prefill_kvr(loaded, ids, partition, PretendedChain(), stop_after=layers, chunk_tokens=chunk_tokens)
-        return int(ledger.peak_bytes) * shape.dtype_bytes // counted.itemsize
+        found = int(ledger.peak_bytes) * shape.dtype_bytes // counted.itemsize
+        return -(-found * tokens // counted_tokens)
 
     try:
         activations(1, None)

@@ -105,6 +105,15 @@ def test_joining_and_leaving_at_any_step_changes_nothing(name: str) -> None:
     assert found["5"].finish_reason == "stop" and len(found["5"].token_ids) <= 7
 
 
+def test_an_answer_is_made_to_end_where_the_model_says_so() -> None:
+    # As BART's generation settings do: their last token is the end, whatever is likelier.
+    loaded, ids = ready("llama-gqa"), other_prompt(9)
+    forced = {"forced_eos_token_id": 3, "eos_token_id": 3}
+    found = answer_of(loaded, ids, **forced)
+    assert found.token_ids == truth_of(loaded, ids, **forced) == truth_of(loaded, ids)[:-1]
+    assert len(found.token_ids) == NEW_TOKENS - 1 and found.finish_reason == "stop"
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.permutations(range(6)), st.integers(1, 6), st.integers(0, 2**50))
 def test_samples_do_not_depend_on_company(order: list[int], count: int, seed: int) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from kvr_mpi.errors import ModelError
-from kvr_mpi.model import load_model, load_outline
+from kvr_mpi.bench.tiny import shrink
+from kvr_mpi.errors import DocumentError, ModelError
+from kvr_mpi.model import load_model, load_outline, probe_shape
 
 
 @pytest.fixture
@@ -84,3 +86,22 @@ def test_a_window_longer_than_the_context_is_none(changed: Callable[..., Path]) 
     folder = changed(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=4096)
     loaded = load_model(str(folder), cache_dir=Path("/nonexistent"), device="cpu")
     assert loaded.shape.why_single is None and loaded.shape.layers[0].visibility.size is None
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"),
+    [("llama", 256), ("mpt", 256), ("whisper", 256), ("roberta", 256 - 2), ("bloom", None)],
+)
+def test_the_longest_prompt_is_known_under_any_name(name: str, longest: int | None) -> None:
+    changes = {"pad_token_id": 1} if name == "roberta" else {}  # which counts positions from the token after that
+    assert probe_shape(shrink(name, **changes), torch.float32).max_tokens == longest
+
+
+def test_tokens_without_an_embedding_in_each_layer_are_refused() -> None:
+    config = shrink("gemma3n_text")
+    config.vocab_size_per_layer_input = config.vocab_size - 9
+    shape = probe_shape(config, torch.float32)
+    assert max(shape.sample_ids(2 * config.vocab_size)) == config.vocab_size - 10
+    shape.check_ids([config.vocab_size - 10])
+    with pytest.raises(DocumentError, match=f"token {config.vocab_size - 9}, and Gemma3nForCausalLM has"):
+        shape.check_ids([config.vocab_size - 9])
