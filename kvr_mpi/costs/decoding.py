@@ -147,7 +147,7 @@ def decode_costs_of(
         step_s=costs.layers * costs.launch_floor_s + costs.head_s if step_s is None else step_s,
         floor_s=floor_s,
         row_s=costs.layers * (costs.qkv_token_s + costs.rest_token_s),
-        kept_token_s=costs.layers * costs.pair_s if kept_token_s is None else kept_token_s,
+        kept_token_s=costs.decode_key_s if kept_token_s is None else kept_token_s,
         layers=costs.layers,
         hidden_bytes=hidden_bytes,
         kept_token_bytes=costs.layers * costs.kv_bytes,

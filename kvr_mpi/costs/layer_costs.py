@@ -30,6 +30,7 @@ class Costs:
     link_bytes_per_s, link_latency_s : of the link between neighbours, one direction.
     copy_token_s : a token of the prefix that was received, whatever attends to it.
     head_s : LM head, one token.
+    kept_token_s : decoding, attending to one key: it waits for memory. None: unknown, taken to be `pair_s`.
     gather_floor_per_rank_s : added to the launch floor by an all-gather, times the ranks.
     gather_copy_token_s : an all-gather's copy_token_s.
     gather_link_share : of the link's bandwidth an all-gather gets.
@@ -49,6 +50,7 @@ class Costs:
     link_latency_s: float
     copy_token_s: float = 0.0
     head_s: float = 0.0
+    kept_token_s: float | None = None
     gather_floor_per_rank_s: float = 0.0
     gather_copy_token_s: float = 0.0
     gather_link_share: float = 1.0
@@ -65,6 +67,11 @@ class Costs:
             raise PartitionError("costs: expected at least one layer, a link that carries bytes, and tokens that cost")
         if self.speeds is not None and not all(speed > 0 and math.isfinite(speed) for speed in self.speeds):
             raise PartitionError(f"costs.speeds = {self.speeds}: expected positive numbers")
+
+    @property
+    def decode_key_s(self) -> float:
+        """Decoding, attending to one key in all layers."""
+        return self.layers * (self.pair_s if self.kept_token_s is None else self.kept_token_s)
 
     def after(self, tokens: int) -> Costs:
         """Of tokens after so many others that are known already: each attends to those, too."""

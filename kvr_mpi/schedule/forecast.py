@@ -234,7 +234,7 @@ def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) ->
         frame=frame,
         new_tokens=spec.generation.max_new_tokens,
         step_s=costs.layers * costs.launch_floor_s + costs.head_s,
-        step_token_s=costs.layers * costs.pair_s,
+        step_token_s=costs.decode_key_s,
         row_s=costs.layers * (costs.qkv_token_s + costs.rest_token_s),
     )
 
@@ -265,7 +265,9 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
     if hardware in machines or hardware is None:
         mine = [table for table in tables if table.key.hardware == (hardware or machines[0])]
         best = min(mine, key=lambda table: (abs(table.key.ranks - ranks), table.key.ranks))
-        source = f"lookup table for {best.key.ranks} ranks of {best.key.hardware} ({best.key.device}); memory unknown"
+        measured = f"measured on {best.entries[-1].provenance.date[:10]}"
+        source = f"lookup table for {best.key.ranks} ranks of {best.key.hardware} ({best.key.device}), {measured}"
+        source += "; memory unknown"
         forecast = forecast_measured(spec, best.rates.costs(), frame, source)
         if spec.parallel.partition != "table":
             return forecast

@@ -131,7 +131,7 @@ def prepare(
         strategies=strategies,
         costs=costs,
         rates=rates,
-        table=table_of(spec, loaded, world, chain, say),
+        table=table_of(spec, loaded, world, ranks.lane, chain, say),
         beginnings=None if spec.documents.reuse is None else find_beginnings(spec, loaded, weights, world, say),
         compression=compression,
         sharing=sharing,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from kvr_mpi.tuning.probe import measure_rates
 from kvr_mpi.tuning.table import Table
 
 Say = Callable[[str], None]
+# Rates that lie further apart than this were not measured on the same machine, or with the same software.
+SAME_RATES_WITHIN = 1.5
+# Slices that take so much longer than others would are worth another search.
+SLICES_LOSE = 0.05
 
 
 def costs_of(loaded: LoadedModel, world: Transport, say: Say) -> Costs:
@@ -53,8 +58,10 @@ def describe_rates(rates: Sequence[Rates], tokens: int) -> str:
     )
 
 
-def table_of(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transport, say: Say) -> Table | None:
-    """Find the lookup table, and refuse one of something else before the batch begins."""
+def table_of(
+    spec: JobSpec, loaded: LoadedModel, world: Transport, lane: Transport, chain: Transport, say: Say
+) -> Table | None:
+    """Find the lookup table, and refuse one of something else before the batch begins; warn of one that is outdated."""
     parallel = spec.parallel
     if parallel.table is None or chain.size == 1:
         return None
@@ -63,4 +70,40 @@ def table_of(spec: JobSpec, loaded: LoadedModel, world: Transport, chain: Transp
     say(f"slices from the table of {table.key.model.name} on {table.key.hardware}, {describe_range(table)}")
     if differences:
         say(f"warning: used despite differences (parallel.table_force): {'; '.join(differences)}")
+    rates = measure_rates(loaded, lane)[lane.rank - chain.rank :][: chain.size]
+    if (drift := describe_drift(table, rates)) is not None:
+        say(f"warning: {drift}; search again: kvr search")
     return table
+
+
+def describe_drift(table: Table, rates: Sequence[Rates]) -> str | None:
+    """Say in what ranks differ from those that a table was measured on; None: in nothing that matters.
+
+    A name says little of a processor in a virtual machine, and nothing of kernels.
+
+    Parameters
+    ----------
+    rates : sequence of Rates
+        Of the chain's ranks, as measured now.
+    """
+    costs, longest = table.rates.costs(), table.entries[-1]
+    tokens = longest.context_tokens
+    speeds = costs.speeds if costs.speeds is not None and len(costs.speeds) == len(rates) else (1.0,) * len(rates)
+    token_s = costs.qkv_token_s + costs.rest_token_s
+    then = [Rates(token_s / speed, costs.pair_s / speed) for speed in speeds]
+    old, new = (_slices_s(equal_time(tokens, each), rates) for each in (then, rates))
+    faster, loss = _slices_s(equal_time(tokens, then), then) / old, old / new - 1
+    if max(faster, 1 / faster) < SAME_RATES_WITHIN and loss < SLICES_LOSE:
+        return None
+    measured = f"the table was measured on {longest.provenance.date[:10]}"
+    times = f"{faster:.1f} times as fast" if faster >= 1 else f"{1 / faster:.1f} times as slow"
+    text = f"{measured}; now ranks are {times} (other kernels, versions or processors)"
+    if loss >= SLICES_LOSE:
+        text += f", and slices by its rates take {100 * loss:.0f} % longer than need be at {tokens} tokens"
+    return text
+
+
+def _slices_s(lengths: Sequence[float], rates: Sequence[Rates]) -> float:
+    """Time of one layer on the rank that takes longest."""
+    starts = [math.fsum(lengths[:place]) for place in range(len(lengths))]
+    return max(rate.seconds(length, start) for rate, length, start in zip(rates, lengths, starts, strict=True))

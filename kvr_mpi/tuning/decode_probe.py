@@ -88,7 +88,7 @@ def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, plac
     shared.add([Prefilled(number, prefill, ids) for number, prefill in enumerate(prefills())])
     shared_s = _step_seconds(chain, shared.step, loaded.device)
     del shared
-    return DecodeTimes(apart_s, shared_s, _kept_token_seconds(loaded, chain))
+    return DecodeTimes(apart_s, shared_s, kept_token_seconds(loaded, chain))
 
 
 @torch.inference_mode()
@@ -120,8 +120,14 @@ def attention_seconds(loaded: LoadedModel, caches: Sequence[SliceCache], ranks: 
     return best
 
 
-def _kept_token_seconds(loaded: LoadedModel, chain: Transport) -> float:
-    """Time attention to long documents, less that to short ones: what calls take that has nothing to attend to."""
+def kept_token_seconds(loaded: LoadedModel, chain: Transport) -> float:
+    """Time attention to long documents, less that to short ones: what calls take that has nothing to attend to.
+
+    Returns
+    -------
+    float
+        For a token that all heads keep, in all layers: of the slowest rank.
+    """
     long, short = (
         sum(attention_seconds(loaded, [_made_up(loaded, tokens) for _ in range(LONG_DOCUMENTS)], chain))
         for tokens in (LONG_TOKENS, PROBE_TOKENS)

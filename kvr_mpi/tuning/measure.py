@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median, median_low
 
@@ -26,6 +26,7 @@ from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.topology import sends_first
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.local import LocalTransport
+from kvr_mpi.tuning.decode_probe import kept_token_seconds
 from kvr_mpi.tuning.probe import REPEATS, measure_rates
 
 TAG = 7103
@@ -124,7 +125,10 @@ def measure_costs(loaded: LoadedModel, world: Transport) -> Costs:
     shape = loaded.shape
     kv_bytes = shape.kv_bytes_per_token / len(shape.layers)
     work = workload_of(loaded.model.config, shape.dtype_bytes)
-    return _costs(work, rates, head_s, floor_s, kv_bytes, latency_s, bytes_per_s)
+    costs = _costs(work, rates, head_s, floor_s, kv_bytes, latency_s, bytes_per_s)
+    if not loaded.attends_in_parts or shape.has_states or not all(layer.elements for layer in shape.layers):
+        return costs  # a step's attention is not a kernel's alone
+    return replace(costs, kept_token_s=kept_token_seconds(loaded, world) / work.layers)
 
 
 def _costs(
@@ -160,13 +164,13 @@ def _costs(
 
 def _fixed_seconds(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
     """Time of the model's head, and the least a layer takes: both from a prompt of one token, the slowest rank's."""
-    layers = len(loaded.shape.layers)
+    layers, ids = len(loaded.shape.layers), loaded.shape.sample_ids(1)
 
     def fastest(stop_after: int | None) -> float:
         times = []
         for _ in range(REPEATS):
             world.barrier()
-            times.append(prefill_kvr(loaded, [0], Partition((0, 1)), LocalTransport(), stop_after=stop_after).seconds)
+            times.append(prefill_kvr(loaded, ids, Partition((0, 1)), LocalTransport(), stop_after=stop_after).seconds)
         return min(times)
 
     fastest(None)

@@ -76,6 +76,7 @@ class Rates(Part):
     link_latency_s: RateS
     copy_token_s: RateS
     head_s: RateS
+    kept_token_s: RateS | None = Field(None, description="decoding, attending to one key; null: not measured")
     speeds: tuple[Annotated[float, Field(gt=0, lt=1e6)], ...] | None = Field(description="of each rank; 1 = nominal")
     has_states: bool = Field(False, description="some layers are recurrent")
 

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from made_jobs import spec_of
 from made_jobs import with_settings as options
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvr_mpi.bench.tiny import shrink
+from kvr_mpi.model import probe_shape
 from kvr_mpi.report.log import Log
 from kvr_mpi.runtime.batch import RunOptions, run_job
 from kvr_mpi.setup.job_setup import Machine
@@ -45,6 +49,39 @@ def test_a_planned_job_gives_the_same_answers(
         assert run.returncode == 65, run.stderr
         assert answers(tmp_path / name) == answers(tmp_path / "out")
     assert len(answers(tmp_path / "out")) == 12
+
+
+# Each has its own way to be counted: first layers that are recurrent; tables of positions that end, and positions that
+# begin after the padding token's; masks and biases that end; a longest context of another name; answers made to end.
+PLANNED = ["granitemoehybrid", "qwen3_5_text", "gpt_neo", "bert", "roberta", "mpt", "whisper", "bart"]
+
+
+ALONE = ("parallel.strategy=single", "parallel.ranks_per_chain=all")
+
+
+def make_model(name: str, folder: Path, tokenizer: Any) -> None:
+    torch.manual_seed(0)
+    config = shrink(name, vocab_size=len(tokenizer), pad_token_id=0)  # no prompt has that
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANNED)
+def test_models_of_all_kinds_are_planned_up_to_their_longest_prompts(
+    name: str, job: Path, tmp_path: Path, tokenizer: Any, run_here: Any
+) -> None:
+    make_model(name, tmp_path / "model", tokenizer)
+    settings = [f"model.path={tmp_path / 'model'}", "prompt.too_long=truncate", "documents.limit=9"]
+    run = run_here(2, [job, *options(*settings)])
+    assert run.returncode == 0, run.stderr
+    assert "(planned: " in run.stderr
+    records = list(read_run(tmp_path / "out"))
+    longest = probe_shape(AutoConfig.from_pretrained(tmp_path / "model"), torch.float32).max_tokens
+    assert longest is not None and max(record.prompt_tokens for record in records) == longest - 8, "its longest prompt"
+    alone = options(*settings, *ALONE, f"output.path={tmp_path / 'single'}")
+    run = run_here(2, [job, *alone])
+    assert run.returncode == 0 and answers(tmp_path / "single") == answers(tmp_path / "out")
 
 
 @pytest.mark.long

@@ -30,8 +30,31 @@ def test_every_rank_is_told_the_same_costs(ranks: int) -> None:
     assert costs.layers == 3 and costs.kv_bytes == 2 * 2 * 8 * 4
     assert costs.qkv_token_s > 0 and costs.rest_token_s > costs.qkv_token_s
     assert costs.link_bytes_per_s > 1e5
+    assert costs.kept_token_s is not None and costs.decode_key_s == 3 * costs.kept_token_s
     assert costs.speeds is None or len(costs.speeds) == ranks
     assert chain_seconds(costs, [100.0] * ranks) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "is_known"),
+    [
+        ("mistral-window", True),
+        ("gemma2-softcap", True),
+        ("gpt-oss-sinks", True),
+        ("llama4-chunks", True),
+        ("bloom-own-attention", False),
+        ("lfm2-convolutions", False),
+    ],
+)
+def test_attention_of_a_step_is_measured_where_a_kernel_does_it(name: str, is_known: bool) -> None:
+    loaded = tiny(name)
+    if loaded.attends_in_parts:
+        prepare_model(loaded.model, chain=True)
+    costs = measure_costs(loaded, LocalTransport())
+    assert (costs.kept_token_s is not None) == is_known
+    known = replace(costs, kept_token_s=1e-6)
+    assert known.decode_key_s == pytest.approx(costs.layers * 1e-6)
+    assert replace(costs, kept_token_s=None).decode_key_s == costs.layers * costs.pair_s, "as in a prefill"
 
 
 def test_slower_ranks_have_lower_speeds() -> None:

@@ -179,10 +179,12 @@ def test_a_job_is_cut_by_its_table(
     # Splits nobody would choose, so that it shows where the slices come from.
     path, table = only_table(tmp_path / "tables")
     entries = tuple(an_entry(bounds) for bounds in ((0, 8, 32), (0, 40, 160)))
-    save_table(table.model_copy(update={"entries": entries}), path)
+    other = table.rates.model_copy(update={"rest_token_s": 1000 * table.rates.rest_token_s})
+    save_table(table.model_copy(update={"entries": entries, "rates": other}), path)
 
     run = mpirun(2, [kvr_run, job])
     assert run.returncode == 0, run.stderr
+    assert "times as fast (other kernels, versions or processors)" in run.stderr, "the table is of a slower machine"
     records = {record.id: record for record in read_run(tmp_path / "out")}
     inside = [record for record in records.values() if record.prompt_tokens <= 160]
     assert len(records) == 3 and 0 < len(inside) < 3
