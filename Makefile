@@ -26,7 +26,7 @@ stamp   := $(VENV)/.installed-$(MPI)
 spread  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 in_venv := . $(VENV)/bin/activate &&
 
-.PHONY: help install demo test test-all test-long test-versions verify-architectures test-slurm test-faults test-many test-fuzz test-gpu bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts bench-chunks bench-slow-chunks bench-extend bench-streaming bench-rolling-chain bench-trace bench-report bench-peers rivals figures reference docs check clean
+.PHONY: help install demo test test-all test-long test-versions verify-architectures test-architectures test-slurm test-faults test-many test-fuzz test-gpu bench-network bench-handoff bench-planner bench-decode bench-fairkv bench-store bench-ask bench-compress bench-gather bench-prompts bench-chunks bench-slow-chunks bench-extend bench-streaming bench-rolling-chain bench-trace bench-report bench-peers rivals figures reference docs check clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
@@ -106,6 +106,9 @@ test-gpu: $(stamp)
 
 verify-architectures: $(stamp)
 	$(in_venv) kvr verify --architectures --table docs/architectures.md $(ARGS)
+
+test-architectures: $(stamp)
+	$(in_venv) KVR_TEST_ARCHITECTURES=$(or $(NAMES),all) python -m pytest -n $(WORKERS) tests/runtime/test_every_architecture.py
 
 test-slurm: $(stamp)
 	tests/slurm/install

@@ -1,0 +1,148 @@
+"""Whole jobs of every architecture in every mode: each is refused by name, or answers as a rank alone does.
+
+`kvr verify --architectures` compares what strategies compute. Here goes all that a job adds: planning, memory, kernels,
+storing, decoding together. By default a few architectures; `make test-architectures` takes all.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_jobs import TEXT
+from made_jobs import with_settings as options
+from transformers import AutoModelForCausalLM
+
+from kvr_mpi.bench.architectures import catalogue
+from kvr_mpi.bench.tiny import shrink
+from kvr_mpi.store.folder import read_run
+
+ENTRIES = catalogue()
+# Answers that are made to end; states first; one group of experts; a rule that is no attention.
+SOME = ("bart", "lfm2", "mimo_v2_flash", "qwen3_5_text")
+WANTED = os.environ.get("KVR_TEST_ARCHITECTURES", ",".join(SOME))
+NAMES = sorted(ENTRIES) if WANTED == "all" else WANTED.split(",")
+
+# Modes whose answers are those of a rank alone, and modes that change answers on purpose.
+EXACT = {
+    "planned": ("parallel.ranks_per_chain=auto",),
+    "stored": ("output.kv=true",),
+    "fastest": ("parallel.strategy=auto",),
+    "ring": ("parallel.strategy=ring",),
+    "chunks": ("parallel.chunk_tokens=48",),
+    "sharded": ("output.kv=sharded",),
+    "heads": ("decode.mode=head-parallel",),
+}
+OTHER = {
+    "compressed": ("compress.method=snapkv", "compress.budget=96", "compress.window=16"),
+    "rolling": (
+        "cache.kind=rolling",
+        "cache.tokens=64",
+        "cache.step_tokens=32",
+        "cache.approximation=streaming-llm",
+    ),
+    "sampled": ("generation.do_sample=true", "generation.n=2"),
+}
+DONE, ERRORS, REFUSED = 0, 65, 78
+
+
+def answers(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {record.id: record.token_ids for record in read_run(folder) if record.status == "done"}
+
+
+@pytest.fixture
+def model(name: str, tmp_path: Path, tokenizer: Any) -> Path:
+    """A tiny random model of the architecture, with all tokens of a real tokenizer."""
+    entry, size = ENTRIES[name], len(tokenizer)
+    values = {"vocab_size": size, **entry.changes}
+    torch.manual_seed(0)
+    try:
+        config = shrink(entry.model_type, **values)
+        if getattr(config, "vocab_size_per_layer_input", None):
+            config.vocab_size_per_layer_input = size
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    except Exception as error:  # what transformers cannot build without packages of its own, or cannot save
+        pytest.skip(f"{type(error).__name__}: {error}"[:200])
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def job(model: Path, tmp_path: Path) -> Path:
+    """Short documents, and one that is cut to the longest prompt."""
+    (tmp_path / "corpus").mkdir()
+    for number, sentences in enumerate((1, 3, 4, 60)):
+        (tmp_path / "corpus" / f"{number}.txt").write_text(f"Document {number}. " + TEXT * sentences)
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f"""
+        [model]
+        path = "{model}"
+        dtype = "float32"
+        [documents]
+        path = "{tmp_path / "corpus"}"
+        [prompt]
+        template = "Summarise: {{text}} Summary:"
+        too_long = "truncate"
+        [generation]
+        max_new_tokens = 8
+        [output]
+        path = "{tmp_path / "out"}"
+        """
+    )
+    return path
+
+
+def questions(model: Path, run: Path, path: Path) -> Path:
+    path.write_text(
+        f"""
+        model.path = "{model}"
+        model.dtype = "float32"
+        documents.path = "{run}"
+        output.path = "{path.with_suffix("")}"
+        generation.max_new_tokens = 8
+        [questions]
+        ask = ["When?"]
+        """
+    )
+    return path
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("default")  # transformers' own
+@pytest.mark.parametrize("name", NAMES)
+def test_jobs_of_an_architecture(name: str, model: Path, job: Path, tmp_path: Path, run_here: Any) -> None:
+    wrong: dict[str, Any] = {}
+    refused: list[str] = []
+
+    def run(mode: str, of: Path, *settings: str) -> dict[str, tuple[int, ...]] | None:
+        """Give what a mode answers; None if it is refused."""
+        folder = tmp_path / mode
+        done = run_here(2, [of, *options(*settings, f"output.path={folder}")])
+        if done.returncode not in (DONE, ERRORS, REFUSED) or "Traceback" in done.stderr:
+            wrong[mode] = done.returncode, done.stderr[-3000:]
+        if done.returncode == REFUSED:
+            refused.append(mode)
+            return None
+        return answers(folder) if folder.exists() else {}
+
+    alone = run("alone", job, "parallel.strategy=single")
+    for mode, settings in EXACT.items():
+        found = run(mode, job, *settings)
+        if found is not None and found != alone:
+            wrong[mode] = found, alone
+    for mode, settings in OTHER.items():
+        run(mode, job, *settings)
+    asking = questions(model, tmp_path / "stored", tmp_path / "asked.toml")
+    if (tmp_path / "stored").exists() and (anew := run("anew", asking, "questions.reuse=never")) is not None:
+        for mode, settings in {"asked": (), "asked-sharded": ("questions.sharded=true",)}.items():
+            found = run(mode, asking, "questions.reuse=always", *settings)
+            if found is not None and found != anew:
+                wrong[mode] = found, anew
+    assert not wrong
+    assert alone or "alone" in refused, "a rank alone answers nothing"
+    if name in SOME:
+        assert alone is not None and len(alone) == 4 and "planned" not in refused
