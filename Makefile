@@ -37,6 +37,7 @@ help:
 	@echo "make test-versions  the quick tests on other versions of Python (VERSIONS=\"$(VERSIONS)\"), each in an environment of its own"
 	@echo "make verify-architectures  every architecture transformers knows, tiny, against plain transformers; writes docs/architectures.md"
 	@echo "make test-slurm  the job scripts on a SLURM cluster of four nodes, started here; needs root, apt if SLURM is missing"
+	@echo "make test-architectures  jobs of every architecture in every mode; an hour (NAMES=bart,lfm2: of some)"
 	@echo "make test-faults  jobs killed, stopped, starved, moved and damaged at random, resumed, and compared (SEEDS=$(SEEDS))"
 	@echo "make test-many  tiny documents, a great many: what a rank holds, and how a job ends (DOCUMENTS=$(DOCUMENTS))"
 	@echo "make test-fuzz  files of every kind that is read, damaged at random, and read (FILES=$(FILES))"
