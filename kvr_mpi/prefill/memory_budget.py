@@ -173,17 +173,22 @@ def footprint_of(config: Any, dtype: torch.dtype, *, on_gpu: bool = False, in_pa
     loaded = LoadedModel(model, None, shape, "", "", counted, meta, attends_in_parts=in_parts)
     layers = min(LAYERS, len(shape.layers))
 
-    def activations(tokens: int, chunk_tokens: int | None) -> int:
-        counted_tokens, before = tokens, tokens
-        if shape.max_tokens is not None:  # many models have tables of positions, or masks, of that length
-            counted_tokens = max(1, min(tokens, shape.max_tokens - 1))
-            before = max(1, min(tokens, shape.max_tokens - counted_tokens))
-        partition = Partition((0, before, before + counted_tokens))
+    def count(before: int, tokens: int, chunk_tokens: int | None) -> int:
+        partition = Partition((0, before, before + tokens))
         ids = shape.sample_ids(partition.tokens)
         with on_meta(), _Ledger([*model.parameters(), *model.buffers()]) as ledger:
             prefill_kvr(loaded, ids, partition, PretendedChain(), stop_after=layers, chunk_tokens=chunk_tokens)
-        found = int(ledger.peak_bytes) * shape.dtype_bytes // counted.itemsize
-        return -(-found * tokens // counted_tokens)
+        return int(ledger.peak_bytes) * shape.dtype_bytes // counted.itemsize
+
+    def activations(tokens: int, chunk_tokens: int | None) -> int:
+        try:
+            return count(tokens, tokens, chunk_tokens)
+        except (RuntimeError, IndexError):  # a table of positions, or a mask, ends where the longest prompt does
+            if (longest := shape.max_tokens) is None or 2 * tokens <= longest or longest < 2:
+                raise
+        most = min(tokens, longest - 1)
+        found = count(min(tokens, longest - most), most, chunk_tokens)
+        return found if chunk_tokens is not None else -(-found * tokens // most)
 
     try:
         activations(1, None)

@@ -40,7 +40,7 @@ def test_attention_to_long_documents_is_that_of_caches_of_their_length(
         return [float(sum(cache.length + 1 for cache in caches))] * len(of.model.model.layers)
 
     monkeypatch.setattr(decode_probe, "attention_seconds", count)
-    found = decode_probe._kept_token_seconds(loaded, LocalTransport())
+    found = decode_probe.kept_token_seconds(loaded, LocalTransport())
     assert found == len(loaded.model.model.layers)
     assert sorted(set(attended)) == [PROBE_TOKENS, decode_probe.LONG_TOKENS]
 
