@@ -24,6 +24,9 @@ PROBE_ATTENTION = "kvr_probe"
 BUILDING = threading.Lock()
 # Under which of these names a model takes its cache.
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+# Sizes of tables that a token needs a row in: that of all, Gemma 3n's of each layer (which has none for some tokens of
+# images and sound), Marian's of a decoder.
+VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size")
 # Under which of these names a configuration has its longest context: most, MPT, Whisper.
 LONGEST = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 
@@ -226,8 +229,7 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
             for idx, layer in enumerate(layers)
         ),
         hidden_size=text.hidden_size,
-        # Gemma 3n's text model has embeddings of its own in each layer, and for some tokens of images and sound none.
-        vocab_size=min(text.vocab_size, getattr(text, "vocab_size_per_layer_input", None) or text.vocab_size),
+        vocab_size=min(size for name in VOCABULARIES if (size := getattr(text, name, None))),
         max_tokens=_max_tokens(text, padding_id),
         dtype_bytes=dtype.itemsize,
         why_single=_why_single(model, cache.layers, seen),
