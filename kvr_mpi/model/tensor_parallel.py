@@ -47,8 +47,10 @@ def why_not_shared(loaded: LoadedModel) -> str | None:
         return "its vocabulary cannot be divided as Llama's"
     if not loaded.attends_in_parts or not model._supports_attention_backend:
         return "its attention cannot be taken over"
-    text = model.config.get_text_config()
-    for idx, layer in enumerate(model.model.layers):
+    text, layers = model.config.get_text_config(), getattr(getattr(model, "model", None), "layers", None)
+    if layers is None:  # of a model for more than text
+        return "its layers are not found where Llama has them"
+    for idx, layer in enumerate(layers):
         if why := _why_not_layer(layer, text):
             return f"layer {idx}: {why}"
     return None

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from kvr_mpi.bench.tiny import shrink
 from kvr_mpi.errors import DocumentError, ModelError
-from kvr_mpi.model import load_model, load_outline, probe_shape
+from kvr_mpi.model import LoadedModel, load_model, load_outline, probe_shape
+from kvr_mpi.model.tensor_parallel import why_not_shared
 
 
 @pytest.fixture
@@ -105,3 +107,11 @@ def test_tokens_without_an_embedding_in_each_layer_are_refused() -> None:
     shape.check_ids([config.vocab_size - 10])
     with pytest.raises(DocumentError, match=f"token {config.vocab_size - 9}, and Gemma3nForCausalLM has"):
         shape.check_ids([config.vocab_size - 9])
+
+
+def test_heads_of_a_model_for_more_than_text_are_not_shared_out() -> None:
+    config = shrink("moss_transcribe_diarize")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    shape = probe_shape(config, torch.float32)
+    loaded = LoadedModel(model, None, shape, "tiny", "tiny", torch.float32, torch.device("cpu"))
+    assert why_not_shared(loaded) == "its layers are not found where Llama has them"
