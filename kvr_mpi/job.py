@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from kvr_mpi import removed
 from kvr_mpi.compress.decode_settings import DecodeSettings
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.documents.generation import GenerationSection
@@ -379,6 +380,8 @@ def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> tu
     place = [str(part) for part in item["loc"] if not isinstance(part, int)]
     key = ".".join(place[:2])
     where = sources.get(key) or next((of for name, of in sources.items() if name.startswith(f"{key}.")), str(path))
+    if (text := removed.KEYS.get(key) or removed.KEYS.get(f"{key}={item['input']}")) is not None:
+        return f"{where}: {key} was removed", text
     if item["type"] == "extra_forbidden":
         fields = JobSpec.model_fields if len(place) == 1 else _fields_of(place[0])
         close = difflib.get_close_matches(place[-1], fields, n=1)
