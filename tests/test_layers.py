@@ -16,6 +16,7 @@ ROOMS = [
     "errors",
     "removed",
     "disk",
+    "duration",
     "partition",
     "topology",
     "trace",

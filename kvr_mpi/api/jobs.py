@@ -79,7 +79,7 @@ def run(
     overwrite, resume, retry_failed : bool
         What becomes of results that are in the output folder, as for ``kvr-run``.
     time_limit : str, optional
-        Begin no document that would not end in time: seconds, h:mm:ss or d-hh:mm:ss from now.
+        Begin no document that would not end in time: minutes, h:mm:ss or d-hh from now, as in sbatch.
 
     Raises
     ------

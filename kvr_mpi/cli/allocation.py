@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,19 +84,6 @@ def allocation_of(
     nodes = ranks // per_node
     gpus = _gpus(spec, per_node, hardware) if gpus_per_node is None else gpus_per_node
     return Allocation(nodes, ranks, nodes * gpus, ranks * (cpus_per_rank or spec.parallel.threads or 1))
-
-
-def limit_seconds(text: str) -> float | None:
-    """Read a time limit as sbatch does: minutes, m:s, h:m:s, d-h, d-h:m or d-h:m:s; None if it is none of these."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip(), re.ASCII)
-    if found is None:
-        return None
-    days, *rest = found.groups()
-    parts = [int(part) for part in rest if part is not None]
-    if days is None and len(parts) < 3:
-        parts = [0, *parts]
-    hours, minutes, seconds = [*parts, 0, 0][:3]
-    return 86400.0 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
 
 
 def _gpus(spec: JobSpec, per_node: int, hardware: str | None) -> int:

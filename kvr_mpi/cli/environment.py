@@ -102,9 +102,13 @@ def _stage_in(environ: Mapping[str, str]) -> Path | None:
     return Path(next(filter(None, places), "/tmp")) if wanted == "1" else None
 
 
+# As huggingface_hub reads its variables.
+TRUE_VALUES = ("1", "ON", "YES", "TRUE")
+
+
 def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the hub is not to be asked."""
-    return "SLURM_JOB_ID" in environ or environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "TRUE")
+    return "SLURM_JOB_ID" in environ or environ.get("HF_HUB_OFFLINE", "").upper() in TRUE_VALUES
 
 
 def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:

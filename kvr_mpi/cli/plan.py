@@ -181,8 +181,8 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from kvr_mpi.duration import duration_text
     from kvr_mpi.report.table import printable
-    from kvr_mpi.schedule.plan import duration
 
     table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
     table.add_column("document", no_wrap=True, overflow="ellipsis", min_width=12, max_width=28)
@@ -202,9 +202,9 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
             str(last) if place.ranks == 1 else f"{place.first_rank}-{last}",
             row["strategy"] or "",
             slices if row["prompts"] < 2 else f"{row['prompts']} prompts",
-            duration(place.start_s),
-            "" if row["ttft_s"] is None else duration(row["ttft_s"]),
-            duration(place.end_s),
+            duration_text(place.start_s),
+            "" if row["ttft_s"] is None else duration_text(row["ttft_s"]),
+            duration_text(place.end_s),
             "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 1e9:.1f} GB",
             Text(place.reason + chunked),
         )
@@ -220,7 +220,8 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
 
 def _print_summary(made: PlannedJob) -> None:
     """Print the makespan and what it is compared with: the bound, other ways, the job as written, other ranks."""
-    from kvr_mpi.schedule.plan import describe, duration, plan_documents
+    from kvr_mpi.duration import duration_text
+    from kvr_mpi.schedule.plan import describe, plan_documents
 
     spec, found, forecast, texts = made.spec, made.schedule, made.forecast, made.texts
     click.echo("")
@@ -234,11 +235,11 @@ def _print_summary(made: PlannedJob) -> None:
     times.append((found.ranks, found.makespan_s))
     hours = {count: count * made.ranks_per_stage * seconds / 3600 for count, seconds in times}
     shown = {count: f"{spent:.2g}" if spent < 10 else f"{spent:.0f}" for count, spent in hours.items()}
-    costs = [f"{count}: {duration(seconds)} ({shown[count]} rank hours)" for count, seconds in sorted(times)]
+    costs = [f"{count}: {duration_text(seconds)} ({shown[count]} rank hours)" for count, seconds in sorted(times)]
     click.echo("by number of ranks: " + "; ".join(costs))
     if not spec.parallel.planned and spec.parallel.strategy != "single":
         runs = "; with 'auto' it follows the plan above" if made.ranks_per_stage == 1 else ""
         wanted = spec.parallel.ranks_per_chain
         seconds = made.written_s
-        takes = "does not fit, or does not divide the ranks" if seconds is None else f"takes {duration(seconds)}"
+        takes = "does not fit, or does not divide the ranks" if seconds is None else f"takes {duration_text(seconds)}"
         click.echo(f"the job as written, with ranks_per_chain = {wanted!r}, {takes}{runs}")

@@ -19,6 +19,7 @@ from kvr_mpi.cli.options import (
     parse_names,
     set_option,
 )
+from kvr_mpi.duration import duration_text, parse_duration
 from kvr_mpi.transport.choose import NAMES
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ run_options = grouped(
     click.option(
         "--time-limit",
         metavar="TIME",
-        help="Start no document that would not finish in time: seconds, h:mm:ss or d-hh:mm:ss from now.  "
-        "[default: the end of the SLURM job]",
+        help="Start no document that would not finish in time: minutes, h:mm:ss or d-hh from now, as in "
+        "sbatch.  [default: the end of the SLURM job]",
     ),
     click.option(
         "--stop-signals",
@@ -141,7 +142,6 @@ def run_on(world: Transport, name: str, told: RunArguments, load: Callable[[], t
     from kvr_mpi.job import JobSpec, show_job
     from kvr_mpi.preflight.checks import check_job
     from kvr_mpi.report.log import Log
-    from kvr_mpi.runtime.stopping import parse_time_limit
     from kvr_mpi.transport import on_root, share_json
 
     def load_here() -> str:
@@ -164,12 +164,12 @@ def run_on(world: Transport, name: str, told: RunArguments, load: Callable[[], t
     # A requeued job runs the same command again.
     resume = told.resume or bool(restart_count())
     overwrite = told.overwrite and not (resume and not told.resume)
-    told_s = None if told.time_limit is None else time.time() + parse_time_limit(told.time_limit)
+    told_s = None if told.time_limit is None else time.time() + parse_duration(told.time_limit)
     on_root(world, lambda: check_job(spec, world.size, goes_on=overwrite or resume, offline=is_offline()))
     Log(world.rank).root(f"{name}: found in order; starting {world.size} rank(s)")
     # Only now what takes seconds to import.
     from kvr_mpi.cli.launch import quiet_libraries
-    from kvr_mpi.report.progress import clock_time, wants_bar
+    from kvr_mpi.report.progress import wants_bar
     from kvr_mpi.runtime.batch import RunOptions, run_job
     from kvr_mpi.transport.mpi import launched_size
 
@@ -179,7 +179,7 @@ def run_on(world: Transport, name: str, told: RunArguments, load: Callable[[], t
     if told_s is not None:
         deadline_s = told_s
     elif deadline_s is not None and deadline_s <= time.time():  # whoever it was meant for, this job is running
-        ago = clock_time(time.time() - deadline_s)
+        ago = duration_text(time.time() - deadline_s)
         log.root(f"warning: SLURM_JOB_END_TIME says that the job ended {ago} ago: ignored")
         deadline_s = None
     options = RunOptions(

@@ -12,13 +12,16 @@ from typing import Any
 
 import click
 
-from kvr_mpi.cli.allocation import Allocation, allocation_of, limit_seconds, node_options
+from kvr_mpi.cli.allocation import Allocation, allocation_of, node_options
 from kvr_mpi.cli.batch_script import fill_in
 from kvr_mpi.cli.options import check_fresh_or_resumed, command, job_argument, overwrite_option, set_option
+from kvr_mpi.duration import duration_text, parse_duration
 
 SCRIPT, ARRAY_SCRIPT, GATHER_SCRIPT = "kvr_prefill.sh", "kvr_array.sh", "kvr_gather.sh"
 # Options of sbatch that an array shares with the job that gathers its results.
 GATHER_TOO = ("account", "partition", "qos", "reservation", "mail-type", "mail-user", "clusters")
+# sbatch's words for a job without a time limit.
+NO_LIMIT = ("0", "-1", "INFINITE", "UNLIMITED")
 # A forecast is off by this much; starting, and loading a model from a network file system, take time, too. A job that
 # runs into its limit all the same goes on where it was.
 MARGIN, START_S = 1.5, 600.0
@@ -136,12 +139,12 @@ def sbatch(**given: Any) -> int:
         own = {"job-name": f"{wanted['job-name']}-gather", "chdir": str(Path.cwd())}
         shared = {key: value for key, value in chosen.items() if key in GATHER_TOO}
         gather = _script(GATHER_SCRIPT, {**own, **shared}, [spec.output.path, str(options.array)])
-    limit_s = limit_seconds(str(wanted["time"]))
-    if limit_s is not None:
+    limit_text = str(wanted["time"]).strip()
+    if limit_text.upper() not in NO_LIMIT:
+        limit_s = parse_duration(limit_text)
         most = nodes.hours(limit_s * (options.array or 1))
-        limit = f"{wanted['time']} min" if str(wanted["time"]).isdigit() else wanted["time"]
         click.echo(
-            f"at most {most}: the time limit of {limit} on {nodes.nodes} node(s)"
+            f"at most {most}: the time limit of {duration_text(limit_s)} on {nodes.nodes} node(s)"
             f"{f' for each of {options.array} shares' if options.array else ''}",
             err=True,
         )
@@ -204,7 +207,6 @@ def _time_limit(options: SbatchOptions, nodes: Allocation) -> str:
     """Forecast the job as it is written, or the longest of its shares, and leave a margin."""
     from kvr_mpi.cli.plan import read_and_plan
     from kvr_mpi.errors import ConfigError
-    from kvr_mpi.schedule.plan import duration
     from kvr_mpi.setup.planning import plan_shares
 
     made = read_and_plan(options.job, options.settings, options.ranks, options.hardware)
@@ -220,7 +222,7 @@ def _time_limit(options: SbatchOptions, nodes: Allocation) -> str:
     minutes = math.ceil((MARGIN * max(known) + START_S) / 60)
     longest = "" if options.array is None else f" for the longest of {options.array} shares"
     click.echo(
-        f"predicted {duration(max(known))}{longest}, by {made.forecast.source}; requesting {minutes} min", err=True
+        f"predicted {duration_text(max(known))}{longest}, by {made.forecast.source}; requesting {minutes} min", err=True
     )
     click.echo(f"predicted cost: {nodes.hours(sum(known))}, plus the time to start", err=True)
     return str(minutes)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvr_mpi.cli.options import command
+from kvr_mpi.duration import duration_text
 
 if TYPE_CHECKING:
     from kvr_mpi.store.status import Status
@@ -102,7 +103,7 @@ def _lines(found: Status) -> list[tuple[str, str]]:
         rows.append(("rate", f"{found.rate_per_h:.0f} documents/hour{lately}"))
     if found.eta_s is not None:
         end = datetime.fromtimestamp(datetime.now().timestamp() + found.eta_s).isoformat(" ", "minutes")
-        rows.append(("ends", f"in about {found.eta_s / 3600:.1f} h, at {end}"))
+        rows.append(("ends", f"in about {duration_text(found.eta_s)}, at {end}"))
     rows.append(("size", bytes_text(found.size_bytes)))
     for what, names in (("damaged", found.damaged), ("missing", found.missing), ("unknown", found.unrecorded)):
         if names and not (what == "unknown" and found.alive):
@@ -118,8 +119,6 @@ def _rank_lines(found: Status) -> list[tuple[str, str]]:
     from collections import Counter
 
     from kvr_mpi.report.log import printable
-    from kvr_mpi.report.progress import clock_time
-    from kvr_mpi.report.style import seconds_text
     from kvr_mpi.topology import rank_name
 
     newest, states = max(each.written_at_s for each in found.ranks), {each.rank: each for each in found.ranks}
@@ -132,9 +131,9 @@ def _rank_lines(found: Status) -> list[tuple[str, str]]:
         if state is None:
             what = "SILENT: no report since the job began"
         else:
-            what = f"{state.doing} {state.what}".strip() + f", {seconds_text(state.for_s)}, on {state.host}"
+            what = f"{state.doing} {state.what}".strip() + f", {duration_text(state.for_s)}, on {state.host}"
             if rank in found.silent:
-                gone = seconds_text(newest - state.written_at_s)
+                gone = duration_text(newest - state.written_at_s)
                 what = f"SILENT for {gone}: its process has ended or hangs; last seen {what}"
         rows.append((rank_name(rank, found.ranks[0].ranks_per_stage), printable(what)))
     if len(order) > SHOWN:
@@ -155,7 +154,7 @@ def _rank_lines(found: Status) -> list[tuple[str, str]]:
         )
     deadlines = [each.deadline_s for each in found.ranks if each.deadline_s is not None]
     if deadlines:
-        rows.append(("time", f"{clock_time(min(deadlines) - newest)} left until the batch system ends the job"))
+        rows.append(("time", f"{duration_text(min(deadlines) - newest)} left until the batch system ends the job"))
     return rows
 
 

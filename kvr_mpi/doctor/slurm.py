@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime
 
 from kvr_mpi.doctor.findings import Finding, ok, warn
+from kvr_mpi.duration import duration_text
 
 NUMBERS = (
     "SLURM_JOB_ID",
@@ -65,7 +66,7 @@ def _check_end(value: str, now_s: float) -> list[Finding]:
     when, left_s = f"{datetime.fromtimestamp(min(int(value), 2**37)):%Y-%m-%d %H:%M:%S}", int(value) - now_s
     if left_s <= 0:
         return [warn("slurm end", f"SLURM_JOB_END_TIME={value} ({when}) is in the past", END_TIME_REMEDY)]
-    return [ok("slurm end", f"the job ends at {when}, in {left_s / 60:.0f} min")]
+    return [ok("slurm end", f"the job ends at {when}, in {duration_text(left_s)}")]
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from kvr_mpi.duration import duration_text
 from kvr_mpi.report.style import (
     bytes_text,
     even_token_ticks,
     nice_ticks,
     percent_text,
     plain_number,
-    seconds_text,
     tokens_text,
 )
 from kvr_mpi.report.svg import BOTTOM, LEFT, RIGHT, TOP, Drawing, Scale
@@ -70,11 +70,11 @@ def draw_timeline(timeline: Timeline) -> Chart:
         for span in parts or [lane.prefill]:
             began, ended = x(span.began_s - timeline.began_s), x(span.ended_s - timeline.began_s)
             name = f"{lane.header.name}, layer {span.layer}" if parts else lane.header.name
-            told = f"{name}: {seconds_text(span.ended_s - span.began_s)}"
+            told = f"{name}: {duration_text(span.ended_s - span.began_s)}"
             drawing.rect(began, top + 4, ended - began, 24, shades[max(0, span.layer) % 2], told)
         for span in sorted(lane.spans, key=lambda span: span.began_s):
             began, ended = x(span.began_s - timeline.began_s), x(span.ended_s - timeline.began_s)
-            took = seconds_text(span.ended_s - span.began_s)
+            took = duration_text(span.ended_s - span.began_s)
             if span.kind in ("wait", "send wait") and ended - began > 0.3:
                 colour = "wait" if span.kind == "wait" else "held"
                 whom = f" for rank {lane.peer_of(span)}" if span.peer >= 0 else " for the link"
@@ -87,7 +87,7 @@ def draw_timeline(timeline: Timeline) -> Chart:
     drawing.line([(first_token, TOP), (first_token, TOP + LANE * len(lanes))], "text", dashed=True, width=1.2)
     waited = max(lanes, key=lambda lane: lane.waited_s)
     title = (
-        f"{prompt.document}: {prompt.tokens:,} tokens over {_ranks(len(lanes))} took {seconds_text(timeline.seconds)} "
+        f"{prompt.document}: {prompt.tokens:,} tokens over {_ranks(len(lanes))} took {duration_text(timeline.seconds)} "
         f"to the first token; {waited.header.name} waited {percent_text(waited.waited_s / timeline.seconds)} of it"
     )
     note = (
@@ -146,10 +146,10 @@ def draw_waits(run: TracedRun | None) -> Chart:
         if height >= 12 or row % 10 == 0:
             drawing.text(left - 7, top + height / 2 + 4, run.names[rank], anchor="end")
             share = percent_text(totals[rank] / busy[rank]) if busy[rank] else ""
-            drawing.text(WIDTH - 122, top + height / 2 + 4, f"{seconds_text(totals[rank])}, {share}")
+            drawing.text(WIDTH - 122, top + height / 2 + 4, f"{duration_text(totals[rank])}, {share}")
         for layer in range(layers):
             waited = cells.get((rank, layer), 0.0)
-            told = f"{run.names[rank]}, layer {layer}: waited {seconds_text(waited)}"
+            told = f"{run.names[rank]}, layer {layer}: waited {duration_text(waited)}"
             drawing.shade(x(layer), top, x(1) - x(0) - 1, height - 1.5, 0.04 + 0.96 * waited / most, told)
     step = max(1, round(layers / 12))
     for layer in range(0, layers, step):
@@ -158,12 +158,12 @@ def draw_waits(run: TracedRun | None) -> Chart:
     rank = max(ranks, key=lambda rank: totals[rank])
     layer = max(range(layers), key=lambda layer: cells.get((rank, layer), 0.0))
     title = (
-        f"{run.names[rank].capitalize()} waited longest: {seconds_text(totals[rank])}, "
+        f"{run.names[rank].capitalize()} waited longest: {duration_text(totals[rank])}, "
         f"{percent_text(totals[rank] / busy[rank])} of its prefill time, most of all in layer {layer}"
     )
     note = (
         f"Over {len(run.timelines)} prompt(s); the stronger the colour, the longer the wait (at most "
-        f"{seconds_text(most)}). On the right, the total of each rank, and its share of the rank's prefill time."
+        f"{duration_text(most)}). On the right, the total of each rank, and its share of the rank's prefill time."
     )
     return Chart(name, title, drawing, note)
 
@@ -187,7 +187,7 @@ def draw_forecast(run: TracedRun | None) -> Chart:
     drawing.area([(x(0), y(0)), (x(most), y(0.9 * most)), (x(most), y(most)), (x(most / 1.1), y(most))], "rival")
     drawing.line([(x(0), y(0)), (x(most), y(most))], "bound", dashed=True, width=1.5)
     for predicted, measured, one in pairs[:: -(-len(pairs) // MOST_DOTS)]:
-        told = f"{one.prompt.document}: predicted {seconds_text(predicted)}, took {seconds_text(measured)}"
+        told = f"{one.prompt.document}: predicted {duration_text(predicted)}, took {duration_text(measured)}"
         drawing.dot(x(predicted), y(measured), "ours", told)
     off = statistics.median(measured / predicted - 1 for predicted, measured, _ in pairs)
     title = f"Prompts took {percent_text(abs(off))} {'longer' if off >= 0 else 'less'} than predicted (the median)"
@@ -249,11 +249,11 @@ def draw_first_token(records: Sequence[Record]) -> Chart:
     colours = dict(zip(sizes, ("ours", "sent", "other", "held", *["rival"] * len(sizes)), strict=False))
     for one in timed[:: -(-len(timed) // MOST_DOTS)]:
         ranks = max(1, len(one.slices) - 1)
-        told = f"{one.id}: {one.prompt_tokens:,} tokens on {_ranks(ranks)}, {seconds_text(one.ttft_s)}"
+        told = f"{one.id}: {one.prompt_tokens:,} tokens on {_ranks(ranks)}, {duration_text(one.ttft_s)}"
         drawing.dot(x(one.prompt_tokens), y(one.ttft_s), colours[ranks], told)
     rate = statistics.median(one.prompt_tokens / one.ttft_s for one in timed)
     middle = statistics.median(one.ttft_s for one in timed)
-    title = f"The first token came after {seconds_text(middle)} (the median), at {plain_number(rate)} prompt tokens/s"
+    title = f"The first token came after {duration_text(middle)} (the median), at {plain_number(rate)} prompt tokens/s"
     legend = tuple((colours[size], _ranks(size)) for size in sizes[:5])
     return Chart(
         name, title, drawing, f"One dot per document, {len(timed)} in total.", legend if len(sizes) > 1 else ()
@@ -299,7 +299,7 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
     middles = {size: statistics.median(times[size]) for size in ranks}
     drawing.line([(places[size], y(middles[size])) for size in ranks], "ours", width=2.5)
     for size in ranks:
-        drawing.dot(places[size], y(middles[size]), "ours", f"{_ranks(size)}: {seconds_text(middles[size])}")
+        drawing.dot(places[size], y(middles[size]), "ours", f"{_ranks(size)}: {duration_text(middles[size])}")
     legend = [("ours", "measured: median, and lowest to highest")]
     if alone_s:
         drawing.line([(places[size], y(alone_s / size)) for size in ranks], "bound", dashed=True)
@@ -336,7 +336,7 @@ def draw_progress(records: Sequence[Record]) -> Chart:
         if len(points) > 1:
             drawing.line(points, colour)
     title = (
-        f"{len(ends):,} documents finished in {seconds_text(span)}, {plain_number(3600 * len(ends) / span)} per hour"
+        f"{len(ends):,} documents finished in {duration_text(span)}, {plain_number(3600 * len(ends) / span)} per hour"
     )
     legend = (("ours", "done or failed"), ("wait", "failed")) if failed else ()
     return Chart(name, title, drawing, "By the time their answers were ready.", legend)

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any
 
+from kvr_mpi.duration import duration_text
 from kvr_mpi.report.charts import (
     Chart,
     draw_first_token,
@@ -28,7 +29,7 @@ from kvr_mpi.report.charts import (
     draw_timelines,
     draw_waits,
 )
-from kvr_mpi.report.style import COLOURS, bytes_text, plain_number, ramp, seconds_text
+from kvr_mpi.report.style import COLOURS, bytes_text, plain_number, ramp
 from kvr_mpi.report.svg import escaped
 from kvr_mpi.report.timeline import TracedRun
 from kvr_mpi.store.outputs import Record
@@ -202,7 +203,7 @@ def _tiles(facts: RunFacts, records: Sequence[Record]) -> str:
         few = " and ".join(map(str, ranks)) if len(ranks) < 3 else f"{ranks[0]} to {ranks[-1]}"
         tiles.append((few, "ranks per prompt"))
         slowest = max(done, key=lambda one: one.ttft_s)
-        tiles.append((seconds_text(slowest.ttft_s), "slowest first token"))
+        tiles.append((duration_text(slowest.ttft_s), "slowest first token"))
     kept = [one for one in done if one.retained_bytes]
     if kept:
         tiles.append((bytes_text(max(one.retained_bytes for one in kept)), "largest compressed cache"))

@@ -15,6 +15,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from kvr_mpi.duration import duration_text
 from kvr_mpi.report.log import Log, printable
 from kvr_mpi.report.metrics import ProgressFiles
 from kvr_mpi.store.outputs import Record
@@ -168,7 +169,7 @@ class Progress:
         if done >= self._documents:
             return "done"
         left_s = self._left_s(done, work, prefilled)
-        return UNKNOWN if left_s is None else f"left {clock_time(left_s)}"
+        return UNKNOWN if left_s is None else f"left {duration_text(left_s)}"
 
     def _left_s(self, done: int, work: int, prefilled: int) -> float | None:
         """Forecast the seconds that are left; None if that would be a guess."""
@@ -185,12 +186,12 @@ class Progress:
         pace = f"{self._tokens / seconds:.0f} tokens/s" if seconds > 0 and self._tokens else ""
         if self._deadline_s is None:
             return pace
-        return f"{pace}, wall time left {clock_time(self._deadline_s - self._clock())}".removeprefix(", ")
+        return f"{pace}, wall time left {duration_text(self._deadline_s - self._clock())}".removeprefix(", ")
 
     def _times(self, left: str = "") -> str:
-        text = f"elapsed {clock_time(self.elapsed_s)}{left}"
+        text = f"elapsed {duration_text(self.elapsed_s)}{left}"
         if self._deadline_s is not None:
-            text += f", wall time left {clock_time(self._deadline_s - self._clock())}"
+            text += f", wall time left {duration_text(self._deadline_s - self._clock())}"
         return text
 
 
@@ -199,12 +200,6 @@ def wants_bar(choice: str, launched: bool) -> bool:
     if choice == "auto":
         return sys.stderr.isatty() and not launched
     return choice == "bar"
-
-
-def clock_time(seconds: float) -> str:
-    """Seconds as h:mm:ss."""
-    whole = max(0, round(seconds))
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 def _times_of(record: Record) -> str:

@@ -38,20 +38,6 @@ def tokens_text(tokens: float) -> str:
     return f"{tokens:.0f}"
 
 
-def seconds_text(seconds: float) -> str:
-    """Say a time with its unit: 35 ms, 1.2 s, 55 s, 3 min 20 s, 2 h 5 min."""
-    if seconds < 0.9995:
-        return f"{1e3 * seconds:.2g} ms" if seconds < 0.01 else f"{1e3 * seconds:.0f} ms"
-    if seconds < 10:
-        return f"{seconds:.1f}".removesuffix(".0") + " s"
-    whole = round(seconds)
-    if whole < 120:
-        return f"{whole} s"
-    if whole < 7200:
-        return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 else "")
-    return f"{whole // 3600} h" + (f" {whole % 3600 // 60} min" if whole % 3600 // 60 else "")
-
-
 def bytes_text(size: float) -> str:
     """Say a size: 12 KiB, 3.4 MiB, 1.5 GiB, 3.1 TiB."""
     for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):

@@ -158,21 +158,3 @@ def _number(name: str) -> signal.Signals:
         names = ", ".join(sorted(one.name.removeprefix("SIG") for one in signal.Signals))
         raise ConfigError(f"--stop-signals {name!r}: expected signals that can be caught, such as {names}")
     return found
-
-
-def parse_time_limit(text: str) -> float:
-    """Read seconds, ``mm:ss``, ``h:mm:ss`` or ``d-hh:mm:ss`` as seconds.
-
-    Raises
-    ------
-    ConfigError
-        If it is something else.
-    """
-    days, dash, clock = text.strip().rpartition("-")
-    parts = clock.split(":")
-    if not all(part.isdecimal() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
-        raise ConfigError(f"time limit {text!r}: expected seconds, mm:ss, h:mm:ss or d-hh:mm:ss")
-    seconds = 0
-    for part in parts:
-        seconds = 60 * seconds + int(part)
-    return float(seconds + 86400 * int(days or 0))

@@ -17,12 +17,12 @@ from pathlib import Path
 from kvr_mpi.disk import drop_pages
 from kvr_mpi.documents import MAX_ID_CHARS, Asked, Corpus, CorpusFile, Document, Entry
 from kvr_mpi.documents.questions import answer_id, check_length, parse_answer_id
+from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import ConfigError, CorpusError, DataError, DocumentError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.requests.document_request import DocumentRequest
-from kvr_mpi.schedule.plan import duration
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.folder import DamagedFile, Index
 from kvr_mpi.store.hdf5 import group_in
@@ -89,7 +89,7 @@ class StoredCorpus:
         if loaded:
             size, load_s = sum(one.bytes for one in loaded), sum(map(self.load_s, loaded))
             known = sum(one.prefill_s for one in loaded)
-            instead = f", instead of prefilling them for {duration(known)} on one rank" if known else ""
+            instead = f", instead of prefilling them for {duration_text(known)} on one rank" if known else ""
             speed = (self.read_bytes_per_s or 0) / 1e9
             lines.append(
                 f"{len(loaded)} document(s) will be loaded: {size / 1e9:.2f} GB of keys and values at {speed:.2f} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from kvr_mpi.schedule.plan import duration
+from kvr_mpi.duration import duration_text
 
 
 @dataclass(slots=True)
@@ -33,10 +33,11 @@ def describe_throughput(
         total.add(tally)
     if not documents or seconds <= 0:
         return
-    planned = "" if predicted_s is None else f" (planned: {duration(predicted_s)})"
+    planned = "" if predicted_s is None else f" (planned: {duration_text(predicted_s)})"
     busy = 100 * total.busy_s / total.phase_s if total.phase_s else 0
     yield (
-        f"{documents} document(s) in {duration(seconds)}{planned}: {3600 * documents / seconds:.0f} documents/hour, "
+        f"{documents} document(s) in {duration_text(seconds)}{planned}: "
+        f"{3600 * documents / seconds:.0f} documents/hour, "
         f"{total.prompt_tokens / seconds:.0f} prompt tokens/s, {total.new_tokens / seconds:.1f} new tokens/s; ranks "
         f"were computing for {busy:.0f} % of their prefill time"
     )

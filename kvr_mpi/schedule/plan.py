@@ -15,8 +15,8 @@ from typing import Any
 
 from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Frame, count_parts, encode_text
+from kvr_mpi.duration import duration_text
 from kvr_mpi.job import JobSpec, PromptSection
-from kvr_mpi.report.progress import clock_time
 from kvr_mpi.schedule.forecast import Forecast
 from kvr_mpi.schedule.placement import Placement, Schedule, schedule
 from kvr_mpi.schedule.times import sampled
@@ -88,19 +88,15 @@ def describe(plan: Schedule) -> list[str]:
         return lines
     over = 100 * (plan.makespan_s / plan.lower_bound_s - 1)
     lines.append(
-        f"predicted {duration(plan.makespan_s)}, {over:.1f} % above the lower bound {duration(plan.lower_bound_s)}"
+        f"predicted {duration_text(plan.makespan_s)}, {over:.1f} % "
+        f"above the lower bound {duration_text(plan.lower_bound_s)}"
     )
     alone = plan.data_parallel_s
     lines.append(
         "all on one rank each: "
-        + ("some do not fit" if alone is None else f"{duration(alone)} ({alone / plan.makespan_s:.2f} x)")
+        + ("some do not fit" if alone is None else f"{duration_text(alone)} ({alone / plan.makespan_s:.2f} x)")
     )
     if plan.best_fixed is not None and plan.best_fixed[0] > 1:
         length, seconds = plan.best_fixed
-        lines[-1] += f"; all on chains of {length}: {duration(seconds)} ({seconds / plan.makespan_s:.2f} x)"
+        lines[-1] += f"; all on chains of {length}: {duration_text(seconds)} ({seconds / plan.makespan_s:.2f} x)"
     return lines
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as h:mm:ss, or times below 100 s as seconds with two decimals."""
-    return f"{seconds:.2f} s" if seconds < 100 else clock_time(seconds)

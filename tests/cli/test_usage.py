@@ -141,7 +141,9 @@ def test_removed_keys_and_commands_say_what_to_do_instead(
     monkeypatch.setitem(removed.COMMANDS, "plan --vanished", "Use --ranks.")
     job = tmp_path / "job.toml"
     job.write_text('[model]\npath = "m"\ngone = 1\nkernels = "gone"\n[documents]\npath = "d"\n[output]\npath = "o"\n')
-    with pytest.raises(ConfigError, match=r"(?s)model.kernels was removed: Leave it out.\n.*model.gone was removed: Use"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)model.kernels was removed: Leave it out.\n.*model.gone was removed: Use"
+    ):
         load_job(job, environ={})
     runner = CliRunner()
     assert "Use kvr plan" in runner.invoke(group, ["vanished"]).output

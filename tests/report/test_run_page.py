@@ -155,8 +155,8 @@ def test_the_trace_is_drawn_as_it_was(tmp_path: Path) -> None:
     assert "Timeline of a prompt: no trace" in page_of(tmp_path)[0].decode()
     record_run(tmp_path, ["a", "b"])
     page = page_of(tmp_path)[0].decode()
-    assert "a: 900 tokens over 2 ranks took 2.5 s to the first token; rank 1 waited 20 % of it" in page
-    assert "Rank 1 waited longest: 1 s, 20 % of its prefill time, most of all in layer 0" in page
+    assert "a: 900 tokens over 2 ranks took 2.50 s to the first token; rank 1 waited 20 % of it" in page
+    assert "Rank 1 waited longest: 1.00 s, 20 % of its prefill time, most of all in layer 0" in page
     assert "Prompts took 25 % longer than predicted" in page
     assert "layer 0: waited 500 ms for rank 0" in page and "layer 0: send to rank 1, 64 B in 300 ms" in page
     assert "2 ranks are 1.1 times as fast as 1" in page
@@ -168,7 +168,7 @@ def test_of_a_job_that_was_killed_early_there_is_its_trace(tmp_path: Path) -> No
         page_of(tmp_path)
     record_run(tmp_path, ["a"])
     page = page_of(tmp_path)[0].decode()
-    assert "nothing is stored yet" in page and "a: 900 tokens over 2 ranks took 2.5 s" in page
+    assert "nothing is stored yet" in page and "a: 900 tokens over 2 ranks took 2.50 s" in page
 
 
 @pytest.mark.parametrize("damage", ["no trace\n", '{"kvr-trace": 9}\n', "a link"])
@@ -181,7 +181,7 @@ def test_a_damaged_trace_is_named_and_the_others_are_drawn(damage: str, tmp_path
     told = CliRunner().invoke(group, ["report", str(tmp_path), "--trace-json", str(tmp_path / "trace.json")])
     assert told.exit_code == 0 and told.stderr.count(str(bad)) == 1
     page = (tmp_path / "report.html").read_text()
-    assert page.count(bad.name) == 1 and "took 2.5 s to the first token" in page
+    assert page.count(bad.name) == 1 and "took 2.50 s to the first token" in page
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert len({event["pid"] for event in events}) == 2, "both sound ones"
     assert bad.name in describe_trace(tmp_path)

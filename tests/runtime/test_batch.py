@@ -113,7 +113,7 @@ def test_shards_of_a_corpus_are_all_of_it(job: Any, tmp_path: Path, run_here: An
 @pytest.mark.slow
 def test_no_document_is_begun_that_would_not_end(job: Any, tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
     path = job([1] * 4)
-    for limit in ("0", "10"):  # over before it begins, and meant so; and less than is kept for writing
+    for limit in ("0", "0:10"):  # over before it begins, and meant so; and less than is kept for writing
         run = mpirun(2, [kvr_run, path, "--time-limit", limit])
         assert run.returncode == 75, run.stderr
         assert "the time limit is near" in run.stderr and "4 document(s) left" in run.stderr

@@ -59,7 +59,7 @@ def test_the_status_of_a_run_is_in_plain_words(job: Path, tmp_path: Path, run_he
         return CliRunner().invoke(group, ["status", str(tmp_path / "out")]).output.splitlines()[0]
 
     (tmp_path / "corpus" / "empty.txt").write_text(" ")
-    stopped = run_here(1, [job, "--time-limit", "1"])
+    stopped = run_here(1, [job, "--time-limit", "0:01"])
     assert stopped.returncode == 75, stopped.stderr
     assert last_line(stopped.stderr).startswith("exit code 75: stopped before the end")
     assert state().startswith(

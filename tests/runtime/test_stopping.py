@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.runtime.stopping import LAST_S, MARGIN, WRITE_S, Stop, listening, parse_time_limit
+from kvr_mpi.runtime.stopping import LAST_S, MARGIN, WRITE_S, Stop, listening
 
 
 def test_without_a_deadline_there_is_always_time() -> None:
@@ -60,16 +60,3 @@ def test_signals_that_cannot_be_heard_are_refused(name: str) -> None:
         listening(Stop(), (name,), print),
     ):
         pass
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90), ("2:30", 150), ("1:00:05", 3605), ("1-01:00:00", 90000), (" 5 ", 5)]
-)
-def test_time_limits(text: str, seconds: float) -> None:
-    assert parse_time_limit(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "x", "1:2:3:4", "-5", "1-", "1.5", "a-1:00"])
-def test_what_is_no_time_limit_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected seconds, mm:ss"):
-        parse_time_limit(text)

@@ -15,7 +15,7 @@ from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Frame, encode_text, split_text
 from kvr_mpi.schedule.forecast import Forecast
 from kvr_mpi.schedule.placement import schedule
-from kvr_mpi.schedule.plan import agree, count_tokens, describe, duration, plan_documents, prompt_tokens
+from kvr_mpi.schedule.plan import agree, count_tokens, describe, plan_documents, prompt_tokens
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -127,4 +127,3 @@ def test_description_names_times_and_alternatives() -> None:
     lines = describe(plan)
     assert "some do not fit" in lines[2] and "all on chains of 2: " in lines[2]
     assert describe(schedule([], 2, FORECAST.document_s, FORECAST.fits)) == ["documents: none"]
-    assert (duration(3.14159), duration(3700)) == ("3.14 s", "1:01:40")

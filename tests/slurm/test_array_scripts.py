@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from constants import Kvr
 
-from kvr_mpi.cli.allocation import Allocation, limit_seconds
+from kvr_mpi.cli.allocation import Allocation
 from kvr_mpi.cli.sbatch import scripts_folder
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 
@@ -73,22 +73,6 @@ def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:
     used = Allocation(nodes=2, ranks=8, gpus=8, cores=128).used(1800)
     assert used == {"node_hours": 1.0, "gpu_hours": 4.0, "core_hours": 64.0}
     assert Allocation(1, 2, 0, 2).hours(3600) == "1 node hours, 2 core hours"
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("2:00:05", 7205),
-        ("1-2", 93600),
-        ("1-2:03", 93780),
-        ("1-0:0:1", 86401),
-        ("UNLIMITED", None),
-    ],
-)
-def test_limits_are_read_as_sbatch_reads_them(text: str, seconds: float | None) -> None:
-    assert limit_seconds(text) == seconds
 
 
 @pytest.mark.parametrize(
