@@ -32,8 +32,8 @@ def merge(
     """Merge all documents in DIR, the output folder of a run, into one HDF5 file.
 
     First, the checksum of every shard is verified and every record is read. Not possible while a job is writing to DIR.
-    Several DIRs, or a folder of such folders (the shares of an array), need -o; if shares are missing, they are listed,
-    and the exit code is 65.
+    Several DIRs, or a folder of such folders (the shares of an array), need -o. If shares are missing, or shards with
+    documents that no other has, they are listed, and the exit code is 65; without -o nothing is merged then.
     """
     from kvr_mpi.cli.environment import read_owner
     from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, MissingError, OutputError
@@ -54,8 +54,8 @@ def merge(
         for path in runs.paths:
             lock = Lock(path, owner, lambda line: click.echo(line, err=True))
             locks.callback(lock.release)
-        if output is None or len(runs.paths) == 1:
-            result, missing = merge_files(runs.paths[0], output, keep_shards=keep_shards), runs.missing
+        if output is None:
+            result, missing = merge_files(folders[0], keep_shards=keep_shards), runs.missing
         else:
             result, missing = output, merge_runs(runs, output)
     if shares is not None and len(runs.paths) < shares and not runs.missing:

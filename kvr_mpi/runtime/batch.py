@@ -309,7 +309,7 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
     run.check(anew=True)  # merging replaces files: never in another folder
     if spec.report.trace:
         log.line(describe_trace(folder))
-    result = merge_run(folder, lambda: stop.heard or stop.is_over)
+    result = merge_run(folder, lambda: stop.heard or stop.is_over, log.line)
     run.close()
     index = index_run(folder) if run_files(folder) else Index({})  # a share may be empty
     summary = index.summary()

@@ -128,6 +128,7 @@ class Lock:
     """
 
     def __init__(self, folder: Path, owner: Owner, say: Say = lambda line: None) -> None:
+        _refuse_folders(folder)
         self._folder, self._owner, self._since = folder, owner, time.time()
         self._beats, self._is_lost, self._ended = 0, False, threading.Event()
         state = read_lock(folder)
@@ -220,6 +221,13 @@ class Lock:
         except FileNotFoundError:
             is_mine = False
         self._is_lost = not is_mine or _path(self._folder, self.number + 1).exists()
+
+
+def _refuse_folders(folder: Path) -> None:
+    """Refuse what has a lock's name and can be no lock: it could be neither read nor removed."""
+    for number in _numbers(folder):
+        if (path := _path(folder, number)).is_dir():
+            raise OutputError(f"output.path {str(folder)!r} cannot be locked: {path} is a folder; remove or rename it")
 
 
 def _is_gone(folder: Path, state: LockState, owner: Owner, say: Say) -> bool:

@@ -40,9 +40,12 @@ from kvr_mpi.store.survey import RESULTS
 # the writing, or take minutes.
 MERGE_MAX_BYTES = 4 << 30
 MERGE_MAX_DOCUMENTS = 5000
+MERGE_ROOM = 1.1  # free space that merging needs, in sizes of what is merged
 NAMED = 5  # examples in a message
 # HDF5 keeps some 20 KB of everything it copied until the file that was copied from is closed.
 COPIES_PER_OPENING = 200
+# What the system says when a file can grow no further; HDF5 quotes it somewhere in a long message.
+FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 
 
 class _FullError(Exception):
@@ -53,7 +56,9 @@ class _StoppedError(Exception):
     """There is no time for the merged file."""
 
 
-def merge_run(folder: Path, should_stop: Callable[[], bool] = lambda: False) -> Path:
+def merge_run(
+    folder: Path, should_stop: Callable[[], bool] = lambda: False, say: Callable[[str], None] = lambda line: None
+) -> Path:
     """Merge at the end of a run, if that is cheap.
 
     Parameters
@@ -61,6 +66,8 @@ def merge_run(folder: Path, should_stop: Callable[[], bool] = lambda: False) -> 
     folder : Path
     should_stop : callable
         Asked before each document: whether to leave the shards as they are.
+    say : callable
+        Takes a line that says why the shards stay, if their merged file could not be written.
 
     Returns
     -------
@@ -79,69 +86,69 @@ def merge_run(folder: Path, should_stop: Callable[[], bool] = lambda: False) -> 
         raise OutputError(
             f"{error.filename}: {error.strerror}; restore it, and run the job with --resume to merge again"
         ) from None
-    copies = len(files) > 1 or parts
-    if not files or size > MERGE_MAX_BYTES or (copies and free < 1.1 * size):
-        return folder
     if files == [folder / RESULTS]:
+        remove_parts(folder)  # which a crash left after its shards were removed
         return files[0]
-    if should_stop() or len(index_run(folder).places) > MERGE_MAX_DOCUMENTS:
+    if not files or size > MERGE_MAX_BYTES or should_stop() or len(index_run(folder).places) > MERGE_MAX_DOCUMENTS:
         return folder
     try:
+        if free < MERGE_ROOM * size:
+            raise OutputError(
+                f"{folder / RESULTS} needs {MERGE_ROOM * size / 1e6:.0f} MB, {free / 1e6:.0f} MB are free"
+            )
         return merge_files(folder, should_stop=should_stop)
     except _StoppedError:
         return folder
+    except OutputError as error:  # every document is in the shards
+        say(f"warning: the results stay in shards, which are complete: {error}; `kvr merge {folder}` merges them later")
+        return folder
 
 
-def merge_files(
-    folder: Path,
-    target: Path | None = None,
-    *,
-    keep_shards: bool = False,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> Path:
-    """Put all documents of a run into one file, every shard held against its checksum, every record against its own.
+def merge_files(folder: Path, *, keep_shards: bool = False, should_stop: Callable[[], bool] = lambda: False) -> Path:
+    """Put all documents of a run into its ``results.h5``, which then stands for the shards.
+
+    Every shard is held against its checksum, every record against its own.
 
     Parameters
     ----------
     folder : Path
-    target : Path or None
-        File to write; None: the folder's ``results.h5``, which then stands for the shards.
     keep_shards : bool
         Do not remove them.
 
     Raises
     ------
     DataError
-        If a shard is damaged: nothing is written, the message says what to do.
+        If a shard is damaged, or lost with documents that no other has: nothing is written, the message says what to
+        do.
     OutputError
         If the file cannot be written; the shards stay.
     """
-    result = folder / RESULTS
-    if target is not None and target.absolute() != result.absolute():
-        merge_runs(Runs((folder,)), target, should_stop=should_stop)
-        return target
-    files = run_files(folder)
+    result, files = folder / RESULTS, run_files(folder)
     if not files:
         raise DataError(f"{folder}: no result file (*.h5) found; expected the output folder of a run")
     index = index_run(folder, verify=True)
-    if files == [result] and not index.unrecorded:
-        remove_parts(folder)
-        return result
-    with part_of(result) as part:
-        parts = index_parts(folder)
-        copied = copy_documents(index, read_header_of([folder]), part, should_stop, parts=parts)
-        LedgerWriter(folder, "merged").publish(result, *copied)
+    if index.gone:
+        raise DataError(
+            f"{folder} has lost {index.gone} document(s) listed in its ledger, so nothing was merged; `kvr-run "
+            f"JOB.toml --resume` processes them again, and `kvr merge {folder} -o FILE` merges the others"
+        )
+    if files != [result] or index.unrecorded:
+        with part_of(result) as part:
+            parts = index_parts(folder)
+            copied = copy_documents(index, read_header_of([folder]), part, should_stop, parts=parts)
+            LedgerWriter(folder, "merged").publish(result, *copied)
     if not keep_shards:
-        remove_parts(folder)
-    if not keep_shards:
+        # First the shards: their documents need the parts, those of the merged file do not.
         for file in files:
             if file != result:
                 file.unlink()
+        sync(folder)
+        remove_parts(folder)
     return result
 
 
-def merge_runs(runs: Runs, target: Path, *, should_stop: Callable[[], bool] = lambda: False) -> tuple[str, ...]:
-    """Put all documents of the shares of a corpus into one file; the shards stay.
+def merge_runs(runs: Runs, target: Path) -> tuple[str, ...]:
+    """Put all documents of a run, or of the shares of a corpus, into another file; the shards stay.
 
     Returns
     -------
@@ -159,7 +166,7 @@ def merge_runs(runs: Runs, target: Path, *, should_stop: Callable[[], bool] = la
     parts = join_indexes(map(index_parts, runs.paths))
     header = read_header_of(runs.paths)
     with part_of(target) as part:
-        copy_documents(index, header, part, should_stop, parts=parts)
+        copy_documents(index, header, part, parts=parts)
         sync(part)
         os.replace(part, target)
     return missing
@@ -178,7 +185,8 @@ def part_of(result: Path) -> Iterator[Path]:
             part.unlink()
         if not isinstance(error, (OSError, RuntimeError, _FullError)):
             raise
-        raise OutputError(f"{result} cannot be written: {error}; the shards were not changed") from error
+        reason = next((text for text in FULL if text in str(error)), str(error))
+        raise OutputError(f"{result} cannot be written: {reason}; the shards were not changed") from error
 
 
 def copy_documents(
@@ -284,7 +292,7 @@ def _copy_document(
             else:
                 write_record(merged, record, layers, tokens, compressed=kv.is_compressed)
         except (OSError, RuntimeError) as error:
-            if os.strerror(errno.ENOSPC) in str(error):  # not the source's fault
+            if any(text in str(error) for text in FULL):  # not the source's fault
                 raise _FullError(str(error)) from error
             raise
     return record, [] if is_joined or drops_kv else parts_of(record, kv.tokens)

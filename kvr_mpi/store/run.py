@@ -117,7 +117,7 @@ def open_run(
         found = _recover(folder, header, say)
         done, failed = found.documents()
         done -= _without_parts(found, header, done, say)
-        _check_job(folder, header, corpus, share, bool(done or failed), say)
+        _check_job(folder, header, corpus, share, done | failed, say)
         return Run(done, set() if retry_failed else failed, lock)
     except OSError as error:
         lock.release()
@@ -274,14 +274,21 @@ def _clear(folder: Path) -> None:
     clear_results(folder)
 
 
-def _check_job(folder: Path, header: Header, corpus: Corpus, share: slice, has_results: bool, say: Say) -> None:
+def _check_job(folder: Path, header: Header, corpus: Corpus, share: slice, recorded: set[str], say: Say) -> None:
     """Refuse a job with another identity or other documents than the run's; write down what the run is."""
     stored = _read_run_file(folder)
-    if stored is not None and has_results:
+    if stored is not None and recorded:
         _check_identity(folder, stored[0]["identity"], header.identity)
         _check_corpus(folder, stored[1], corpus)
-    elif has_results:
+    elif recorded:
         say(f"{folder / RUN_FILE} is missing or damaged, so it is unknown whether the documents are still the same")
+    if others := recorded - {corpus.entries[number].id for number in corpus.share(share)}:
+        before = ALL if stored is None else share_of(stored[0])
+        raise OutputError(
+            f"cannot resume {folder}: it has {len(others)} document(s) that this job does not process "
+            f"({_some(sorted(others))}); it was begun with {_share_text(before)}, this job has {_share_text(share)}: "
+            f"restore that, or choose another output.path"
+        )
     wanted = {"share": [share.start, share.step], "corpus": corpus.to_json()}
     line = seal({"identity": header.identity, "model": header.model, **wanted})
     path = folder / RUN_FILE
@@ -289,6 +296,10 @@ def _check_job(folder: Path, header: Header, corpus: Corpus, share: slice, has_r
         with replacing(path) as stream:
             stream.write(line)
         sync(folder)
+
+
+def _share_text(share: slice) -> str:
+    return "all documents" if share.step == 1 else f"documents.shard = '{share.start}/{share.step}'"
 
 
 def _read_run_file(folder: Path) -> tuple[dict[str, Any], Corpus] | None:

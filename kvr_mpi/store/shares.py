@@ -12,10 +12,12 @@ from typing import Any
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import Index, index_run, join_indexes, run_files
+from kvr_mpi.store.ledger import LEDGER_NAME
+from kvr_mpi.store.lock import LOCK_NAME
 from kvr_mpi.store.outputs import Header, open_file, read_header
 from kvr_mpi.store.parts import PARTS
 from kvr_mpi.store.run import RUN_FILE, begun_with, differing_documents, share_in
-from kvr_mpi.store.survey import RESULTS, is_ours
+from kvr_mpi.store.survey import RESULTS, SHARD_NAME
 
 SHARE_NAME = re.compile(r"share-([0-9]+)-of-([0-9]+)", re.ASCII)
 MAX_SHARES = 1_000_000  # a folder's name may say anything
@@ -38,6 +40,9 @@ class Runs:
 def find_runs(paths: Sequence[Path]) -> Runs:
     """Look for runs in files, runs' folders, and folders of such folders.
 
+    A folder with a ledger, a shard or a ``run.json`` of its own is a run. Any other is what the runs in it make: a file
+    in which they were gathered, or a lock that was left there, does not hide them.
+
     Returns
     -------
     Runs
@@ -51,8 +56,7 @@ def find_runs(paths: Sequence[Path]) -> Runs:
     found: list[Path] = []
     for path in paths:
         _refuse_parts(path)
-        inner = [] if _is_run(path) else _runs_in(path)
-        found += inner or [path]
+        found += _runs_in(path) or [path]
     several = len(found) > 1 or list(paths) != found
     return Runs(tuple(dict.fromkeys(found)), tuple(_missing(found)) if several else ())
 
@@ -176,16 +180,22 @@ def _refuse_parts(path: Path) -> None:
         )
 
 
-def _is_run(path: Path) -> bool:
-    if not path.is_dir():
-        return True
-    names = os.listdir(path)
-    return any(is_ours(name) or name in (RUN_FILE, RESULTS) or name.startswith((".lock-", "ledger-")) for name in names)
+def is_run(folder: Path) -> bool:
+    """Whether a job has worked in a folder: it has a ledger, a shard or a ``run.json``."""
+    names = os.listdir(folder)
+    return any(SHARD_NAME.fullmatch(name) or LEDGER_NAME.fullmatch(name) or name == RUN_FILE for name in names)
 
 
-def _runs_in(folder: Path) -> list[Path]:
-    inner = [folder / name for name in os.listdir(folder)]
-    return sorted((path for path in inner if path.is_dir() and _is_run(path)), key=_by_number)
+def _runs_in(path: Path) -> list[Path]:
+    """List the runs in a folder that is none itself, by number."""
+    if not path.is_dir() or is_run(path):
+        return []
+    return sorted((inner for inner in path.iterdir() if inner.is_dir() and _may_be_run(inner)), key=_by_number)
+
+
+def _may_be_run(folder: Path) -> bool:
+    """Whether a folder is a run, has the results of one, or is about to become one."""
+    return is_run(folder) or any(name == RESULTS or LOCK_NAME.fullmatch(name) for name in os.listdir(folder))
 
 
 def _by_number(path: Path) -> list[tuple[int, str]]:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from constants import TESTS
+from constants import TESTS, Kvr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import HEADER, record, result_files, resume, write
 
 import kvr_mpi.store.merge as merge_module
 from kvr_mpi.disk import PART
-from kvr_mpi.errors import EXIT_CONFIG, ConfigError, DataError, OutputError
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, ConfigError, DataError, OutputError
 from kvr_mpi.store.folder import RESULTS, check_fresh, find_record, read_run, run_files
-from kvr_mpi.store.merge import merge_files, merge_run
+from kvr_mpi.store.merge import merge_files, merge_run, merge_runs
 from kvr_mpi.store.outputs import Record, open_file, read_header
+from kvr_mpi.store.shares import Runs
 
 
 def raw(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -209,7 +215,8 @@ def test_a_merge_into_another_file_leaves_the_run_as_it_is(tmp_path: Path) -> No
     write(folder, "0000", [record("a")], kv=True)
     write(folder, "0001", [record("b", "error")])
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    target = merge_files(folder, tmp_path / "all.h5")
+    target = tmp_path / "all.h5"
+    assert merge_runs(Runs((folder,)), target) == ()
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     assert list(read_run(target)) == list(read_run(folder)) and raw(target) == raw(folder)
     assert merge_files(folder, keep_shards=True) == folder / RESULTS
@@ -244,6 +251,46 @@ def test_no_room_for_a_merged_file_leaves_the_shards(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="cannot be written"):
         merge_files(tmp_path)
     assert list(read_run(tmp_path)) == [record("a")]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_full_disk_at_the_end_of_a_run_leaves_its_shards_as_the_results(tmp_path: Path, shards: int) -> None:
+    for number in range(shards):
+        write(tmp_path, f"{number:04d}", [record(f"{number}-{name}", answer=name * 30_000) for name in "abc"])
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    said: list[str] = []
+    with largest_file(40_000):
+        assert merge_run(tmp_path, say=said.append) == tmp_path
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert len(said) == 1 and os.strerror(errno.EFBIG) in said[0] and len(said[0].splitlines()) == 1
+    assert f"kvr merge {tmp_path}" in said[0]
+    assert merge_run(tmp_path) == tmp_path / RESULTS and len(list(read_run(tmp_path))) == 3 * shards
+
+
+@contextmanager
+def largest_file(size_bytes: int) -> Iterator[None]:
+    """Let no file grow any further, as a quota does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_lost_shard_is_no_reason_to_forget_its_documents(tmp_path: Path, run_kvr: Kvr) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for number in range(2):
+        write(folder, f"{number:04d}", [record(f"{number}-{name}") for name in "abc"])
+    (folder / "shard-0000-0001-00000.h5").unlink()
+    before = {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith(".lock")}
+    code, _, err = run_kvr("merge", folder)
+    assert code == EXIT_BAD_DATA and "lost 3 document(s)" in err
+    assert {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith(".lock")} == before
+    code, _, err = run_kvr("merge", folder, "-o", tmp_path / "all.h5")
+    assert code == EXIT_BAD_DATA and "lost 3 document(s)" in err
+    assert [each.id for each in read_run(tmp_path / "all.h5")] == ["0-a", "0-b", "0-c"]
 
 
 def test_a_merge_with_a_damaged_shard_removes_nothing(tmp_path: Path) -> None:

@@ -139,6 +139,15 @@ def test_a_lock_without_one_of_its_words_is_damaged(tmp_path: Path, key: str, va
         assert read_lock(tmp_path) == LockState(1, None)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_folder_with_a_locks_name_is_named(tmp_path: Path, number: int) -> None:
+    Lock(tmp_path, this_process()).release() if number == 2 else None
+    (tmp_path / f".lock-{number:06d}").mkdir()
+    with pytest.raises(OutputError, match=rf"\.lock-{number:06d} is a folder; remove or rename it"):
+        Lock(tmp_path, this_process())
+    assert not is_alive(tmp_path)
+
+
 def test_clocks_do_not_matter(tmp_path: Path) -> None:
     path = plant(tmp_path, ELSEWHERE)
     for seconds in (-(10**9), 10**9):

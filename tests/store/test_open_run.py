@@ -179,6 +179,16 @@ def test_another_corpus_is_refused_by_name(tmp_path: Path, corpus: Any, shown: s
     assert resume(tmp_path, corpus=corpus_of(reversed(NAMES)))[0] == {"a"}  # their order does not matter
 
 
+@pytest.mark.parametrize("share", [slice(1, None, 2), slice(1, None, 3)])
+def test_another_share_is_no_resume(tmp_path: Path, share: slice) -> None:
+    first = slice(0, None, 2)
+    begin(tmp_path, *map(record, NAMES[first][:2]), share=first)
+    with pytest.raises(OutputError, match=r"2 document.*documents\.shard = '0/2', this job has documents\.shard = '1/"):
+        take(tmp_path, share=share)
+    assert resume(tmp_path, share=first)[0] == set(NAMES[first][:2])
+    assert resume(tmp_path)[0] == set(NAMES[first][:2])  # of all documents
+
+
 def test_a_document_that_can_be_read_by_now_is_no_other_corpus(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()

@@ -76,6 +76,30 @@ def test_the_parts_are_the_whole(tmp_path: Path, slices: tuple[int, ...]) -> Non
     assert not (tmp_path / PARTS).exists()
 
 
+@pytest.mark.parametrize("at", range(5))
+def test_a_merge_that_is_killed_while_it_tidies_up_can_be_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    write_all(tmp_path, (0, 3, 7, TOKENS))
+    left, unlink = [at], Path.unlink
+
+    def unlink_some(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix in (".h5", ".jsonl") and path.exists():
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+        unlink(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink_some)
+        with pytest.raises(KeyboardInterrupt):
+            merge_files(tmp_path)
+    assert (tmp_path / "results.h5").exists()
+    with open_file(merge_files(tmp_path)) as file:
+        assert torch.equal(stored_layers(file["documents/a"])[2][0], KEYS)
+    assert not (tmp_path / PARTS).exists() and not list(tmp_path.glob("shard-*"))
+
+
 def test_parts_are_not_taken_for_a_run(tmp_path: Path) -> None:
     """Their records have no answers, and would be shown as documents that got none."""
     write_all(tmp_path, (0, 5, TOKENS))

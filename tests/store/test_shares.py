@@ -24,6 +24,7 @@ from made_runs import HEADER, corpus_of, record, take, write
 from kvr_mpi.cli import group
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_USAGE, DataError
 from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.lock import Lock, this_process
 from kvr_mpi.store.outputs import Header
 
 COUNT = 12
@@ -122,6 +123,25 @@ def test_merging_shares(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
     assert found.return_value == EXIT_OK and found.stderr == ""
     assert [each.id for each in read_run(tmp_path / "all.h5")] == NAMES
     assert {path: path.read_bytes() for path in array.rglob("*.h5")} == before
+
+
+def test_a_gathered_file_does_not_hide_the_shares(array: Path, run_kvr: Kvr) -> None:
+    gathered, share = array / "results.h5", array / f"share-3-of-{COUNT}"
+    assert run_kvr("merge", array, "-o", gathered).return_value == EXIT_OK
+    shutil.rmtree(share)
+    for command in (["export", array], ["merge", array, "-o", gathered, "--overwrite"]):
+        told = run_kvr(*command)
+        assert told.return_value == EXIT_BAD_DATA and "share 3 of 12" in told.stderr
+    assert {each.id for each in read_run(gathered)} == {name for n, name in enumerate(NAMES) if n % COUNT != 3}
+    take(share, mode="new", corpus=corpus_of(NAMES), share=slice(3, None, COUNT)).close()
+    write(share, "0000", [record(name, answer="anew") for name in NAMES[3::COUNT]])
+    found = {row["id"]: row["answer"] for row in map(json.loads, run_kvr("export", array).stdout.splitlines())}
+    assert sorted(found) == NAMES and found["doc-03"] == "anew"
+
+
+def test_a_lock_makes_no_run(array: Path, run_kvr: Kvr) -> None:
+    Lock(array, this_process()).release()
+    assert len(run_kvr("export", array).stdout.splitlines()) == len(NAMES)
 
 
 def test_runs_of_different_jobs_are_not_merged(array: Path, tmp_path: Path, run_kvr: Kvr) -> None:
