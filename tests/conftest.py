@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -13,20 +14,46 @@ from typing import Any
 
 import pytest
 from constants import MPI_ENVIRONMENT, SMOLLM, Kvr
+from hypothesis import HealthCheck, settings
 from warm import server
 
 # Modules that assert on behalf of tests, so that a failure shows what was compared there, too.
 pytest.register_assert_rewrite("job_files", "made_corpora", "made_facts", "made_prompts", "untrusted")
 
 
+# Without it the tests run in the order of their files, and property tests take the same examples every time. With it
+# the order is drawn from this seed, and examples from `--hypothesis-seed`. No test depends on how fast a machine is.
+SEED = os.environ.get("KVR_TEST_SEED")
+settings.register_profile(
+    "kvr-mpi", derandomize=SEED is None, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("kvr-mpi")
+
 # Folders whose tests wait most: workers that share the tests by file begin with these.
 FIRST = {"slurm", "network"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put first what takes longest."""
+    """Put first what takes longest, or draw the order of the files, and of the tests in each."""
     tests = Path(__file__).parent
+    if SEED is not None:
+        chance = random.Random(SEED)
+        items.sort(key=lambda item: item.nodeid)
+        chance.shuffle(items)
+        files = sorted({item.path for item in items})
+        chance.shuffle(files)
+        items.sort(key=lambda item: files.index(item.path))
+        return
     items.sort(key=lambda item: item.path.relative_to(tests).parts[0] not in FIRST)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shards_end_when_told() -> Iterator[None]:
+    """Have no shard end by its age in this process, so that a slow machine makes as many files as a fast one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvr_mpi.store.shards.LEAST_FLUSH_S", 1e4)
+        patch.setattr("kvr_mpi.store.shards.FLUSH_S", 1e4)
+        yield
 
 
 @pytest.fixture(scope="session")

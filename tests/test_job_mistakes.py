@@ -39,7 +39,7 @@ def test_a_job_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     assert re.search(r"job\.toml.* cannot be read as TOML: .*utf-8.*0xe9", refusal(path))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(raw=st.binary(max_size=100) | st.text("[]={}.'\"\n modelpath1", max_size=60).map(str.encode))
 def test_no_file_is_more_than_refused(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
     path = tmp_path_factory.mktemp("job") / "job.toml"

@@ -98,7 +98,7 @@ def test_a_malformed_setting_shows_how_it_is_done(tmp_path: Path, setting: str) 
     assert message.startswith(f"--set {setting!r}: expected section.key=value, for example ")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(setting=st.text(st.characters(codec="utf-8"), max_size=40) | st.text("generation.seed=[]{}'\" 1", max_size=30))
 def test_any_setting_is_taken_or_refused(tmp_path_factory: pytest.TempPathFactory, setting: str) -> None:
     path = write_job(tmp_path_factory.mktemp("job"))

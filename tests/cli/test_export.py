@@ -86,7 +86,7 @@ def test_csv_is_read_by_pandas_with_answers_intact(result: Path) -> None:
     assert frame["prompt_tokens"].dtype == "int64" and frame["ttft_s"].dtype == "float64"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(answers=st.lists(ANSWER, min_size=1, max_size=6), kind=st.sampled_from(["jsonl", "csv", "parquet"]))
 @example(answers=[NASTY, "", "\r"], kind="csv")
 @example(answers=[NASTY, "", "\r"], kind="jsonl")
@@ -156,8 +156,8 @@ def test_a_folder_exports_the_same_as_its_merged_file(run_folder: Path, kind: st
 def test_the_file_has_what_standard_output_would(result: Path, kvr: Path, tmp_path: Path, kind: str) -> None:
     target = tmp_path / "answers.txt"
     command: list[str | Path] = [kvr, "export", result, "--format", kind]
-    to_output = subprocess.run(command, capture_output=True, timeout=60, check=True)
-    to_file = subprocess.run([*command, "-o", target], capture_output=True, timeout=60, check=True)
+    to_output = subprocess.run(command, capture_output=True, timeout=300, check=True)
+    to_file = subprocess.run([*command, "-o", target], capture_output=True, timeout=300, check=True)
     assert to_output.stdout == target.read_bytes() == exported(result, kind)
     assert to_output.stderr == to_file.stderr == to_file.stdout == b""
     assert list(tmp_path.glob("*.part")) == []
@@ -167,7 +167,7 @@ def test_output_is_utf8_whatever_the_locale(result: Path, kvr: Path) -> None:
     env = {**os.environ, "LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     for kind in ("jsonl", "csv"):
         done = subprocess.run(
-            [kvr, "export", result, "--format", kind], capture_output=True, timeout=60, env=env, check=True
+            [kvr, "export", result, "--format", kind], capture_output=True, timeout=300, env=env, check=True
         )
         assert "😀" in done.stdout.decode("utf-8")
 

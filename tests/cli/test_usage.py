@@ -58,7 +58,7 @@ def test_head_gets_its_line_and_nobody_complains(tmp_path: Path, kvr: Path) -> N
     path = write_run(tmp_path / "run", [Record(f"{n:03d}", "done", answer="x" * 5000) for n in range(60)])
     for command in (f"{kvr} export {path}", f"{kvr} export {path} --format csv", f"{kvr} inspect {path} 000"):
         done = subprocess.run(
-            f"{command} | head -1", shell=True, capture_output=True, text=True, timeout=60, check=True
+            f"{command} | head -1", shell=True, capture_output=True, text=True, timeout=300, check=True
         )
         assert len(done.stdout.splitlines()) == 1
         assert done.stderr == ""
@@ -75,7 +75,7 @@ def test_a_reader_that_has_gone_is_no_traceback(result: Path, kvr: Path, argumen
     os.close(source)
     command: list[str | Path] = [kvr, arguments[0], result, *arguments[1:]]
     with os.fdopen(sink, "wb") as closed:
-        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     assert done.stderr == ""
 
 
@@ -106,14 +106,16 @@ def test_the_tab_key_completes(words: str, found: list[str], kvr: Path) -> None:
     asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(rest))}
     asked[f"_{name.upper().replace('-', '_')}_COMPLETE"] = "bash_complete"
     command = [kvr.with_name(name)]
-    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, **asked}, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.stdout.splitlines() == found and done.stderr == ""
 
 
 def test_the_shells_are_told_how(kvr: Path) -> None:
     for shell in ("bash", "zsh", "fish"):
         env = {**os.environ, "_KVR_COMPLETE": f"{shell}_source"}
-        done = subprocess.run([kvr], env=env, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([kvr], env=env, capture_output=True, text=True, timeout=300, check=True)
         assert f"_KVR_COMPLETE={shell}_complete" in done.stdout
         if shell == "bash":
             subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvr_mpi.compress.adakv import adakv_counts
@@ -91,7 +91,6 @@ def test_pyramidkvs_last_layer_has_its_share() -> None:
     assert counts[:, 0].tolist() == [780, 590, 400, 210, 20]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(1, 5), st.sampled_from([0.0, 0.2, 0.5, 1.0]))
 def test_adakv_takes_the_best_of_the_layer_above_the_floor(
     candidates: int, each: int, heads: int, floor: float

@@ -42,7 +42,7 @@ def check(found: LayerPlacement, loads: Sequence[float], copies: int) -> None:
     assert found.heaviest >= sum(loads) / found.ranks * (1 - 1e-6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(loads=LOADS, ranks=st.integers(1, 8), copies=st.integers(0, 7))
 def test_every_placement_has_every_head(loads: list[float], ranks: int, copies: int) -> None:
     whole = place_best_effort(loads, ranks)
@@ -58,7 +58,7 @@ def test_every_placement_has_every_head(loads: list[float], ranks: int, copies: 
         assert whole.heaviest <= 4 / 3 * place_statically(loads, ranks).heaviest * (1 + 1e-9), "Graham's bound"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(loads=st.lists(st.integers(1, 1000), min_size=2, max_size=6), ranks=st.integers(2, 4))
 def test_exact_is_the_best_of_all_ways(loads: list[int], ranks: int) -> None:
     found = place_best_effort(loads, ranks, exact=True)
@@ -68,7 +68,7 @@ def test_exact_is_the_best_of_all_ways(loads: list[int], ranks: int) -> None:
     assert found.heaviest == pytest.approx(best)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(loads=st.lists(st.integers(1, 1000), min_size=2, max_size=6), ranks=st.integers(2, 5), copies=st.integers(0, 4))
 def test_searching_is_never_worse(loads: list[int], ranks: int, copies: int) -> None:
     for place in (place_with_equal_copies, place_in_proportion):
@@ -77,7 +77,7 @@ def test_searching_is_never_worse(loads: list[int], ranks: int, copies: int) -> 
         assert exact.heaviest <= quick.heaviest * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(loads=LOADS, ranks=st.integers(2, 8), copies=st.integers(0, 7), most=st.integers(1, 4), exact=st.booleans())
 def test_no_head_has_more_pieces_than_allowed(
     loads: list[float], ranks: int, copies: int, most: int, exact: bool

@@ -196,7 +196,7 @@ def test_interpolated_slices_are_nearly_the_best(ranks: int, tokens: int, below:
     assert chain_seconds(A100_LLAMA, list(between * tokens), "store-and-forward") < best_s * 1.013
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(some_costs, st.integers(512, 20000), st.integers(2, 5), st.sampled_from(RELAYS))
 def test_the_best_split_is_no_worse_than_the_obvious_ones(
     costs: Costs, tokens: int, ranks: int, relay: RelayKind

@@ -114,7 +114,7 @@ def test_an_answer_is_made_to_end_where_the_model_says_so() -> None:
     assert len(found.token_ids) == NEW_TOKENS - 1 and found.finish_reason == "stop"
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.permutations(range(6)), st.integers(1, 6), st.integers(0, 2**50))
 def test_samples_do_not_depend_on_company(order: list[int], count: int, seed: int) -> None:
     loaded = ready("llama-gqa")

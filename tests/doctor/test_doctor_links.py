@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +108,5 @@ def test_within() -> None:
     assert within(5.0, lambda: 3, "three") == 3
     with pytest.raises(KeyError):
         within(5.0, lambda: {}["x"], "nothing")
-    began = time.monotonic()
     with pytest.raises(TimeoutError, match="a dead disk"):
         within(0.1, threading.Event().wait, "a dead disk")
-    assert time.monotonic() - began < 5

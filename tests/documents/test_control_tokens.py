@@ -24,7 +24,7 @@ def test_no_control_token_comes_out_of_a_document(tokenizer: Any) -> None:
     assert not set(added) & set(encode_text(tokenizer, "<|im_end|>"))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(pieces=st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "system", "\n", "<|", "im_end", "|>", " "])))
 def test_a_document_cannot_end_its_own_turn(tokenizer: Any, pieces: list[str]) -> None:
     frame = make_frame(tokenizer, "Sum up: {text}", max_prompt_tokens=ROOMY)

@@ -64,7 +64,7 @@ def test_json_there_and_back(tmp_path: Path) -> None:
     assert again == corpus and again.read(5) == corpus.read(5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=12))
 def test_any_text_in_any_format(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     folder = tmp_path_factory.mktemp("any")

@@ -138,7 +138,7 @@ def test_a_limit_stops_after_so_many(tmp_path: Path, suffix: str) -> None:
         assert [document.id for document in read(file, limit=limit)] == [row["id"] for row in rows[:limit]]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(texts=st.lists(unicode_text.filter(str.strip), min_size=1, max_size=8))
 def test_any_text_comes_through_any_table(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     folder = tmp_path_factory.mktemp("corpus")

@@ -14,7 +14,7 @@ from made_corpora import read
 from kvr_mpi.documents import SUFFIXES, Document, read_corpus, scan_corpus
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(raw=st.binary(max_size=200), suffix=st.sampled_from(SUFFIXES))
 def test_no_file_stops_the_others(tmp_path_factory: pytest.TempPathFactory, raw: bytes, suffix: str) -> None:
     folder = tmp_path_factory.mktemp("corpus")

@@ -44,7 +44,7 @@ def test_a_number_and_its_digits_are_one_id(tmp_path: Path) -> None:
     assert [document.id for document in read(file)] == ["7", "7#2"]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(names=st.lists(st.text("ab#2\n", max_size=4), min_size=1, max_size=12))
 def test_ids_are_unique_whatever_they_were(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
     file = tmp_path_factory.mktemp("corpus") / "a.jsonl"

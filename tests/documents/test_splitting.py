@@ -18,7 +18,7 @@ def long_ids(tokenizer: Any) -> list[int]:
     return encode_text(tokenizer, long_text(1500))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(frame=frames(), data=st.data())
 def test_split_parts_cover_every_token_once_in_order(
     tokenizer: Any, long_ids: list[int], frame: Frame, data: st.DataObject
@@ -33,7 +33,7 @@ def test_split_parts_cover_every_token_once_in_order(
 
 
 @given(frame=frames(), data=st.data())
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_a_text_that_fits_is_not_split(tokenizer: Any, long_ids: list[int], frame: Frame, data: st.DataObject) -> None:
     ids = long_ids[: data.draw(st.integers(1, frame.text_budget))]
     assert split_text(tokenizer, frame, ids) == [frame.around(ids)]

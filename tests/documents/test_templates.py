@@ -69,7 +69,7 @@ def test_the_frame_is_the_template_around_the_text(tokenizer: Any) -> None:
     assert prompt.dropped_tokens == 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(text=unicode_text)
 def test_the_frame_is_the_same_whatever_the_document(tokenizer: Any, text: str) -> None:
     # Encoding a text must leave nothing behind in the tokenizer, such as how it takes control tokens.

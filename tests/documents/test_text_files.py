@@ -13,7 +13,7 @@ from made_corpora import errors_of, read, read_one, unicode_text
 from kvr_mpi.documents import Document
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(text=unicode_text.filter(str.strip))
 def test_a_text_file_is_its_text(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     file = tmp_path_factory.mktemp("corpus") / "a.txt"

@@ -39,7 +39,7 @@ def tensors(
     return tuple(torch.randn(1, *shape, generator=generator) for shape in shapes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
@@ -73,7 +73,7 @@ def test_causal_sees_nothing_behind_the_query(queries: int, softcap: float | Non
     torch.testing.assert_close(found.double(), reference(query, keys, values, params, seen), atol=2e-6, rtol=1e-5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(queries=st.integers(1, 40), before=st.integers(0, 40), window=st.integers(1, 50))
 def test_window(queries: int, before: int, window: int) -> None:
     query, keys, values = tensors(4, 2, queries, before + queries, 16)

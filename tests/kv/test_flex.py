@@ -48,7 +48,7 @@ def test_it_gives_what_the_portable_way_gives(
     torch.testing.assert_close(lse, truth.lse, atol=2e-6, rtol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     queries=st.integers(1, 3 * BLOCK),
     before=st.integers(0, 4 * BLOCK),

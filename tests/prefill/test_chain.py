@@ -52,7 +52,7 @@ def test_logits_tokens_and_kv_equal_one_process(name: str) -> None:
         assert greedy(loaded.model, found, NEW_TOKENS) == truth_tokens, bounds
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_every_partition_is_exact(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["llama-gqa", "mistral-window", "falcon-mqa"]))

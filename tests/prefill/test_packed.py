@@ -67,7 +67,7 @@ def replace_logits(prefill: Prefill) -> Prefill:
     return replace(prefill, logits=torch.zeros(1))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.sampled_from(["llama-gqa", "gpt-oss-sinks", "falcon-mqa"]), st.lists(st.integers(1, 40), min_size=1, max_size=9)
 )

@@ -54,7 +54,7 @@ SLOW, LONG = pytest.mark.slow, pytest.mark.long
     ],
 )
 def test_prompts_of_a_pipeline_over_real_ranks(mpirun: Any, size: int, transport: str) -> None:
-    run = mpirun(size, [sys.executable, PROGRAM, 30, transport], timeout_s=120, env={"OMP_NUM_THREADS": "1"})
+    run = mpirun(size, [sys.executable, PROGRAM, 30, transport], env={"OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])
     assert result["size"] == size and result["worst"] < 1e-4

@@ -52,7 +52,7 @@ def test_root_lines_come_from_rank_0_only() -> None:
     assert [stream.getvalue().count("8 documents") for stream in streams] == [1, 0, 0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=TEXT, rank=st.integers(0, 3))
 def test_every_line_is_whole_prefixed_and_written_in_one_piece(text: str, rank: int) -> None:
     stream = RecordedStream()

@@ -86,7 +86,7 @@ def test_the_last_document_leaves_nothing() -> None:
     assert lines[1].endswith("elapsed 20.0 s, done, wall time left 80.0 s\n")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     chars=st.lists(st.integers(0, 10**7), min_size=2, max_size=8),
     step_s=st.floats(2, 10**5),
@@ -126,7 +126,7 @@ def test_an_error_is_told_and_counted() -> None:
     assert "2/2 good: " in second and "error" not in second
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(name=TEXT, error=TEXT, status=st.sampled_from(["done", "error"]))
 def test_progress_is_whole_lines_without_carriage_returns(name: str, error: str, status: str) -> None:
     lines = list(report_lines([(Record(name, status, error=error), 10)] * 2, Clock(), 1, deadline_s=1_000_009))

@@ -102,7 +102,7 @@ def test_the_document_to_look_at_is_one_with_an_answer(capsys: pytest.CaptureFix
     assert "kvr inspect r.h5 bad.txt\n" in capsys.readouterr().out, "better than none"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(name=st.text(st.characters(exclude_categories=("Cs", "Cc"))), answer=TEXT, error=TEXT)
 @example(name="a", answer="a\nb", error="a\nb")
 def test_any_record_gives_one_row(name: str, answer: str, error: str) -> None:
@@ -139,7 +139,7 @@ def test_only_the_most_frequent_reasons_are_shown() -> None:
     assert lines[0] == "20 x reason a" and lines[-1] == f"{10 + 9 + 8 + 7} for 4 other reasons" and len(lines) == 11
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(name=st.text(max_size=8), error=st.text(max_size=300))
 def test_a_reason_is_one_short_line(name: str, error: str) -> None:
     reason = reason_of(name, error)

@@ -74,7 +74,7 @@ def test_pipes_and_devices_in_a_corpus_are_records(job: Path, tmp_path: Path, mp
     os.mkfifo(tmp_path / "corpus" / "pipe.txt")
     (tmp_path / "corpus" / "zero.jsonl").symlink_to("/dev/zero")
     (tmp_path / "corpus" / "ids.jsonl").write_text('{"id": {"a": 1}, "text": "x"}\n{"id": "a\u202eb", "text": "x"}\n')
-    run = mpirun(2, [kvr_run, job, "--set", "documents.path=" + str(tmp_path / "corpus" / "**")], timeout_s=60)
+    run = mpirun(2, [kvr_run, job, "--set", "documents.path=" + str(tmp_path / "corpus" / "**")])
     assert run.returncode == 65, run.stderr
     errors = {record.id: record.error for record in read_run(tmp_path / "out") if record.status == "error"}
     assert set(errors) == {"pipe.txt", "zero.jsonl", "ids.jsonl:1", "a\\u202eb"}

@@ -131,7 +131,7 @@ def test_a_deadline_in_the_past_is_not_believed(job: Any, mpirun: Any, kvr_run: 
     assert "SLURM_JOB_END_TIME" in run.stderr and "ignored" in run.stderr
 
 
-def running(process: subprocess.Popen[str], what: str, timeout_s: float = 120) -> str:
+def running(process: subprocess.Popen[str], what: str, timeout_s: float = 300) -> str:
     """Read a process's log until a line with `what`, and return all of it."""
     assert process.stderr is not None
     text, until = "", time.monotonic() + timeout_s

@@ -138,7 +138,7 @@ def test_a_model_whose_heads_are_not_shared_out(job: Path, run_here: Any, model_
 @pytest.mark.long
 def test_a_rank_that_fails_while_heads_are_shared_ends_all(job: Path, mpirun: Any) -> None:
     """The others wait for its part of a sum."""
-    run = mpirun(3, [sys.executable, TESTS / "programs" / "failing_step.py", job], timeout_s=60)
+    run = mpirun(3, [sys.executable, TESTS / "programs" / "failing_step.py", job])
     assert run.returncode == 1 and "broken on purpose" in run.stderr
     failed_at = float(run.stdout.split("failing at ")[1].split()[0])
-    assert time.time() - failed_at < 10
+    assert time.time() - failed_at < 60

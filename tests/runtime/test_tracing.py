@@ -35,7 +35,7 @@ def test_every_rank_says_what_it_did_and_the_answers_stay_the_same(job: Path, tm
     assert [(trace.header.rank, trace.header.size, trace.header.session) for trace in traces] == [(0, 2, 1), (1, 2, 1)]
     records = {record.id: record for record in read_run(tmp_path / "out")}
     for trace in traces:
-        assert trace.has_ended and not trace.is_full and not trace.damaged and trace.clock_error_s < 1
+        assert trace.has_ended and not trace.is_full and not trace.damaged and trace.clock_error_s < 60
         assert trace.memory and of_kind(trace, "write", "decode")
         for number, prompt in trace.prompts.items():
             mine = [span for span in trace.spans if span.prompt == number]

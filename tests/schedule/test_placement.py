@@ -52,7 +52,7 @@ def test_no_chain_has_more_than_a_fair_share_and_one_document(todo: list[tuple[s
     assert max(loads_of(deal(todo, chains), todo)) <= bound + 1e-6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7).map(numbered), st.integers(1, 3))
 def test_the_longest_chain_is_within_four_thirds_of_the_best(todo: list[tuple[str, int]], chains: int) -> None:
     best = min(
@@ -110,7 +110,6 @@ def chains_of(plan: Schedule) -> dict[str, tuple[int, int]]:
     return {place.id: (place.first_rank, place.ranks) for place in plan.placements}
 
 
-@settings(deadline=None)
 @given(corpora, many_ranks, abilities)
 def test_a_plan_has_every_document_once_and_every_rank_in_one_place(
     documents: list[tuple[str, int]], ranks: int, fits: Any
@@ -133,7 +132,6 @@ def test_a_plan_has_every_document_once_and_every_rank_in_one_place(
     assert [place.ranks for place in plan.placements] == sorted((p.ranks for p in plan.placements), reverse=True)
 
 
-@settings(deadline=None)
 @given(corpora, many_ranks, abilities, st.randoms(use_true_random=False))
 def test_every_rank_plans_the_same(documents: list[tuple[str, int]], ranks: int, fits: Any, random: Random) -> None:
     shuffled = list(documents)
@@ -144,7 +142,6 @@ def test_every_rank_plans_the_same(documents: list[tuple[str, int]], ranks: int,
     assert (plan.makespan_s, plan.fixed_s, plan.lower_bound_s) == (other.makespan_s, other.fixed_s, other.lower_bound_s)
 
 
-@settings(deadline=None)
 @given(corpora, many_ranks, st.sampled_from([0.25, 0.5, 0.8, 1.0]))
 def test_wasteful_chains_are_avoided_where_that_costs_little(
     documents: list[tuple[str, int]], ranks: int, limit: float
@@ -183,7 +180,6 @@ def test_a_chain_that_is_not_worth_it_is_not_taken() -> None:
     assert [(place.ranks, place.reason) for place in needed] == [(2, "does not fit on fewer ranks")] * 2
 
 
-@settings(deadline=None)
 @given(corpora, many_ranks)
 def test_bounds_are_bounds_and_no_fixed_length_is_better(documents: list[tuple[str, int]], ranks: int) -> None:
     plan = schedule(documents, ranks, seconds, anything_fits)

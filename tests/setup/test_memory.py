@@ -73,7 +73,7 @@ def test_a_job_records_what_does_not_fit_and_goes_on(
         f"[generation]\nmax_new_tokens = 4\n[parallel]\nmemory_gib = {room + 1e-4:.9f}\n"
         f"[output]\npath = {json.dumps(str(tmp_path / 'out'))}\n"
     )
-    run = mpirun(2, [kvr_run, job], timeout_s=100)
+    run = mpirun(2, [kvr_run, job])
     assert run.returncode == 65, run.stderr
     exported = mpirun(1, [kvr, "export", tmp_path / "out", "--format", "jsonl"])
     rows = {row["id"]: row for row in map(json.loads, exported.stdout.splitlines())}

@@ -86,7 +86,7 @@ def test_no_damaged_file_is_resumed_or_merged(good: Path, outside: Path, name: s
 @pytest.mark.parametrize("command", [["inspect"], ["export"], ["export", "--format", "csv"]], ids=" ".join)
 def test_the_installed_command_says_it_in_one_line(good: Path, outside: Path, kvr: Path, command: list[str]) -> None:
     damaged(good, outside, RECORD_DAMAGE["answer-external-link"])
-    done = subprocess.run([kvr, *command, good], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([kvr, *command, good], capture_output=True, text=True, timeout=300, check=False)
     assert_bad_data((done.returncode, done.stdout, done.stderr), good)
     assert len(done.stdout.splitlines()) <= 1  # of CSV, the names of the columns are out already
 
@@ -103,7 +103,7 @@ def test_no_other_file_is_even_opened(good: Path, outside: Path, kvr: Path, kind
     for name in ("other.h5", "secret.txt"):
         (outside / name).unlink()
         os.mkfifo(outside / name)
-    done = subprocess.run([kvr, "inspect", good], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([kvr, "inspect", good], capture_output=True, text=True, timeout=300, check=False)
     assert_bad_data((done.returncode, done.stdout, done.stderr), good)
 
 

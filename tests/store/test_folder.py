@@ -66,7 +66,7 @@ def test_done_beats_error_and_later_beats_earlier(tmp_path: Path) -> None:
     assert by_id["twice"].answer == "new"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     shards=st.lists(
         st.dictionaries(st.sampled_from("abcde"), st.sampled_from(["done", "error"]), min_size=1),

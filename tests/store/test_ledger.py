@@ -165,7 +165,7 @@ def test_names_in_a_ledger_lead_nowhere_else(tmp_path: Path) -> None:
     assert resume(folder)[0] == {"a"} and outside.exists()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.binary(max_size=200))
 def test_any_bytes_may_follow(tmp_path_factory: pytest.TempPathFactory, junk: bytes) -> None:
     folder = tmp_path_factory.mktemp("junk")

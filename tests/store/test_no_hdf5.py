@@ -36,7 +36,7 @@ def test_what_is_no_hdf5_file_is_refused(tmp_path: Path, content: bytes, run_kvr
         assert_bad_data(run_kvr(*command), path)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(content=st.binary(max_size=600), signed=st.booleans())
 def test_random_bytes_are_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes, signed: bool) -> None:
     path = tmp_path_factory.mktemp("random") / "results.h5"

@@ -53,7 +53,7 @@ def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
     return path
 
 
-def kvr_says(kvr: Path, *arguments: str | Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def kvr_says(kvr: Path, *arguments: str | Path, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
     return subprocess.run([kvr, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False)
 
 

@@ -24,7 +24,7 @@ from kvr_mpi.store.ledger import crc32_of, read_ledger
 from kvr_mpi.store.shards import ShardWriter
 
 
-def wait_for(condition: Any, seconds: float = 20.0) -> None:
+def wait_for(condition: Any, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
@@ -86,6 +86,7 @@ def test_a_young_job_makes_its_first_documents_durable_sooner(tmp_path: Path, mo
     writer = ShardWriter(tmp_path, "0000", HEADER)
     writer.write(record("a"))
     wait_for(lambda: len(run_files(tmp_path)) == 1)
+    writer.flush()  # done with that shard
     writer._began_s -= 2000
     writer.write(record("b"))
     wait_for(lambda: writer._shard is not None)

@@ -55,11 +55,11 @@ def run_kvr() -> Kvr:
 
 def test_shares_make_one_table(array: Path, kvr: Path) -> None:
     for paths in ([array], sorted(array.iterdir())):
-        done = subprocess.run([kvr, "export", *paths], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([kvr, "export", *paths], capture_output=True, text=True, timeout=300, check=False)
         assert (done.returncode, done.stderr) == (EXIT_OK, "")
         assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == NAMES
     done = subprocess.run(
-        [kvr, "export", array, "--format", "csv"], capture_output=True, text=True, timeout=60, check=True
+        [kvr, "export", array, "--format", "csv"], capture_output=True, text=True, timeout=300, check=True
     )
     rows = list(csv.reader(io.StringIO(done.stdout)))
     assert len(rows) == 1 + len(NAMES) and sum(row[0] == "id" for row in rows) == 1
@@ -77,7 +77,7 @@ def test_gathering_loads_no_models_libraries(array: Path, tmp_path: Path) -> Non
         "print([name for name in ('torch', 'transformers', 'mpi4py') if name in sys.modules])"
     )
     command = [sys.executable, "-c", code, "merge", array, "-o", tmp_path / "all.h5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     with h5py.File(tmp_path / "all.h5") as merged:
         software = json.loads(merged.attrs["software"])
@@ -188,7 +188,7 @@ def test_failed_documents_are_shown_alone(array: Path, kvr: Path, run_kvr: Kvr) 
     rows = [json.loads(line) for line in run_kvr("export", array, "--status", "done").stdout.splitlines()]
     assert [row["id"] for row in rows] == [name for name in NAMES if name not in failed]
     folder = array / f"share-5-of-{COUNT}"
-    done = subprocess.run([kvr, "inspect", folder, "--errors"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([kvr, "inspect", folder, "--errors"], capture_output=True, text=True, timeout=300, check=True)
     assert "doc-05: it went wrong" in done.stdout and "doc-17" not in done.stdout
     assert "1 error(s)\n  1 x it went wrong" in done.stdout
     told = json.loads(run_kvr("inspect", folder, "--errors", "--json").output)

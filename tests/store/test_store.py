@@ -132,7 +132,7 @@ def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 # Records
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(record=RECORD)
 def test_every_field_of_a_record_comes_back(record: Record) -> None:
     with memory_file() as file:
@@ -142,7 +142,7 @@ def test_every_field_of_a_record_comes_back(record: Record) -> None:
     assert same(got.as_dict(), as_stored(record))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(records=st.lists(RECORD, min_size=1, max_size=6, unique_by=lambda record: record.id))
 def test_records_side_by_side_in_a_file_stay_apart(
     tmp_path_factory: pytest.TempPathFactory, records: list[Record]
@@ -172,7 +172,7 @@ def test_as_dict_is_plain_json(tmp_path: Path) -> None:
     assert json.loads(json.dumps(got.as_dict())) == record.as_dict()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(one=st.one_of(ID, st.text(max_size=8)), other=st.one_of(ID, st.text(max_size=8)))
 @example(".", "%2E")
 @example("..", "%2E%2E")
@@ -187,7 +187,7 @@ def test_key_of_is_injective_and_never_a_path(one: str, other: str) -> None:
         assert unquote(key) == name
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(name=ID)
 def test_an_id_is_one_group_deep(name: str) -> None:
     with memory_file() as file:
@@ -323,7 +323,7 @@ def test_bfloat16_is_float32_to_plain_h5py() -> None:
     assert plain[0, 0, 2] == smallest and plain[0, 0, 3] == largest and np.signbit(plain[0, 0, 1])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     patterns=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=24),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
@@ -369,7 +369,7 @@ def test_bits_survive_a_merge(tmp_path: Path, dtype: torch.dtype) -> None:
         np.testing.assert_array_equal(bits(values), bits(tensor.flip(0)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(present=st.lists(st.booleans(), max_size=12))
 def test_absent_layers_are_skipped_and_the_others_keep_their_numbers(present: list[bool]) -> None:
     layers = [(torch.full((2, 1, 2), float(n)), torch.full((2, 1, 2), -float(n))) if is_there else None

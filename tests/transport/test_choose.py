@@ -102,14 +102,14 @@ def test_a_damaged_note_proves_nothing(tmp_path: Path, content: str) -> None:
 @pytest.mark.slow
 def test_a_job_says_what_it_chose(mpirun: Any, kvr: Path, tiny_model_dir: Path) -> None:
     options = ["verify", "--model", tiny_model_dir, "--lengths", "16", "--longest", "40"]
-    run = mpirun(2, [kvr, *options, "--transport", "gloo"], timeout_s=100)
+    run = mpirun(2, [kvr, *options, "--transport", "gloo"])
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("transport: gloo: as requested") + run.stdout.count("transport: gloo: as requested") == 1
     for name, message in (("nccl", "the model of rank 0 is on the CPU"), ("local", "2 ranks were started")):
-        refused = mpirun(2, [kvr, *options, "--transport", name], timeout_s=100)
+        refused = mpirun(2, [kvr, *options, "--transport", name])
         assert refused.returncode == 69
         assert message in refused.stderr + refused.stdout
-    unknown = mpirun(2, [kvr, *options, "--transport", "pigeon"], timeout_s=100)
+    unknown = mpirun(2, [kvr, *options, "--transport", "pigeon"])
     assert unknown.returncode == 2
     assert "'staged'" in unknown.stderr + unknown.stdout
 
@@ -124,9 +124,9 @@ def test_a_job_file_names_its_transport(mpirun: Any, kvr_run: Path, tiny_model_d
         f'[generation]\nmax_new_tokens = 4\n[parallel]\ntransport = "gloo"\n'
         f"[output]\npath = {json.dumps(str(tmp_path / 'out'))}\n"
     )
-    run = mpirun(2, [kvr_run, job], timeout_s=100)
+    run = mpirun(2, [kvr_run, job])
     assert run.returncode == 0, run.stderr
     assert "transport: gloo: as requested" in run.stderr + run.stdout
-    refused = mpirun(2, [kvr_run, job, "--overwrite", "--transport", "nccl"], timeout_s=100)
+    refused = mpirun(2, [kvr_run, job, "--overwrite", "--transport", "nccl"])
     assert refused.returncode == 69
     assert "transport 'nccl' moves GPU memory" in refused.stderr + refused.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from made_tables import COSTS, a_key, a_table, an_entry
 
@@ -213,7 +213,8 @@ def test_an_entry_is_taken_as_it_is() -> None:
 
 
 @given(st.integers(1025, 4095), st.integers(2, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
+@example(2033, 3)  # its slices, once rounded, end no sooner than those of the entry above
 def test_between_entries_shares_and_times_lie_between(tokens: int, ranks: int) -> None:
     table = a_table(ranks=ranks)
     choice = choose_slices(table, tokens)
@@ -223,13 +224,14 @@ def test_between_entries_shares_and_times_lie_between(tokens: int, ranks: int) -
     assert all(bound % QUANTUM_TOKENS == 0 for bound in choice.partition.bounds[1:-1]) and QUANTUM_TOKENS <= 64
     below = max((entry for entry in table.entries if entry.context_tokens < tokens), key=lambda e: e.context_tokens)
     above = min((entry for entry in table.entries if entry.context_tokens > tokens), key=lambda e: e.context_tokens)
-    assert below.seconds < choice.predicted_s <= above.seconds * (1 + 1e-12)  # rounded to the same slices, the same
+    # Slices are rounded, those of the entries as well, by part of the shortest slice.
+    rounding = 2 * QUANTUM_TOKENS / min(choice.partition.lengths)
+    assert below.seconds * (1 - rounding) < choice.predicted_s < above.seconds * (1 + rounding)
     for bound, low, high in zip(choice.partition.bounds, below.partition.bounds, above.partition.bounds, strict=True):
         shares = sorted([low / below.context_tokens, high / above.context_tokens])
         assert shares[0] * tokens - QUANTUM_TOKENS <= bound <= shares[1] * tokens + QUANTUM_TOKENS
-    # KVR-P is nearly KVR-S: within 1.3 % in the paper; and slices are rounded, those of the entries as well.
+    # KVR-P is nearly KVR-S: within 1.3 % in the paper.
     best_s = best_split(COSTS, tokens, ranks, quantum=1)[1]
-    rounding = 2 * QUANTUM_TOKENS / min(choice.partition.lengths)
     assert chain_seconds(COSTS, choice.partition.lengths) < (1.013 + rounding) * best_s
     assert choice.predicted_s == pytest.approx(1.1 * chain_seconds(COSTS, choice.partition.lengths))
 
@@ -249,7 +251,7 @@ def test_another_number_of_ranks_is_cut_by_the_rates() -> None:
 
 
 @given(st.integers(2, 400), st.integers(2, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_short_prompts_leave_every_rank_a_token(tokens: int, ranks: int) -> None:
     if tokens < ranks:
         return
