@@ -160,9 +160,6 @@ class ParallelSection(Section):
     chunk_tokens: ChunkTokens = Field(
         "auto", description="compute slices in chunks of this many tokens; auto: only if memory is short"
     )
-    compile: bool = Field(
-        False, description="compute full chunks by code of one size (on GPUs: CUDA graphs); needs a chunk_tokens number"
-    )
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: its share of the cores")
     memory_gib: float | None = Field(
         None,
@@ -200,8 +197,6 @@ class ParallelSection(Section):
                 f"parallel.chunk_tokens is for chains, and strategy = {self.strategy!r} takes no chunks: choose "
                 f"strategy = 'kvr' or 'auto', or leave it out"
             )
-        if self.compile and self.chunk_tokens == "auto":
-            raise ValueError("parallel.compile is for chunks of one size: name it, as parallel.chunk_tokens = 512")
         if self.strategy == "ring" and (self.ratios is not None or self.table is not None):
             raise ValueError(
                 "parallel.ratios and parallel.table are for chains: a ring's slices are even; choose strategy = 'kvr' "

@@ -86,7 +86,6 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     ratios = [2, 1.5]
     memory_gib = 1.5
     chunk_tokens = 512
-    compile = true
     table_force = true
     threads = 4
     transport = "gloo"

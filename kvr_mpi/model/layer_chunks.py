@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.model.layer_pieces import pieces_of
 
 # Tokens of each chunk of the slice that this thread is running.
 _CHUNKS: ContextVar[Sequence[int]] = ContextVar("kvr_chunks", default=())
@@ -88,7 +87,7 @@ class _ChunkedForward:
             last = first + length
             given = _cut(args, first, last, tokens), _cut(kwargs, first, last, tokens)
             try:
-                out = _run_chunk(layer, hidden_states[:, first:last], *given)
+                out = type(layer).forward(layer, hidden_states[:, first:last], *given[0], **given[1])
             except ChunkDoneError:
                 is_read = False
             else:
@@ -102,13 +101,6 @@ class _ChunkedForward:
                 whole[:, first:last] = rows
             first = last
         return (whole, *out[1:]) if isinstance(out, tuple) else whole
-
-
-def _run_chunk(layer: torch.nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a chunk (1, tokens, hidden) through a layer: by its compiled pieces, if it has some of this size."""
-    pieces = pieces_of(layer)
-    out = None if pieces is None else pieces.run(layer, hidden, args, kwargs)
-    return type(layer).forward(layer, hidden, *args, **kwargs) if out is None else out
 
 
 def _cut(value: Any, first: int, last: int, tokens: int) -> Any:

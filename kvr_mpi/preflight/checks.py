@@ -167,15 +167,6 @@ def _check_kernels(spec: JobSpec) -> None:
             "model.kernels = 'compiled': strategy = 'single' is plain transformers, which uses the model's own code; "
             "leave model.kernels out, or choose parallel.strategy = 'kvr', which also runs on one rank"
         )
-    if not spec.parallel.compile:
-        return
-    if spec.model.device == "cuda":
-        raise ConfigError("parallel.compile is for CPUs so far, and model.device = 'cuda': leave one of the two out")
-    if spec.model.trust_remote_code:
-        raise ConfigError(
-            "parallel.compile: the compiler follows transformers' own code only, and model.trust_remote_code = true "
-            "runs another; leave one of the two out"
-        )
 
 
 def _check_compress(spec: JobSpec) -> None:

@@ -37,8 +37,6 @@ def _why_not_combined(spec: JobSpec) -> str | None:
         return "ranks_per_chain = 'auto' plans for ranks that hold the whole model; give a number of ranks, or 'all'"
     if parallel.table is not None:
         return "parallel.table was measured on ranks that hold the whole model; choose partition = 'equal_time'"
-    if parallel.compile:
-        return "parallel.compile is for pieces of layers that no other rank takes part in; leave one of the two out"
     if spec.decode.mode != "data-parallel":
         return f"decode.mode = {spec.decode.mode!r} distributes heads, which stages already do; leave it out"
     if spec.cache.is_rolling:

@@ -53,7 +53,6 @@ from kvr_mpi.stored.asking import frame_questions
 from kvr_mpi.stored.reuse import find_beginnings
 from kvr_mpi.topology import Topology, cores_per_rank, least_of_each
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
-from kvr_mpi.tuning.compiled_layers import compile_layers
 
 # Instructions shorter than this are computed with every prompt: to copy them would take as long.
 LEAST_PREFIX_TOKENS = 32
@@ -97,7 +96,6 @@ def prepare(
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, say))
     compression = together(world, partial(_open_compression, spec, loaded))
     strategies, left_out = check_together(partial(_check_strategies, spec, loaded))
-    _compile(spec, loaded, frame.max_tokens, machine, world, say)
     rolling = together(world, partial(_open_rolling, spec, loaded, chain, say))
     why_alone = None if plain else check_together(partial(_why_alone, loaded, rolling))
     for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression, why_alone)):
@@ -238,12 +236,6 @@ def _describe_prompts(
         yield f"slices are computed in chunks of {chunk_tokens} tokens{whole if chunk_tokens >= longest_tokens else ''}"
     if why_alone is not None:
         yield f"documents are decoded one by one: {why_alone}"
-
-
-def _compile(spec: JobSpec, loaded: LoadedModel, longest: int, machine: Machine, world: Transport, say: Say) -> None:
-    """Have full chunks computed by compiled code, if the job says so and there will be any."""
-    if spec.parallel.compile and isinstance(tokens := spec.parallel.chunk_tokens, int) and tokens < longest:
-        compile_layers(loaded, tokens, world, machine.cache_dir, say)
 
 
 def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say) -> dict[str, Frame]:

@@ -1,6 +1,6 @@
-"""Code compiled by torch, once for a processor, and kept in ``KVR_CACHE``: norms and gates, and pieces of layers.
+"""Code compiled by torch, once for a processor, and kept in ``KVR_CACHE``: norms and gates.
 
-A process of its own compiles (`compile_program`, `compile_layers`), with a time limit; a rank only loads what is there,
+A process of its own compiles (`compile_program`), with a time limit; a rank only loads what is there,
 which takes no compiler and milliseconds. Whatever goes wrong, the modules' own code goes on and a line says why; a
 compiler that failed is not asked again.
 """
@@ -26,7 +26,6 @@ import xxhash
 
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.model.fused import GATES, is_same, rms_norm
-from kvr_mpi.model.layer_pieces import Compute
 from kvr_mpi.tuning.compile_program import NORM
 from kvr_mpi.tuning.identity import processor_key
 
@@ -39,6 +38,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 _LOADER: Any = getattr(getattr(torch._C, "_aoti", None), "AOTIModelPackageLoader", None)
 
 Compiled = Callable[..., torch.Tensor]
+# Contiguous tensors to tensors; neither their shapes nor their types are looked at.
+Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 Say = Callable[[str], None]
 
 

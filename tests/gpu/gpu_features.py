@@ -1,9 +1,8 @@
-"""Steps for one GPU: captured steps and chunks, FlexAttention, parts of many segments, ragged heads, rolling caches."""
+"""Steps for one GPU: captured steps, FlexAttention, parts of many segments, ragged heads, rolling caches."""
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.model.graph_capture import call_again
-from kvr_mpi.model.layer_pieces import without_pieces
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
@@ -29,7 +26,6 @@ from kvr_mpi.prefill.rolling_chain import prefill_rolling_chain
 from kvr_mpi.prefill.self_check import allowed_error, error_share
 from kvr_mpi.prefill.streaming import prefill_streaming
 from kvr_mpi.transport.local import LocalTransport, run_local
-from kvr_mpi.tuning.compiled_layers import compile_layers
 
 LENGTHS = (700, 64, 1500, 300, 90)
 STEPS, PARTS = 24, 8
@@ -78,30 +74,6 @@ def graphs_are_exact(given: Given) -> Figures:
             f"GiB more, {pages} pages": _reserved(given) - before,
         }
     return found
-
-
-@torch.inference_mode()
-def chunk_graphs_are_exact(given: Given) -> Figures:
-    """Chunks whose layers are captured, two pieces each, against chunks of the layers' own code."""
-    loaded, told = random_model(given, **SMALL), list[str]()
-    prepare_model(loaded.model, chain=True)
-    chunk, tokens = (32, 100) if given.is_small else (512, 2000)
-    before = _reserved(given)
-    capture = None if given.kind == "cuda" else call_again
-    done = compile_layers(loaded, chunk, LocalTransport(), Path(given.output), told.append, capture=capture)
-    assert done, told
-    ids, whole = loaded.shape.sample_ids(tokens), Partition((0, tokens))
-    run = functools.partial(prefill_kvr, loaded, ids, whole, LocalTransport(), chunk_tokens=chunk)
-    with without_pieces(loaded.model):
-        truth, own_s = run(), min(run().seconds for _ in range(3))
-    found, captured_s = run(), min(run().seconds for _ in range(3))
-    worst = error_share(found.logits, truth.logits)
-    assert worst <= allowed_error(loaded.dtype), worst
-    return {
-        "worst error": worst,
-        "of the time without": captured_s / own_s,
-        "GiB more": _reserved(given) - before,
-    }
 
 
 def _reserved(given: Given) -> float:

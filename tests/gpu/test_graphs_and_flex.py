@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,15 +20,12 @@ from kvr_mpi.kv.padded_row import PaddedCache
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.graph_capture import WARM_UPS, GraphCapture, call_again
-from kvr_mpi.model.layer_chunks import decoder_layers
-from kvr_mpi.model.layer_pieces import forget_pieces, pieces_of
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.setup import gpu_attention
 from kvr_mpi.setup.gpu_attention import describe_portable
 from kvr_mpi.transport.local import LocalTransport
-from kvr_mpi.tuning.compiled_layers import compile_layers
 
 
 @pytest.fixture
@@ -87,36 +83,6 @@ def test_a_copy_in_a_captured_step_would_be_seen(gpu: FakeGpu, monkeypatch: pyte
     graphs, row, _ = padded_step(loaded, within)
     graphs.step(row, [3, 4], lambda: torch.empty(2, loaded.shape.vocab_size, device=GPU))
     assert within == [1]
-
-
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window"])
-def test_nothing_in_a_captured_piece_waits_for_the_gpu(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Nor does anything between two of them: a chunk is launched, and that is all the host does for it."""
-    monkeypatch.setattr("kvr_mpi.tuning.compiled_layers.why_other", lambda *given: "")
-    loaded, within, said = gpu.model(name, 3), list[int](), list[str]()
-
-    def capture(compute: Any) -> Any:
-        with Traffic() as traffic:
-            replay, result = call_again(compute)
-        within.append(traffic.waits.total())
-        return replay, result
-
-    assert compile_layers(loaded, 32, LocalTransport(), Path("unused"), said.append, capture=capture), said
-    assert within == [0] * 4, "two pieces of every layer but the last"
-
-    def run(tokens: int) -> int:
-        with Traffic() as traffic:
-            prefill_kvr(loaded, prompt(tokens), Partition((0, tokens)), LocalTransport(), chunk_tokens=32)
-        return traffic.waits.total()
-
-    try:
-        assert run(64) == run(128)
-        pieces = [pieces_of(layer) for layer in decoder_layers(loaded.model)[:-1]]
-        assert [each.runs for each in pieces if each is not None] == [6, 6]
-    finally:
-        forget_pieces(loaded.model)
 
 
 class PretendedPools:

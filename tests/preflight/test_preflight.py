@@ -124,23 +124,6 @@ def test_kernels_are_not_compiled_for_nothing(job: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("model.device=cuda", "parallel.compile is for CPUs so far"),
-        ("model.trust_remote_code=true", "transformers' own code only"),
-        ("parallel.ranks_per_stage=2", "parallel.compile is for pieces of layers that no other rank takes part in"),
-        ("cache.kind=rolling", "parallel.chunk_tokens = 64 cannot be combined with cache.kind = 'rolling'"),
-        ("parallel.chunk_tokens=auto", "parallel.compile is for chunks of one size"),
-        ("parallel.strategy=ring", "chunk_tokens is for chains"),
-    ],
-)
-def test_chunks_are_not_compiled_for_nothing(job: Path, setting: str, words: str) -> None:
-    settings = ("parallel.compile=true", "parallel.chunk_tokens=64")
-    check(job, *settings)
-    assert words in refusal(job, *settings, setting)
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_table_for_other_chains_is_refused(job: Path, tmp_path: Path, ranks: int) -> None:
     save_table(a_table(), tmp_path / "table.json")

@@ -1,17 +1,14 @@
 """Prefill a prompt at once and in chunks, in turn; print the ratio of the pairs, and the activations of both.
 
     mpirun -n 1 python tests/programs/bench_chunks.py --tokens 4096 --chunks 512
-    mpirun -n 1 python tests/programs/bench_chunks.py --tokens 4096 --chunks 512 --compile
 
-The second compares chunks by compiled code (`parallel.compile`) with chunks by the layers' own. With more ranks the
-first says how far behind a chain in chunks falls: about a layer of each rank but the first. On hosts with slow links
-between them (`tests/network/bench_slow_chunks.py`) it says what is gained where segments leave earlier.
+With more ranks it says how far behind a chain in chunks falls: about a layer of each rank but the first. On hosts with
+slow links between them (`tests/network/bench_slow_chunks.py`) it says what is gained where segments leave earlier.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 from functools import partial
@@ -24,14 +21,12 @@ import torch
 from kvr_mpi.bench.pairs import ratio_of
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.model.layer_pieces import without_pieces
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.transport import gather_json, share_json
 from kvr_mpi.transport.mpi import connect
-from kvr_mpi.tuning.compiled_layers import compile_layers
 
 # What is to be reached on one rank: of the time at once, and of its activations.
 MOST_TIME, MOST_ACTIVATIONS = 1.03, 0.5
@@ -49,8 +44,7 @@ def main() -> None:
     parser.add_argument("--model", default=SMOLLM)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--chunks", type=int, default=512, help="tokens of a chunk")
-    parser.add_argument("--compile", action="store_true", help="chunks by compiled code and by the layers' own")
-    parser.add_argument("--kernels", default="measured", help="of the layers' own code, as model.kernels")
+    parser.add_argument("--kernels", default="measured", help="as model.kernels")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--most-time", type=float, default=MOST_TIME, help="to be reached, of the time at once")
     parser.add_argument("--json", help="file for the figures")
@@ -62,18 +56,14 @@ def main() -> None:
     loaded = load_on_all(world, given.model, cache_dir=cache_dir, kernels=given.kernels, **options)
     prepare_model(loaded.model, chain=True)
     ids, partition = loaded.shape.sample_ids(given.tokens), Partition.even(given.tokens, world.size)
-    say = print if world.rank == 0 else str
-    if given.compile and not compile_layers(loaded, given.chunks, world, cache_dir, say):
-        raise SystemExit("nothing was compiled")
 
-    def seconds(chunk_tokens: int | None, *, compiled: bool = False) -> float:
+    def seconds(chunk_tokens: int | None) -> float:
         world.barrier()
-        with contextlib.nullcontext() if compiled else without_pieces(loaded.model):
-            prefill = prefill_kvr(loaded, ids, partition, world, chunk_tokens=chunk_tokens)
+        prefill = prefill_kvr(loaded, ids, partition, world, chunk_tokens=chunk_tokens)
         return float(max(share_json(world, gather_json(world, prefill.seconds))))
 
-    plain = partial(seconds, given.chunks if given.compile else None)
-    tried = partial(seconds, given.chunks, compiled=given.compile)
+    plain = partial(seconds, None)
+    tried = partial(seconds, given.chunks)
     plain(), tried()  # the first touch of memory
     pairs = []
     for number in range(given.pairs):  # the machine drifts: whichever is first is so by turns
@@ -86,11 +76,9 @@ def main() -> None:
     longest = max(partition.lengths)
     counted = [footprint.activation_bytes(longest, each) / footprint.heap_share for each in (None, given.chunks)]
     ratio, share = ratio_of([chunked / whole for whole, chunked in pairs]), counted[1] / counted[0]
-    kind = "compiled chunks" if given.compile else "chunks"
-    beside = f"by the layers' own code ({given.kernels} kernels)" if given.compile else "at once"
     print(
-        f"{given.tokens} tokens on {world.size} rank(s), {kind} of {given.chunks}: {ratio.median:.3f} of the time "
-        f"{beside} ({ratio.low:.3f} to {ratio.high:.3f}, {given.pairs} pairs), "
+        f"{given.tokens} tokens on {world.size} rank(s), chunks of {given.chunks}: {ratio.median:.3f} of the time "
+        f"at once ({ratio.low:.3f} to {ratio.high:.3f}, {given.pairs} pairs), "
         f"{verdict(ratio.low, ratio.high, given.most_time)}; activations of a layer {counted[1] / 1e6:.1f} MB instead "
         f"of {counted[0] / 1e6:.1f} MB at once (counted), {verdict(share, share, MOST_ACTIVATIONS)}"
     )
@@ -100,7 +88,6 @@ def main() -> None:
             "ranks": world.size,
             "chunk_tokens": given.chunks,
             "pairs_s": pairs,
-            "compile": given.compile,
         }
         figures |= {"ratio": ratio.median, "low": ratio.low, "high": ratio.high, "most": given.most_time}
         Path(given.json).write_text(json.dumps({**figures, "activation_bytes": counted}, indent=1))
