@@ -3,6 +3,8 @@
 # section.key of a job, or section.key=value where only that value is gone.
 KEYS: dict[str, str] = {
     "parallel.compile": "Leave it out; a larger parallel.chunk_tokens saves launches and reads of weights.",
+    "output.kv_compression": "Leave it out; keys and values are stored as the model made them.",
+    "output.kv_dtype": "Leave it out; keys and values are stored in the model's data type.",
 }
 
 # A command, or a command and its option: "COMMAND --option".

@@ -42,10 +42,7 @@ WAYS: dict[str, Job] = {
 KEPT: dict[str, Job] = {
     "kv": {"output.kv": True},
     "sharded": {"output.kv": "sharded"},
-    "int8": {"output.kv": True, "output.kv_dtype": "int8"},
-    "sharded-int8": {"output.kv": "sharded", "output.kv_dtype": "int8"},
     "reuse": {"documents.reuse": "{stored}"},
-    "reuse-rounded": {"documents.reuse": "{rounded}"},
     "logprobs": {"generation.logprobs": True, "generation.top_logprobs": 2},
 }
 ASKED: dict[str, Job] = {
@@ -53,7 +50,6 @@ ASKED: dict[str, Job] = {
     "questions": QUESTIONS,
     "questions-sharded": {**QUESTIONS, "questions.sharded": True},
     "questions-compressed": {**QUESTIONS, "documents.path": "{compressed}"},
-    "questions-rounded": {**QUESTIONS, "documents.path": "{rounded}"},
     "split": {"prompt.too_long": "split", "prompt.max_tokens": 250},
     "requests": {"documents.path": "{requests}", "documents.format": "openai-batch", "prompt.template": None},
     "compress": SMALL,
@@ -71,30 +67,28 @@ ASKED: dict[str, Job] = {
 SETTINGS = {**WAYS, **KEPT, **ASKED}
 RUNS: dict[str, Job] = {
     "stored": {"output.kv": True},
-    "rounded": {"output.kv": True, "output.kv_dtype": "int8"},
     "compressed": {"output.kv": True, **OBSERVED},
 }
 
-STORING, SPREAD = "kv int8 sharded sharded-int8", "sharded sharded-int8 questions-sharded"
-ASKING = "questions questions-compressed questions-rounded"
-SCORES, COMPRESSED, LOADING = "score score-column", "compress observed", f"reuse reuse-rounded {ASKING}"
+STORING, SPREAD = "kv sharded", "sharded questions-sharded"
+ASKING = "questions questions-compressed"
+SCORES, COMPRESSED, LOADING = "score score-column", "compress observed", f"reuse {ASKING}"
 # Names on both sides, and what is said of each pair of them; the first line that fits.
 REFUSED: list[tuple[str, str, str]] = [
     (STORING, "requests", "output.kv = (true|'sharded') cannot be combined with documents.format = 'openai-batch'"),
     (STORING, "prompts", r"output.kv = (true|'sharded') cannot be combined with \[\[prompts\]\]"),
     (STORING, "questions-sharded", "output.kv cannot be combined with questions.sharded"),
-    ("sharded sharded-int8", ASKING, "'sharded' needs parallel.strategy = 'kvr' and a job without questions"),
-    ("sharded sharded-int8", "ring auto single", "'sharded' needs parallel.strategy = 'kvr'"),
-    ("kv int8", "questions-compressed", "questions about doc-.*: it is compressed"),
-    ("kv int8", "questions-rounded", "questions about doc-.*: it is stored in 8 bits"),
-    ("kv int8", "samples", "output.kv = true, which stores the keys of only one answer"),
-    ("sharded sharded-int8", COMPRESSED, "compression chooses among all tokens on one rank"),
+    ("sharded", ASKING, "'sharded' needs parallel.strategy = 'kvr' and a job without questions"),
+    ("sharded", "ring auto single", "'sharded' needs parallel.strategy = 'kvr'"),
+    ("kv", "questions-compressed", "questions about doc-.*: it is compressed"),
+    ("kv", "samples", "output.kv = true, which stores the keys of only one answer"),
+    ("sharded", COMPRESSED, "compression chooses among all tokens on one rank"),
     (SPREAD, "score", "cannot be combined with generation.score yet"),
     (SPREAD, "score-column", "cannot be combined with generation.score_column yet"),
     (SPREAD, "samples", "cannot be combined with generation.n yet"),
     (SPREAD, "schema", "cannot be combined with generation.json_schema yet"),
-    ("reuse reuse-rounded", f"{ASKING} questions-sharded", "documents.reuse cannot be combined with questions"),
-    ("reuse reuse-rounded", "prompts", r"documents.reuse cannot be combined with \[\[prompts\]\]"),
+    ("reuse", f"{ASKING} questions-sharded", "documents.reuse cannot be combined with questions"),
+    ("reuse", "prompts", r"documents.reuse cannot be combined with \[\[prompts\]\]"),
     (f"{LOADING} questions-sharded", COMPRESSED, "compression also needs the queries"),
     (f"{LOADING} questions-sharded", "adapter", "did not compute the keys and values .* other weights"),
     (f"{ASKING} questions-sharded", "split", "prompt.too_long cannot be combined with questions"),
@@ -119,8 +113,8 @@ REFUSED: list[tuple[str, str, str]] = [
     ("score", "score-column", "exclude each other"),
     ("chunks", "ring single", "chunk_tokens is for chains"),
     ("heads", "single", "'single' decodes from transformers' own cache"),
-    ("heads", "sharded sharded-int8 questions-sharded", "ranks already decode together"),
-    ("heads", "kv int8", "output.kv = true stores the cache of one rank"),
+    ("heads", "sharded questions-sharded", "ranks already decode together"),
+    ("heads", "kv", "output.kv = true stores the cache of one rank"),
     ("heads", f"logprobs samples schema {SCORES}", "not supported yet by ranks that share heads"),
 ]
 

@@ -92,8 +92,6 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     [output]
     path = "o"
     kv = true
-    kv_dtype = "int8"
-    kv_compression = "blosc2"
     columns = ["title"]
     max_failed = "5%"
     [report]

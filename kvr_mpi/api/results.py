@@ -34,7 +34,7 @@ class DocumentKV:
     """A document's keys and values, as its run left them.
 
     layers : by number, keys and values, each (tokens, kv_heads, head_dim), in the model's dtype, on the CPU.
-    token_ids : of the tokens whose they are: the prompt, and all but the last new one; None in files before version 3.
+    token_ids : of the tokens whose they are: the prompt, and all but the last new one; None if the file does not say.
     text : bounds of the document's own text among them; None likewise.
     """
 

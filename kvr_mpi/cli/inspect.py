@@ -106,7 +106,6 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
             }
             for layer in found.layers
         ]
-        is_compressed = found.is_compressed
     if as_json:
         click.echo(json.dumps({**record.as_json(), "kv": layers}))
         return
@@ -122,8 +121,7 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
         click.echo(f"{'kv':21} {len(layers)} layers, compressed: {mean:.0f} tokens per KV head on average")
     elif layers:
         first = layers[0]
-        how = f"{first['dtype']}{', by Blosc2' if is_compressed else ''}"
-        click.echo(f"{'kv':21} {len(layers)} layers, keys {first['keys']}, values {first['values']}, {how}")
+        click.echo(f"{'kv':21} {len(layers)} layers, keys {first['keys']}, values {first['values']}, {first['dtype']}")
     click.echo(f"{'group':21} {file}:/documents/{key}")
     if record.status == "done":
         click.echo("\n" + printable(_told_whole(record)))

@@ -161,14 +161,13 @@ def _stored(made: PlannedJob) -> tuple[list[dict[str, Any]], list[str]]:
     """Say when it pays to ask what a job stores, for JSON and for people; nothing if it stores no keys and values."""
     from dataclasses import asdict
 
-    from kvr_mpi.setup.stored_size import stored_bytes_per_token
     from kvr_mpi.stored.break_even import describe_break_even, list_lengths, measure_reading
 
     output = made.spec.output
     if not output.kv or made.spec.compress is not None:  # what is compressed is never prefilled again for speed
         return [], []
     speed = measure_reading(Path(output.path))
-    size = stored_bytes_per_token(made.outline.shape, output.kv_dtype)
+    size = made.outline.shape.kv_bytes_per_token
     longest = max((place.tokens for place in made.schedule.placements), default=0)
     lengths = list_lengths(made.forecast, size, speed, min(longest, made.forecast.frame.max_tokens))
     return [asdict(one) for one in lengths], describe_break_even(lengths, speed)

@@ -24,7 +24,6 @@ from kvr_mpi.preflight.decode_checks import check_decode
 from kvr_mpi.preflight.inputs import check_answers, check_format, check_prompts, check_schema, templates_of
 from kvr_mpi.preflight.own_way_checks import check_cache, check_streaming
 from kvr_mpi.preflight.stage_checks import check_stages
-from kvr_mpi.store.filters import check_blosc2
 from kvr_mpi.store.folder import check_fresh
 from kvr_mpi.topology import Topology, divides
 from kvr_mpi.tuning.table import load_table, table_files
@@ -132,7 +131,6 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         *([] if spec.model.adapter is None else [partial(check_adapter, spec.model.adapter)]),
         *(partial(_check_documents, spec, path) for path in spec.documents.path if spec.questions is None),
         partial(_check_output, Path(spec.output.path), goes_on),
-        *([check_blosc2] if spec.output.kv_compression == "blosc2" else []),
     ]
     for check in checks:
         try:

@@ -117,7 +117,7 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
     with (
         open_states(folder, world, stop.deadline_s, log, spec.parallel.ranks_per_stage) as states,
         open_trace(prepared, folder, ranks, log, states) as trace,
-        closing(ShardWriter(folder, name, prepared.header(), settings=spec.output, recorder=trace.recorder)) as writer,
+        closing(ShardWriter(folder, name, prepared.header(), recorder=trace.recorder)) as writer,
         _open_parts(prepared, folder, world) as parts,
         Progress(
             log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0, files=files
@@ -191,7 +191,7 @@ def _open_parts(setup: JobSetup, folder: Path, world: Transport) -> Iterator[Sha
         yield None
         return
     (folder / PARTS).mkdir(exist_ok=True)
-    parts = ShardWriter(folder / PARTS, f"{world.rank:04d}", setup.header(), session_of(folder), settings=spec.output)
+    parts = ShardWriter(folder / PARTS, f"{world.rank:04d}", setup.header(), session_of(folder))
     with closing(parts) as writer:
         yield writer
 

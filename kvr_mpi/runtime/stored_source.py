@@ -43,7 +43,6 @@ class StoredDocument:
 
     bytes : of keys and values, all of them.
     prefill_s : seconds that one rank would take to prefill it; 0 if that is not known.
-    error_of_8_bits : of `StoredKV`.
     compression : by which method and settings its heads have dropped tokens; empty: they hold all.
     """
 
@@ -54,7 +53,6 @@ class StoredDocument:
     prefill_s: float = 0.0
     sha256: str = ""
     error: str | None = None
-    error_of_8_bits: float = 0.0
     compression: str = ""
 
 
@@ -94,11 +92,6 @@ class StoredCorpus:
             lines.append(
                 f"{len(loaded)} document(s) will be loaded: {size / 1e9:.2f} GB of keys and values at {speed:.2f} "
                 f"GB/s, {load_s:.1f} s{instead}"
-            )
-        if rounded := max((one.error_of_8_bits for one in loaded), default=0.0):
-            lines.append(
-                f"some are stored in 8 bits: their keys and values have errors of up to {rounded:.1%} (root mean "
-                f"square), so answers may differ from those after a fresh prefill"
             )
         if methods := [one.compression for one in loaded if one.compression]:
             lines.append(
@@ -246,7 +239,6 @@ def _look(index: Index, name: str, parts: PartIndexes, *, is_sharded: bool) -> S
             group = group_in(group_in(stored, "documents"), key_of(name))
             record, kv = read_record(group), open_whole_kv(group, parts, others)
             seal, size = kv.seal(), kv.bytes
-            rounded = kv.error_of_8_bits
     except DataError as error:
         return StoredDocument(name, file, error=str(error))
     why = None
@@ -265,20 +257,17 @@ def _look(index: Index, name: str, parts: PartIndexes, *, is_sharded: bool) -> S
         return StoredDocument(name, file, error=f"{name} cannot be asked about: {why}")
     rate = record.prefill_tokens_per_s / max(1, len(record.slices) - 1)
     tokens = kv.tokens.text[1]
-    return StoredDocument(
-        name, file, tokens, size, tokens / rate if rate > 0 else 0.0, seal, None, rounded, kv.compression
-    )
+    return StoredDocument(name, file, tokens, size, tokens / rate if rate > 0 else 0.0, seal, None, kv.compression)
 
 
 def _check_stored_again(loaded: Sequence[StoredDocument]) -> None:
     """Refuse to store what goes on from keys and values that are not exact: it would not say so itself."""
     for one in loaded:
-        how = f"compressed ({one.compression})" if one.compression else "stored in 8 bits" * bool(one.error_of_8_bits)
-        if how:
+        if one.compression:
             raise ConfigError(
-                f"output.kv = true cannot be combined with questions about {one.id}: it is {how}, so the stored keys "
-                f"and values would differ from those that the model computes; leave output.kv out, or prefill the "
-                f"documents again with questions.reuse = 'never'"
+                f"output.kv = true cannot be combined with questions about {one.id}: it is compressed "
+                f"({one.compression}), so the stored keys and values would differ from those that the model computes; "
+                f"leave output.kv out, or prefill the documents again with questions.reuse = 'never'"
             )
 
 

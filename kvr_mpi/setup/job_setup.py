@@ -170,7 +170,7 @@ class JobSetup:
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "prompt": spec.prompt.model_dump(),
             "generation": spec.generation.model_dump(),
-            "kv": spec.output.kv_identity,
+            "kv": spec.output.kv,
             "frame": hashlib.sha256(json.dumps([self.frame.head, self.frame.tail]).encode()).hexdigest(),
         }
         if columns := passed_columns(spec):

@@ -9,7 +9,6 @@ from pathlib import Path
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.prompts import encode_text
 from kvr_mpi.errors import OutputError
-from kvr_mpi.model import ModelShape
 from kvr_mpi.report.style import bytes_text
 from kvr_mpi.setup.job_setup import JobSetup
 
@@ -17,8 +16,6 @@ from kvr_mpi.setup.job_setup import JobSetup
 SAMPLED, SAMPLED_CHARS = 32, 20_000
 # The estimate may be that much too high before a job is refused for it.
 DOUBT = 1.1
-# Of a token's and head's keys or values in 8 bits.
-SCALE_BYTES = 4
 
 
 def estimate_stored_bytes(setup: JobSetup, corpus: Corpus, todo: Sequence[int]) -> int:
@@ -47,15 +44,7 @@ def estimate_stored_bytes(setup: JobSetup, corpus: Corpus, todo: Sequence[int]) 
         each = [min(count, setup.spec.compress.kept_of(count) + around) for count in each]
     part = setup.loaded.part  # all of its stage's heads are written, each once
     shares = 1 if part is None else len(part.held.shares)
-    return int(sum(each) * shares * stored_bytes_per_token(setup.loaded.shape, setup.spec.output.kv_dtype))
-
-
-def stored_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:
-    """Bytes that are written of a token's keys and values, with the scales of 8 bits."""
-    if kv_dtype != "int8":
-        return shape.kv_bytes_per_token
-    kept = [layer for layer in shape.layers if layer.elements]
-    return sum(layer.elements + 2 * layer.num_kv_heads * SCALE_BYTES for layer in kept)
+    return int(sum(each) * shares * setup.loaded.shape.kv_bytes_per_token)
 
 
 def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], folder: Path) -> str:

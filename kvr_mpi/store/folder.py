@@ -268,7 +268,7 @@ def _look(folder: Path, names: set[str], verify: bool) -> Survey:
 def _documents(file: Path, found: Survey) -> list[tuple[str, bool, str]]:
     """Id of every document of a file, whether it is done, and why it failed: told by the ledger, if it can."""
     line = found.sound.get(file.name)
-    if line is None or len(line.reasons) != len(line.failed):  # the latter of an earlier version
+    if line is None:
         return list_documents(file)
     failed = zip(line.failed, line.reasons, strict=True)
     return [(name, True, "") for name in line.done] + [(name, False, reason) for name, reason in failed]

@@ -18,7 +18,6 @@ import h5py
 import numpy as np
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.filters import check_filters
 
 T = TypeVar("T", str, int, float)
 # HDF5's class of a type, and numpy's type to read it as; text is read in its own length.
@@ -204,17 +203,6 @@ def size_bytes(dataset: h5py.Dataset) -> int:
     return int(math.prod(dataset.shape)) * int(dataset.id.get_type().get_size())
 
 
-def slabs(dataset: h5py.Dataset) -> Iterator[tuple[int, int]]:
-    """Cut a dataset along its first dimension where its chunks end; yields (start, stop) of bearable pieces."""
-    rows = dataset.shape[0] if dataset.shape else 0
-    row_bytes = max(1, size_bytes(dataset) // max(1, rows))
-    if row_bytes > LARGEST_BYTES:
-        raise DataError(f"{_name(dataset)} has rows of {row_bytes} bytes; expected no more than {LARGEST_BYTES}")
-    step = dataset.chunks[0] if dataset.chunks else max(1, CHUNK_BYTES // row_bytes)
-    step = min(step, max(1, LARGEST_BYTES // row_bytes))
-    yield from ((start, min(start + step, rows)) for start in range(0, rows, step))
-
-
 def _check_data(dataset: Any, where: str) -> None:
     """Refuse a dataset whose data lie in other files, or nowhere (it would read as zeros), or could burst."""
     plist, space = dataset.get_create_plist(), dataset.get_space()
@@ -230,7 +218,9 @@ def _check_data(dataset: Any, where: str) -> None:
             raise DataError(
                 f"{where} has chunks of {math.prod(chunk) * item_bytes} bytes; no more than {LARGEST_BYTES}"
             )
-        check_filters(dataset, where, LARGEST_BYTES)
+        filters = [plist.get_filter(number)[0] for number in range(plist.get_nfilters())]
+        if strange := sorted({*filters} - {h5py.h5z.FILTER_FLETCHER32}):
+            raise DataError(f"{where} uses the HDF5 filter {strange[0]}, which kvr-mpi never writes")
         expected = math.prod(-(-size // part) for size, part in zip(shape, chunk, strict=True))
         complete = dataset.get_num_chunks() == expected
     else:

@@ -52,7 +52,7 @@ class HeadRows:
 
     def facts(self) -> list[Any]:
         """Say what it is, for a hash."""
-        return [list(self.counts), digest_of([np.ascontiguousarray(self.positions, np.int32)])]
+        return [list(self.counts), digest_of(np.ascontiguousarray(self.positions, np.int32))]
 
 
 def join_head_rows(some: Sequence[HeadRows]) -> HeadRows | None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.arrays import StoredArray, join
+from kvr_mpi.store.arrays import StoredArray
 from kvr_mpi.store.hdf5 import explained
 from kvr_mpi.store.head_rows import HeadRows, join_head_rows
-from kvr_mpi.store.stored_kv import CachedTokens, Contents, KeysValues, StoredKV, StoredLayer
+from kvr_mpi.store.stored_kv import CachedTokens, KeysValues, StoredKV, StoredLayer
 
 TOKENS_DIM, HEADS_DIM = 0, 1
 # First and last KV head, not included.
@@ -28,7 +28,6 @@ class JoinedArray:
 
     shape: tuple[int, ...]
     type_name: str
-    error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +94,6 @@ class JoinedLayer:
         keys, values = (torch.cat(each, TOKENS_DIM) for each in zip(*found, strict=True))
         return keys, values
 
-    def contents(self) -> Contents:
-        """Read all of it as it was written, in 8 bits if it is; raises as `read`."""
-        rows = []
-        for row in self.pieces:
-            pairs = []
-            for piece in row:
-                with explained(_file_of(piece)):
-                    pairs.append(piece.contents())
-            rows.append([join([pair[place] for pair in pairs], self.heads_dim) for place in (0, 1)])
-        keys, values = (join([row[place] for row in rows], TOKENS_DIM) for place in (0, 1))
-        return keys, values
-
     def check(self) -> None:
         """Hold all of it against its checksums; see `StoredLayer.check`."""
         for row in self.pieces:
@@ -115,9 +102,8 @@ class JoinedLayer:
                     piece.check()
 
     def _array(self, rows: Sequence[Sequence[StoredArray]]) -> JoinedArray:
-        error = max(array.error for row in rows for array in row)
         heads = 1 if self.rows is not None else sum(array.shape[1] for array in rows[0])
-        return JoinedArray((self.tokens, heads, *rows[0][0].shape[2:]), rows[0][0].type_name, error)
+        return JoinedArray((self.tokens, heads, *rows[0][0].shape[2:]), rows[0][0].type_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +137,6 @@ class JoinedKV:
         return tuple(JoinedLayer(pieces) for pieces in zip(*rows, strict=True))
 
     @property
-    def error_of_8_bits(self) -> float:
-        """Largest of all pieces'; see `StoredKV.error_of_8_bits`."""
-        return max(one.error_of_8_bits for one in self._pieces)
-
-    @property
-    def is_compressed(self) -> bool:
-        """Whether some take less in their files, by Blosc2."""
-        return any(one.is_compressed for one in self._pieces)
-
-    @property
     def bytes(self) -> int:
         """Of all layers."""
         return sum(one.bytes for one in self._pieces)
@@ -174,11 +150,11 @@ class JoinedKV:
         """Hash of everything but keys and values themselves; see `StoredKV.seal`."""
         return hashlib.sha256("".join(one.seal() for one in self._pieces).encode()).hexdigest()
 
-    def contents(self) -> Iterator[Contents | None]:
-        """Yield each layer's keys and values as they were written, each block held against its digest."""
+    def read_layers(self) -> Iterator[KeysValues | None]:
+        """Read one layer after the other; None for one that has no keys and values."""
         layers = {layer.number: layer for layer in self.layers}
         for number in range(max(layers, default=-1) + 1):
-            yield layers[number].contents() if number in layers else None
+            yield layers[number].read() if number in layers else None
 
     @property
     def _pieces(self) -> list[StoredKV]:

@@ -1,16 +1,13 @@
-"""Keys and values in HDF5, in the model's own dtype or in 8 bits, with all that is needed to go on from them.
+"""Keys and values in HDF5, in the model's own dtype, with all that is needed to go on from them.
 
     kv                            attributes: block_tokens, text_start, text_stop (the document's text in the prompt),
                                   first_token (0 if it is not there): of the first row; what stands before it is in
                                   parts (see ``parts``); of some KV heads also which (see ``kv_heads``)
     kv/token_ids                  of the tokens whose keys and values these are: the prompt, and all but the last new
                                   one (int64)
-    kv/layer_000/keys, values     (tokens, kv_heads, head_dim), in one piece, or in chunks by the filter Blosc2
-                                  (32026, see ``filters``); of 8 bits (int8) with attributes dtype and error: the
-                                  type they had, and the root mean square of what rounding changed, over theirs
-    kv/layer_000/keys_scales      and values_scales: what a 1 of 8 bits is (float32, tokens x kv_heads)
+    kv/layer_000/keys, values     (tokens, kv_heads, head_dim), in one piece
     kv/layer_000/digests          XXH3 (64 bits, big-endian, as signed numbers) of every block of tokens of keys and
-                                  values, with their scales (int64, blocks x 2)
+                                  values (int64, blocks x 2)
 
 What compression has left has rows of its own for each head: see ``head_rows``.
 
@@ -28,7 +25,7 @@ import h5py
 import numpy as np
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.arrays import SCALES, digest_of, open_array, where, write_array
+from kvr_mpi.store.arrays import digest_of, open_array, where, write_array
 from kvr_mpi.store.hdf5 import (
     attribute_names,
     create_group,
@@ -40,18 +37,16 @@ from kvr_mpi.store.hdf5 import (
 )
 from kvr_mpi.store.head_rows import NAMES, open_head_rows, write_head_rows
 from kvr_mpi.store.kv_heads import ATTRIBUTES, read_heads, write_heads
-from kvr_mpi.store.stored_kv import BLOCK_TOKENS, CachedTokens, Contents, StoredKV, StoredLayer
+from kvr_mpi.store.stored_kv import BLOCK_TOKENS, CachedTokens, KeysValues, StoredKV, StoredLayer
 
 LAYER_NAME = re.compile(r"layer_[0-9]{3,}", re.ASCII)
 KINDS = ("keys", "values")
-MEMBERS = {*KINDS, *(kind + SCALES for kind in KINDS), "digests", *NAMES}
+MEMBERS = {*KINDS, "digests", *NAMES}
 # Keys and values hardly shrink: more than this many times the file's size is a bomb.
 MAX_INFLATION = 64
 
 
-def write_kv(
-    group: h5py.Group, layers: Iterable[Contents | None], tokens: CachedTokens | None, *, compressed: bool = False
-) -> tuple[int, str]:
+def write_kv(group: h5py.Group, layers: Iterable[KeysValues | None], tokens: CachedTokens | None) -> tuple[int, str]:
     """Write a document's keys and values, layer by layer as they come.
 
     Parameters
@@ -59,11 +54,9 @@ def write_kv(
     group : h5py.Group
         The document's.
     layers : iterable of (keys, values) or None
-        Each layer's (tokens, kv_heads, head_dim), as they are or `quantise`d; None for a layer that has none.
+        Each layer's (tokens, kv_heads, head_dim); None for a layer that has none.
     tokens : CachedTokens or None
         Whose they are; without that they can be looked at, but not gone on from.
-    compressed : bool
-        By Blosc2.
 
     Returns
     -------
@@ -78,15 +71,13 @@ def write_kv(
         if kv is None:
             kv = create_group(group, "kv")
         place = create_group(kv, f"layer_{number:03d}")
-        written = [
-            write_array(place, name, content, compressed=compressed) for name, content in zip(KINDS, layer, strict=True)
-        ]
-        blocks = -(-max(len(bits[0]) for bits in written) // BLOCK_TOKENS)
+        written = [write_array(place, name, tensor) for name, tensor in zip(KINDS, layer, strict=True)]
+        blocks = -(-max(map(len, written)) // BLOCK_TOKENS)
         digests = np.zeros((blocks, len(KINDS)), np.int64)
         for column, bits in enumerate(written):
             for block in range(blocks):
                 rows = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
-                digests[block, column] = digest_of([each[rows] for each in bits])
+                digests[block, column] = digest_of(bits[rows])
         write_dataset(place, "digests", digests)
         keys, values = (open_array(place, kind) for kind in KINDS)
         kept = None if tokens is None else tokens.rows.get(number)
@@ -111,27 +102,21 @@ def write_kv(
 
 
 def open_kv(group: h5py.Group) -> StoredKV:
-    """Find a document's keys and values, of whatever version; nothing of them is read yet.
+    """Find a document's keys and values; nothing of them is read yet.
 
     Raises
     ------
     DataError
         If they are anything else, or larger than the record announces.
     """
-    place, names = f"{where(group)}/kv", attribute_names(group)
+    place = f"{where(group)}/kv"
     kv = group_in(group, "kv") if "kv" in group else None
     stored = StoredKV() if kv is None else _open(kv)
-    if "kv_bytes" in names:
-        announced = read_attribute(group, "kv_bytes", int)
-        if stored.bytes != announced:
-            raise DataError(f"{place} has {stored.bytes} bytes; the record announces {announced}")
-        if "kv_sha256" in names and stored.seal() != read_attribute(group, "kv_sha256", str):
-            raise DataError(f"{place} is damaged: its description differs from what was written (checksum)")
-    else:  # version 1
-        tokens = read_attribute(group, "prompt_tokens", int) + read_attribute(group, "new_tokens", int)
-        longest = max((layer.tokens for layer in stored.layers), default=0)
-        if longest > tokens:
-            raise DataError(f"{place} has {longest} tokens; the record announces {tokens}")
+    announced = read_attribute(group, "kv_bytes", int)
+    if stored.bytes != announced:
+        raise DataError(f"{place} has {stored.bytes} bytes; the record announces {announced}")
+    if stored.seal() != read_attribute(group, "kv_sha256", str):
+        raise DataError(f"{place} is damaged: its description differs from what was written (checksum)")
     if stored.bytes > MAX_INFLATION * group.file.id.get_filesize():
         raise DataError(
             f"{place} has {stored.bytes} bytes in a file of {group.file.id.get_filesize()}, which cannot be real data"
@@ -177,8 +162,8 @@ def _open(kv: h5py.Group) -> StoredKV:
 
 def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
     """Find the layers."""
-    block = read_attribute(kv, "block_tokens", int) if "block_tokens" in attribute_names(kv) else None
-    if block is not None and block < 1:
+    block = read_attribute(kv, "block_tokens", int)
+    if block < 1:
         raise DataError(f"{where(kv)} has blocks of {block} tokens; expected at least 1")
     for name in kv:
         if name == "token_ids":
@@ -187,9 +172,6 @@ def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:
             raise DataError(f"{where(kv)}/{name} is not a layer; expected layer_000, ...")
         layer = group_in(kv, name)
         keys, values = (open_array(layer, kind) for kind in KINDS)
-        if block is None:
-            yield StoredLayer(int(name.removeprefix("layer_")), keys, values)
-            continue
         digests = dataset_in(layer, "digests", "i", (2,))
         expected = (-(-max(keys.shape[0], values.shape[0]) // block), len(KINDS))
         if digests.shape != expected or keys.shape[0] != values.shape[0]:

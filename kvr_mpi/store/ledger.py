@@ -37,9 +37,9 @@ class ShardLine:
     crc32 : of the whole file, in hexadecimal digits.
     done, failed : ids of its documents.
     at_s : Unix time.
-    reasons : why those that failed did (see ``summary.reason_of``), in their order; earlier versions wrote none.
+    reasons : why those that failed did (see ``summary.reason_of``), in their order.
     parts : ids of the parts that other ranks wrote of documents that are done (see ``parts``); those that are not named
-        have none. None: an earlier version, which did not say.
+        have none.
     """
 
     shard: str
@@ -48,8 +48,8 @@ class ShardLine:
     done: list[str]
     failed: list[str]
     at_s: float
-    reasons: list[str] = field(default_factory=list)
-    parts: dict[str, list[str]] | None = None
+    reasons: list[str]
+    parts: dict[str, list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +193,10 @@ def _add_line(ledger: Ledger, writer: str, value: dict[str, Any]) -> None:
     line = ShardLine(**value)
     for names in ([line.shard, line.crc32], line.done, line.failed, line.reasons):
         _check_names(names)
+    if len(line.failed) != len(line.reasons):
+        raise ValueError(line.reasons)
     _check_numbers(line.at_s, line.size_bytes)
-    if line.parts is not None:
-        _check_parts(line.parts)
+    _check_parts(line.parts)
     ledger.shards.setdefault(line.shard, []).append(line)
 
 

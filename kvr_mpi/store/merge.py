@@ -24,7 +24,6 @@ from kvr_mpi.store.outputs import (
     Header,
     Record,
     check_record,
-    has_seals,
     key_of,
     open_file,
     start_file,
@@ -32,7 +31,7 @@ from kvr_mpi.store.outputs import (
 )
 from kvr_mpi.store.parts import PARTS, index_parts, open_parts, part_bytes, parts_of, remove_parts
 from kvr_mpi.store.shares import Runs, index_runs, read_header_of
-from kvr_mpi.store.stored_kv import CachedTokens, Contents
+from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.store.survey import RESULTS
 
@@ -224,12 +223,12 @@ def copy_documents(
         for file, names in _stretches(index):
             try:
                 with open_file(file) as stored:
-                    groups, is_sealed = group_in(stored, "documents"), has_seals(stored)
+                    groups = group_in(stored, "documents")
                     for name in names:
                         if should_stop():
                             raise _StoppedError
                         try:
-                            record, needs = _copy_document(groups, name, merged, is_sealed, name in without_kv, parts)
+                            record, needs = _copy_document(groups, name, merged, name in without_kv, parts)
                         except DataError as error:
                             unreadable.append(str(error))
                             continue
@@ -258,7 +257,7 @@ def _stretches(index: Index) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _copy_document(
-    groups: h5py.Group, name: str, merged: h5py.File, is_sealed: bool, drops_kv: bool, parts: Index | None
+    groups: h5py.Group, name: str, merged: h5py.File, drops_kv: bool, parts: Index | None
 ) -> tuple[Record, list[str]]:
     """Copy a document, with its keys and values, in one piece if its parts are told, or without them.
 
@@ -275,22 +274,18 @@ def _copy_document(
         raise DataError(f"{group.file.filename}:{group.name}: its id {record.id!r} does not belong there")
     kv = open_kv(group)
     with contextlib.ExitStack() as files:
-        layers: Iterable[Contents | None] = ()
+        layers: Iterable[KeysValues | None] = ()
         tokens: CachedTokens | None = None
         is_joined = not kv.is_whole and parts is not None and not drops_kv
         if is_joined:
             assert parts is not None
             whole = open_parts(group, record, parts, files)
-            layers, tokens = whole.contents(), whole.tokens
-        elif not drops_kv and not is_sealed:  # of version 1: written anew, with checksums
-            found = {layer.number: layer for layer in kv.layers}
-            numbers = map(found.get, range(max(found, default=-1) + 1))
-            layers = (layer.read() if layer else None for layer in numbers)
+            layers, tokens = whole.read_layers(), whole.tokens
         try:
-            if is_sealed and not drops_kv and not is_joined:
+            if not drops_kv and not is_joined:
                 group.file.copy(group, merged["documents"], name=key_of(name))
             else:
-                write_record(merged, record, layers, tokens, compressed=kv.is_compressed)
+                write_record(merged, record, layers, tokens)
         except (OSError, RuntimeError) as error:
             if any(text in str(error) for text in FULL):  # not the source's fault
                 raise _FullError(str(error)) from error

@@ -25,11 +25,8 @@
         kv/...             keys and values, if asked for (see ``kv``)
 
 Text has a fixed length (see ``hdf5``): plain h5py gives attributes as bytes, ``[0].decode()`` the answer. Datasets
-carry HDF5's checksums (Fletcher's), keys and values their own. Version 3 knew no compression and no columns; version 2
-had fewer fields, and HDF5's checksums for keys and values; version 1 no checksums at all, nothing of what is to be
-read, and the answer as a scalar. All are read; a merge writes version 1 anew. A field that a file does not have has
-its default: `ASKED_FOR` are only there if a job asked for them, so that a reader that does not know them reads all
-other records, and takes these for damaged rather than for something else.
+carry HDF5's checksums (Fletcher's), keys and values their own. Fields in `ASKED_FOR` are only there if a job asked for
+them. Files of any other version are refused.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -71,7 +68,7 @@ from kvr_mpi.store.record import ARRAYS as ARRAYS
 from kvr_mpi.store.record import ASKED_FOR, DATASETS, TEXTS
 from kvr_mpi.store.record import REALS as REALS
 from kvr_mpi.store.record import Record as Record
-from kvr_mpi.store.stored_kv import CachedTokens, Contents
+from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
 
 SCHEMA, SCHEMA_VERSION = "kvr-mpi", 4
 STATUSES = ("done", "error")
@@ -146,10 +143,8 @@ def read_software(file: h5py.File) -> dict[str, str]:
 def write_record(
     file: h5py.File,
     record: Record,
-    layers: Iterable[Contents | None] = (),
+    layers: Iterable[KeysValues | None] = (),
     tokens: CachedTokens | None = None,
-    *,
-    compressed: bool = False,
 ) -> None:
     """Add a document's group, with each layer's keys and values if given, and whose, as `write_kv`."""
     group = create_group(file["documents"], key_of(record.id))
@@ -161,7 +156,7 @@ def write_record(
     for name in TEXTS:
         if name in values:
             write_dataset(group, name, fixed_text(values[name]).reshape(1))
-    kv_bytes, kv_sha256 = write_kv(group, layers, tokens, compressed=compressed)
+    kv_bytes, kv_sha256 = write_kv(group, layers, tokens)
     announced = (len(values["answer"].encode()), len(values["token_ids"]), kv_bytes, kv_sha256)
     values |= dict(zip(ANNOUNCED, announced, strict=True))
     for name, value in values.items():
@@ -183,7 +178,7 @@ def open_file(path: Path) -> Iterator[h5py.File]:
     Raises
     ------
     DataError
-        If it is missing, damaged, foreign, or of a newer schema; also for what is found while it is open.
+        If it is missing, damaged, foreign, or of another schema version; also for what is found while it is open.
     """
     with open_hdf5(path) as file:
         if "schema" not in file.attrs or read_attribute(file, "schema", str) != SCHEMA:
@@ -191,15 +186,15 @@ def open_file(path: Path) -> Iterator[h5py.File]:
                 f"{path} is an HDF5 file, but not written by kvr-mpi (expected the attribute schema = {SCHEMA!r})"
             )
         version = read_attribute(file, "schema_version", int)
-        if version > SCHEMA_VERSION:
+        if version != SCHEMA_VERSION:
+            remedy = "upgrade kvr-mpi" if version > SCHEMA_VERSION else "process its documents again"
             raise ForeignError(
-                f"{path} has schema version {version}; this kvr-mpi reads up to {SCHEMA_VERSION}: upgrade it"
+                f"{path} has schema version {version}; this kvr-mpi reads version {SCHEMA_VERSION} only: {remedy}"
             )
-        if version > 1 or HEADER_SEAL in file.attrs:
-            values: dict[str, Any] = {name: read_attribute(file, name, str) for name in HEADER_FIELDS}
-            values["schema_version"] = version
-            if read_attribute(file, HEADER_SEAL, str) != _seal(values):
-                raise DataError(f"{path} is damaged: its header differs from what was written (checksum)")
+        values: dict[str, Any] = {name: read_attribute(file, name, str) for name in HEADER_FIELDS}
+        values["schema_version"] = version
+        if read_attribute(file, HEADER_SEAL, str) != _seal(values):
+            raise DataError(f"{path} is damaged: its header differs from what was written (checksum)")
         yield file
 
 
@@ -216,29 +211,21 @@ def document_groups(file: h5py.File) -> Iterator[tuple[h5py.Group, str, bool]]:
         yield group, name, status == "done"
 
 
-def has_seals(file: h5py.File) -> bool:
-    """Whether the records of a file that `open_file` let through carry checksums of their own."""
-    return read_attribute(file, "schema_version", int) > 1
-
-
 def read_record(group: h5py.Group) -> Record:
-    """Read a document's group, and hold it against its checksum; a field that is not there has its default.
+    """Read a document's group, and compare it with its checksum; of `ASKED_FOR`, what is not there has its default.
 
     Raises
     ------
     DataError
         If a field is of another type or size than announced, or the record is not what was written.
     """
-    sealed, names = has_seals(group.file), attribute_names(group)
-    values: dict[str, Any] = {}
+    names, values = attribute_names(group), dict[str, Any]()
     for spec in fields(Record):
-        if spec.name not in DATASETS and (spec.name in names or spec.default is MISSING is spec.default_factory):
+        if spec.name not in DATASETS and (spec.name in names or spec.name not in ASKED_FOR):
             values[spec.name] = read_attribute(group, spec.name, FIELD_TYPES[str(spec.type)])
-    values.setdefault("finished_at", "")  # its default is now
-    if sealed:
-        values |= {name: read_attribute(group, name, kind) for name, kind in ANNOUNCED.items() if name in names}
+    values |= {name: read_attribute(group, name, kind) for name, kind in ANNOUNCED.items()}
     values |= _read_datasets(group, values)
-    if sealed and read_attribute(group, RECORD_SEAL, str) != _seal(values):
+    if read_attribute(group, RECORD_SEAL, str) != _seal(values):
         raise DataError(
             f"{group.file.filename}:{group.name} is damaged: the record differs from what was written (checksum)"
         )
@@ -249,7 +236,7 @@ def read_record(group: h5py.Group) -> Record:
 def _read_datasets(group: h5py.Group, values: Mapping[str, Any]) -> dict[str, Any]:
     """Read arrays and long texts, none of which may be longer than announced."""
     found: dict[str, Any] = {}
-    tokens = min(values.get("answer_tokens", values.get("new_tokens", 0)), MAX_TOKENS)
+    tokens = min(values["answer_tokens"], MAX_TOKENS)
     limits = {"token_ids": tokens, "slices": MAX_SLICES, "logprobs": tokens}
     for name in ARRAYS:
         if name in group:
@@ -262,14 +249,14 @@ def _read_datasets(group: h5py.Group, values: Mapping[str, Any]) -> dict[str, An
             found[name] = dataset[()].tolist()
     for name in TEXTS:
         if name in group:
-            dataset, limit = dataset_in(group, name, "S", (0, 1)), LARGEST_BYTES
+            dataset, limit = dataset_in(group, name, "S", (1,)), LARGEST_BYTES
             if name == "answer":
-                limit = min(max(1, values.get("answer_bytes", LARGEST_BYTES)), LARGEST_BYTES)
+                limit = min(max(1, values["answer_bytes"]), LARGEST_BYTES)
             if size_bytes(dataset) > limit or dataset.size != 1:
                 raise DataError(
                     f"{_where(dataset)} has {size_bytes(dataset)} bytes; the record announces one of {limit}"
                 )
-            found[name] = (dataset[()] if dataset.ndim == 0 else dataset[0]).decode()
+            found[name] = dataset[0].decode()
     return found
 
 

@@ -135,8 +135,7 @@ def incomplete(folder: Path, done: Iterable[str], parts: Iterable[str], lines: M
     wanted, found = set(done), set[str]()
     for file, places in index.by_file().items():
         here, line = wanted & places.keys(), lines.get(file.name)
-        needed = line.parts if line is not None else None
-        for name, needs in (_read_needs(file, here) if needed is None else needed).items():
+        for name, needs in (_read_needs(file, here) if line is None else line.parts).items():
             if name in here and not there.issuperset(needs):
                 found.add(name)
     return found

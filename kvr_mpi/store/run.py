@@ -23,7 +23,7 @@ from kvr_mpi.store.folder import check_fresh, check_writable, clear_results, lis
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.ledger import LedgerWriter, ShardLine, crc32_of, seal, sync, unseal
 from kvr_mpi.store.lock import Lock, Owner, Say
-from kvr_mpi.store.outputs import Header, check_record, document_groups, has_seals, open_file, read_header
+from kvr_mpi.store.outputs import Header, check_record, document_groups, open_file, read_header
 from kvr_mpi.store.parts import PARTS, incomplete, parts_of, remove_parts
 from kvr_mpi.store.survey import DAMAGED, RESULTS, Survey, foreign, is_ours, order, survey
 from kvr_mpi.store.traces import remove_traces
@@ -232,7 +232,6 @@ def _adopt(found: Survey, name: str, header: Header, say: Say) -> None:
     try:
         with open_file(file) as stored:
             _check_identity(file, read_header(stored).identity, header.identity)
-            trusted = not has_seals(stored)
             parts: dict[str, list[str]] = {}
             for group, _, _ in document_groups(stored):
                 record = check_record(group)
@@ -253,8 +252,6 @@ def _adopt(found: Survey, name: str, header: Header, say: Say) -> None:
     LedgerWriter(found.folder, "adopted").record(line)
     found.sound[name] = line
     say(f"{file} was not in the ledger; it was read, and its {len(documents)} document(s) were added")
-    if trusted:
-        say(f"{file} was written by an earlier version without checksums, so it cannot be verified")
 
 
 def _set_aside(file: Path) -> Path:

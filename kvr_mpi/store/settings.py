@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class OutputSettings(BaseModel):
@@ -18,45 +18,15 @@ class OutputSettings(BaseModel):
         False,
         description="store keys and values of every prompt, each rank its own; sharded: ranks hold no others in memory",
     )
-    kv_dtype: Literal["model", "int8"] = Field(
-        "model", description="data type of stored keys and values; int8: rounded, to a quarter or half of the size"
-    )
-    kv_compression: Literal["none", "blosc2"] = Field(
-        "none",
-        description="lossless compression of stored keys and values; blosc2 needs hdf5plugin to write and to read",
-    )
     columns: list[str] = Field([], description="fields of the documents' rows to copy into the results")
     max_failed: int | float | str = Field(
         0, description="maximum number of error records for exit code 0: a number, or a share such as 0.05 or '5%'"
     )
 
-    @model_validator(mode="after")
-    def _rounds_what_is_stored(self) -> OutputSettings:
-        if self.kv_dtype != "model" and not self.kv:
-            raise ValueError(
-                f"output.kv_dtype = {self.kv_dtype!r} needs stored keys and values, but output.kv = false: set "
-                f"output.kv = true, or leave kv_dtype out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _compresses_what_is_stored(self) -> OutputSettings:
-        if self.kv_compression != "none" and not self.kv:
-            raise ValueError(
-                f"output.kv_compression = {self.kv_compression!r} needs stored keys and values, but output.kv = false: "
-                f"set output.kv = true, or leave kv_compression out"
-            )
-        return self
-
     @property
     def kv_setting(self) -> str:
         """`kv` as it stands in a job file, for messages."""
         return f"output.kv = {self.kv!r}" if isinstance(self.kv, str) else f"output.kv = {str(self.kv).lower()}"
-
-    @property
-    def kv_identity(self) -> bool | str:
-        """What is stored of keys and values, in a word; runs from before 8 bits go on."""
-        return f"{self.kv} {self.kv_dtype}" if self.kv and self.kv_dtype != "model" else self.kv
 
     @field_validator("max_failed")
     @classmethod

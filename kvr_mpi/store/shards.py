@@ -23,15 +23,13 @@ import h5py
 
 from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import OutputError
-from kvr_mpi.store.arrays import quantise
 from kvr_mpi.store.hdf5 import create_hdf5
 from kvr_mpi.store.host_copies import Copied, copy_to_host, mark_copies
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.outputs import Header, Record, drop_record, start_file, write_record
 from kvr_mpi.store.parts import parts_of
-from kvr_mpi.store.settings import OutputSettings
-from kvr_mpi.store.stored_kv import CachedTokens, Contents, KeysValues
+from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
 from kvr_mpi.store.summary import reason_of
 from kvr_mpi.trace import Recorder
 
@@ -121,8 +119,6 @@ class ShardWriter:
         Goes into every file.
     session : int or None
         Of the job; by default the one that has the folder.
-    settings : OutputSettings, optional
-        How keys and values are written: rounded, compressed; default: as they are.
     recorder : Recorder, optional
         Told of every document that is written, and of every shard that is made durable.
     """
@@ -134,13 +130,10 @@ class ShardWriter:
         header: Header,
         session: int | None = None,
         *,
-        settings: OutputSettings | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._recorder = Recorder() if recorder is None else recorder
         self._folder, self._name, self._header = folder, name, header
-        self._eight_bit = settings is not None and settings.kv_dtype == "int8"
-        self._compressed = settings is not None and settings.kv_compression == "blosc2"
         self._session = session_of(folder) if session is None else session
         self._ledger = LedgerWriter(folder, name)
         self._shard: _Shard | None = None
@@ -299,16 +292,12 @@ class ShardWriter:
         if task is _Mark.DROP:
             raise _DroppedError
 
-    def _contents(self, layers: Iterable[_Layer]) -> Iterator[Contents | None]:
+    def _contents(self, layers: Iterable[_Layer]) -> Iterator[KeysValues | None]:
         for layer in layers:
             if layer.copied is not None:
                 layer.copied.wait()
             self._check_space(layer.size_bytes)
-            if layer.content is None or not self._eight_bit:
-                yield layer.content
-            else:
-                keys, values = layer.content
-                yield quantise(keys), quantise(values)
+            yield layer.content
 
     def _add(self, record: Record, tokens: CachedTokens | None) -> None:
         layers = self._layers()
@@ -318,7 +307,7 @@ class ShardWriter:
                 shard = self._shard = self._shard or self._open()
                 try:
                     contents = self._contents(layers)
-                    write_record(shard.file, record, contents, tokens, compressed=self._compressed)
+                    write_record(shard.file, record, contents, tokens)
                 except _DroppedError:
                     drop_record(shard.file, record.id)
                 else:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.arrays import Bits, EightBit, StoredArray, digest_of, where
-from kvr_mpi.store.hdf5 import slabs
+from kvr_mpi.store.arrays import Bits, StoredArray, digest_of, where
 from kvr_mpi.store.head_rows import HeadRows
 from kvr_mpi.topology import KVHeads
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 KeysValues = tuple["torch.Tensor", "torch.Tensor"]
-Contents = tuple["torch.Tensor | EightBit", "torch.Tensor | EightBit"]
 # Tokens that one digest is of.
 BLOCK_TOKENS = 256
 
@@ -52,14 +50,14 @@ class CachedTokens:
 class StoredLayer:
     """One layer's keys and values in a file that is open.
 
-    digests : of blocks of `block_tokens` (blocks, 2); None if HDF5 has checksums of its own (before version 3).
+    digests : of blocks of `block_tokens` (blocks, 2).
     rows : whose its rows are, if each head keeps its own tokens; then what is said of tokens below is of rows.
     """
 
     number: int
     keys: StoredArray
     values: StoredArray
-    digests: Any = None
+    digests: Any
     block_tokens: int = BLOCK_TOKENS
     rows: HeadRows | None = None
 
@@ -98,42 +96,30 @@ class StoredLayer:
         Raises
         ------
         DataError
-            If it is not what was written; whatever HDF5 raises for files before version 3.
+            If it is not what was written.
         """
-        if self.digests is None:
-            for array in (self.keys, self.values):
-                for start, stop in slabs(array.data):
-                    array.bits(start, stop)
-            return
         for start in range(0, self.tokens, 4 * self.block_tokens):
             self.read(start, min(start + 4 * self.block_tokens, self.tokens))
 
-    def contents(self) -> Contents:
-        """Read all of it as it was written, in 8 bits if it is; raises as `read`."""
-        keys, values = (array.content(self._bits(array, 0, self.tokens)) for array in (self.keys, self.values))
-        return keys, values
-
-    def _bits(self, array: StoredArray, first: int, last: int) -> list[Bits]:
-        """Read what is stored of a range of tokens, and hold the blocks that they are in against their digests."""
-        if self.digests is None:
-            return list(array.bits(first, last))
+    def _bits(self, array: StoredArray, first: int, last: int) -> Bits:
+        """Read a range of tokens, and compare the blocks that they are in with their digests."""
         block, place = self.block_tokens, int(array is self.values)
         start, stop = first // block * block, min(-(-last // block) * block, self.tokens)
         bits = array.bits(start, stop)
         for at in range(start, stop, block):
-            if digest_of([each[at - start : at - start + block] for each in bits]) != self.digests[at // block, place]:
+            if digest_of(bits[at - start : at - start + block]) != self.digests[at // block, place]:
                 raise DataError(
                     f"{where(array.data)} is damaged: tokens {at} to {min(at + block, self.tokens)} differ from what "
                     f"was written (checksum)"
                 )
-        return [each[first - start : last - start] for each in bits]
+        return bits[first - start : last - start]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredKV:
     """A document's keys and values in a file that is open; empty if none are stored.
 
-    tokens : whose they are; None if the file does not say (files before version 3).
+    tokens : whose they are; None if the file does not say.
     """
 
     layers: tuple[StoredLayer, ...] = ()
@@ -160,16 +146,6 @@ class StoredKV:
         return "" if self.tokens is None else self.tokens.compression
 
     @property
-    def error_of_8_bits(self) -> float:
-        """Largest of its layers', if it is stored in 8 bits (`arrays.EightBit`); 0: it is as it was computed."""
-        return max((max(layer.keys.error, layer.values.error) for layer in self.layers), default=0.0)
-
-    @property
-    def is_compressed(self) -> bool:
-        """Whether its bytes take less in the file, by Blosc2."""
-        return any(layer.keys.is_compressed for layer in self.layers)
-
-    @property
     def bytes(self) -> int:
         """Of all layers."""
         return sum(layer.bytes for layer in self.layers)
@@ -180,18 +156,17 @@ class StoredKV:
             layer.check()
 
     def seal(self) -> str:
-        """Hash of everything but keys and values themselves, which have their digests; empty for older files."""
-        if self.tokens is None and all(layer.digests is None for layer in self.layers):
+        """Hash of everything but keys and values themselves, which have their digests; empty if nothing is stored."""
+        if not self.layers:
             return ""
         return _seal(self.tokens, map(_facts, self.layers))
 
 
 def _facts(layer: StoredLayer) -> list[Any]:
-    digests = None if layer.digests is None else np.asarray(layer.digests).tolist()
-    keys, values = layer.keys.facts(), layer.values.facts()
-    shapes, types = [keys[0], values[0]], [keys[1], values[1]]
+    arrays = layer.keys, layer.values
+    shapes, types = [list(one.shape) for one in arrays], [one.type_name for one in arrays]
     rows = [] if layer.rows is None else layer.rows.facts()
-    return [layer.number, shapes, types, layer.block_tokens, digests, *keys[2:], *values[2:], *rows]
+    return [layer.number, shapes, types, layer.block_tokens, np.asarray(layer.digests).tolist(), *rows]
 
 
 def _seal(tokens: CachedTokens | None, layers: Iterable[list[Any]]) -> str:

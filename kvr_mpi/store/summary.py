@@ -10,7 +10,6 @@ from dataclasses import dataclass
 REASON_CHARS = 160
 # What differs from document to document: what stands in quotes, paths, numbers.
 QUOTED, NUMBER = re.compile(r"'[^']*'|\"[^\"]*\""), re.compile(r"(?<![\w-])\d+(?:[.,]\d+)*(?!\w)")
-UNKNOWN = "not in the ledger: kvr inspect --errors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,4 +40,4 @@ def reason_of(document_id: str, error: str) -> str:
 
 def count_reasons(reasons: Iterable[str]) -> dict[str, int]:
     """Count them, the most frequent first."""
-    return dict(sorted(Counter(reason or UNKNOWN for reason in reasons).items(), key=lambda one: (-one[1], one[0])))
+    return dict(sorted(Counter(reasons).items(), key=lambda one: (-one[1], one[0])))

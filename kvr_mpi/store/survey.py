@@ -56,9 +56,7 @@ class Survey:
         found = dict.fromkeys(failed, "")
         for name in sorted(self.sound, key=order):
             line = self.sound[name]
-            found.update(
-                (each, reason) for each, reason in zip(line.failed, line.reasons, strict=False) if each in found
-            )
+            found.update((each, why) for each, why in zip(line.failed, line.reasons, strict=True) if each in found)
         return found
 
     def restrict(self, names: set[str]) -> None:

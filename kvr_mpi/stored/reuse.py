@@ -93,10 +93,10 @@ def scan_beginnings(path: str) -> StoredBeginnings:
                 try:
                     with ExitStack() as others:
                         kv = open_whole_kv(group_in(documents, place.key), parts, others)
-                        rounded, whose = kv.error_of_8_bits, kv.tokens
+                        whose = kv.tokens
                 except DataError:
                     continue  # not used; `kvr inspect` says what is wrong with it
-                if kv.compression or rounded:  # an answer, and what is stored of it, would not say so
+                if kv.compression:  # an answer, and what is stored of it, would not say so
                     passed_over += 1
                 elif whose is not None:
                     for each in hash_blocks(whose.ids):
@@ -129,5 +129,5 @@ def find_beginnings(
     count = len(found.documents)
     say(f"documents.reuse: prompts start from the longest beginning they share with one of {count} stored prompts")
     if found.passed_over:
-        say(f"documents.reuse: {found.passed_over} stored prompts are compressed or in 8 bits, and are not reused")
+        say(f"documents.reuse: {found.passed_over} stored prompts are compressed, and are not reused")
     return found

@@ -11,7 +11,6 @@ read : reading with checksums, against np.fromfile of as many bytes.
 sharded : some questions by all ranks together, of which each holds its share, in one row after a document that is read
     once, against one at a time, each of which reads it; and what a rank holds of the document then, in tensors and as
     the system counts it, over 1 / ranks of all keys and values.
-formats : writing and reading in 8 bits, and by Blosc2 if it is installed, against as they are; and the files' sizes.
 """
 
 from __future__ import annotations
@@ -43,12 +42,10 @@ from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.setup.host_memory import held_bytes, peak_bytes, reset_peak
 from kvr_mpi.setup.loading import load_on_all
-from kvr_mpi.store.filters import has_blosc2
 from kvr_mpi.store.hdf5 import hold_open
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import Header, Record
 from kvr_mpi.store.parts import part_record
-from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
 from kvr_mpi.transport import Transport, gather_json, share_json
@@ -60,12 +57,7 @@ HEADER = Header({"model": "bench"}, {"name": "bench", "architecture": "none", "d
 WRITTEN = 3  # prefills of which keys and values are written
 TOGETHER = 8  # questions that are asked about a document
 NEW_TOKENS = 32
-WHAT = ("write", "ask", "read", "sharded", "formats")
-FORMATS: dict[str, dict[str, Any]] = {
-    "as they are": {},
-    "in 8 bits": {"kv_dtype": "int8"},
-    "by Blosc2": {"kv_compression": "blosc2"},
-}
+WHAT = ("write", "ask", "read", "sharded")
 
 
 def document_ids(loaded: LoadedModel, tokens: int) -> list[int]:
@@ -137,24 +129,21 @@ class Bench:
         self.world.barrier()
         return self.slowest(self.prefill([*self.ids, *self.question], keeps_all=True).seconds)
 
-    def store(self, name: str) -> tuple[Path, float]:
-        """Write the document's keys and values, all by the last rank; return the file, and the seconds it took."""
+    def store(self) -> Path:
+        """Write the document's keys and values, all by the last rank; return the file."""
         is_last = self.world.rank == self.world.size - 1
         if not self._layers:
             cache = self.prefill(self.ids, keeps_all=True).cache
             self._layers = [layer_kv(cache, layer) for layer in range(len(cache.layers))] if is_last else [None]
         self._files += 1
-        folder, seconds = self.folder / f"file-{self._files}", 0.0
+        folder = self.folder / f"file-{self._files}"
         if is_last:
             folder.mkdir()
-            settings = OutputSettings(path=str(folder), kv=True, **FORMATS[name])
-            began = time.perf_counter()
-            writer = ShardWriter(folder, "whole", HEADER, settings=settings)
+            writer = ShardWriter(folder, "whole", HEADER)
             writer.write(Record("document", "done"), self._layers, CachedTokens(self.ids, (0, len(self.ids))))
             writer.close()
-            seconds = time.perf_counter() - began
         self.world.barrier()
-        return next(folder.glob("*.h5")), self.slowest(seconds)
+        return next(folder.glob("*.h5"))
 
     def rows_of(self, file: Path) -> ReadRows:
         """Read rows of a layer, held against their checksums."""
@@ -229,25 +218,6 @@ class Bench:
         np.fromfile(file, np.uint8, self.size)
         return ours, time.perf_counter() - began
 
-    def compare_formats(self, name: str) -> None:
-        """Say what another way to store takes and gives, against as they are."""
-        written, read = [], []
-        for _ in range(self.options.repeats):
-            (file, seconds), (plain, plainly) = self.store(name), self.store("as they are")
-            written.append((seconds, plainly))
-            if self.world.rank == 0:
-                for each in (file, plain):
-                    self.read(each)  # both are in memory
-                read.append((self.read(file)[0], self.read(plain)[0]))
-                sizes = {"file_sizes": round(file.stat().st_size / plain.stat().st_size, 4)}
-            self.world.barrier()
-            if self.world.rank == 0:
-                for each in (file, plain):
-                    shutil.rmtree(each.parent)
-        self.say(f"writing keys and values {name}, against as they are", ratio(written))
-        if self.world.rank == 0:
-            self.say(f"reading keys and values {name}, against as they are", ratio(read) | sizes)
-
 
 def ratio(pairs: list[tuple[float, float]]) -> dict[str, Any]:
     """Ratios of pairs, and the best and median of both."""
@@ -268,7 +238,7 @@ def run(bench: Bench, wanted: set[str]) -> None:
         bench.say(
             "writing keys and values, against not", ratio([(bench.write(True), bench.write(False)) for _ in repeats])
         )
-    file, _ = bench.store("as they are")
+    file = bench.store()
     if "ask" in wanted:
         bench.ask(file)
         for name, cold in (("warm", False), ("from disk", True)):
@@ -287,9 +257,6 @@ def run(bench: Bench, wanted: set[str]) -> None:
         bench.say(f"{TOGETHER} questions by all ranks one at a time, against in a row", ratio(asked))
         asked = [(bench.fresh(), bench.ask_together(file, 1)[0]) for _ in repeats]
         bench.say("prefilling again, against asking by all ranks together, warm", ratio(asked))
-    for name in FORMATS:
-        if "formats" in wanted and FORMATS[name] and (name != "by Blosc2" or has_blosc2()):
-            bench.compare_formats(name)
 
 
 def main() -> None:

@@ -202,18 +202,3 @@ def test_what_is_compressed_again_and_what_never_is(stored: Path, ask: Any, tmp_
     whole = list(read_run(tmp_path / "asked"))
     assert all(record.compression == "" for record in whole)
     assert {record.id: record.token_ids for record in whole} != wanted
-
-
-@pytest.mark.long
-def test_eight_bits_of_what_is_left(job: Path, ask: Any, tmp_path: Path, run_here: Any) -> None:
-    done = run_here(1, [job, *with_settings(*KEPT, "output.kv_dtype=int8")])
-    assert done.returncode == 0, done.stderr
-    _, kv = open_document(tmp_path / "out", "doc-4.txt")
-    assert kv.compression and all(layer.keys.type_name == "float32" and layer.keys.error > 0 for layer in kv.layers)
-    asked = ask(tmp_path / "out")
-    assert (
-        asked.returncode == 0
-        and "in 8 bits: their keys and values have errors" in asked.stderr
-        and "are compressed" in asked.stderr
-    )
-    assert {record.status for record in read_run(tmp_path / "asked")} == {"done"}

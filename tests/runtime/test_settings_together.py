@@ -34,7 +34,6 @@ from kvr_mpi.store.outputs import Record, open_file
 RANKS = 2
 LIMIT_S = 120  # of one job, which takes a second: one that hangs is to fail, and not the module's whole run
 TOLERANCE = 2e-3
-ROUNDED = 0.2  # of keys and values in 8 bits
 # In these, weights are compared with those of a run: they are read first.
 LATE = {"adapter"}
 
@@ -240,8 +239,7 @@ def check_pair(bench: Bench, pair: Collection[str]) -> None:
         return
     assert found.code == EXIT_OK, found.said
     shown = [name for name in pair if name not in WAYS]
-    is_rounded = any("int8" in name for name in pair)
-    wrong = differences(found, bench.truth(shown), error=ROUNDED if is_rounded else TOLERANCE)
+    wrong = differences(found, bench.truth(shown), error=TOLERANCE)
     asked = [name for name in shown if name in ASKED]
     wrong += differences(found, bench.truth(asked), error=None)
     assert not wrong, "\n".join(wrong)
@@ -253,8 +251,7 @@ OFTEN = [
     ("pages", "samples"),
     ("logprobs", "sharded"),
     ("kv", "questions-compressed"),
-    ("int8", "questions-rounded"),
-    ("reuse-rounded", "kv"),
+    ("reuse", "kv"),
     ("reuse", "questions"),
     ("heads", "logprobs"),
     ("ring", "sharded"),

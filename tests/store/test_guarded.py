@@ -1,4 +1,4 @@
-"""No stored answer that was changed gets out as if it were sound, with a ledger or without, in any version's files."""
+"""No stored answer that was changed gets out as if it were sound, with a ledger or without."""
 
 from __future__ import annotations
 
@@ -14,26 +14,14 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from constants import TESTS
-from made_runs import HEADER, STAMP, corpus_of, record, result_files, resume, stored_layers, take, write
+from made_runs import HEADER, corpus_of, record, resume, take, write
 from measured import run_and_measure
 
 from kvr_mpi.cli import kvr as kvr_main
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, DataError
-from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.merge import merge_run
-from kvr_mpi.store.outputs import Record, open_file
 from kvr_mpi.store.shards import ShardWriter
 
-VERSION_1, VERSION_2 = TESTS / "data" / "version-1", TESTS / "data" / "version-2"
-# What is in it.
-OLD = [
-    Record(
-        "a", "done", answer="about a: Zürich 😀", token_ids=(5, 6, 7), slices=(0, 2, 4), prompt_tokens=4, new_tokens=3,
-        finish_reason="stop", strategy="kvr", ttft_s=0.5, finished_at=STAMP,
-    ),
-    Record("b", "error", error="'b' is not UTF-8", finished_at=STAMP),
-]  # fmt: skip
 Kvr = Callable[..., tuple[int, str, str]]
 
 
@@ -49,12 +37,6 @@ def run_kvr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return ended.value.code, *capsys.readouterr()
 
     return run
-
-
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    """A run that a program of schema version 1 wrote."""
-    return Path(shutil.copytree(VERSION_1, tmp_path / "old"))
 
 
 def changed(file: Path, before: bytes, after: bytes) -> Path:
@@ -75,79 +57,6 @@ COMMANDS = (["export"], ["export", "--format", "csv"], ["inspect"], ["inspect", 
 
 def arguments(command: list[str], path: Path) -> list[str | Path]:
     return [command[0], path, *command[1:]]
-
-
-# Version 1
-
-
-def test_files_of_version_1_stay_readable(old: Path, tmp_path: Path, run_kvr: Kvr) -> None:
-    alone = Path(shutil.copy(shard_of(old), tmp_path / "alone.h5"))
-    for path in (old, alone):
-        assert list(read_run(path)) == OLD
-        for command in COMMANDS:
-            code, out, err = run_kvr(*arguments(command, path))
-            assert code == EXIT_OK and out and not err
-        assert "Zürich" in run_kvr("inspect", path, "a")[1]
-    done, failed, said = resume(old, corpus=corpus_of("abc"))
-    assert (done, failed, said) == ({"a"}, {"b"}, [])
-
-
-def test_a_merge_gives_records_of_version_1_their_checksums(old: Path, run_kvr: Kvr) -> None:
-    write(old, "0001", [record("c")])
-    code, _, err = run_kvr("merge", old)
-    assert code == EXIT_OK and err == "" and result_files(old) == ["results.h5"]
-    assert list(read_run(old)) == [*OLD, record("c")]
-    layer = torch.arange(16.0).reshape(4, 1, 4)
-    with open_file(old / "results.h5") as file:
-        group = file["documents/a"]
-        assert "record_sha256" in group.attrs and group["answer"].fletcher32
-        found = stored_layers(group)
-    assert found.keys() == {0, 2} and found[0][0].dtype == torch.bfloat16
-    assert torch.equal(found[0][1], -layer.bfloat16()) and torch.equal(found[2][0], layer)
-
-
-def test_an_answer_of_version_1_that_was_changed_is_refused_by_the_ledger(old: Path, run_kvr: Kvr) -> None:
-    shard = changed(shard_of(old), b"about a", b"about b")
-    for path in (old, shard):
-        for command in COMMANDS:
-            code, out, err = run_kvr(*arguments(command, path))
-            assert code == EXIT_BAD_DATA and "about b" not in out and shard.name in err and "--resume" in err
-    assert "about b" in run_kvr("export", old, "--no-verify")[1]  # no checksum of its own: speed has its price
-
-
-def test_a_run_of_version_1_without_ledger_is_taken_on_trust_and_says_so(old: Path) -> None:
-    (old / "ledger-0000.jsonl").unlink()
-    done, failed, said = resume(old, corpus=corpus_of("abc"))
-    assert (done, failed) == ({"a"}, {"b"}) and any("cannot be verified" in line for line in said)
-
-
-def test_a_field_that_is_not_there_has_its_default(old: Path) -> None:
-    (old / "ledger-0000.jsonl").unlink()
-    with h5py.File(shard_of(old), "a") as file:
-        for name in ("wait_s", "parts", "finished_at"):
-            del file["documents/a"].attrs[name]
-        del file["documents/a/slices"]
-    (first, second) = read_run(old)
-    assert (first.wait_s, first.parts, first.slices, first.finished_at) == (0.0, 1, (), "") and second == OLD[1]
-
-
-def test_files_of_version_2_stay_readable_and_can_be_merged(tmp_path: Path, run_kvr: Kvr) -> None:
-    folder = Path(shutil.copytree(VERSION_2, tmp_path / "run"))
-    wanted = [record("a"), record("b", "error")]
-    layer = torch.arange(16.0).reshape(4, 1, 4)
-    for _ in range(2):
-        assert list(read_run(folder)) == wanted
-        assert run_kvr("inspect", folder, "a")[0] == run_kvr("export", folder)[0] == EXIT_OK
-        (file,) = folder.glob("*.h5")
-        with open_file(file) as stored:
-            found = stored_layers(stored["documents/a"])
-        assert found.keys() == {0, 2} and torch.equal(found[0][1], -layer.bfloat16())
-        assert torch.equal(found[2][0], layer) and torch.equal(found[2][1], layer.half())
-        write(folder, "0001", [])
-        assert run_kvr("merge", folder)[0] == EXIT_OK
-
-
-# Version 3
 
 
 @pytest.fixture
@@ -318,9 +227,7 @@ def many_tokens(group: h5py.Group) -> None:
 
 def many_announced_tokens(group: h5py.Group) -> None:
     many_tokens(group)
-    announce(
-        group, new_tokens=100_000_000, **({"answer_tokens": 100_000_000} if "answer_tokens" in group.attrs else {})
-    )
+    announce(group, new_tokens=100_000_000, answer_tokens=100_000_000)
 
 
 def many_slices(group: h5py.Group) -> None:
@@ -339,30 +246,26 @@ def much_announced_kv(group: h5py.Group) -> None:
     much_kv(group)
     layers = [group[f"kv/{name}"] for name in list(group["kv"]) if name.startswith("layer")]
     total = sum(layer[kind].size * 4 for layer in layers for kind in ("keys", "values"))
-    announce(group, prompt_tokens=20_000_000, **({"kv_bytes": total} if "kv_bytes" in group.attrs else {}))
+    announce(group, prompt_tokens=20_000_000, kv_bytes=total)
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
     "change", [many_tokens, many_announced_tokens, many_slices, long_answer, much_kv, much_announced_kv]
 )
 def test_nothing_is_inflated_that_no_record_announces(
-    new: Path, old: Path, kvr: Path, version: int, change: Callable[[h5py.Group], None]
+    new: Path, kvr: Path, change: Callable[[h5py.Group], None]
 ) -> None:
-    folder = old if version == 1 else new
-    for ledger in folder.glob("ledger-*"):
-        ledger.unlink()
-    shard = shard_of(folder)
+    (new / "ledger-0000.jsonl").unlink()
+    shard = shard_of(new)
     rewritten(shard, change)
     assert shard.stat().st_size < 4 << 20
-    command = [kvr, "inspect", folder, "a"] if "kv" in change.__name__ else [kvr, "export", folder]
+    command = [kvr, "inspect", new, "a"] if "kv" in change.__name__ else [kvr, "export", new]
     code, rss_bytes = run_and_measure(command)
     assert code == EXIT_BAD_DATA and rss_bytes < 600 << 20, f"{code}, {rss_bytes >> 20} MiB"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match="cannot be read"):
-        merge_run(folder)
-    corpus = corpus_of("abc") if version == 1 else corpus_of(["a", "b"])
-    done, _, said = resume(folder, corpus=corpus)
+        merge_run(new)
+    done, _, said = resume(new, corpus=corpus_of(["a", "b"]))
     assert done == set() and any("is damaged" in line for line in said)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 << 10
 

@@ -13,7 +13,6 @@ import torch
 from made_runs import HEADER, record, stored_layers
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.arrays import EightBit, quantise
 from kvr_mpi.store.folder import index_run
 from kvr_mpi.store.hdf5 import hold_open
 from kvr_mpi.store.joined import JoinedLayer, read_layer
@@ -22,7 +21,6 @@ from kvr_mpi.store.merge import merge_files
 from kvr_mpi.store.outputs import open_file
 from kvr_mpi.store.parts import PARTS, PartIndexes, WholeKV, incomplete, open_whole_kv, part_record, pieces_of
 from kvr_mpi.store.prune import prune_kv
-from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.stored_kv import CachedTokens
 from kvr_mpi.topology import KVHeads
@@ -33,25 +31,22 @@ KEYS = torch.randn(HELD, HEADS, 8, generator=torch.Generator().manual_seed(0))
 WHOLE = replace(record("dir/a"), slices=(0, 5, PROMPT), prompt_sha256="0" * 64, prompt_tokens=PROMPT)
 
 
-def write_piece(
-    folder: Path, start: int, heads: KVHeads, *, ids: tuple[int, ...] = IDS, name: str = "", dtype: str = "model"
-) -> None:
+def write_piece(folder: Path, start: int, heads: KVHeads, *, ids: tuple[int, ...] = IDS, name: str = "") -> None:
     """Write what one rank of a stage has: of the second slice up to the end of the answer."""
     stop = 5 if start == 0 else HELD
     is_own = start > 0 and heads.first == 0
     place = folder if is_own else folder / PARTS
     place.mkdir(parents=True, exist_ok=True)
     tokens = CachedTokens(ids[:stop], (1, min(9, stop)), start, heads=heads)
-    settings = OutputSettings.model_validate({"path": "x", "kv": True, "kv_dtype": dtype})
-    writer = ShardWriter(place, name or f"{start:02d}{heads.first:02d}", HEADER, session=1, settings=settings)
+    writer = ShardWriter(place, name or f"{start:02d}{heads.first:02d}", HEADER, session=1)
     layer = KEYS[start:stop, heads.first : heads.last], -KEYS[start:stop, heads.first : heads.last]
     writer.write(WHOLE if is_own else part_record(WHOLE, tokens), [layer, None, layer], tokens)
     writer.close()
 
 
-def write_stages(folder: Path, size: int, dtype: str = "model") -> None:
+def write_stages(folder: Path, size: int) -> None:
     for start, heads in itertools.product((0, 5), KVHeads(0, HEADS // size, HEADS).shares):
-        write_piece(folder, start, heads, dtype=dtype)
+        write_piece(folder, start, heads)
 
 
 def open_whole(folder: Path) -> WholeKV:
@@ -95,21 +90,6 @@ def test_only_the_pieces_that_have_wanted_heads_are_read(tmp_path: Path) -> None
     assert torch.equal(layer.read(0, 5, (0, 4))[0], KEYS[:5, :4])
     with pytest.raises(DataError, match="0004.*layer_002.*damaged"):
         layer.read(0, 5, (3, 5))
-
-
-def test_8_bits_are_put_together_as_they_are(tmp_path: Path) -> None:
-    write_stages(tmp_path, 2, "int8")
-    keys, _ = open_whole(tmp_path).layers[0].contents()
-    wanted = quantise(KEYS)
-    assert isinstance(keys, EightBit)
-    assert torch.equal(keys.codes, wanted.codes) and torch.equal(keys.scales, wanted.scales)
-    assert keys.error >= wanted.error
-    with open_file(merge_files(tmp_path)) as file:
-        assert torch.equal(open_kv(file["documents"]["dir%2Fa"]).layers[0].read()[0], open_layer(wanted))
-
-
-def open_layer(found: EightBit) -> torch.Tensor:
-    return found.codes.float() * found.scales.unsqueeze(-1)
 
 
 def part_ids(folder: Path) -> list[str]:

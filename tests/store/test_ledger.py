@@ -160,6 +160,7 @@ def test_names_in_a_ledger_lead_nowhere_else(tmp_path: Path) -> None:
     (line,) = read_ledger(folder).shards["shard-0000-0000-00000.h5"]
     for name in ("../outside.h5", str(outside)):
         fake = {"size_bytes": line.size_bytes, "crc32": line.crc32, "done": ["z"], "failed": [], "at_s": 0.0}
+        fake |= {"reasons": [], "parts": {}}
         with (folder / "ledger-0000.jsonl").open("ab") as stream:
             stream.write(seal({"shard": name, **fake}))
     assert resume(folder)[0] == {"a"} and outside.exists()

@@ -120,14 +120,15 @@ def test_a_foreign_file_with_our_name_stops_a_resume_and_is_not_touched(tmp_path
     assert (tmp_path / name).read_bytes() == content
 
 
-def test_a_newer_schema_is_refused_and_not_touched(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "remedy"), [(SCHEMA_VERSION + 1, "upgrade"), (SCHEMA_VERSION - 1, "again")])
+def test_another_schema_is_refused_and_not_touched(tmp_path: Path, version: int, remedy: str) -> None:
     write(tmp_path, "0000", [record("a")])
     (shard,) = tmp_path.glob("*.h5")
     with h5py.File(shard, "a") as file:
-        file.attrs["schema_version"] = SCHEMA_VERSION + 1
+        file.attrs["schema_version"] = version
     (tmp_path / "ledger-0000.jsonl").unlink()
     content = shard.read_bytes()
-    with pytest.raises(DataError, match=f"schema version {SCHEMA_VERSION + 1}.*upgrade"):
+    with pytest.raises(DataError, match=f"schema version {version};.*version {SCHEMA_VERSION} only: .*{remedy}"):
         take(tmp_path)
     assert shard.read_bytes() == content
 

@@ -20,7 +20,7 @@ from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import index_run
 from kvr_mpi.store.hdf5 import hold_open, open_hdf5
 from kvr_mpi.store.kv import open_kv
-from kvr_mpi.store.ledger import read_ledger, seal, unseal
+from kvr_mpi.store.ledger import read_ledger
 from kvr_mpi.store.merge import merge_files
 from kvr_mpi.store.outputs import Record, open_file
 from kvr_mpi.store.parts import (
@@ -233,19 +233,8 @@ def test_parts_that_are_gone_altogether_are_made_again(tmp_path: Path, monkeypat
     assert done == set() and "lack keys and values from some rank" in " ".join(said)
 
 
-def without_edges(folder: Path) -> None:
-    """Make a folder's ledgers those of an earlier version, which did not say where parts begin and end."""
-    for path in folder.glob("ledger-*.jsonl"):
-        lines = [unseal(line) for line in path.read_bytes().splitlines()]
-        assert None not in lines
-        path.write_bytes(b"".join(seal({k: v for k, v in line.items() if k != "parts"}) for line in lines if line))
-
-
-@pytest.mark.parametrize("is_earlier", [False, True])
-def test_resuming_reads_no_record_that_its_ledger_tells_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_earlier: bool
-) -> None:
-    """Only two headers are looked at, the newest file's and the newest part's; of earlier versions every record is."""
+def test_resuming_reads_no_record_that_its_ledger_tells_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only two headers are looked at, the newest file's and the newest part's."""
     header = replace(HEADER, identity={**HEADER.identity, "kv": True})
     monkeypatch.setattr(f"{__name__}.HEADER", header)
     take(tmp_path, mode="new", header=header).close()
@@ -257,8 +246,6 @@ def test_resuming_reads_no_record_that_its_ledger_tells_of(
             tokens, layer = CachedTokens(tuple(range(stop)), (1, 3), start), (KEYS[start:stop], -KEYS[start:stop])
             writer.write(of if folder == tmp_path else part_record(of, tokens), [layer, None, layer], tokens)
             writer.close()
-    if is_earlier:
-        without_edges(tmp_path)
     opened: list[Path] = []
 
     def watched(path: Path) -> Any:
@@ -267,12 +254,12 @@ def test_resuming_reads_no_record_that_its_ledger_tells_of(
 
     monkeypatch.setattr("kvr_mpi.store.outputs.open_hdf5", watched)
     assert resume(tmp_path, header=header)[0] == set("abcd")
-    assert len(opened) == (2 + 4 * is_earlier)
+    assert len(opened) == 2
     lost = index_run(tmp_path / PARTS).places["c/0-7"].file
     lost.unlink()
     opened.clear()
     assert resume(tmp_path, header=header)[0] == set("abd")
-    assert len(opened) == (2 + 4 * is_earlier)
+    assert len(opened) == 2
 
 
 def test_a_record_that_no_ledger_told_of_misses_its_parts(tmp_path: Path) -> None:

@@ -144,20 +144,16 @@ def test_a_lock_may_say_anything(tmp_path: Path, content: bytes, kvr: Path) -> N
     assert "\x1b" not in done.stdout
 
 
+SHARD_LINE = {"shard": "shard-x.h5", "size_bytes": 1, "crc32": "0", "done": [], "failed": [], "at_s": 0, "reasons": []}
 HOSTILE_LINES: dict[str, dict[str, Any]] = {
-    "names-number": {"shard": "shard-x.h5", "size_bytes": 1, "crc32": "0", "done": 5, "failed": [], "at_s": 0},
-    "names-mixed": {"shard": "shard-x.h5", "size_bytes": 1, "crc32": "0", "done": ["a", {}], "failed": [], "at_s": 0},
-    "names-surrogate": {
-        "shard": "shard-x.h5",
-        "size_bytes": 1,
-        "crc32": "0",
-        "done": ["\ud800"],
-        "failed": [],
-        "at_s": 0,
-    },
-    "size-text": {"shard": "shard-x.h5", "size_bytes": "1", "crc32": "0", "done": [], "failed": [], "at_s": 0},
-    "time-text": {"shard": "shard-x.h5", "size_bytes": 1, "crc32": "0", "done": [], "failed": [], "at_s": "now"},
-    "shard-list": {"shard": ["shard-x.h5"], "size_bytes": 1, "crc32": "0", "done": [], "failed": [], "at_s": 0},
+    "names-number": SHARD_LINE | {"parts": {}, "done": 5},
+    "names-mixed": SHARD_LINE | {"parts": {}, "done": ["a", {}]},
+    "names-surrogate": SHARD_LINE | {"parts": {}, "done": ["\ud800"]},
+    "size-text": SHARD_LINE | {"parts": {}, "size_bytes": "1"},
+    "time-text": SHARD_LINE | {"parts": {}, "at_s": "now"},
+    "shard-list": SHARD_LINE | {"parts": {}, "shard": ["shard-x.h5"]},
+    "no-parts": SHARD_LINE,
+    "fewer-reasons": SHARD_LINE | {"parts": {}, "failed": ["a"]},
     "begun-number": {"begun": 5, "session": 1, "at_s": 0},
     "begun-far": {"begun": ["b"], "session": 1, "at_s": 1e300},
     "begun-nan": {"begun": ["b"], "session": 1, "at_s": float("nan")},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner, Result
-from constants import TESTS
 from made_runs import HEADER, corpus_of, record, take, write
 
 from kvr_mpi.cli import group
@@ -199,10 +197,3 @@ def test_failed_documents_are_shown_alone(array: Path, kvr: Path, run_kvr: Kvr) 
 def test_no_failed_documents_are_none(tmp_path: Path, run_kvr: Kvr) -> None:
     write(tmp_path, "0000", [record("a")])
     assert run_kvr("inspect", tmp_path, "--errors").output == "0 error(s)\n"
-
-
-def test_a_ledger_of_an_earlier_version_has_its_reasons_read(tmp_path: Path, run_kvr: Kvr) -> None:
-    old = Path(shutil.copytree(TESTS / "data" / "version-1", tmp_path / "old"))
-    assert "1 x ... is not UTF-8" in run_kvr("inspect", old).output
-    assert "1 x not in the ledger" in run_kvr("status", old).output  # which opens no file of results
-    assert os.listdir(old).count("results.h5") == 0

@@ -19,7 +19,6 @@ class PyKvrMpi(PythonPackage):
 
     version("main", branch="main")
 
-    variant("blosc", default=False, description="Keys and values compressed by Blosc2")
     variant("gguf", default=True, description="Models in GGUF files")
     variant("json", default=False, description="Answers by a JSON schema")
     variant("lora", default=False, description="LoRA adapters")
@@ -42,7 +41,6 @@ class PyKvrMpi(PythonPackage):
         depends_on("py-transformers@5.23")
         depends_on("py-xxhash@3.5:")
 
-        depends_on("py-hdf5plugin@5:", when="+blosc")
         depends_on("py-gguf@0.17:", when="+gguf")
         depends_on("py-accelerate@1.0:", when="+gguf")
         depends_on("py-llguidance@1.3:", when="+json")
