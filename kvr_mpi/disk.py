@@ -1,7 +1,7 @@
 """Opening files in folders where others may plant things: links, pipes, devices, files of any size.
 
 What is written goes into a regular file of our own and through no link; what is read is a regular file, and no more of
-it than expected. Modes are those of one's own umask.
+it than expected. Modes are those of one's own umask. An output folder is known by its lock and its ``run.json``.
 """
 
 from __future__ import annotations
@@ -9,14 +9,38 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 PART = ".part"
 MODE = 0o666  # less the umask
+RUN_FILE = "run.json"  # what a run is, and which documents it was begun with
+RUN_FILE_START = b'{"identity": '
+LEDGER_NAME = re.compile(r"ledger-(.+)\.jsonl")
+LOCK_NAME = re.compile(r"\.lock-([0-9]{6,})", re.ASCII)
+
+
+def is_output_folder(folder: Path | str, names: Iterable[str]) -> bool:
+    """Whether a job has used a folder for its output.
+
+    Parameters
+    ----------
+    folder : Path or str
+    names : iterable of str
+        Of the files in it. Other programs write a ``run.json``, too, so its beginning is read.
+    """
+    there = set(names)
+    if any(map(LOCK_NAME.fullmatch, there)):
+        return True
+    with contextlib.suppress(OSError):
+        if RUN_FILE in there:
+            with open_regular(Path(folder, RUN_FILE)) as stream:
+                return stream.read(len(RUN_FILE_START)) == RUN_FILE_START
+    return False
 
 
 def open_regular(path: Path) -> BinaryIO:

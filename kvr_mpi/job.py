@@ -296,7 +296,7 @@ def load_job(
         raise ConfigError(
             f"job file {str(path)!r} not found (looked for {path.absolute()}); kvr init writes one"
         ) from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"job file {str(path)!r} cannot be read as TOML: {error}") from error
     return make_job(raw, path, settings, environ)
 
@@ -364,6 +364,8 @@ def _put(raw: dict[str, Any], sources: dict[str, str], section: str, key: str, t
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+    except RecursionError as error:
+        raise ConfigError(f"{source}: {section}.{key} = {text[:40]}... cannot be read as TOML: {error}") from error
     table = raw.setdefault(section, {})
     if isinstance(table, dict):
         table[key] = value

@@ -33,6 +33,15 @@ def test_broken_toml_names_the_line(tmp_path: Path, text: str, line: int) -> Non
     assert re.search(f"cannot be read as TOML: .*line {line}", message)
 
 
+@pytest.mark.parametrize("bracket", ["[", "{a="])
+def test_a_value_that_is_nested_without_end_is_refused(tmp_path: Path, bracket: str) -> None:
+    path, deep = write_job(tmp_path), bracket * 20_000
+    assert "cannot be read as TOML" in refusal(write_job(tmp_path, f"a={deep}"))
+    path = write_job(tmp_path)
+    assert "--set model.dtype" in refusal(path, f"model.dtype={deep}")
+    assert "KVR_MODEL__DTYPE" in refusal(path, KVR_MODEL__DTYPE=deep)
+
+
 def test_a_job_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_bytes(MINIMAL.encode() + b"# caf\xe9\n")

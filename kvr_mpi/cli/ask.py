@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     metavar="ID",
     help="Ask about this document only; may be repeated.  [default: all documents]",
 )
-@click.option("-o", "--output", metavar="FOLDER", help="Folder for the answers.  [default: RUN-answers]")
+@click.option("-o", "--output", metavar="FOLDER", help="Folder for the answers.  [default: RUN-answers, beside RUN]")
 @click.option("--model", help="Where the model that computed the keys and values is now, if it has been moved.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Maximum length of an answer.  [default: 128]")
 @click.option(
@@ -82,6 +82,7 @@ def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str,
     from kvr_mpi.store.folder import run_files
     from kvr_mpi.store.outputs import open_file, read_header
     from kvr_mpi.store.shares import find_runs
+    from kvr_mpi.store.targets import answers_folder
 
     runs: tuple[Path, ...] = wishes["runs"]
     files = run_files(find_runs(runs).paths[0])
@@ -103,7 +104,7 @@ def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str,
         | ({} if "adapter" not in made_by else {"adapter": made_by["adapter"]}),
         "documents": {"path": list(map(str, runs))},
         "questions": questions,
-        "output": {"path": wishes["output"] or f"{runs[0]}".rstrip("/").removesuffix(".h5") + "-answers"},
+        "output": {"path": wishes["output"] or answers_folder(runs[0])},
     }
     if wishes["max_new_tokens"] is not None:
         raw["generation"] = {"max_new_tokens": wishes["max_new_tokens"]}

@@ -67,8 +67,9 @@ def export(
     FILE is a result file, the output folder of a run, or a folder of such folders (the shares of an array); several of
     them become one table. If shares are missing, they are listed, and the exit code is 65.
     """
-    from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, OutputError
+    from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK
     from kvr_mpi.store.shares import find_runs, index_runs, tell_missing
+    from kvr_mpi.store.targets import check_file
 
     if kv is not None and output is not None:
         raise click.UsageError("--kv FOLDER writes keys and values, -o FILE writes answers: give only one")
@@ -77,11 +78,7 @@ def export(
     if errors is not None and (kind != "openai-batch" or output is None or errors.absolute() == output.absolute()):
         raise click.UsageError("--errors FILE needs --format openai-batch and -o ANOTHER_FILE")
     for target in filter(None, (output, errors)):
-        if target.exists():
-            if not overwrite:
-                raise OutputError(f"{target} exists; add --overwrite, or choose another file")
-            if any(path.exists() and target.samefile(path) for path in paths):
-                raise OutputError(f"{target} is one of the files to export; choose another output file")
+        check_file(target, overwrite=overwrite, reads=paths)
     index, missing = index_runs(find_runs(paths), verify=verify)
     if kv is None:
         _write(index, kind, (output, errors), status)

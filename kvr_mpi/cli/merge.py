@@ -36,16 +36,17 @@ def merge(
     documents that no other has, they are listed, and the exit code is 65; without -o nothing is merged then.
     """
     from kvr_mpi.cli.environment import read_owner
-    from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, MissingError, OutputError
+    from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, MissingError
     from kvr_mpi.store.lock import Lock
     from kvr_mpi.store.merge import merge_files, merge_runs
     from kvr_mpi.store.shares import find_runs, tell_missing
+    from kvr_mpi.store.targets import check_file
 
     for folder in folders:
         if not folder.is_dir():
             raise MissingError(f"{folder}: folder not found; expected the output folder of a run")
-    if output is not None and output.exists() and not overwrite:
-        raise OutputError(f"{output} exists; add --overwrite, or choose another file")
+    if output is not None:
+        check_file(output, overwrite=overwrite)
     runs = find_runs(folders)
     if output is None and runs.paths != folders[:1]:
         raise click.UsageError(f"{len(runs.paths)} runs to merge: name a file with -o FILE")

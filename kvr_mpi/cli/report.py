@@ -24,7 +24,8 @@ from kvr_mpi.cli.writing import writing
     metavar="FILE",
     help="Also write the ranks' trace as one JSON file for ui.perfetto.dev or chrome://tracing.",
 )
-def report(path: Path, output: Path | None, trace_json: Path | None) -> None:
+@click.option("--overwrite", is_flag=True, help="Replace existing files; report.html in RUN always is.")
+def report(path: Path, output: Path | None, trace_json: Path | None, overwrite: bool) -> None:
     """Write a page about RUN, the output folder of a run or a result file, even while the job is running.
 
     The page is one HTML file that needs no network: where the time went (if the job had report.trace = true), slices,
@@ -33,8 +34,12 @@ def report(path: Path, output: Path | None, trace_json: Path | None) -> None:
     from kvr_mpi.disk import replacing
     from kvr_mpi.report.perfetto import write_perfetto
     from kvr_mpi.report.run_page import page_of
+    from kvr_mpi.store.targets import check_file
 
     target = output or (path if path.is_dir() else path.parent) / "report.html"
+    check_file(target, overwrite=overwrite or (output is None and path.is_dir()), reads=[path])
+    if trace_json is not None:
+        check_file(trace_json, overwrite=overwrite, reads=[path])
     with writing(target):
         page, skipped = page_of(path)
         for line in skipped:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -60,7 +61,7 @@ run_options = grouped(
     click.option(
         "--resume",
         is_flag=True,
-        help="Continue from the results in the output folder; implied if SLURM has requeued the job.",
+        help="Continue from the results in the output folder; implied after SLURM has requeued the job, if it wrote these results.",
     ),
     click.option("--retry-failed", is_flag=True, help="When resuming, process documents with error records again."),
     click.option(
@@ -138,10 +139,11 @@ def run_as_told(name: str, options: RunArguments, load: LoadJob) -> int:
 
 def run_on(world: Transport, name: str, told: RunArguments, load: Callable[[], tuple[JobSpec, dict[str, str]]]) -> int:
     """Run a job on these ranks, which all call this; returns the exit code. The rest is as in `run_as_told`."""
-    from kvr_mpi.cli.environment import is_offline, read_environment, restart_count
+    from kvr_mpi.cli.environment import is_offline, read_environment, read_owner
     from kvr_mpi.job import JobSpec, show_job
     from kvr_mpi.preflight.checks import check_job
     from kvr_mpi.report.log import Log
+    from kvr_mpi.store.run import is_of_job
     from kvr_mpi.transport import on_root, share_json
 
     def load_here() -> str:
@@ -161,9 +163,14 @@ def run_on(world: Transport, name: str, told: RunArguments, load: Callable[[], t
     spec: JobSpec = JobSpec.model_validate_json(share_json(world, on_root(world, load_here)))
     if told.show_config:
         return 0
-    # A requeued job runs the same command again.
-    resume = told.resume or bool(restart_count())
-    overwrite = told.overwrite and not (resume and not told.resume)
+
+    def goes_on() -> bool:
+        """Whether a requeued job runs the same command again; what it has not begun is not its own to continue."""
+        owner = read_owner()
+        return owner.restart > 0 and is_of_job(Path(spec.output.path), owner.job)
+
+    resume = bool(share_json(world, on_root(world, lambda: told.resume or goes_on())))
+    overwrite = told.overwrite and not resume
     told_s = None if told.time_limit is None else time.time() + parse_duration(told.time_limit)
     on_root(world, lambda: check_job(spec, world.size, goes_on=overwrite or resume, offline=is_offline()))
     Log(world.rank).root(f"{name}: found in order; starting {world.size} rank(s)")

@@ -1,4 +1,7 @@
-"""The files that a job's paths name, and files opened that are what they should be."""
+"""The files that a job's paths name, and files opened that are what they should be.
+
+Output folders of jobs are left out below a folder and where ``**`` leads; their ledgers are never documents.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
+from kvr_mpi.disk import LEDGER_NAME, is_output_folder
 from kvr_mpi.errors import CorpusError
 
 TEXT_SUFFIXES = (".txt", ".md")
@@ -58,9 +62,10 @@ def _match(pattern: str) -> list[tuple[str, str]]:
         raise CorpusError(
             f"documents.path {pattern!r} is {_kind(base.stat().st_mode)}; expected a folder, a glob or a regular file"
         )
-    files = [file for file in matches if not file.is_dir()]
+    files = [file for file in matches if not file.is_dir() and not _is_ledger(file)]
     if not files:
         what = "only folders match it" if matches else "no such file or folder, and no file matches it"
+        what = "only the ledgers of a run match it" if any(map(_is_ledger, matches)) else what
         raise CorpusError(f"documents.path {pattern!r}: {what} (looked for {base.absolute()})")
     for file in files:
         if not suffix_of(file):
@@ -98,6 +103,11 @@ def _kind(mode: int) -> str:
     return KINDS.get(stat.S_IFMT(mode), "something else")
 
 
+def _is_ledger(file: Path) -> bool:
+    """Whether a file is where a job notes its results; tables of accounts have such names, too."""
+    return LEDGER_NAME.fullmatch(file.name) is not None and is_output_folder(file.parent, os.listdir(file.parent))
+
+
 def suffix_of(file: Path) -> str | None:
     """Return the known suffix of a file name."""
     name = file.name.lower()
@@ -108,6 +118,14 @@ def _names_in(base: str) -> list[str]:
     """Names of all corpus files below a folder, relative to it, in the order of their parts; none that is hidden."""
     found = []
     for folder, inner, names in os.walk(base):
+        if is_output_folder(folder, names):
+            if folder == base:
+                raise CorpusError(
+                    f"documents.path {base!r} is the output folder of a job; name a folder or files of documents (kvr "
+                    f"ask puts questions to the documents of a run)"
+                )
+            inner.clear()
+            continue
         inner[:] = [name for name in inner if not name.startswith(".")]
         above = os.path.relpath(folder, base) + "/" if folder != base else ""
         # A folder with such a name, too: that it is none that can be read is then said.
@@ -138,12 +156,15 @@ def _folders_below(base: str) -> Iterator[str]:
     seen: set[tuple[int, int]] = set()
     starts = [base]
     for start in starts:
-        for folder, inner, _ in os.walk(start):
+        for folder, inner, names in os.walk(start):
             found = os.stat(folder)
             if (found.st_dev, found.st_ino) in seen:
                 inner.clear()
                 continue
             seen.add((found.st_dev, found.st_ino))
+            if is_output_folder(folder, names):
+                inner.clear()
+                continue
             inner[:] = sorted(name for name in inner if not name.startswith("."))
             starts += [link for name in inner if os.path.islink(link := os.path.join(folder, name))]
             yield folder

@@ -65,7 +65,7 @@ def checked(questions: dict[str, str], key: str) -> dict[str, str]:
     Raises
     ------
     ConfigError
-        If there are none, one is empty or no text, or a name cannot be part of an id.
+        If there are none, one is empty, no text or there twice, or a name cannot be part of an id.
     """
     if not questions:
         raise ConfigError(f"{key} contains no questions")
@@ -74,6 +74,12 @@ def checked(questions: dict[str, str], key: str) -> dict[str, str]:
             raise ConfigError(f"{key}: a question is named {name[:80]!r}; expected 1 to 64 letters, digits, ., - and _")
         if not isinstance(text, str) or not text.strip():
             raise ConfigError(f"{key}: question {name!r} is {text!r}; expected words")
+    names: dict[str, str] = {}
+    for name, text in questions.items():
+        if (first := names.setdefault(text.strip(), name)) != name:
+            raise ConfigError(
+                f"{key}: {first!r} and {name!r} are the same question, {text[:80]!r}; leave one of them out"
+            )
     return questions
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from kvr_mpi.preflight.inputs import check_answers, check_format, check_prompts,
 from kvr_mpi.preflight.own_way_checks import check_cache, check_streaming
 from kvr_mpi.preflight.stage_checks import check_stages
 from kvr_mpi.store.folder import check_fresh
+from kvr_mpi.store.targets import check_output_folder
 from kvr_mpi.topology import Topology, divides
 from kvr_mpi.tuning.table import load_table, table_files
 
@@ -130,7 +131,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         partial(_check_model, spec.model, offline if spec.model.offline is None else spec.model.offline),
         *([] if spec.model.adapter is None else [partial(check_adapter, spec.model.adapter)]),
         *(partial(_check_documents, spec, path) for path in spec.documents.path if spec.questions is None),
-        partial(_check_output, Path(spec.output.path), goes_on),
+        partial(_check_output, spec, goes_on),
     ]
     for check in checks:
         try:
@@ -307,6 +308,7 @@ def _check_documents(spec: JobSpec, path: str) -> None:
     """Look for the files that a path stands for, and for what a row is to hold in the first rows of some of them."""
     documents = spec.documents
     files = [Path(file) for file, _ in find_files([path])]
+    _check_apart(spec, path, files)
     texts = [file for file in files if not is_table(file)]
     if texts and documents.format != "text":
         raise CorpusError(
@@ -333,11 +335,24 @@ def _check_documents(spec: JobSpec, path: str) -> None:
         )
 
 
-def _check_output(folder: Path, goes_on: bool) -> None:
+def _check_apart(spec: JobSpec, path: str, files: Sequence[Path]) -> None:
+    """Refuse documents in the output folder: they would not be told from results."""
+    output, base = Path(spec.output.path).resolve(), Path(path).expanduser().resolve()
+    for folder in map(Path.resolve, {file.parent for file in files}):
+        if folder == output or (output in folder.parents and output not in base.parents):
+            raise OutputError(
+                f"output.path {spec.output.path!r} has documents of documents.path {path!r} in it ({folder}); choose "
+                f"another folder (--set output.path=...)"
+            )
+
+
+def _check_output(spec: JobSpec, goes_on: bool) -> None:
     """Refuse a folder that cannot be made or written, or that holds the results of another run."""
-    if not goes_on:
-        check_fresh(folder)
+    folder, reads = Path(spec.output.path), spec.documents.path if spec.questions is not None else []
     try:
+        check_output_folder(folder, map(Path, [*reads, *filter(None, [spec.documents.reuse])]))
+        if not goes_on:
+            check_fresh(folder)
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         reason = "" if there.is_dir() else f"{there} is not a folder"
     except OSError as error:  # a name too long, a folder that cannot be entered

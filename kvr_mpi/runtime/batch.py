@@ -8,7 +8,7 @@ the front of its own list, and, when that is empty, from the list with most left
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
 from kvr_mpi.runtime.stopping import STOP_SIGNALS, SharedStop, Stop, listening
-from kvr_mpi.runtime.stored_source import StoredSource, scan_stored
+from kvr_mpi.runtime.stored_source import StoredSource, check_askable, scan_stored
 from kvr_mpi.runtime.tally import Tally, describe_throughput
 from kvr_mpi.runtime.tracing import Trace, open_states, open_trace
 from kvr_mpi.runtime.work_queue import WorkQueue
@@ -83,11 +83,13 @@ def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> i
     """
     folder = Path(spec.output.path)
     stop = Stop(options.deadline_s)
-    with listening(stop, options.stop_signals, lambda why: _end_at_once(world, log, why)):
-        return _run(spec, options, world, log, folder, stop)
+    with listening(stop, options.stop_signals, lambda why: _end_at_once(world, log, why)), ExitStack() as held:
+        return _run(spec, options, world, log, folder, stop, held)
 
 
-def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder: Path, stop: Stop) -> int:
+def _run(
+    spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder: Path, stop: Stop, held: ExitStack
+) -> int:
     topology = together(world, lambda: lay_out(spec, world.size))
     log.root("reading the documents")
     listed, plan = share_json(world, on_root(world, lambda: _scan(spec, folder, options, log)))
@@ -102,7 +104,7 @@ def _run(spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder:
         log.root(
             f"all documents are prefilled again, since the rotary embedding ({kinds}) depends on the prompt's length"
         )
-    run = on_root(world, lambda: _open(folder, prepared, corpus, options, log))
+    run = on_root(world, lambda: held.enter_context(_open(folder, prepared, corpus, options, log)))
     done = set(share_json(world, None if run is None else sorted(run.done | run.failed)))
     todo = [number for number in corpus.share(spec.documents.share) if corpus.entries[number].id not in done]
     what = "questions about documents" if spec.questions else "documents"
@@ -227,6 +229,7 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> tuple[d
     check_writable(folder)
     if spec.questions is not None:
         stored = scan_stored(spec)
+        check_askable(spec, stored)
         for line in stored.describe():
             log.line(line)
         return stored.corpus.to_json(), stored.loads

@@ -44,6 +44,7 @@ class StoredDocument:
     bytes : of keys and values, all of them.
     prefill_s : seconds that one rank would take to prefill it; 0 if that is not known.
     compression : by which method and settings its heads have dropped tokens; empty: they hold all.
+    is_askable : False if the run never stored what questions need; `error` says what that is.
     """
 
     id: str
@@ -54,6 +55,7 @@ class StoredDocument:
     sha256: str = ""
     error: str | None = None
     compression: str = ""
+    is_askable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,9 @@ def scan_stored(spec: JobSpec, *, cold: bool = False) -> StoredCorpus:
             f"questions.documents: {unknown[0]!r} is not among the {len(index.places)} documents of "
             f"{', '.join(spec.documents.path)}, such as {', '.join(map(repr, index.ids()[:3]))}"
         )
-    done = [name for name in wanted if name in lost or index.places[name].is_done][: spec.documents.limit]
+    done = [name for name in dict.fromkeys(wanted) if name in lost or index.places[name].is_done][
+        : spec.documents.limit
+    ]
     parts = PartIndexes()
     documents = tuple(
         lost[name] if name in lost else _look(index, name, parts, is_sharded=questions.sharded) for name in done
@@ -163,6 +167,25 @@ def scan_stored(spec: JobSpec, *, cold: bool = False) -> StoredCorpus:
     if spec.output.kv:
         _check_stored_again([one for one, is_loaded in zip(documents, loads, strict=True) if is_loaded])
     return StoredCorpus(_corpus(documents, questions.ask, loads), documents, loads, speed, found.left_out)
+
+
+def check_askable(spec: JobSpec, found: StoredCorpus) -> None:
+    """Refuse questions about more documents that cannot be asked than `output.max_failed` allows.
+
+    Raises
+    ------
+    CorpusError
+        Naming some of them, and what to do.
+    """
+    wrong = [one for one in found.documents if not one.is_askable]
+    asked = len(found.corpus) // len(found.documents)
+    if asked * len(wrong) <= spec.output.failures_allowed(len(found.corpus)):
+        return
+    raise CorpusError(
+        f"documents.path {spec.documents.path}: {len(wrong)} of {len(found.documents)} documents cannot be asked "
+        f"about: {wrong[0].error}. Name the others with --doc (questions.documents), or set output.max_failed to "
+        f"{asked * len(wrong)} or more to get error records for these"
+    )
 
 
 class StoredSource:
@@ -254,7 +277,7 @@ def _look(index: Index, name: str, parts: PartIndexes, *, is_sharded: bool) -> S
     elif kv.compression and is_sharded:
         why = f"it is compressed ({kv.compression}), which needs one rank; leave --sharded out"
     if why is not None or kv.tokens is None:
-        return StoredDocument(name, file, error=f"{name} cannot be asked about: {why}")
+        return StoredDocument(name, file, error=f"{name} cannot be asked about: {why}", is_askable=False)
     rate = record.prefill_tokens_per_s / max(1, len(record.slices) - 1)
     tokens = kv.tokens.text[1]
     return StoredDocument(name, file, tokens, size, tokens / rate if rate > 0 else 0.0, seal, None, kv.compression)

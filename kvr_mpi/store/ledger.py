@@ -19,9 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.disk import PART, open_regular, open_to_append
+from kvr_mpi.disk import LEDGER_NAME, PART, open_regular, open_to_append
 
-LEDGER_NAME = re.compile(r"ledger-(.+)\.jsonl")
 SEAL = re.compile(rb', "seal": "([0-9a-f]{8})"\}')
 SEAL_BYTES = len(b', "seal": "01234567"}')
 READ_BYTES = 1 << 22

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 import threading
 import time
@@ -20,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.disk import create, read_regular
+from kvr_mpi.disk import LOCK_NAME, create, read_regular
 from kvr_mpi.errors import OutputError
 from kvr_mpi.store.ledger import TIMES_S
 
@@ -28,7 +27,6 @@ BEAT_S = 2.0
 # An owner whose number has stood still for so long is taken for dead.
 WATCH_S = 20.0
 LOCK_BYTES = 1024  # always rewritten whole and in place, which needs no space on a full disk
-LOCK_NAME = re.compile(r"\.lock-([0-9]{6,})", re.ASCII)
 
 Say = Callable[[str], None]
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from kvr_mpi.disk import PART, read_regular, replacing
+from kvr_mpi.disk import PART, RUN_FILE, read_regular, replacing
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError, ForeignError, OutputError
 from kvr_mpi.store.folder import check_fresh, check_writable, clear_results, list_documents
@@ -28,7 +28,6 @@ from kvr_mpi.store.parts import PARTS, incomplete, parts_of, remove_parts
 from kvr_mpi.store.survey import DAMAGED, RESULTS, Survey, foreign, is_ours, order, survey
 from kvr_mpi.store.traces import remove_traces
 
-RUN_FILE = "run.json"
 RUN_FILE_BYTES = 1 << 30
 # Bytes of the newest files whose checksums are verified when a run is resumed; `merge_files` verifies all of them.
 VERIFY_BYTES = 1 << 30
@@ -62,6 +61,12 @@ class Run:
     def close(self) -> None:
         """Release the folder for other jobs."""
         self.lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def open_run(
@@ -117,7 +122,7 @@ def open_run(
         found = _recover(folder, header, say)
         done, failed = found.documents()
         done -= _without_parts(found, header, done, say)
-        _check_job(folder, header, corpus, share, done | failed, say)
+        _check_job(folder, header, corpus, share, done | failed, owner.job, say)
         return Run(done, set() if retry_failed else failed, lock)
     except OSError as error:
         lock.release()
@@ -143,6 +148,12 @@ def wanted_documents(folder: Path) -> list[str] | None:
     """Return the ids of the documents that the run's latest job is to do; None if that is not known."""
     begun = begun_with(folder)
     return None if begun is None else [begun[0].entries[number].id for number in begun[0].share(begun[1])]
+
+
+def is_of_job(folder: Path, job: str) -> bool:
+    """Whether the results in a folder are of this job of the batch system, and of none after it."""
+    stored = _read_run_file(folder)
+    return stored is not None and job != "" and stored[0].get("job") == job
 
 
 def share_in(folder: Path) -> tuple[int, int] | None:
@@ -271,7 +282,9 @@ def _clear(folder: Path) -> None:
     clear_results(folder)
 
 
-def _check_job(folder: Path, header: Header, corpus: Corpus, share: slice, recorded: set[str], say: Say) -> None:
+def _check_job(
+    folder: Path, header: Header, corpus: Corpus, share: slice, recorded: set[str], job: str, say: Say
+) -> None:
     """Refuse a job with another identity or other documents than the run's; write down what the run is."""
     stored = _read_run_file(folder)
     if stored is not None and recorded:
@@ -287,7 +300,7 @@ def _check_job(folder: Path, header: Header, corpus: Corpus, share: slice, recor
             f"restore that, or choose another output.path"
         )
     wanted = {"share": [share.start, share.step], "corpus": corpus.to_json()}
-    line = seal({"identity": header.identity, "model": header.model, **wanted})
+    line = seal({"identity": header.identity, "model": header.model, "job": job, **wanted})
     path = folder / RUN_FILE
     if stored is None or read_regular(path, RUN_FILE_BYTES) != line:
         with replacing(path) as stream:

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvr_mpi.disk import LEDGER_NAME, LOCK_NAME, RUN_FILE
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import Index, index_run, join_indexes, run_files
-from kvr_mpi.store.ledger import LEDGER_NAME
-from kvr_mpi.store.lock import LOCK_NAME
 from kvr_mpi.store.outputs import Header, open_file, read_header
 from kvr_mpi.store.parts import PARTS
-from kvr_mpi.store.run import RUN_FILE, begun_with, differing_documents, share_in
+from kvr_mpi.store.run import begun_with, differing_documents, share_in
 from kvr_mpi.store.survey import RESULTS, SHARD_NAME
 
 SHARE_NAME = re.compile(r"share-([0-9]+)-of-([0-9]+)", re.ASCII)

@@ -40,7 +40,7 @@ def complete_questions(spec: JobSpec) -> JobSpec:
     ask = _named(questions)
     for text in ask.values():
         words_after(questions.template, text)
-    if changed := sorted(spec.prompt.model_fields_set & set(STORED)):
+    if changed := [key for key in STORED if getattr(spec.prompt, key) != PromptSection.model_fields[key].default]:
         raise ConfigError(
             f"prompt.{changed[0]} cannot be combined with questions: the stored prompts are used up to the end of the "
             f"document; leave it out, and set questions.template for the text after that"

@@ -86,6 +86,24 @@ def test_a_sound_job_is_not_touched(job: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_documents_and_results_are_kept_apart(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus" / "deep").mkdir()
+    (tmp_path / "corpus" / "deep" / "more.jsonl").write_text('{"body": "words"}\n')
+    for documents, output in (
+        ("corpus", "corpus"),
+        ("corpus/*.jsonl", f"{tmp_path}/corpus"),
+        ("corpus/rows.jsonl", "./corpus"),
+        ("corpus", "corpus/deep"),
+        (".", "corpus"),
+        ("**/*.jsonl", "corpus"),
+    ):
+        words = refusal(job, f"documents.path={documents}", f"output.path={output}")
+        assert f"output.path {output!r} has documents of documents.path {documents!r} in it" in words
+    check(job, "documents.path=.", "output.path=out")
+    check(job, "documents.path=corpus/deep", "output.path=corpus")
+
+
 def test_all_that_is_wrong_is_said_at_once_and_without_torch(job: Path, tmp_path: Path) -> None:
     """As the real command does it, started alone."""
     settings = [setting.format(corpus=tmp_path / "corpus") for setting in ALL_WRONG if "ranks_per" not in setting]

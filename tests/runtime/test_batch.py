@@ -124,6 +124,24 @@ def test_no_document_is_begun_that_would_not_end(job: Any, tmp_path: Path, mpiru
     assert len(answers(tmp_path / "job")) == 4
 
 
+def test_a_requeued_job_goes_on_with_its_own_runs_alone(
+    job: Any, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = job([1] * 2), {name: tmp_path / name for name in ("old", "own")}
+    monkeypatch.setenv("SLURM_JOB_ID", "6")
+    assert run_here(1, [path, *with_settings(f"output.path={out['old']}")]).returncode == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert run_here(1, [path, *with_settings(f"output.path={out['own']}"), "--overwrite"]).returncode == 0
+    before = {name: list(read_run(folder)) for name, folder in out.items()}
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    for folder in out.values():
+        assert run_here(1, [path, *with_settings(f"output.path={folder}"), "--overwrite"]).returncode == 0
+    assert list(read_run(out["own"])) == before["own"]
+    assert all(one != two for one, two in zip(read_run(out["old"]), before["old"], strict=True)), "they were old"
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert run_here(1, [path, *with_settings(f"output.path={out['own']}")]).returncode == 78
+
+
 @pytest.mark.slow
 def test_a_deadline_in_the_past_is_not_believed(job: Any, mpirun: Any, kvr_run: Path) -> None:
     run = mpirun(1, [kvr_run, job([1])], env={"SLURM_JOB_END_TIME": "1000000000"})

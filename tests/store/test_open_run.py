@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from made_runs import HEADER, IDENTITY, NAMES, corpus_of, record, result_files, resume, take, write
 
-from kvr_mpi.disk import PART
+from kvr_mpi.disk import PART, RUN_FILE
 from kvr_mpi.documents import scan_corpus
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import RESULTS, read_run
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.outputs import SCHEMA_VERSION, Header
-from kvr_mpi.store.run import RUN_FILE, known_corpus
+from kvr_mpi.store.run import known_corpus
 
 
 def foreign(path: Path) -> bytes:

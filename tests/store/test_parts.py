@@ -16,6 +16,7 @@ import pytest
 import torch
 from made_runs import HEADER, record, resume, stored_layers, take
 
+from kvr_mpi.disk import RUN_FILE
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import index_run
 from kvr_mpi.store.hdf5 import hold_open, open_hdf5
@@ -33,7 +34,6 @@ from kvr_mpi.store.parts import (
     part_record,
 )
 from kvr_mpi.store.prune import list_stored, prune_kv
-from kvr_mpi.store.run import RUN_FILE
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.shares import find_runs
 from kvr_mpi.store.stored_kv import CachedTokens

@@ -227,15 +227,19 @@ def test_a_file_that_cannot_be_opened_is_named_for_each_of_its_documents_and_the
         assert record.status == "done" or f"{last} is damaged (it has" in record.error
 
 
-def test_documents_that_have_no_whole_cache_are_error_records(
+def test_documents_without_a_whole_cache_are_refused_before_the_model_is_loaded_or_error_records_if_allowed(
     job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
 ) -> None:
     (tmp_path / "corpus" / "long.txt").write_text(TEXT * 60)
     (tmp_path / "corpus" / "empty.txt").write_text("")
     run = run_here(2, [job, *options("output.kv=true", "prompt.too_long=split")])
     assert run.returncode == 65
-    asked = run_here(1, [ask_job(tmp_path, tiny_model_dir, tmp_path / "out")])
-    assert asked.returncode == 65 and "1 document(s) of the run have error records, and are skipped" in asked.stderr
+    job = ask_job(tmp_path, tiny_model_dir, tmp_path / "out")
+    asked = run_here(1, [job])
+    assert asked.returncode == 78 and "1 of 6 documents cannot be asked about: long.txt" in asked.stderr
+    assert "kernels" not in asked.stderr and not list((tmp_path / "asked").glob("*.h5"))
+    asked = run_here(1, [job, *options("output.max_failed=2")])
+    assert asked.returncode == 0 and "1 document(s) of the run have error records, and are skipped" in asked.stderr
     found = records(tmp_path / "asked")
     assert "parts" in found["long.txt#who"].error and "empty.txt#who" not in found
     assert sum(record.status == "done" for record in found.values()) == 10
@@ -302,6 +306,7 @@ def test_keys_of_another_model_are_refused(
         (['questions.ask={"a#b"="Why?"}'], "named 'a#b'"),
         (['questions.ask=[" "]'], "expected words"),
         (["questions.ask=[]"], "no question"),
+        (['questions.ask=["Why?", "Who?", "Why? "]'], "'q1' and 'q3' are the same question"),
         (["questions.file=/nowhere.txt"], "cannot be read"),
         (["questions.reuse=perhaps"], "'auto', 'always' or 'never'"),
     ],

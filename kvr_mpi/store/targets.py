@@ -1,0 +1,120 @@
+"""What may be written where: the one place that decides for every command.
+
+A run's folder has files of its own, which only the run, a merge in place and pruning write. A folder is a run or holds
+runs, never both: a run inside another one would not be found. What is read is not written to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvr_mpi.disk import LEDGER_NAME, LOCK_NAME, PART, RUN_FILE, is_output_folder
+from kvr_mpi.errors import OutputError
+from kvr_mpi.store.parts import PARTS
+from kvr_mpi.store.shares import SHARE_NAME, is_run
+from kvr_mpi.store.states import STATES
+from kvr_mpi.store.survey import DAMAGED, RESULTS, SHARD_NAME
+from kvr_mpi.store.traces import METRICS_FILE, PROGRESS_FILE, PROMETHEUS_FILE, TRACE_FILE, TRACES
+
+# Names that a run alone may use, and names that are its own in its folder; folders of its own.
+RESERVED = (SHARD_NAME, LEDGER_NAME, LOCK_NAME)
+OWN_FILES = (RESULTS, RUN_FILE, TRACE_FILE, PROGRESS_FILE, PROMETHEUS_FILE, METRICS_FILE)
+OWN_FOLDERS = (PARTS, TRACES, STATES)
+
+
+def check_file(path: Path, *, overwrite: bool, reads: Iterable[Path] = ()) -> None:
+    """Refuse a file that a command is asked to write, before its work begins.
+
+    Parameters
+    ----------
+    path : Path
+    overwrite : bool
+        Whether it may replace a file. One that the command reads, and a run's own, it never may.
+    reads : iterable of Path
+        What the command reads.
+
+    Raises
+    ------
+    OutputError
+        With the reason, and what to do.
+    """
+    folder = path.parent
+    if not folder.is_dir():
+        raise OutputError(f"{path} cannot be written: there is no folder {folder}")
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder; name a file")
+    if run := _run_that_owns(folder.resolve() / path.name):
+        raise OutputError(f"{path} is a file of the run {run}, which only its own job writes; choose another file")
+    if any(path.exists() and read.exists() and path.samefile(read) for read in reads):
+        raise OutputError(f"{path} is a file that is read; choose another file")
+    if path.exists() and not overwrite:
+        raise OutputError(f"{path} exists; add --overwrite, or choose another file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise OutputError(f"{path} cannot be written: permission denied")
+
+
+def _run_that_owns(path: Path) -> Path | None:
+    """Find the run that a file is one of, by its place and its name; None if it is of none."""
+    name = path.name.removesuffix(PART).partition(DAMAGED)[0]
+    if any(pattern.fullmatch(name) for pattern in RESERVED):
+        return path.parent
+    if name in OWN_FILES and is_run(path.parent):
+        return path.parent
+    return next((each.parent for each in path.parents if each.name in OWN_FOLDERS and is_run(each.parent)), None)
+
+
+def check_output_folder(folder: Path, reads: Iterable[Path] = ()) -> None:
+    """Refuse an output folder in which a job would hide, mix or delete results of others.
+
+    Parameters
+    ----------
+    folder : Path
+        It need not exist.
+    reads : iterable of Path
+        Runs that the job reads: files or folders of results.
+
+    Raises
+    ------
+    OutputError
+        With the reason, and what to do.
+    """
+    there = folder.resolve()
+    for read in filter(Path.exists, reads):
+        source = read.resolve()
+        home = _home_of(source)
+        if there == (source.parent if home is None else home) or home in there.parents:
+            raise OutputError(
+                f"output.path {str(folder)!r} is where the job reads stored results ({str(read)!r}), which it would "
+                f"delete or mix with its own; choose another folder (--set output.path=...)"
+            )
+    if around := next(filter(_has_run_file, there.parents), None):
+        raise OutputError(
+            f"output.path {str(folder)!r} is in the output folder of another run, {str(around)!r}; choose a folder "
+            f"outside of it (--set output.path=...)"
+        )
+    inner = sorted(path.name for path in there.iterdir() if _has_run_file(path)) if there.is_dir() else []
+    if inner and not is_run(there):
+        raise OutputError(
+            f"output.path {str(folder)!r} has output folders of other runs in it, such as {inner[0]!r}; choose another "
+            f"folder (--set output.path=...)"
+        )
+
+
+def answers_folder(run: Path) -> str:
+    """Name the folder for answers about a run: beside it, also if a file in it is named, or the folder by a dot."""
+    path = Path(os.path.abspath(run))
+    return f"{_home_of(path) or path.with_suffix('')}-answers"
+
+
+def _home_of(path: Path) -> Path | None:
+    """Find the folder that belongs to the results in a file or folder; None: the file is by itself."""
+    if path.is_dir():
+        return path
+    folder = path.parent
+    return folder if is_run(folder) or any(map(SHARE_NAME.fullmatch, os.listdir(folder))) else None
+
+
+def _has_run_file(folder: Path) -> bool:
+    return is_output_folder(folder, [RUN_FILE])

@@ -1,0 +1,144 @@
+"""What may be written where: no command hides, mixes, deletes or replaces results of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from constants import Kvr
+from made_runs import corpus_of, record, take, write
+
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, OutputError
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.targets import answers_folder, check_file, check_output_folder
+
+
+def make_run(folder: Path, *names: str, share: slice = slice(0, None, 1)) -> Path:
+    take(folder, mode="new", corpus=corpus_of("abcd"), share=share).close()
+    write(folder, "0000", [record(name) for name in names])
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", *"abcd")
+
+
+@pytest.fixture
+def array(tmp_path: Path) -> Path:
+    for number in range(2):
+        share = slice(number, None, 2)
+        make_run(tmp_path / "array" / f"share-{number}-of-2", *"abcd"[share], share=share)
+    return tmp_path / "array"
+
+
+def test_a_run_that_is_read_is_not_written_to(run: Path, array: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(run)
+    (tmp_path / "all.h5").touch()
+    shard = next(run.glob("*.h5"))
+    for read, output in (
+        (run, run),
+        (run, tmp_path / "x" / ".." / "run"),
+        (run, tmp_path / "link"),
+        (tmp_path / "link", run),
+        (shard, run),
+        (run, run / "answers"),
+        (shard, run / "answers"),
+        (array, array / "share-0-of-2"),
+        (array, array / "answers"),
+        (array / "share-0-of-2", array / "share-0-of-2"),
+        (tmp_path / "all.h5", tmp_path),
+    ):
+        with pytest.raises(OutputError, match="choose another folder"):
+            check_output_folder(output, [read])
+    for read, output in ((run, tmp_path / "run-answers"), (tmp_path / "all.h5", tmp_path / "all-answers")):
+        check_output_folder(output, [read, tmp_path / "nowhere"])
+
+
+def test_a_folder_is_a_run_or_holds_runs(run: Path, array: Path) -> None:
+    for output in (run / "inner", run / "deep" / "inner", array):
+        with pytest.raises(OutputError, match="of (another run|other runs)"):
+            check_output_folder(output)
+    check_output_folder(run)
+    check_output_folder(array / "share-0-of-2")
+    (run.parent / "holder" / "project").mkdir(parents=True)
+    (run.parent / "holder" / "project" / "run.json").write_text('{"name": "somebody else\'s"}')
+    check_output_folder(run.parent / "holder")
+    check_output_folder(run.parent / "holder" / "project" / "run")
+
+
+def test_answers_go_beside_the_run(run: Path, array: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, file = f"{run}-answers", next(run.glob("*.h5"))
+    (array / "all.h5").touch()
+    (run.parent / "all.h5").touch()
+    monkeypatch.chdir(run)
+    for path in (run, Path("."), Path("../run/"), file, Path(file.name)):
+        assert answers_folder(path) == wanted
+    assert answers_folder(array) == answers_folder(array / "all.h5") == f"{array}-answers"
+    assert answers_folder(run.parent / "all.h5") == str(run.parent / "all-answers")
+
+
+OWN = (
+    "results.h5",
+    "results.h5.part",
+    "run.json",
+    "shard-0001-0000-00000.h5",
+    "shard-9999-0000-00000.h5.damaged-1",
+    "ledger-0000.jsonl",
+    ".lock-000001",
+    "progress.json",
+    "parts/notes.txt",
+    "trace/0001-0000.jsonl",
+)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_no_command_writes_a_file_of_a_run(run: Path, tmp_path: Path, run_kvr: Kvr, name: str) -> None:
+    target = run / name
+    target.parent.mkdir(exist_ok=True)
+    target.exists() or target.write_text("as it was")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and ".lock" not in path.name}
+    for command in (
+        ("report", run, "-o", target),
+        ("report", run, "-o", tmp_path / "page.html", "--trace-json", target),
+        ("merge", run, "-o", target),
+        ("export", run, "-o", target),
+        ("export", run, "--format", "openai-batch", "-o", tmp_path / "answers.jsonl", "--errors", target),
+    ):
+        code, _, err = run_kvr(*command, "--overwrite")
+        assert code == EXIT_CONFIG and "file of the run" in err, err
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_file_is_replaced_only_if_asked(run: Path, tmp_path: Path, run_kvr: Kvr) -> None:
+    target = tmp_path / "document.txt"
+    for command in (
+        ("report", run, "-o", target),
+        ("merge", run, "-o", target),
+        ("export", run, "-o", target),
+    ):
+        target.write_text("a document")
+        code, _, err = run_kvr(*command)
+        assert code == EXIT_CONFIG and "add --overwrite" in err and target.read_text() == "a document"
+        assert run_kvr(*command, "--overwrite")[0] == EXIT_OK and target.read_bytes() != b"a document"
+    for _ in range(2):  # the run's own page
+        assert run_kvr("report", run)[0] == EXIT_OK
+    assert [each.id for each in read_run(run)] == [*"abcd"]
+
+
+def test_what_is_read_is_never_replaced(run: Path, tmp_path: Path, run_kvr: Kvr) -> None:
+    assert run_kvr("merge", run, "-o", tmp_path / "all.h5")[0] == EXIT_OK
+    before = (tmp_path / "all.h5").read_bytes()
+    os.link(tmp_path / "all.h5", tmp_path / "same.html")
+    for target in ("all.h5", "same.html"):
+        for command in ("report", "export"):
+            code, _, err = run_kvr(command, tmp_path / "all.h5", "-o", tmp_path / target, "--overwrite")
+            assert code == EXIT_CONFIG and "is read" in err
+    assert (tmp_path / "all.h5").read_bytes() == before
+
+
+def test_a_place_that_cannot_be_written_is_named_first(run: Path, tmp_path: Path) -> None:
+    for path, words in ((tmp_path / "nowhere" / "file", "there is no folder"), (run, "is a folder")):
+        with pytest.raises(OutputError, match=words):
+            check_file(path, overwrite=True)
