@@ -61,7 +61,7 @@ run_options = grouped(
     click.option(
         "--resume",
         is_flag=True,
-        help="Continue from the results in the output folder; implied after SLURM has requeued the job, if it wrote these results.",
+        help="Continue from the results in the output folder; implied if SLURM has requeued the job that wrote them.",
     ),
     click.option("--retry-failed", is_flag=True, help="When resuming, process documents with error records again."),
     click.option(
