@@ -43,10 +43,8 @@ class ModelSection(Section):
     path: str = Field(min_length=1, description="folder, .gguf file, package:NAME/FILE, or id on the Hugging Face hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the model's own")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
-    kernels: Literal["measured", "compiled", "plain"] = Field(
-        "measured",
-        description="on CPUs: the fastest kernels measured on this machine; compiled: also compile some, once per "
-        "processor type; plain: the model's own code",
+    kernels: Literal["measured", "plain"] = Field(
+        "measured", description="on CPUs: the fastest kernels measured on this machine; plain: the model's own code"
     )
     adapter: str | None = Field(None, min_length=1, description="folder of a LoRA adapter, merged when it is loaded")
     stream_weights: bool = Field(

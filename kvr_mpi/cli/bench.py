@@ -142,7 +142,7 @@ class BenchOptions:
 )
 @click.option(
     "--kernels",
-    type=click.Choice(["measured", "compiled", "plain"]),
+    type=click.Choice(["measured", "plain"]),
     default="measured",
     show_default=True,
     help="Kernels that ours uses, as model.kernels in a job file; with --batch the job's setting counts.",

@@ -116,7 +116,6 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
     checks: list[Callable[[], object]] = [
         partial(choose_chain_size, spec, ranks),
         partial(_check_table, spec, ranks),
-        partial(_check_kernels, spec),
         partial(check_cache, spec),
         partial(check_streaming, spec, ranks),
         partial(_check_compress, spec),
@@ -157,15 +156,6 @@ def _check_table(spec: JobSpec, ranks: int) -> None:
         f"parallel.table = {str(path)!r} has no table for chains of {size} rank(s): {found}. Start as many ranks as a "
         f"table is for, create one with kvr search, or name one file and set parallel.table_force = true"
     )
-
-
-def _check_kernels(spec: JobSpec) -> None:
-    """Refuse to compile what nothing would compute with."""
-    if spec.model.kernels == "compiled" and spec.parallel.strategy == "single":
-        raise ConfigError(
-            "model.kernels = 'compiled': strategy = 'single' is plain transformers, which uses the model's own code; "
-            "leave model.kernels out, or choose parallel.strategy = 'kvr', which also runs on one rank"
-        )
 
 
 def _check_compress(spec: JobSpec) -> None:

@@ -102,10 +102,6 @@ def check_streaming(spec: JobSpec, ranks: int) -> None:
             "all weights would be read again for each of its steps; leave it out",
         ),
         "model.device = 'cuda'": (model.device == "cuda", "layers are read into host memory; set 'cpu'"),
-        "model.kernels = 'compiled'": (
-            model.kernels == "compiled",
-            "streamed layers use the model's own code; leave it out",
-        ),
         "model.adapter": (model.adapter is not None, "merge the adapter into the model's files first"),
         "model.trust_remote_code = true": (
             model.trust_remote_code,

@@ -73,9 +73,7 @@ def load_on_all(
     if kernels != "plain":
         free = free_bytes(loaded.device, ranks_on_device(world, loaded.device))
         with alone(stage):  # a part's rows are tried without the sums over its stage
-            choose_kernels(
-                loaded, world, free, arguments["cache_dir"], say or _say_nothing, compiles=kernels == "compiled"
-            )
+            choose_kernels(loaded, world, free, arguments["cache_dir"], say or _say_nothing)
     return loaded
 
 

@@ -6,8 +6,13 @@ compiler that failed is not asked again, and one that is not there is looked for
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
+import stat
+import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +20,16 @@ from typing import Any
 import torch
 import xxhash
 
+from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.model.cpu_attention import HEADERS, SOURCES, AttentionLibrary
 from kvr_mpi.model.narrow_product import BLOCK, NarrowProducts, NarrowWeights
-from kvr_mpi.tuning.compiled import DTYPES, check_kept, make_once, run_compiler
 from kvr_mpi.tuning.identity import processor_key
 
+DTYPES = (torch.float32, torch.bfloat16)
 # Seconds, on a machine that is busy.
 LIMIT_S = 60.0
+MOST_BYTES = 64 << 20
+FAILED, MOST_NOTE_BYTES = "failed.txt", 4096
 COMPILERS = ("c++", "g++", "clang++")
 # No contraction changes an order of additions; no option gives up NaN.
 OPTIONS = "-std=c++17 -O3 -march=native -ffp-contract=fast -fno-math-errno -shared -fPIC -pthread".split()
@@ -77,18 +85,83 @@ def _compile(file: Path, say: Say, limit_s: float) -> None:
     if compiler is None:
         say(f"{NOT_COMPILED}: no compiler found ({', '.join(COMPILERS)}), and CXX is not set")
         return
-    make_once(
-        file.parent, NOT_COMPILED, [file.name], lambda work: _run_compiler(compiler, work / file.name, limit_s), say
-    )
+    note = file.parent / FAILED
+    if note.exists():
+        why = read_regular(note, MOST_NOTE_BYTES).decode(errors="replace").strip()
+        say(f"{NOT_COMPILED}, since that failed before ({why}); remove {note} to try again")
+        return
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    work = Path(tempfile.mkdtemp(prefix=".compiling-", dir=file.parent))
+    try:
+        if why := _run_compiler(compiler, work / file.name, limit_s):
+            say(f"{NOT_COMPILED}: {why}")
+            with replacing(note) as stream:
+                stream.write(f"{why}\n".encode())
+        else:
+            keep_made(work / file.name, file)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _run_compiler(compiler: str, made: Path, limit_s: float) -> str:
-    """Make the library; say why there is none, nothing if there is."""
-    try:
-        why = run_compiler([*compiler.split(), *OPTIONS, *map(str, SOURCES), "-o", str(made)], {}, limit_s)
-    except OSError as error:
-        return f"{compiler} cannot be run ({error.strerror or error})"
-    return why or ("" if made.is_file() else f"{compiler} did not create a file")
+    """Make the library, with a compiler in a session of its own; say why there is none, nothing if there is."""
+    command = [*compiler.split(), *OPTIONS, *map(str, SOURCES), "-o", str(made)]
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # so that all of a compiler that hangs can be ended
+            )
+        except OSError as error:
+            return f"{compiler} cannot be run ({error.strerror or error})"
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return f"the compiler was stopped after {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
+    if code:
+        last = "".join(lines[-1:]) or "without output"
+        reason = next((line for line in reversed(lines) if "error" in line.lower()), last)
+        return f"the compiler failed ({reason[:300]})"
+    return "" if made.is_file() else f"{compiler} did not create a file"
+
+
+def keep_made(made: Path, file: Path) -> None:
+    """Move what a compiler made to its place, with its checksum beside it."""
+    made.chmod(0o600)
+    with replacing(file.with_suffix(".xxh3")) as stream:
+        stream.write(_digest(made).encode())
+    made.replace(file)
+
+
+def check_kept(file: Path) -> None:
+    """Make sure that a file of code was kept by us and is whole.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+    ValueError
+        If it may be somebody else's, or is damaged.
+    """
+    for path in (file.parent, file):
+        found = path.lstat()
+        if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise ValueError(f"{path} is a link, or others can write to it")
+    if _digest(file) != read_regular(file.with_suffix(".xxh3"), 100).decode(errors="replace"):
+        raise ValueError("it is damaged")
+
+
+def _digest(file: Path) -> str:
+    return xxhash.xxh3_128_hexdigest(read_regular(file, MOST_BYTES))
 
 
 @torch.inference_mode()

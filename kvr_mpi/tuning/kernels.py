@@ -1,4 +1,4 @@
-"""Which way each kind of product, norm, gate and attention is computed fastest, measured on this processor.
+"""Which way each kind of product, and attention, is computed fastest, measured on this processor.
 
 Once for a processor, a number of threads, torch's version and a model's shapes: each way beside the module's own code,
 back to back, at the row counts that matter (`model.kernels.ROWS`). All ranks of a host measure at once, as they will
@@ -23,22 +23,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.cpu_attention import AttentionLibrary, CpuAttention
-from kvr_mpi.model.fused import (
-    GateFound,
-    NormFound,
-    find_gates,
-    find_norms,
-    give_gate,
-    give_norm,
-    is_same,
-)
-from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel, kernel_bytes, without_kernels
+from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel, kernel_bytes
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.products import PREPACKED, find_products, give_products, narrow_weights
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
-from kvr_mpi.tuning.compile_program import NORM
-from kvr_mpi.tuning.compiled import DTYPES, open_compiled
-from kvr_mpi.tuning.compiled_attention import open_attention
+from kvr_mpi.tuning.compiled_attention import DTYPES, open_attention
 from kvr_mpi.tuning.identity import processor_key, processor_name
 from kvr_mpi.tuning.pieces import (
     TURNS_ROWS,
@@ -46,11 +35,6 @@ from kvr_mpi.tuning.pieces import (
     Piece,
     attention_name,
     attention_pieces,
-    gate_name,
-    gate_pieces,
-    gates_of,
-    norm_name,
-    norm_pieces,
     product_pieces,
 )
 
@@ -80,9 +64,7 @@ class _Kept(BaseModel):
     gains: dict[str, dict[str, list[Annotated[float, Field(ge=0, le=1e6)]]]]
 
 
-def choose_kernels(
-    loaded: LoadedModel, world: Transport, free_bytes: int, cache_dir: Path, say: Say, *, compiles: bool
-) -> None:
+def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache_dir: Path, say: Say) -> None:
     """Measure, choose and make ready; every rank calls this.
 
     Parameters
@@ -92,25 +74,18 @@ def choose_kernels(
     cache_dir : Path
     say : callable
         For a line of text.
-    compiles : bool
-        Compile norms and gates, which takes half a minute, if that was never done for this processor; otherwise they
-        are compiled only if it was. Attention is compiled in any case: that takes two seconds.
     """
     if any(share_json(world, gather_json(world, loaded.device.type != "cpu"))):
         return
     say("model loaded; measuring kernels for this processor, unless measured before")
-    with without_kernels(loaded.model):
-        norms, gates = find_norms(loaded.model), find_gates(loaded.model)
-    names, is_first = _compilable(loaded, norms, gates), world.local_rank == 0
-    compiled = host_by_host(
-        world, lambda: open_compiled(cache_dir, loaded.dtype, names, say, compiles=compiles and is_first)
-    )
-    attention = host_by_host(world, lambda: _open_attention(loaded, cache_dir, say, compiles=is_first))
+    attention = host_by_host(world, lambda: _open_attention(loaded, cache_dir, say, compiles=world.local_rank == 0))
     with torch.inference_mode():
         room, products = COPY_SHARE * free_bytes, None if attention is None else attention.products
         narrowed = {} if products is None else narrow_weights(loaded.model, room)
-        pieces = [*product_pieces(loaded.model, room, products, narrowed), *norm_pieces(norms, compiled)]
-        pieces += [*gate_pieces(gates, compiled), *attention_pieces(loaded, attention)]
+        pieces = [
+            *product_pieces(loaded.model, room, products, narrowed),
+            *attention_pieces(loaded, attention),
+        ]
         holds_for = _holds_for(pieces, attention)
         file = cache_dir / "kernels" / f"{xxhash.xxh3_64_hexdigest(holds_for.encode())}.json"
         known = _read(file, holds_for, pieces)
@@ -123,26 +98,12 @@ def choose_kernels(
     del pieces
     if known is None and world.local_rank == 0:
         _keep(file, holds_for, gains, say)
-    copied = {name: taken for name, taken in ways.items() if set(COPIES) & set(taken)}
-    give_products(loaded.model, copied, products, narrowed)
-    for norm in norms:
-        if (taken := ways.get(norm_name(norm))) is not None:
-            give_norm(norm, compiled[NORM], taken)
-    for gate in gates:
-        if (taken := ways.get(gate_name(gate))) is not None:
-            give_gate(gate, gates_of(gate.activation, compiled), taken)
+    give_products(loaded.model, ways, products, narrowed)
     say(_describe(ways, kernel_bytes(loaded.model), "measured" if known is None else "from earlier measurements"))
 
 
 def _known_or_measured(known: Gains | None, pieces: Sequence[Piece]) -> Gains:
     return measure_gains(pieces) if known is None else known
-
-
-def _compilable(loaded: LoadedModel, norms: Sequence[NormFound], gates: Sequence[GateFound]) -> list[str]:
-    """Name what this model could use, if it is large enough to gain by it."""
-    if loaded.model.config.get_text_config().hidden_size < LEAST_FEATURES:
-        return []
-    return ([NORM] if norms else []) + sorted({gate.activation for gate in gates})
 
 
 def _open_attention(loaded: LoadedModel, cache_dir: Path, say: Say, *, compiles: bool) -> AttentionLibrary | None:
@@ -323,3 +284,10 @@ def _describe(ways: Mapping[str, Ways], copied: int, how: str) -> str:
         parts.append(f"{name} {taken[0] if len(set(taken)) == 1 else ', '.join(runs)}")
     more = f"; {copied / 1e9:.2f} GB more" if copied else ""
     return f"kernels for {processor_name()}, {how}: {'; '.join(parts) or 'all plain'}{more}"
+
+
+def is_same(truth: torch.Tensor, found: torch.Tensor) -> bool:
+    """Whether two results differ by no more than their type's rounding does; not if anything is not finite."""
+    allowed = 1e-5 if truth.dtype == torch.float32 else 2e-2
+    largest = float(truth.float().abs().max())
+    return float((truth.float() - found.float()).abs().max()) <= allowed * max(largest, 1e-30)

@@ -1,4 +1,4 @@
-"""What a model computes that can be computed in several ways, by kinds: products, norms, gates and attention."""
+"""What a model computes that can be computed in several ways, by kinds: products and attention."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from kvr_mpi.kv.attention import attend
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.cpu_attention import OWN, AttentionLibrary, CpuAttention
-from kvr_mpi.model.fused import COMPILED, GATES, IN_PLACE, IN_PLACE_GATES, GateFound, NormFound
 from kvr_mpi.model.kernels import PLAIN, always
 from kvr_mpi.model.narrow_product import NARROW, NarrowProducts, NarrowWeights
 from kvr_mpi.model.products import PREPACKED, Product, can_lay, find_products
-from kvr_mpi.tuning.compile_program import NORM
-from kvr_mpi.tuning.compiled import Compiled
 
 # A few rows read weights, keys and values from memory, as in a model of many layers: so many bytes take turns.
 TURNS_BYTES, TURNS_ROWS = 64 << 20, 8
@@ -73,60 +70,6 @@ def product_pieces(
 def _linear(layer: torch.nn.Linear) -> Compute:
     weight, bias = layer.weight.detach(), layer.bias
     return lambda rows: torch.nn.functional.linear(rows, weight, bias)
-
-
-def norm_pieces(norms: Sequence[NormFound], compiled: Mapping[str, Compiled]) -> list[Piece]:
-    """List norms by their number of features."""
-    if NORM not in compiled:
-        return []
-    pieces = {}
-    for each in norms:
-        ways: dict[str, Sequence[Compute]] = {PLAIN: [each.module], COMPILED: [_norm(each, compiled[NORM])]}
-        pieces[norm_name(each)] = Piece(norm_name(each), ways, each.weight.shape[0], _dtype(each.module))
-    return list(pieces.values())
-
-
-def _norm(found: NormFound, norm: Compiled) -> Compute:
-    return lambda rows: norm(rows, found.weight, found.epsilon)
-
-
-def gate_pieces(gates: Sequence[GateFound], compiled: Mapping[str, Compiled]) -> list[Piece]:
-    """List activations; the rows are both halves side by side, of which the first may be overwritten."""
-    pieces = {}
-    for each in gates:
-        ways = {PLAIN: [_halves(GATES[each.activation])]}
-        ways |= {way: [_halves(gate)] for way, gate in gates_of(each.activation, compiled).items()}
-        width = getattr(each.module, each.linear[0]).out_features
-        pieces[gate_name(each)] = Piece(gate_name(each), ways, 2 * width, _dtype(each.module))
-    return list(pieces.values())
-
-
-def gates_of(activation: str, compiled: Mapping[str, Compiled]) -> dict[str, Compiled]:
-    """Return the ways to compute a gate, but its own, by their names."""
-    found = {IN_PLACE: IN_PLACE_GATES.get(activation), COMPILED: compiled.get(activation)}
-    return {way: gate for way, gate in found.items() if gate is not None}
-
-
-def _halves(gate: Compiled) -> Compute:
-    def compute(rows: torch.Tensor) -> torch.Tensor:
-        half = rows.numel() // 2
-        return gate(rows.view(-1)[:half].clone(), rows.view(-1)[half:])  # a product's output is as new
-
-    return compute
-
-
-def norm_name(found: NormFound) -> str:
-    """Name a kind of norm."""
-    return f"norm of {found.weight.shape[0]}"
-
-
-def gate_name(found: GateFound) -> str:
-    """Name a kind of gate."""
-    return f"{found.activation} of {getattr(found.module, found.linear[0]).out_features}"
-
-
-def _dtype(module: torch.nn.Module) -> torch.dtype:
-    return next(module.parameters()).dtype
 
 
 def attention_pieces(loaded: LoadedModel, library: AttentionLibrary | None) -> list[Piece]:

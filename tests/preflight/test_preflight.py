@@ -135,13 +135,6 @@ def test_a_single_finding_is_said_as_it_is(job: Path) -> None:
     assert refusal(job, "documents.path=nowhere").startswith("documents.path 'nowhere': no such file")
 
 
-def test_kernels_are_not_compiled_for_nothing(job: Path) -> None:
-    check(job, "model.kernels=compiled")
-    assert "strategy = 'single' is plain transformers" in refusal(
-        job, "model.kernels=compiled", "parallel.strategy=single"
-    )
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_table_for_other_chains_is_refused(job: Path, tmp_path: Path, ranks: int) -> None:
     save_table(a_table(), tmp_path / "table.json")

@@ -91,7 +91,7 @@ def main() -> None:
     cache_dir = read_environment().machine.cache_dir
     loaded = load_on_all(LocalTransport(), SMOLLM, dtype="float32", device="cpu", offline=True, cache_dir=cache_dir)
     world, room = LocalTransport(), psutil.virtual_memory().available
-    choose_kernels(loaded, world, room, cache_dir, lambda line: print(line, file=sys.stderr), compiles=False)
+    choose_kernels(loaded, world, room, cache_dir, lambda line: print(line, file=sys.stderr))
     prepare_model(loaded.model, chain=True)
     reserve = given.steps * (given.rounds + 1) + 2
     others, arena = 1 if given.against == "alone" else given.documents, None

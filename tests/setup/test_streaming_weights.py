@@ -91,7 +91,6 @@ def test_scores_are_those_of_the_plain_job(run: Any) -> None:
         (("generation.max_new_tokens=0", "cache.kind=rolling"), "cache.kind = 'rolling'"),
         (("generation.max_new_tokens=0", "model.device=cuda"), "model.device = 'cuda'"),
         (("generation.max_new_tokens=0", "model.adapter=lora"), "model.adapter"),
-        (("generation.max_new_tokens=0", "model.kernels=compiled"), "model.kernels = 'compiled'"),
         (("generation.max_new_tokens=0", "output.kv=sharded"), "output.kv = 'sharded'"),
         (("generation.max_new_tokens=1", "decode.mode=auto"), "decode.mode = 'auto'"),
         (("generation.max_new_tokens=1", "compress.method=streaming-llm", "compress.budget=64"), "[compress]"),

@@ -10,8 +10,7 @@ import pytest
 
 from kvr_mpi.model.cpu_attention import AttentionLibrary
 from kvr_mpi.tuning import compiled_attention
-from kvr_mpi.tuning.compiled import FAILED, keep_made
-from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
+from kvr_mpi.tuning.compiled_attention import COMPILERS, FAILED, keep_made, open_attention
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler")
 
