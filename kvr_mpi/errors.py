@@ -82,9 +82,21 @@ class MissingError(DataError):
 
 
 class TransportError(KvrError):
-    """The ranks cannot communicate: no MPI, or a launcher that does not match it."""
+    """The ranks cannot communicate: no MPI, or a launcher that does not match it.
+
+    Parameters
+    ----------
+    found : str
+        What happened.
+    remedy : str
+        What to do about it, if that is known.
+    """
 
     exit_code = EXIT_NO_TRANSPORT
+
+    def __init__(self, found: str, remedy: str = "") -> None:
+        super().__init__(f"{found}; {remedy}" if remedy else found)
+        self.found, self.remedy = found, remedy
 
 
 class ConfigError(KvrError):

@@ -54,7 +54,7 @@ CONTACTS = {
         "store/outputs.py",
         "store/shards.py",
         "store/merge.py",
-        "doctor/hdf5.py",
+        "doctor/folder.py",
     },
     "matplotlib": {"report/plots.py"},
     # The caches are one rank's of one prompt; a row of several prompts has to look like a cache to the model, too.

@@ -6,14 +6,11 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import click
 
 from kvr_mpi.cli.options import command
-
-if TYPE_CHECKING:
-    from kvr_mpi.doctor.steps import Request
 
 
 @command()
@@ -46,7 +43,7 @@ def doctor(
     as_json: bool,
     output_dir: Path,
     share_gpu: bool,
-    try_transfers: str,
+    try_transfers: Literal["auto", "host", "cuda", "no"],
     ranks_per_stage: int | None,
     job: Path | None,
 ) -> int:
@@ -59,23 +56,19 @@ def doctor(
 
     Exit codes: 0 no check failed; 69 the ranks cannot communicate; 78 another check failed.
     """  # noqa: D301
+    from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.doctor.findings import Finding, to_json, to_lines
-    from kvr_mpi.doctor.launch import diagnose
+    from kvr_mpi.doctor.launch import Request, diagnose
 
-    stage_size = ranks_per_stage or 1
+    size = ranks_per_stage or 1
     if ranks_per_stage is None and job is not None:
         from kvr_mpi.job import load_job
 
-        stage_size = load_job(job)[0].parallel.ranks_per_stage
-
-    def prepare() -> Request:
-        from kvr_mpi.cli.environment import read_environment
-        from kvr_mpi.doctor.steps import Request
-
-        cache_dir = read_environment().machine.cache_dir
-        return Request(output_dir, share_gpu, try_transfers, cache_dir=cache_dir, ranks_per_stage=stage_size)
+        size = load_job(job)[0].parallel.ranks_per_stage
+    cache_dir = read_environment().machine.cache_dir
+    request = Request(output_dir, share_gpu, try_transfers, cache_dir, size)
 
     def show(findings: Sequence[Finding]) -> None:
         click.echo(json.dumps(to_json(findings), indent=2) if as_json else "\n".join(to_lines(findings)))
 
-    return diagnose(prepare, os.environ, show)
+    return diagnose(request, os.environ, show)

@@ -1,4 +1,4 @@
-"""The output folder: whether it can be written safely, has room, and is one folder on all hosts."""
+"""HDF5 and the output folder: whether it can be written safely, has room, and is one folder on all hosts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import h5py
+import numpy as np
+
 from kvr_mpi.doctor.deadlines import gather_tried, within
 from kvr_mpi.doctor.facts import RankFacts
 from kvr_mpi.doctor.findings import Finding, fail, ok, some, warn
-from kvr_mpi.doctor.hdf5 import write_and_read
+from kvr_mpi.store.hdf5 import open_hdf5
 from kvr_mpi.transport import Transport, share_json
 
 T = TypeVar("T")
@@ -24,6 +27,13 @@ DISK_TIMEOUT_S = 30.0
 # A network file system shows other hosts a new file after a while.
 VISIBLE_WITHIN_S = 5.0
 FEW_BYTES = 5 << 30
+VALUES = 1 << 18
+
+
+def check_hdf5() -> list[Finding]:
+    """Name h5py and HDF5; either build will do, since every rank writes files of its own."""
+    kind = "with MPI" if h5py.get_config().mpi else "serial, which is sufficient"
+    return [ok("hdf5", f"h5py {h5py.version.version}, HDF5 {h5py.version.hdf5_version}, built {kind}")]
 
 
 def existing_folder(path: Path) -> Path:
@@ -53,6 +63,33 @@ def check_folder(path: Path) -> list[Finding]:
         check_locking(folder),
         check_space(folder),
     ]
+
+
+def write_and_read(folder: Path, stem: str) -> bool:
+    """Write an HDF5 file under its final name and say whether it reads back unchanged; leaves nothing.
+
+    Raises
+    ------
+    OSError, DataError
+    """
+    part, path = folder / f"{stem}.h5.part", folder / f"{stem}.h5"
+    values = np.arange(VALUES, dtype=np.int64)
+    try:
+        with h5py.File(part, "x") as file:  # takes HDF5's lock, as every writer does
+            file["values"] = values
+        for target in (part, folder):
+            handle = os.open(target, os.O_RDONLY)
+            try:
+                if target == folder:
+                    os.replace(part, path)
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        with open_hdf5(path) as file:
+            return bool(np.array_equal(file["values"][()], values))
+    finally:
+        part.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def check_locking(folder: Path) -> Finding:

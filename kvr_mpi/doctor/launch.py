@@ -1,116 +1,111 @@
-"""From a launcher's process to findings: join MPI in a child, and turn every way in which that fails into a finding."""
+"""From a launcher's process to findings: examine in a process of its own, and report every way in which that ends."""
 
 from __future__ import annotations
 
-import subprocess
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter
 
 from kvr_mpi.doctor.findings import Finding, exit_code, fail
-from kvr_mpi.doctor.supervise import Outcome, Tell, launcher_rank, supervised
-from kvr_mpi.errors import EXIT_NO_TRANSPORT, EXIT_OK, TransportError
+from kvr_mpi.doctor.process import Child, Outcome, python_module, run_limited
+from kvr_mpi.errors import EXIT_NO_TRANSPORT, EXIT_OK
+from kvr_mpi.transport.links import Effort
+from kvr_mpi.transport.mpi import launched_rank
 
-if TYPE_CHECKING:
-    from kvr_mpi.doctor.steps import Request
-
-# Nothing heavy may be imported above: the process is forked first.
+# Longer than rank 0 waits for a rank that is lost.
+PAUSE_S = 300.0
+LIBRARY_TIMEOUT_S = 60.0
 MISMATCH_REMEDY = (
     "use the launcher of this MPI: its own mpirun (`which mpirun` shows which one is found); under SLURM, `srun "
     "--mpi=pmi2` for MPICH, or `srun --mpi=pmix` for Open MPI"
 )
-# Longer than rank 0 waits for a rank that is lost.
-PAUSE_S = 300.0
-JOIN_TIMEOUT_S = 120.0
-LIBRARY_TIMEOUT_S = 60.0
+# The disposable process that tries transfers.
+TRIAL_TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked for, and how long ranks wait.
+
+    cache_dir : where to note that this MPI moves GPU memory.
+    effort : how much is sent to measure links and sums.
+    timeout_s : within which a message arrives.
+    patience_s : within which ranks come together; rank 0 may have been busy with a step of its own before.
+    """
+
+    output_dir: Path = Path()
+    share_gpu: bool = False
+    try_transfers: Literal["auto", "host", "cuda", "no"] = "auto"
+    cache_dir: Path | None = None
+    ranks_per_stage: int = 1
+    effort: Effort = Effort(rounds=200)
+    timeout_s: float = 20.0
+    patience_s: float = TRIAL_TIMEOUT_S + 60.0
+
+
+REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
 
 
 def diagnose(
-    prepare: Callable[[], Request],
+    request: Request,
     environ: Mapping[str, str],
     show: Callable[[Sequence[Finding]], None],
     pause_s: float = PAUSE_S,
+    program: Sequence[str] = tuple(python_module("kvr_mpi.doctor.steps")),
 ) -> int:
     """Examine this machine, show the findings on the first rank, and return the exit code.
 
     Parameters
     ----------
-    prepare : Callable
-        Makes the request, in the child: what it imports may be heavy.
     pause_s : float
         How long a rank that is lost, or has lost others, leaves the first one to say so: its end may end all.
+    program : sequence of str
+        The command that examines, without its arguments.
     """
-    rank = launcher_rank(environ)
+    rank = launched_rank(environ)
 
-    def report(outcome: Outcome) -> int:
-        if rank == 0:
-            findings = (*outcome.findings, *_ended_badly(outcome))
-            show(findings)
-            return exit_code(findings)
-        if not (outcome.problem or outcome.lost):
+    def start(launch: Finding | None) -> tuple[Child, Outcome]:
+        words = [REQUEST.dump_json(request).decode(), json.dumps(launch and asdict(launch))]
+        child = Child([*program, *words], environ)
+        return child, child.outcome()
+
+    child, outcome = start(None)
+    if outcome.problem and outcome.step == "launcher":
+        # Not joined. The first rank speaks, if its launcher lets it: an error here might end that one too.
+        if rank:
             return EXIT_OK
-        if outcome.problem:
-            print(f"kvr doctor: rank {rank}: the step '{outcome.step}' {outcome.problem}", file=sys.stderr, flush=True)
-        time.sleep(pause_s)
-        return EXIT_NO_TRANSPORT
-
-    def report_joined(outcome: Outcome) -> int | Outcome:
-        if outcome.problem and outcome.step == "launcher":
-            # Not joined. The first rank speaks, if its launcher lets it: an error here might end that one too.
-            return EXIT_OK if rank else outcome
-        return report(outcome)
-
-    done = supervised(lambda tell: _join(prepare, environ, tell, None), report_joined)
-    if isinstance(done, int):
-        return done
-    launch = _not_joined(done)
-    return supervised(lambda tell: _join(prepare, environ, tell, launch), report)
+        child, outcome = start(_not_joined(outcome, environ))
+    code = _report(rank, outcome, show, pause_s)
+    if outcome.lost:
+        child.release()  # only now: a launcher may then end this process, too
+    return code
 
 
-def _join(
-    prepare: Callable[[], Request], environ: Mapping[str, str], tell: Tell, launch: Finding | None
-) -> Callable[[], None] | None:
-    """Join the others and examine; alone, if something keeps the ranks apart."""
-    from kvr_mpi.doctor.examine import examine
-    from kvr_mpi.transport import Transport
-    from kvr_mpi.transport.local import LocalTransport
-    from kvr_mpi.transport.mpi import connect
-
-    request = prepare()
-    tell.step("launcher", JOIN_TIMEOUT_S)
-    world: Transport = LocalTransport()
-    if launch is None:
-        try:
-            world = connect(environ)
-        except TransportError as error:
-            launch = launch_failure(error)
-    if launch is not None and launcher_rank(environ):
-        return None  # each process believes to be alone; only the first says what it sees
-    in_order = examine(world, request, environ, tell, launch)
-    return None if in_order else lambda: world.abort(EXIT_NO_TRANSPORT)
+def _report(rank: int, outcome: Outcome, show: Callable[[Sequence[Finding]], None], pause_s: float) -> int:
+    if rank == 0:
+        findings = (*outcome.findings, *_ended_badly(outcome))
+        show(findings)
+        return exit_code(findings)
+    if not (outcome.problem or outcome.lost):
+        return EXIT_OK
+    if outcome.problem:
+        print(f"kvr doctor: rank {rank}: the step '{outcome.step}' {outcome.problem}", file=sys.stderr, flush=True)
+    time.sleep(pause_s)
+    return EXIT_NO_TRANSPORT
 
 
-def launch_failure(error: TransportError) -> Finding:
-    """Split the message into what was found and what to do."""
-    text = str(error)
-    for mark in ("). Under", "; load"):
-        found, separator, remedy = text.partition(mark)
-        if separator:
-            cut = separator.index(" ")
-            return fail("launcher", found + separator[:cut].rstrip(".;"), separator[cut:].strip() + remedy)
-    return fail("launcher", text, MISMATCH_REMEDY)
-
-
-def _not_joined(outcome: Outcome) -> Finding:
+def _not_joined(outcome: Outcome, environ: Mapping[str, str]) -> Finding:
     """Describe an MPI that did not survive joining it."""
-    try:
-        command = [sys.executable, "-m", "kvr_mpi.transport.mpi_query"]
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=LIBRARY_TIMEOUT_S, check=False)
-        library = asked.stdout.strip() or "MPI"
-    except (OSError, subprocess.TimeoutExpired):
-        library = "MPI"
-    return fail("launcher", f"joining {library} {outcome.problem}: the launcher does not match it", MISMATCH_REMEDY)
+    code, output, _ = run_limited(python_module("kvr_mpi.transport.mpi_query"), environ, LIBRARY_TIMEOUT_S)
+    library = output.strip() if code == 0 else ""
+    found = f"joining {library or 'MPI'} {outcome.problem}: the launcher does not match it"
+    return fail("launcher", found, MISMATCH_REMEDY)
 
 
 def _ended_badly(outcome: Outcome) -> list[Finding]:

@@ -1,42 +1,63 @@
-"""The chain's links, measured one at a time through the transport that a job uses.
-
-Rank i plays ping-pong with rank i+1; when they are done, rank i+1 begins with rank i+2. The others sleep.
-"""
+"""The chain's links and the stages' sums, measured through the transport that a job uses, and judged."""
 
 from __future__ import annotations
 
 import statistics
 import time
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvr_mpi.doctor.deadlines import wait_for
-from kvr_mpi.doctor.findings import Finding, fail, warn
-from kvr_mpi.transport import Transport
+from kvr_mpi.doctor.deadlines import wait_for, within
+from kvr_mpi.doctor.findings import Finding, fail, number_ranges, some, warn
+from kvr_mpi.topology import place_in_stage
+from kvr_mpi.transport import Request, Transport
+from kvr_mpi.transport.links import Effort, measure_links
 
-TAG = 7101
-STOP = -1
-# A link is far below the others at a third of their bandwidth, or ten times their latency.
+# So many times as long as a message may take is a whole measurement given.
+LIMITS = 6
+# Far below the others: a third of their bandwidth, or ten times their latency.
 SLOW_BANDWIDTH, SLOW_LATENCY = 1 / 3, 10.0
+# What is forecast is of a model like Llama 3.1 70B: layers, elements of a token's state, in float32 as they are summed.
+LAYERS, HIDDEN, PROMPT_TOKENS = 80, 8192, 1024
+STATE_BYTES = 4 * HIDDEN
+# Sums of whole numbers up to here are exact in float32, whatever their order.
+MODULUS = 8191
+
+NETWORK_REMEDY = "try another network for this MPI (UCX_TLS, FI_PROVIDER, OMPI_MCA_pml), or exclude one of the hosts"
+HOST_REMEDY = "check the cores that its ranks are bound to, their network card, and other users of the host; try again"
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
-    """How much is sent over each link, and how long one message may take."""
+class Measured:
+    """One link or stage: `row` has its figures, or its ``error``; `crosses`: it goes over several hosts."""
 
-    rounds: int = 200
-    batches: int = 4
-    link_bytes: int = 16 << 20
-    repeats: int = 3
-    latency_s: float = 1.0
-    timeout_s: float = 20.0
+    name: str
+    crosses: bool
+    row: Mapping[str, Any]
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot be used; empty if it can."""
+        corrupted = "" if self.row.get("intact", True) else "data are corrupted on the way: the checksum is wrong"
+        return self.row.get("error") or corrupted
+
+    @property
+    def speed(self) -> float:
+        """Gigabytes per second."""
+        return float(self.row["gigabytes_per_s"])
+
+    @property
+    def latency(self) -> float:
+        """Microseconds."""
+        return float(self.row["latency_us"])
 
 
-def measure_links(transport: Transport, device: torch.device, effort: Effort) -> dict[str, Any] | None:
+def measure_chain(
+    transport: Transport, device: torch.device, effort: Effort, timeout_s: float
+) -> dict[str, Any] | None:
     """Measure this rank's two links; every rank calls it.
 
     Returns
@@ -49,138 +70,166 @@ def measure_links(transport: Transport, device: torch.device, effort: Effort) ->
     SilentError
         If a neighbour was not heard of in time.
     """
-    if transport.rank > 0:
-        # The predecessors' links come first, and each may take its time out.
-        patience_s = effort.timeout_s * (transport.rank + 1)
-        _answer(transport, device, effort, patience_s)
-    return _ask(transport, device, effort) if transport.rank + 1 < transport.size else None
+    limit_s = 2 * timeout_s  # until the neighbour comes: it may be waiting for its other neighbour
+
+    def wait(request: Request, who: str) -> None:
+        nonlocal limit_s
+        wait_for(request, limit_s, who)
+        limit_s = timeout_s
+
+    link = measure_links(transport, device, effort, wait)
+    return None if link is None else _row(link.latency_s, link.bytes_per_s, link.intact)
 
 
-def _ask(transport: Transport, device: torch.device, effort: Effort) -> dict[str, Any]:
-    peer, limit_s = transport.rank + 1, effort.timeout_s
-    word, echo = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+def measure_sums(
+    world: Transport, ranks_per_stage: int, device: torch.device, effort: Effort, timeout_s: float
+) -> dict[str, Any]:
+    """Sum over this rank's stage; every rank calls this.
 
-    def ping(value: int) -> int:
-        word[0] = value
-        receive, send = transport.irecv(echo, peer, TAG), transport.isend(word, peer, TAG)
-        wait_for(receive, limit_s, f"an answer of rank {peer}")
-        wait_for(send, limit_s)
-        return int(echo[0])
+    Returns
+    -------
+    dict
+        ``latency_us`` of the state of one token, ``gigabytes_per_s`` of a long tensor, ``intact``.
 
-    ping(0)  # the first message sets the connection up
-    means, ends = [], time.monotonic() + effort.latency_s
-    for _ in range(effort.batches):
+    Raises
+    ------
+    TimeoutError
+        If some rank of the stage does not come.
+    """
+    stage_number, _ = place_in_stage(world.rank, ranks_per_stage)
+    limit_s = timeout_s * LIMITS / 3
+    stage = within(limit_s, lambda: world.split(stage_number), "meeting the other ranks of the stage")
+    return within(limit_s, lambda: _sums(stage, device, effort), "a sum over the ranks of the stage")
+
+
+def _sums(stage: Transport, device: torch.device, effort: Effort) -> dict[str, Any]:
+    """Time sums, and compare them with what they are to be."""
+
+    def timed(mine: torch.Tensor) -> tuple[float, bool]:
+        total = mine.clone()
         began = time.perf_counter()
-        for number in range(effort.rounds):
-            ping(number)
-        means.append((time.perf_counter() - began) / effort.rounds / 2)
-        if time.monotonic() > ends:
-            break
-    ping(STOP)
-    times, intact = [], True
-    for repeat in range(effort.repeats):
-        data = pattern(effort.link_bytes, repeat + transport.rank).to(device)
-        ping(repeat)  # the other side has posted its receive
-        began = time.perf_counter()
-        receive, send = transport.irecv(echo, peer, TAG), transport.isend(data, peer, TAG)
-        wait_for(receive, limit_s, f"an answer of rank {peer}")
-        times.append(time.perf_counter() - began)
-        wait_for(send, limit_s)
-        intact &= ping(repeat) == checksum(data)
-    return {
-        "latency_us": round(min(means) * 1e6, 2),
-        "gigabytes_per_s": round(effort.link_bytes / min(times) / 1e9, 3),
-        "intact": intact,
-    }
+        stage.all_reduce(total)
+        if total.device.type == "cuda":
+            torch.cuda.synchronize(total.device)
+        took_s = time.perf_counter() - began
+        wanted = torch.zeros(len(mine))
+        for rank in range(stage.size):
+            wanted += _of_rank(len(mine), rank)
+        return took_s, torch.equal(total.cpu(), wanted)
+
+    short, long = (_of_rank(count, stage.rank).to(device) for count in (HIDDEN, effort.max_bytes // 4))
+    timed(short)  # the first one sets connections up
+    shorts = [timed(short) for _ in range(effort.rounds)]
+    longs = [timed(long) for _ in range(effort.repeats)]
+    return _row(min(shorts)[0], long.nbytes / min(longs)[0], all(intact for _, intact in [*shorts, *longs]))
 
 
-def _answer(transport: Transport, device: torch.device, effort: Effort, patience_s: float) -> None:
-    peer, limit_s = transport.rank - 1, effort.timeout_s
-    word = torch.zeros(1, dtype=torch.int64)
-
-    def hear(patience_s: float, asleep: bool = False) -> int:
-        wait_for(transport.irecv(word, peer, TAG), patience_s, f"a message of rank {peer}", asleep)
-        return int(word[0])
-
-    def say(value: int) -> None:
-        wait_for(transport.isend(torch.tensor([value]), peer, TAG), limit_s)
-
-    value = hear(patience_s, asleep=True)
-    say(value)
-    while value != STOP:
-        value = hear(limit_s)
-        say(value)
-    data = torch.empty(effort.link_bytes, dtype=torch.uint8, device=device)
-    for _ in range(effort.repeats):
-        value = hear(limit_s)
-        receive = transport.irecv(data.zero_(), peer, TAG)
-        say(value)
-        wait_for(receive, limit_s, f"data of rank {peer}")
-        say(0)  # it is here; the clock stops, and only then the checksum is made
-        sum_of_data = checksum(data)
-        hear(limit_s)
-        say(sum_of_data)
+def _row(latency_s: float, bytes_per_s: float, intact: bool) -> dict[str, Any]:
+    return {"latency_us": round(latency_s * 1e6, 2), "gigabytes_per_s": round(bytes_per_s / 1e9, 3), "intact": intact}
 
 
-def pattern(size: int, seed: int) -> torch.Tensor:
-    """Make bytes in which a lost or doubled piece shows."""
-    words = torch.arange(-(-size // 8), dtype=torch.int64) * 2_654_435_761 + seed
-    return words.view(torch.uint8)[:size].contiguous()
+def _of_rank(count: int, rank: int) -> torch.Tensor:
+    """Make numbers (count,) in which a lost or doubled piece, or another rank's, shows in the sum."""
+    return (torch.arange(count, dtype=torch.int64) * (1 + rank)).remainder(MODULUS).float()
 
 
-def checksum(data: torch.Tensor) -> int:
-    """CRC-32 of a byte tensor, wherever it lies."""
-    return zlib.crc32(data.cpu().numpy().tobytes())
+def check_links(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], memory: str) -> list[Finding]:
+    """Judge the links.
 
+    Parameters
+    ----------
+    tried : sequence of dict
+        Of each rank: the ``value`` of `measure_chain`, or its ``error``.
+    hosts : sequence of str
+        Of each rank.
+    memory : str
+        From which kind of memory was sent.
+    """
+    links = []
+    for at, one in enumerate(tried[:-1]):
+        ends = {"source": at, "dest": at + 1, "source_host": hosts[at], "dest_host": hosts[at + 1]}
+        # The last rank has no link of its own to tell its error with.
+        error = one.get("error") or (tried[-1].get("error") if at == len(tried) - 2 else None)
+        name = f"rank {at} ({hosts[at]}) -> {at + 1} ({hosts[at + 1]})"
+        row = ends | ({"error": error} if error else one["value"])
+        links.append(Measured(name, hosts[at] != hosts[at + 1], row))
 
-def check_links(links: Sequence[Mapping[str, Any]], device: str) -> list[Finding]:
-    """Judge the measured links, each with source, dest, hosts, and either an error or its figures."""
-    findings = [_lost(link) for link in links if link.get("error") or not link["intact"]]
-    good = [link for link in links if not link.get("error")]
-    if good:
-        slowest = min(good, key=lambda link: link["gigabytes_per_s"])
-        latest = max(good, key=lambda link: link["latency_us"])
-        text = (
-            f"{len(good)} link(s) from {device} memory: {_median(good, 'gigabytes_per_s'):.2f} GB/s (slowest "
-            f"{slowest['gigabytes_per_s']:.2f}, {_name(slowest)}), {_median(good, 'latency_us'):.1f} us (longest "
-            f"{latest['latency_us']:.1f}, {_name(latest)}); checksums compared"
+    def describe(good: Sequence[Measured]) -> str:
+        slowest, latest = min(good, key=lambda link: link.speed), max(good, key=lambda link: link.latency)
+        return (
+            f"{len(good)} link(s) from {memory} memory: {statistics.median(one.speed for one in good):.2f} GB/s "
+            f"(slowest {slowest.speed:.2f}, {slowest.name}), {statistics.median(one.latency for one in good):.1f} us "
+            f"(longest {latest.latency:.1f}, {latest.name}); checksums compared"
         )
-        findings.insert(0, Finding("links", "ok", text, measured=good))
-    return findings + [warning for link in good for warning in _slow(link, good)]
+
+    return _judge("links", links, describe)
 
 
-def _slow(link: Mapping[str, Any], links: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Compare a link with the others of its kind: within a host, or between hosts."""
-    others = [one for one in links if one is not link and _between_hosts(one) == _between_hosts(link)]
-    if not others:
+def check_layout(ranks: int, ranks_per_stage: int) -> list[Finding]:
+    """Refuse a number of ranks that stages do not divide."""
+    if ranks % ranks_per_stage == 0:
         return []
-    remedy = (
-        "check the cores that the two ranks are bound to, their network card, and other users of the host; then try "
-        "again"
-    )
-    found = []
-    usual = _median(others, "gigabytes_per_s")
-    if link["gigabytes_per_s"] < SLOW_BANDWIDTH * usual:
-        found.append(f"{link['gigabytes_per_s']:.2f} GB/s, but the others have {usual:.2f}")
-    usual = _median(others, "latency_us")
-    if link["latency_us"] > SLOW_LATENCY * usual:
-        found.append(f"{link['latency_us']:.1f} us, but the others have {usual:.1f}")
-    return [warn("links", f"{_name(link)} has {', and '.join(found)}", remedy)] if found else []
+    text = f"{ranks} rank(s) cannot be divided into stages of {ranks_per_stage}"
+    return [fail("stages", text, f"start a multiple of {ranks_per_stage} ranks, or choose another number for a stage")]
 
 
-def _lost(link: Mapping[str, Any]) -> Finding:
-    problem = link.get("error") or "the checksum of 16 MiB is wrong: data are corrupted on the way"
-    remedy = "try another network for this MPI (UCX_TLS, FI_PROVIDER, OMPI_MCA_pml), or exclude one of the hosts"
-    return fail("links", f"{_name(link)}: {problem}", remedy)
+def check_sums(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], size: int) -> list[Finding]:
+    """Judge what every rank measured (`measure_sums`), or why it could not; `hosts` of each rank."""
+    stages = [_stage(tried, hosts, first, size) for first in range(0, len(tried), size)]
+
+    def describe(good: Sequence[Measured]) -> str:
+        slowest, latest = min(good, key=lambda stage: stage.speed), max(good, key=lambda stage: stage.latency)
+        prompt_s = (2 * LAYERS + 1) * PROMPT_TOKENS * STATE_BYTES / slowest.speed / 1e9
+        token_s = (2 * LAYERS + 1) * latest.latency / 1e6
+        return (
+            f"{len(good)} stage(s) of {size} ranks: sums of long tensors at "
+            f"{statistics.median(one.speed for one in good):.2f} GB/s (slowest {slowest.speed:.2f}, {slowest.name}), "
+            f"of one token in {statistics.median(one.latency for one in good):.0f} us (longest {latest.latency:.0f}, "
+            f"{latest.name}); sums compared. Forecast for Llama 3.1 70B: {prompt_s:.2f} s for {PROMPT_TOKENS} prompt "
+            f"tokens, {1e3 * token_s:.1f} ms per decoded token"
+        )
+
+    findings = _judge("stages", stages, describe)
+    if across := [one.name for one in stages if one.crosses]:
+        text = f"{len(across)} stage(s) span several hosts, so sums go over the network: {some(across)}"
+        remedy = f"start a multiple of {size} ranks on each host, numbered block-wise"
+        findings.append(warn("stages", text, remedy))
+    return findings
 
 
-def _median(links: Sequence[Mapping[str, Any]], key: str) -> float:
-    return float(statistics.median(link[key] for link in links))
+def _stage(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], first: int, size: int) -> Measured:
+    """Put together what the ranks of a stage found: its slowest rank counts."""
+    members, number = tried[first : first + size], place_in_stage(first, size)[0]
+    ranks, places = list(range(first, first + size)), list(dict.fromkeys(hosts[first : first + size]))
+    name = f"stage {number} (ranks {number_ranges(ranks)} on {some(places)})"
+    row: dict[str, Any] = {"stage": number, "ranks": ranks, "hosts": places}
+    errors = [f"rank {rank}: {one['error']}" for rank, one in zip(ranks, members, strict=True) if one.get("error")]
+    if errors:
+        return Measured(name, len(places) > 1, {**row, "error": some(errors, 2)})
+    values = [one["value"] for one in members]
+    row |= {
+        "latency_us": max(one["latency_us"] for one in values),
+        "gigabytes_per_s": min(one["gigabytes_per_s"] for one in values),
+        "intact": all(one["intact"] for one in values),
+    }
+    return Measured(name, len(places) > 1, row)
 
 
-def _between_hosts(link: Mapping[str, Any]) -> bool:
-    return bool(link["source_host"] != link["dest_host"])
-
-
-def _name(link: Mapping[str, Any]) -> str:
-    return f"rank {link['source']} ({link['source_host']}) -> {link['dest']} ({link['dest_host']})"
+def _judge(check: str, measured: Sequence[Measured], describe: Callable[[Sequence[Measured]], str]) -> list[Finding]:
+    """Describe those that can be used, and name those that cannot, or are far slower than others of their kind."""
+    good = [one for one in measured if not one.row.get("error")]
+    findings = [Finding(check, "ok", describe(good), measured=[one.row for one in good])] if good else []
+    findings += [fail(check, f"{one.name}: {one.problem}", NETWORK_REMEDY) for one in measured if one.problem]
+    for one in good:
+        others = [other for other in good if other is not one and other.crosses == one.crosses]
+        if not others:
+            continue
+        speed = statistics.median(other.speed for other in others)
+        latency = statistics.median(other.latency for other in others)
+        if one.speed < SLOW_BANDWIDTH * speed or one.latency > SLOW_LATENCY * latency:
+            text = (
+                f"{one.name}: {one.speed:.2f} GB/s and {one.latency:.1f} us; the others have {speed:.2f} and "
+                f"{latency:.1f}"
+            )
+            findings.append(warn(check, text, HOST_REMEDY))
+    return findings

@@ -1,15 +1,36 @@
-"""Launcher and MPI, and where the ranks sit: hosts, cores, threads."""
+"""Launcher and MPI, where the ranks sit (hosts, cores, threads), what SLURM says of them, and their software."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import partial
+
+from packaging.requirements import Requirement
 
 from kvr_mpi.doctor.facts import RankFacts, group_hosts, group_ranks
 from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, some, warn
+from kvr_mpi.duration import duration_text
 
 BINDING = (
     "bind ranks to cores: `mpirun -bind-to core` (MPICH), `mpirun --bind-to core` (Open MPI), `srun --cpu-bind=cores`"
 )
+NUMBERS = (
+    "SLURM_JOB_ID",
+    "SLURM_NTASKS",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_PROCID",
+    "SLURM_RESTART_COUNT",
+    "SLURM_JOB_END_TIME",
+)
+END_TIME_REMEDY = (
+    'in the job script: export SLURM_JOB_END_TIME=$(date -d "$(squeue -h -j $SLURM_JOB_ID -o %e)" +%s), '
+    "otherwise kvr-run does not know its time limit"
+)
+DISTRIBUTION = "kvr-mpi"
 
 
 def check_launcher(facts: Sequence[RankFacts], launched: tuple[str, int] | None) -> list[Finding]:
@@ -93,6 +114,82 @@ def check_threads(facts: Sequence[RankFacts]) -> list[Finding]:
     return findings or [ok(check, text)]
 
 
+def check_slurm(environ: Mapping[str, str], size: int | None, hosts: int | None, now_s: float) -> list[Finding]:
+    """Check the job's tasks, nodes, end and restarts; nothing outside SLURM."""
+    if "SLURM_JOB_ID" not in environ:
+        return [ok("slurm", "not in a SLURM job")]
+    findings = [
+        warn(
+            "slurm",
+            f"{name}={environ[name]!r} is not a number",
+            f"unset {name}: the value set by SLURM was overwritten",
+        )
+        for name in NUMBERS
+        if name in environ and not environ[name].isdigit()
+    ]
+    findings += _check_size(environ, size, hosts) + _check_end(environ.get("SLURM_JOB_END_TIME", ""), now_s)
+    restarts = _number(environ, "SLURM_RESTART_COUNT")
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS") or _number(environ, "SLURM_NTASKS")
+    text = f"job {environ['SLURM_JOB_ID']}, {'?' if tasks is None else tasks} task(s)"
+    return [ok("slurm", f"{text}, restarted {restarts} time(s)" if restarts else text), *findings]
+
+
+def required_ranges() -> dict[str, str]:
+    """Read what the package's metadata asks for: library to version range."""
+    wanted = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
+    return {one.name: str(one.specifier) for one in wanted if one.marker is None}
+
+
+def check_versions(facts: Sequence[RankFacts], ranges: dict[str, str]) -> list[Finding]:
+    """Name the versions; warn of those outside `ranges`, and of ranks that differ."""
+    findings, versions = [], facts[0].versions
+    for name, version in versions.items():
+        if name not in ranges or Requirement(name + ranges[name]).specifier.contains(version, prereleases=True):
+            continue
+        text = f"{name} {version} is outside {ranges[name]}, the versions that this kvr-mpi supports"
+        findings.append(warn("versions", text, f'pip install "{name}{ranges[name]}"'))
+    for name in versions:
+        groups = group_ranks(facts, partial(_version, name))
+        if len(groups) > 1:
+            shown = [f"{version} on rank(s) {number_ranges([r.rank for r in rs])}" for version, rs in groups.items()]
+            findings.append(warn("versions", f"{name} differs: {some(shown)}", "use one environment on all hosts"))
+    return [ok("versions", ", ".join(f"{name} {version}" for name, version in versions.items())), *findings]
+
+
+def _version(name: str, one: RankFacts) -> str:
+    return one.versions.get(name, "missing")
+
+
 def _cores_text(counts: Sequence[int]) -> str:
     least, most = min(counts), max(counts)
     return f"{least} core{'s' * (least != 1)}" if least == most else f"{least}-{most} cores"
+
+
+def _check_size(environ: Mapping[str, str], size: int | None, hosts: int | None) -> list[Finding]:
+    findings = []
+    name = "SLURM_STEP_NUM_TASKS" if _number(environ, "SLURM_STEP_NUM_TASKS") == size else "SLURM_NTASKS"
+    tasks = _number(environ, name)
+    if None not in (tasks, size) and tasks != size:
+        text = f"{name}={tasks}, but there are {size} rank(s)"
+        findings.append(warn("slurm tasks", text, "omit -n for srun or mpirun, or request as many tasks as you start"))
+    nodes = _number(environ, "SLURM_JOB_NUM_NODES")
+    if None not in (nodes, hosts) and nodes != hosts:
+        text = f"the job has {nodes} node(s), the ranks are on {hosts}"
+        findings.append(warn("slurm nodes", text, "spread the ranks (`--ntasks-per-node`), or request fewer nodes"))
+    return findings
+
+
+def _check_end(value: str, now_s: float) -> list[Finding]:
+    if not value:
+        return [warn("slurm end", "SLURM_JOB_END_TIME is not set", END_TIME_REMEDY)]
+    if not value.isdigit():
+        return []  # said already
+    when, left_s = f"{datetime.fromtimestamp(min(int(value), 2**37)):%Y-%m-%d %H:%M:%S}", int(value) - now_s
+    if left_s <= 0:
+        return [warn("slurm end", f"SLURM_JOB_END_TIME={value} ({when}) is in the past", END_TIME_REMEDY)]
+    return [ok("slurm end", f"the job ends at {when}, in {duration_text(left_s)}")]
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    value = environ.get(name, "")
+    return int(value) if value.isdigit() else None

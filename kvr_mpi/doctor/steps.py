@@ -1,38 +1,34 @@
-"""The steps of an examination, in order: what each subject needs gathered, and who judges it."""
+"""The examination, one step after the other: what each needs gathered, and who judges it.
+
+A step that fails or breaks never prevents the next. ``python -m kvr_mpi.doctor.steps REQUEST LAUNCH`` runs them all.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from kvr_mpi.doctor import clocks, devices, folder, hdf5, links, ranks, slurm, sums, trial, versions
-from kvr_mpi.doctor.deadlines import gather_tried, meet, within
-from kvr_mpi.doctor.facts import RankFacts, group_hosts
+from kvr_mpi.doctor import clocks, devices, folder, links, ranks, trial
+from kvr_mpi.doctor.deadlines import SilentError, gather_tried, meet, within
+from kvr_mpi.doctor.facts import RANK_FACTS, RankFacts, group_hosts, look_at_rank, unknown_rank
 from kvr_mpi.doctor.findings import Finding, fail, warn
+from kvr_mpi.doctor.launch import MISMATCH_REMEDY, REQUEST, TRIAL_TIMEOUT_S, Request
+from kvr_mpi.doctor.process import Tell, python_module
+from kvr_mpi.errors import EXIT_NO_TRANSPORT, TransportError
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.choose import record_proof
-from kvr_mpi.transport.mpi import launched_size
+from kvr_mpi.transport.local import LocalTransport
+from kvr_mpi.transport.mpi import connect, launched_rank, launched_size
 from kvr_mpi.transport.mpi_query import loaded_libraries
 
-# Ranks come to a step together; rank 0 may have been busy with a step of its own (the trial) before.
-PATIENCE_S = trial.TRIAL_TIMEOUT_S + 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the user asked for, and how long ranks wait for each other."""
-
-    output_dir: Path = Path()
-    share_gpu: bool = False
-    try_transfers: str = "auto"  # or host, cuda, no
-    effort: links.Effort = links.Effort()
-    patience_s: float = PATIENCE_S
-    cache_dir: Path | None = None  # where to note that this MPI moves GPU memory
-    ranks_per_stage: int = 1
+JOIN_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,57 +74,48 @@ def _cuda_awareness(scene: Scene) -> list[Finding]:
     if launcher is None:
         text = "neither mpirun nor srun found to start the test process"
         return [*findings, warn("transfers", text, "add the launcher of this MPI to PATH")]
-    command = [*launcher, *trial.trial_program(kind, trial.TRIAL_TIMEOUT_S)]
+    command = [*launcher, *python_module("kvr_mpi.doctor.trial", kind, str(TRIAL_TIMEOUT_S))]
     environ = trial.trial_environment(scene.environ, launcher[0])
-    found = trial.try_transfers(command, environ, kind, trial.TRIAL_TIMEOUT_S)
+    found = trial.try_transfers(command, environ, kind, TRIAL_TIMEOUT_S)
     index = scene.facts[0].device.index
     if kind == "cuda" and found.status == "ok" and scene.request.cache_dir is not None and index is not None:
         record_proof(scene.request.cache_dir, torch.device("cuda", index))
     return [*findings, found]
 
 
+def _measured(scene: Scene, measure: Callable[[torch.device], object]) -> tuple[list[str], str, list[dict[str, Any]]]:
+    """Measure something on every rank; returns the hosts and the kind of memory, and on rank 0 what each rank found."""
+    meet(scene.transport, scene.request.patience_s)
+    shared = share_json(scene.transport, [(one.host, one.device.index) for one in scene.facts])
+    index = shared[scene.transport.rank][1]
+    device = torch.device("cpu") if index is None else torch.device("cuda", index)
+    tried = gather_tried(scene.transport, lambda: measure(device), scene.request.timeout_s * links.LIMITS)
+    return [host for host, _ in shared], "host" if index is None else "GPU", tried
+
+
 def _links(scene: Scene) -> list[Finding]:
-    transport, effort = scene.transport, scene.request.effort
-    if transport.size == 1:
+    if scene.transport.size == 1:
         return []
-    meet(transport, scene.request.patience_s)
-    shared = share_json(transport, [(one.host, one.device.index) for one in scene.facts])
-    hosts, indices = [host for host, _ in shared], [index for _, index in shared]
-    mine = indices[transport.rank]
-    device = torch.device("cpu") if mine is None else torch.device("cuda", mine)
-    tried = gather_tried(
-        transport,
-        lambda: links.measure_links(transport, device, effort),
-        effort.timeout_s * (transport.size + 2),
+    hosts, memory, tried = _measured(
+        scene,
+        lambda device: links.measure_chain(scene.transport, device, scene.request.effort, scene.request.timeout_s),
     )
-    measured = [
-        {"source": at, "dest": at + 1, "source_host": hosts[at], "dest_host": hosts[at + 1]}
-        | (one.get("value") or {"error": one.get("error", "not measured, because of the previous link")})
-        for at, one in enumerate(tried[:-1])
-    ]
-    if tried and "error" in tried[-1]:  # the last rank has no link of its own to say it with
-        measured[-1] = {**measured[-1], "error": measured[-1].get("error") or tried[-1]["error"]}
-    return links.check_links(measured, "host" if mine is None else "GPU")
+    return links.check_links(tried, hosts, memory) if scene.transport.rank == 0 else []
 
 
 def _stages(scene: Scene) -> list[Finding]:
     transport, request = scene.transport, scene.request
-    size = request.ranks_per_stage
-    if size == 1:
+    if scene.launch or request.ranks_per_stage == 1:
         return []
-    if scene.launch or (wrong := sums.check_layout(transport.size, size)):
-        return [] if scene.launch else wrong
-    meet(transport, request.patience_s)
-    shared = share_json(transport, [(one.host, one.device.index) for one in scene.facts])
-    mine = shared[transport.rank][1]
-    device = torch.device("cpu") if mine is None else torch.device("cuda", mine)
-    tried = gather_tried(
-        transport,
-        lambda: sums.measure_sums(transport, size, device, request.effort),
-        request.effort.timeout_s * sums.LIMITS,
+    if wrong := links.check_layout(transport.size, request.ranks_per_stage):
+        return wrong
+    hosts, _, tried = _measured(
+        scene,
+        lambda device: links.measure_sums(
+            transport, request.ranks_per_stage, device, request.effort, request.timeout_s
+        ),
     )
-    found = [one.get("value") or one for one in tried]
-    return sums.check_sums(found, [host for host, _ in shared], size) if transport.rank == 0 else []
+    return links.check_sums(tried, hosts, request.ranks_per_stage) if transport.rank == 0 else []
 
 
 def _folder(scene: Scene) -> list[Finding]:
@@ -154,7 +141,7 @@ def _clocks(scene: Scene) -> list[Finding]:
 def _slurm(scene: Scene) -> list[Finding]:
     # Where the ranks are not connected their number says nothing.
     size, hosts = (None, None) if scene.launch else (len(scene.facts), len(group_hosts(scene.facts)))
-    return slurm.check_slurm(scene.environ, size, hosts, time.time())
+    return ranks.check_slurm(scene.environ, size, hosts, time.time())
 
 
 def still_here(scene: Scene) -> list[Finding]:
@@ -164,17 +151,17 @@ def still_here(scene: Scene) -> list[Finding]:
 
 
 def _versions(scene: Scene) -> list[Finding]:
-    return versions.check_versions(scene.facts, versions.required_ranges())
+    return ranks.check_versions(scene.facts, ranks.required_ranges())
 
 
 STEPS = (
     Step("launcher", _launcher),
     Step("ranks", _places),
     Step("devices", _devices),
-    Step("transfers", _cuda_awareness, timeout_s=trial.TRIAL_TIMEOUT_S + 30.0),
+    Step("transfers", _cuda_awareness, timeout_s=TRIAL_TIMEOUT_S + 30.0),
     Step("links", _links, together=True),
     Step("stages", _stages, together=True),
-    Step("hdf5", lambda scene: hdf5.check_hdf5()),
+    Step("hdf5", lambda scene: folder.check_hdf5()),
     Step("folder", _folder),
     Step("shared folder", _shared_folder, together=True),
     Step("clocks", _clocks, together=True),
@@ -182,3 +169,101 @@ STEPS = (
     Step("versions", _versions),
     Step("ranks", still_here, together=True),
 )
+
+
+def examine(
+    transport: Transport, request: Request, environ: Mapping[str, str], tell: Tell, launch: Finding | None = None
+) -> bool:
+    """Run all steps on this rank; rank 0 tells the findings.
+
+    Parameters
+    ----------
+    launch : Finding or None
+        Why the ranks could not be connected; this one is then examined alone, and does not touch MPI.
+
+    Returns
+    -------
+    bool
+        Whether all ranks still answer, so that MPI can be left in good order.
+    """
+    tell.step("ranks", 2 * request.patience_s)
+    facts: list[RankFacts] = []
+    try:
+        facts = _gather_facts(transport, request, environ, launch is None)
+        in_order = True
+    except SilentError as error:
+        in_order = False
+        facts = [look_at_rank(transport.rank, transport.local_rank, environ, launch is None)]
+        _tell_root(transport, tell, [_silent("ranks", error)])
+    scene = Scene(transport, request, environ, facts, launch)
+    for step in STEPS:
+        if not in_order and transport.rank:
+            break
+        if not in_order and step.together:
+            text = "not checked, since not all ranks answered"
+            skipped = [] if step.work is still_here else [warn(step.check, text, "resolve the failure above first")]
+            _tell_root(transport, tell, skipped)
+            continue
+        tell.step(step.check, step.timeout_s + 2 * request.patience_s + links.LIMITS * request.timeout_s)
+        try:
+            found = step.work(scene) if step.together or transport.rank == 0 else []
+        except SilentError as error:
+            in_order, found = False, [_silent(step.check, error)]
+        except Exception as error:
+            found = [_broken(step.check, error)]
+        _tell_root(transport, tell, found)
+    return in_order
+
+
+def _gather_facts(
+    transport: Transport, request: Request, environ: Mapping[str, str], with_mpi: bool
+) -> list[RankFacts]:
+    def look() -> object:
+        return RANK_FACTS.dump_python(
+            look_at_rank(transport.rank, transport.local_rank, environ, with_mpi), mode="json"
+        )
+
+    gathered = gather_tried(transport, look, request.patience_s)
+    return [
+        RANK_FACTS.validate_python(one["value"]) if "value" in one else unknown_rank(rank, one["error"])
+        for rank, one in enumerate(gathered)
+    ]
+
+
+def _tell_root(transport: Transport, tell: Tell, findings: list[Finding]) -> None:
+    if transport.rank == 0 and findings:
+        tell.findings(findings)
+
+
+def _silent(check: str, error: SilentError) -> Finding:
+    remedy = "check the hosts of these ranks and the network between them; start on fewer hosts to find the faulty one"
+    return fail(check, str(error), remedy)
+
+
+def _broken(check: str, error: Exception) -> Finding:
+    text = f"the check itself failed: {type(error).__name__}: {error}"
+    return fail(check, text, "if this machine seems to be in order, report this as a bug in kvr-mpi")
+
+
+def main(request: Request, launch: Finding | None, environ: Mapping[str, str]) -> None:
+    """Join the other ranks and examine; alone, if something keeps the ranks apart."""
+    tell = Tell()
+    tell.step("launcher", JOIN_TIMEOUT_S)
+    world: Transport = LocalTransport()
+    if launch is None:
+        try:
+            world = connect(environ)
+        except TransportError as error:
+            launch = fail("launcher", error.found, error.remedy or MISMATCH_REMEDY)
+    if launch is not None and launched_rank(environ):  # each process believes to be alone; only the first reports
+        tell.end(lost=False)
+        return
+    in_order = examine(world, request, environ, tell, launch)
+    tell.end(lost=not in_order)
+    if not in_order:
+        world.abort(EXIT_NO_TRANSPORT)
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[2])
+    main(REQUEST.validate_json(sys.argv[1]), given and Finding(**given), os.environ)

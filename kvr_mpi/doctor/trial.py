@@ -1,26 +1,29 @@
-"""CUDA-awareness: what MPI claims, and a disposable step that tries it, because a yes may crash."""
+"""CUDA-awareness: what MPI claims, and a disposable step that tries it, because a yes may crash.
+
+``python -m kvr_mpi.doctor.trial host|cuda TIMEOUT_S`` is that step, on each of two ranks.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from kvr_mpi.doctor.facts import RankFacts
 from kvr_mpi.doctor.findings import Finding, fail, ok, warn
-from kvr_mpi.doctor.trial_program import SIZES
+from kvr_mpi.doctor.process import run_limited
 
 Kind = Literal["host", "cuda"]
 
-TRIAL_TIMEOUT_S = 90.0
+# A message that MPI copies at once, and one that it hands over by reference.
+SIZES = (4 << 10, 16 << 20)
 # What tells a process to which job it belongs. Without these a launcher starts anew, on this host, as if by hand.
 JOB_VARIABLES = (
     *("PMI_", "PMI2_", "PMIX_", "HYDI_", "MPI_LOCAL", "MPIR_", "PALS_", "SLURM_", "MV2_COMM_", "PRTE_", "ORTE_"),
@@ -72,16 +75,10 @@ def trial_environment(environ: Mapping[str, str], launcher: str) -> dict[str, st
     return kept | {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
 
 
-def trial_program(kind: Kind, timeout_s: float) -> list[str]:
-    """Return the command of each rank."""
-    return [sys.executable, "-m", "kvr_mpi.doctor.trial_program", kind, str(timeout_s)]
-
-
 def try_transfers(command: Sequence[str], environ: Mapping[str, str], kind: Kind, timeout_s: float) -> Finding:
     """Run the disposable step and judge how it ends: well, crashed, hung, with wrong data, or not started at all."""
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        code = _run(command, environ, output, errors, timeout_s)
-        rows, words = _rows(_read(output)), " ".join(_read(errors).split())[-400:]
+    code, output, errors = run_limited(command, environ, timeout_s)
+    rows, words = _rows(output), " ".join(errors.split())[-400:]
     ready, sums = [row for row in rows if "ready" in row], [row for row in rows if "sent" in row]
     said = f"; its output: {words}" if words else ""
     if len({row["ready"] for row in ready}) < 2:
@@ -107,30 +104,6 @@ def try_transfers(command: Sequence[str], environ: Mapping[str, str], kind: Kind
     return ok("transfers", f"{kind} buffers of {sizes} bytes swapped by 2 ranks on this host, checksums correct")
 
 
-def _run(
-    command: Sequence[str], environ: Mapping[str, str], output: IO[bytes], errors: IO[bytes], timeout_s: float
-) -> int | None:
-    """Run a command in a process group of its own; None if it had to be killed."""
-    try:
-        child = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
-        )
-    except OSError as error:
-        errors.write(str(error).encode())
-        return 127
-    try:
-        return child.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        for sign in (signal.SIGTERM, signal.SIGKILL):  # a launcher asked nicely takes its ranks with it
-            os.killpg(child.pid, sign)
-            try:
-                child.wait(5)
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        return None
-
-
 def _wrong(sums: Sequence[dict[str, Any]]) -> int | None:
     """Return the size of the first message that arrived changed."""
     sent = {(row["rank"], row["bytes"]): row["sent"] for row in sums}
@@ -138,11 +111,6 @@ def _wrong(sums: Sequence[dict[str, Any]]) -> int | None:
         if sent.get((1 - row["rank"], row["bytes"]), row["received"]) != row["received"]:
             return int(row["bytes"])
     return None
-
-
-def _read(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
 
 
 def _rows(text: str) -> list[dict[str, Any]]:
@@ -154,3 +122,38 @@ def _rows(text: str) -> list[dict[str, Any]]:
         except ValueError:  # a launcher's own words
             continue
     return rows
+
+
+def swap_buffers(kind: str, timeout_s: float) -> None:
+    """Be one of two ranks that swap buffers; prints JSON lines: that it is ready, then the checksums of each message.
+
+    MPI is handed the buffers' own memory. Whatever it does then, crash or hang, happens here and nowhere else.
+    """
+    # Ends this process even if it hangs in a driver call and the launcher is gone already.
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    import torch
+
+    from kvr_mpi.topology import device_index
+    from kvr_mpi.transport.links import checksum, pattern
+    from kvr_mpi.transport.mpi import connect
+    from kvr_mpi.transport.mpi_query import swap_in_place
+
+    world = connect()
+    count = torch.cuda.device_count() if kind == "cuda" else 0
+    device = torch.device("cuda", device_index(world.rank, count)) if count else torch.device("cpu")
+    if count:
+        torch.cuda.set_device(device)  # a GPU's memory is handed over while it is the current one only
+    buffers = [
+        (pattern(size, world.rank).to(device), torch.zeros(size, dtype=torch.uint8, device=device)) for size in SIZES
+    ]
+    print(json.dumps({"ready": world.rank, "size": world.size}), flush=True)
+    for send, receive in buffers:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # MPI waits for no stream
+        swap_in_place(send, receive, 1 - world.rank)
+        sums = {"sent": checksum(send), "received": checksum(receive)}
+        print(json.dumps({"rank": world.rank, "bytes": send.numel(), **sums}), flush=True)
+
+
+if __name__ == "__main__":
+    swap_buffers(sys.argv[1], float(sys.argv[2]))

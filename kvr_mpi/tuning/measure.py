@@ -7,7 +7,6 @@ not: rank 0 leads, the others `follow`, so that no rounding error can make two r
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,25 +14,18 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median, median_low
 
-import torch
-
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.costs.workload import Workload, workload_of
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.topology import sends_first
 from kvr_mpi.transport import Transport, gather_json, share_json
+from kvr_mpi.transport.links import measure_links
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.tuning.decode_probe import kept_token_seconds
 from kvr_mpi.tuning.probe import REPEATS, measure_rates
 
-TAG = 7103
-PING_ROUNDS, PING_REPEATS = 30, 3
-# A link is timed with growing messages, until one takes this long: a slow link is not to hold up the job.
-PING_S, PING_BYTES, PING_MAX_BYTES = 2e-3, 1 << 16, 1 << 25
-STOP = -1
 # Ranks are compared at a slice of this length.
 REFERENCE_TOKENS = 1024
 # One rank has no link; what the cost model is then told is never looked at.
@@ -121,7 +113,7 @@ def measure_costs(loaded: LoadedModel, world: Transport) -> Costs:
     """
     rates = measure_rates(loaded, world)
     head_s, floor_s = _fixed_seconds(loaded, world)
-    latency_s, bytes_per_s = _measure_links(loaded, world)
+    latency_s, bytes_per_s = _slowest_link(loaded, world)
     shape = loaded.shape
     kv_bytes = shape.kv_bytes_per_token / len(shape.layers)
     work = workload_of(loaded.model.config, shape.dtype_bytes)
@@ -181,62 +173,11 @@ def _fixed_seconds(loaded: LoadedModel, world: Transport) -> tuple[float, float]
     return max(head_s for head_s, _ in everyone), max(floor_s for _, floor_s in everyone)
 
 
-def _measure_links(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
-    """Latency and bandwidth from every rank to the next: of the slowest link, since a chain is as fast as that.
-
-    Links from even ranks come first, then those from odd ones, so that a rank has one neighbour at a time.
-    """
-    found = None
-    for even in (True, False):
-        sends = sends_first(world.rank) == even
-        if sends and world.rank + 1 < world.size:
-            found = _ask(loaded, world)
-        elif not sends and world.rank > 0:
-            _answer(loaded, world)
-        world.barrier()
-    links = [link for link in share_json(world, gather_json(world, found)) if link]
+def _slowest_link(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
+    """Latency and bandwidth of the slowest link from a rank to the next: a chain is as fast as that."""
+    link = measure_links(world, loaded.device)
+    found = gather_json(world, None if link is None else (link.latency_s, link.bytes_per_s))
+    links = [each for each in share_json(world, found) if each]
     if not links:
         return 0.0, NO_LINK_BYTES_PER_S
     return max(latency_s for latency_s, _ in links), min(bytes_per_s for _, bytes_per_s in links)
-
-
-def _ask(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
-    """Time messages to the next rank, which answers each with one number."""
-    peer = world.rank + 1
-    word, echo = torch.zeros(2, 1, dtype=torch.int64, device=loaded.device)  # NCCL takes no host memory
-
-    def seconds(data: torch.Tensor) -> float:
-        began = time.perf_counter()
-        answer, sent = world.irecv(echo, peer, TAG), world.isend(data, peer, TAG)
-        answer.wait()
-        sent.wait()
-        return time.perf_counter() - began
-
-    def seconds_of(size: int) -> float:
-        data = torch.zeros(size, dtype=torch.uint8, device=loaded.device)
-        times = []
-        for _ in range(PING_REPEATS):
-            seconds(word.fill_(size))  # the other side has its buffer ready then
-            times.append(seconds(data))
-        return min(times)
-
-    latency_s = min(seconds(word) for _ in range(PING_ROUNDS)) / 2
-    size = PING_BYTES
-    while (taken_s := seconds_of(size)) < PING_S and size < PING_MAX_BYTES:
-        size *= 8
-    seconds(word.fill_(STOP))
-    return latency_s, size / max(taken_s - 2 * latency_s, 1e-9)
-
-
-def _answer(loaded: LoadedModel, world: Transport) -> None:
-    """Be the next rank."""
-    peer = world.rank - 1
-    word, echo = torch.zeros(2, 1, dtype=torch.int64, device=loaded.device)  # NCCL takes no host memory
-    while int(word) != STOP:
-        world.irecv(word, peer, TAG).wait()
-        data = torch.empty(max(0, int(word)), dtype=torch.uint8, device=loaded.device)
-        receive = world.irecv(data, peer, TAG) if len(data) else None
-        world.isend(echo, peer, TAG).wait()
-        if receive is not None:
-            receive.wait()
-            world.isend(echo, peer, TAG).wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,18 +12,18 @@ from made_facts import only, statuses
 from kvr_mpi.doctor import links
 from kvr_mpi.doctor.deadlines import SilentError, gather_tried, meet, within
 from kvr_mpi.doctor.findings import exit_code
+from kvr_mpi.transport.links import Effort, measure_links
 from kvr_mpi.transport.local import LocalTransport, run_local
 
-SMALL = links.Effort(rounds=2, batches=1, link_bytes=4096, repeats=2, timeout_s=20.0)
+SMALL = Effort(rounds=2, repeats=2, first_bytes=4096, max_bytes=4096)
 
 
 def test_links_are_measured() -> None:
-    cpu = torch.device("cpu")
-    found = run_local(3, lambda world: links.measure_links(world, cpu, SMALL))
+    found = run_local(3, lambda world: measure_links(world, torch.device("cpu"), SMALL))
     assert found[2] is None
     for link in found[:2]:
         assert link is not None
-        assert link["intact"] and link["latency_us"] > 0 and link["gigabytes_per_s"] > 0
+        assert link.intact and link.latency_s > 0 and link.bytes_per_s > 0
 
 
 class Noisy(LocalTransport):
@@ -46,21 +45,18 @@ class Mute(LocalTransport):
 
 def test_changed_data_are_noticed() -> None:
     def work(world: LocalTransport) -> Any:
-        return links.measure_links(Noisy(world._hub, world.rank), torch.device("cpu"), SMALL)
+        noisy = Noisy(world._hub, world.rank)
+        return gather_tried(world, lambda: links.measure_chain(noisy, torch.device("cpu"), SMALL, 20.0), 20.0)
 
-    link = run_local(2, work)[0]
-    assert not link["intact"]
-    described = {**link, "source": 0, "dest": 1, "source_host": "a", "dest_host": "b"}
-    findings = links.check_links([described], "host")
+    findings = links.check_links(run_local(2, work)[0], ["a", "b"], "host")
     assert findings[-1].status == "fail" and "rank 0 (a) -> 1 (b)" in findings[-1].found
     assert exit_code(findings) == 69
 
 
 def test_silence_ends() -> None:
     def links_of(world: LocalTransport) -> str:
-        effort = replace(SMALL, timeout_s=0.2)
         try:
-            links.measure_links(Mute(world._hub, world.rank), torch.device("cpu"), effort)
+            links.measure_chain(Mute(world._hub, world.rank), torch.device("cpu"), SMALL, 0.2)
         except SilentError as error:
             return str(error)
         return ""
@@ -78,21 +74,22 @@ def test_silence_ends() -> None:
 
 
 def test_links_are_compared_with_their_kind() -> None:
-    def link(at: int, hosts: str, speed: float, latency_us: float = 1.0) -> dict[str, Any]:
-        ends = {"source": at, "dest": at + 1, "source_host": hosts[0], "dest_host": hosts[1]}
-        return {**ends, "gigabytes_per_s": speed, "latency_us": latency_us, "intact": True}
+    def link(speed: float, latency_us: float = 1.0) -> dict[str, Any]:
+        return {"value": {"gigabytes_per_s": speed, "latency_us": latency_us, "intact": True}}
 
-    usual = [link(0, "aa", 12.0), link(1, "ab", 2.0), link(2, "bb", 11.0)]
-    (found,) = links.check_links(usual, "host")
+    usual, last = [link(12.0), link(2.0), link(11.0)], {"value": None}
+    (found,) = links.check_links([*usual, last], "aabb", "host")
     assert found.status == "ok", "a network is slower than memory"
-    assert {"latency_us", "gigabytes_per_s"} <= set(found.measured[0])
+    assert {"latency_us", "gigabytes_per_s", "source", "dest"} <= set(found.measured[0])
     assert "slowest 2.00, rank 1 (a) -> 2 (b)" in found.found
-    slow = links.check_links([*usual, link(3, "bb", 1.0)], "host")[1:]
+    slow = links.check_links([*usual, link(1.0), last], "aabbb", "host")[1:]
     assert [(one.status, "rank 3" in one.found) for one in slow] == [("warn", True)]
-    late = links.check_links([*usual, link(3, "bb", 12.0, 50.0)], "host")[1:]
+    late = links.check_links([*usual, link(12.0, 50.0), last], "aabbb", "host")[1:]
     assert "50.0 us" in only(late).found
-    lost = links.check_links([usual[0], {**usual[1], "error": "SilentError: no answer"}], "host")
+    lost = links.check_links([usual[0], {"error": "SilentError: no answer"}, last], "aaa", "host")
     assert statuses(lost) == ["ok", "fail"]
+    silent = links.check_links([usual[0], {"error": "SilentError: no answer"}], "aa", "host")
+    assert statuses(silent) == ["fail"], "the last rank has no link of its own to tell it with"
 
 
 def test_one_broken_rank_does_not_hold_the_others() -> None:

@@ -8,12 +8,10 @@ import pytest
 import torch
 from made_facts import MPI, VERSIONS, only, place, statuses
 
-from kvr_mpi.doctor import ranks, slurm, versions
+from kvr_mpi.doctor import ranks
 from kvr_mpi.doctor.facts import look_at_rank
-from kvr_mpi.doctor.launch import launch_failure
-from kvr_mpi.doctor.supervise import launcher_rank
 from kvr_mpi.errors import TransportError
-from kvr_mpi.transport.mpi import connect
+from kvr_mpi.transport.mpi import connect, launched_rank
 
 
 def test_launcher() -> None:
@@ -79,7 +77,7 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2", "SL
 )
 def test_slurm(changes: dict[str, str | None], words: list[str]) -> None:
     environ = {name: value for name, value in {**JOB, **changes}.items() if value is not None}
-    findings = slurm.check_slurm(environ, 4, 2, NOW_S)
+    findings = ranks.check_slurm(environ, 4, 2, NOW_S)
     warnings = [one for one in findings if one.status == "warn"]
     assert len(warnings) == len(words) and all(one.remedy for one in warnings)
     for word, one in zip(words, warnings, strict=True):
@@ -87,35 +85,34 @@ def test_slurm(changes: dict[str, str | None], words: list[str]) -> None:
 
 
 def test_slurm_restarts_and_absence() -> None:
-    assert "not in a SLURM job" in only(slurm.check_slurm({"SLURM_NTASKS": "8"}, 1, 1, NOW_S)).found
-    assert "restarted 2 time(s)" in slurm.check_slurm({**JOB, "SLURM_RESTART_COUNT": "2"}, 4, 2, NOW_S)[0].found
+    assert "not in a SLURM job" in only(ranks.check_slurm({"SLURM_NTASKS": "8"}, 1, 1, NOW_S)).found
+    assert "restarted 2 time(s)" in ranks.check_slurm({**JOB, "SLURM_RESTART_COUNT": "2"}, 4, 2, NOW_S)[0].found
 
 
 def test_versions() -> None:
-    ranges = versions.required_ranges()
+    ranges = ranks.required_ranges()
     assert ranges["transformers"], "the package's metadata name a range"
     assert "matplotlib" not in ranges, "extras are not asked for"
     wanted = {"transformers": "<5.24,>=5.23"}
-    assert statuses(versions.check_versions([place(0)], wanted)) == ["ok"]
+    assert statuses(ranks.check_versions([place(0)], wanted)) == ["ok"]
     old = place(0, versions={**VERSIONS, "transformers": "4.57.1"})
-    found = versions.check_versions([old], wanted)[1]
+    found = ranks.check_versions([old], wanted)[1]
     assert found.status == "warn" and "4.57.1 is outside <5.24,>=5.23" in found.found
     assert "pip install" in found.remedy
-    assert "differs: 4.57.1 on rank(s) 0, 5.23.0 on rank(s) 1" in versions.check_versions([old, place(1)], {})[1].found
+    assert "differs: 4.57.1 on rank(s) 0, 5.23.0 on rank(s) 1" in ranks.check_versions([old, place(1)], {})[1].found
 
 
-def test_launch_failures_become_findings() -> None:
+def test_a_launch_that_fails_says_what_happened_apart_from_what_to_do() -> None:
     with pytest.raises(TransportError) as caught:
         connect({"SLURM_NTASKS": "8"})
-    found = launch_failure(caught.value)
-    assert found.status == "fail" and "8 ranks were intended" in found.found and "srun --mpi=pmi2" in found.remedy
-    assert launch_failure(TransportError("something new")).remedy
+    assert "8 ranks were intended" in caught.value.found and "srun --mpi=pmi2" in caught.value.remedy
+    assert str(caught.value) == f"{caught.value.found}; {caught.value.remedy}"
 
 
-def test_launcher_rank() -> None:
-    assert launcher_rank({}) == 0
-    assert launcher_rank({"SLURM_PROCID": "3"}) == 3
-    assert launcher_rank({"PMI_RANK": "1", "SLURM_PROCID": "0"}) == 1
+def test_launched_rank() -> None:
+    assert launched_rank({}) == 0
+    assert launched_rank({"SLURM_PROCID": "3"}) == 3
+    assert launched_rank({"PMI_RANK": "1", "SLURM_PROCID": "0"}) == 1
 
 
 def test_this_process_looks_at_itself() -> None:

@@ -8,13 +8,14 @@ import pytest
 import torch
 from made_facts import only, place, statuses
 
-from kvr_mpi.doctor import steps, sums
-from kvr_mpi.doctor.links import Effort
+from kvr_mpi.doctor import links, steps
+from kvr_mpi.doctor.launch import Request
+from kvr_mpi.transport.links import Effort
 from kvr_mpi.transport.local import LocalTransport, run_local
 
-SMALL = Effort(rounds=2, batches=2, link_bytes=1 << 18, repeats=2, timeout_s=20.0)
+SMALL = Effort(rounds=2, repeats=2, max_bytes=1 << 18)
 CPU = torch.device("cpu")
-GOOD = {"latency_us": 10.0, "gigabytes_per_s": 4.0, "intact": True}
+GOOD: dict[str, Any] = {"value": {"latency_us": 10.0, "gigabytes_per_s": 4.0, "intact": True}}
 
 
 class Noisy(LocalTransport):
@@ -32,7 +33,7 @@ class Noisy(LocalTransport):
 
 def examine(world: LocalTransport, size: int, hosts: str) -> Any:
     facts = [place(rank, host) for rank, host in enumerate(hosts)] if world.rank == 0 else []
-    request = steps.Request(effort=SMALL, patience_s=20.0, ranks_per_stage=size)
+    request = Request(effort=SMALL, patience_s=20.0, ranks_per_stage=size)
     (step,) = (step for step in steps.STEPS if step.check == "stages")
     return step.work(steps.Scene(world, request, {}, facts, None))
 
@@ -49,11 +50,11 @@ def test_every_stage_is_summed_and_timed(ranks: int, size: int) -> None:
 
 def test_a_wrong_sum_fails_and_names_the_stage() -> None:
     def work(world: LocalTransport) -> Any:
-        return sums.measure_sums(Noisy(world._hub, world.rank), 2, CPU, SMALL)
+        return {"value": links.measure_sums(Noisy(world._hub, world.rank), 2, CPU, SMALL, 20.0)}
 
-    findings = sums.check_sums(run_local(4, work), ["a"] * 4, 2)
+    findings = links.check_sums(run_local(4, work), ["a"] * 4, 2)
     assert [status for status in statuses(findings) if status != "warn"] == ["ok", "fail"]  # warn: slow just now
-    assert any("stage 1 (ranks 2-3 on a): the sums of its ranks are wrong" in finding.found for finding in findings)
+    assert any("stage 1 (ranks 2-3 on a): data are corrupted" in finding.found for finding in findings)
 
 
 def test_a_stage_over_several_hosts_is_warned_of() -> None:
@@ -64,15 +65,15 @@ def test_a_stage_over_several_hosts_is_warned_of() -> None:
 
 
 def test_stages_are_compared_with_their_kind() -> None:
-    slow = {**GOOD, "gigabytes_per_s": 0.5}
-    found = sums.check_sums([GOOD, GOOD, GOOD, slow, slow, slow], [*"aaaabc"], 2)
+    slow = {"value": {**GOOD["value"], "gigabytes_per_s": 0.5}}
+    found = links.check_sums([GOOD, GOOD, GOOD, slow, slow, slow], [*"aaaabc"], 2)
     assert statuses(found) == ["ok", "warn", "warn"]
-    assert "1 stage(s) span several hosts" in found[1].found
-    assert "stage 1 (ranks 2-3 on a) sums at 0.50 GB/s" in found[2].found, "a network is slower than memory"
+    assert "stage 1 (ranks 2-3 on a): 0.50 GB/s" in found[1].found, "a network is slower than memory"
+    assert "1 stage(s) span several hosts" in found[2].found
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    found = sums.check_sums([GOOD, GOOD, {"error": "TimeoutError: no"}, GOOD], ["a"] * 4, 2)
+    found = links.check_sums([GOOD, GOOD, {"error": "TimeoutError: no"}, GOOD], ["a"] * 4, 2)
     assert statuses(found) == ["ok", "fail"] and "stage 1 (ranks 2-3 on a): rank 2: TimeoutError: no" in found[1].found
 
 

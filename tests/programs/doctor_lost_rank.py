@@ -1,4 +1,7 @@
-"""``kvr doctor``, but rank 1 is lost: HOW (hangs, killed) in the step WHERE; the ranks wait PATIENCE_S for it."""
+"""``kvr doctor``, but rank 1 is lost: HOW (hangs, killed) in the step WHERE; the ranks wait PATIENCE_S for it.
+
+Starts itself, with HOW and WHERE and two more arguments, as the program that examines.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,13 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING
 
 from kvr_mpi.doctor.findings import to_json
-from kvr_mpi.doctor.launch import diagnose
-from kvr_mpi.doctor.supervise import launcher_rank
+from kvr_mpi.doctor.launch import REQUEST, Request, diagnose
+from kvr_mpi.transport.links import Effort
+from kvr_mpi.transport.mpi import launched_rank
 
-if TYPE_CHECKING:
-    from kvr_mpi.doctor.steps import Request
-
-how, where, patience_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
+how, where = sys.argv[1:3]
 
 
 def lose_this_rank(*_: object) -> None:
@@ -25,17 +25,22 @@ def lose_this_rank(*_: object) -> None:
     threading.Event().wait()
 
 
-def prepare() -> Request:
-    """Make a short request, and on rank 1 break a step; runs in the child."""
+if len(sys.argv) == 5:
     from kvr_mpi.doctor import clocks, links, steps
 
-    if launcher_rank(os.environ) == 1:
-        module, name = {"links": (links, "measure_links"), "clocks": (clocks, "measure_skews")}[where]
+    if launched_rank(os.environ) == 1:
+        module, name = {"links": (links, "measure_chain"), "clocks": (clocks, "measure_skews")}[where]
         setattr(module, name, lose_this_rank)
-    effort = links.Effort(rounds=5, link_bytes=1 << 16, timeout_s=patience_s / 4)
-    return steps.Request(effort=effort, patience_s=patience_s)
-
-
-sys.exit(
-    diagnose(prepare, os.environ, lambda findings: print(json.dumps(to_json(findings)), flush=True), 20 * patience_s)
-)
+    steps.main(REQUEST.validate_json(sys.argv[3]), None, os.environ)
+else:
+    patience_s = float(sys.argv[3])
+    effort = Effort(rounds=5, max_bytes=1 << 16)
+    sys.exit(
+        diagnose(
+            Request(effort=effort, timeout_s=patience_s / 4, patience_s=patience_s),
+            os.environ,
+            lambda findings: print(json.dumps(to_json(findings)), flush=True),
+            20 * patience_s,
+            [sys.executable, __file__, how, where],
+        )
+    )

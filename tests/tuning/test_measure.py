@@ -69,10 +69,10 @@ def test_slower_ranks_have_lower_speeds() -> None:
 def test_links_are_timed_with_whatever_number_of_ranks() -> None:
     loaded = tiny("llama-gqa")
     for ranks in (2, 3, 5):
-        found = run_local(ranks, lambda rank: measure._measure_links(loaded, rank))
+        found = run_local(ranks, lambda rank: measure._slowest_link(loaded, rank))
         assert found == [found[0]] * ranks
         assert 0 < found[0][0] < 1 and found[0][1] < measure.NO_LINK_BYTES_PER_S
-    assert measure._measure_links(loaded, LocalTransport())[1] == measure.NO_LINK_BYTES_PER_S
+    assert measure._slowest_link(loaded, LocalTransport())[1] == measure.NO_LINK_BYTES_PER_S
 
 
 def test_rank_0_leads_and_the_others_follow() -> None:

@@ -1,0 +1,188 @@
+"""Processes that may crash or hang: each is given a time, and left behind if even killing it does not end it.
+
+An MPI may end the process that joins it (MPICH does under Open MPI's mpirun), and a driver may never return. So the
+examination runs in a process of its own, which joins MPI in its parent's stead, as a program started by a wrapper
+script does. It writes JSON lines, of which its parent makes an `Outcome`, however it ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import IO
+
+from kvr_mpi.doctor.findings import Finding
+
+END = "end"
+# Many ranks that import from one network file system take their time.
+START_TIMEOUT_S = 600.0
+LEAVE_TIMEOUT_S = 20.0
+# A process in the kernel's hands outlives a kill: then nobody waits for it any longer.
+KILL_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a process wrote, and how it ended.
+
+    findings : those that it wrote.
+    step : the last one that it began.
+    problem : how the process ended or hung in that step; empty if it went through all of them.
+    lost : whether ranks were lost, so that all have to be ended.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    step: str = "start"
+    problem: str = ""
+    lost: bool = False
+
+
+class Tell:
+    """The process's end: writes which step begins, what was found, and that it is done.
+
+    Takes over standard output; what libraries print there goes to standard error.
+    """
+
+    def __init__(self) -> None:
+        self._lines = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+        self._released = threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def step(self, check: str, timeout_s: float) -> None:
+        """Write that a step begins, and within which time it ends."""
+        # Also without a parent, and from within a call that never returns.
+        faulthandler.dump_traceback_later(timeout_s + LEAVE_TIMEOUT_S, exit=True)
+        self._write({"step": check, "timeout_s": timeout_s})
+
+    def findings(self, findings: Sequence[Finding]) -> None:
+        """Write what was found."""
+        self._write({"findings": [asdict(finding) for finding in findings]})
+
+    def end(self, lost: bool) -> None:
+        """Write that this was all; if ranks were lost, return when the parent has reported it."""
+        faulthandler.cancel_dump_traceback_later()
+        self._write({"step": END, "timeout_s": LEAVE_TIMEOUT_S, "lost": lost})
+        if lost:
+            self._released.wait()
+
+    def _write(self, message: object) -> None:
+        self._lines.write(json.dumps(message) + "\n")
+
+    def _listen(self) -> None:
+        """Wait for the parent's word, and end with it."""
+        if not os.read(0, 1):
+            os._exit(1)
+        self._released.set()
+
+
+class Child:
+    """The parent's end of a process with a `Tell`; it inherits the launcher's open files, which MPI may need."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False
+        )
+        assert self._process.stdin is not None
+        self._input = self._process.stdin
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                if line.endswith(b"\n"):  # not what was cut off by its end
+                    self._lines.put(line)
+        self._lines.put(b"")
+
+    def outcome(self, limit_s: float = START_TIMEOUT_S) -> Outcome:
+        """Collect what it writes until it ends, has lost ranks, or takes longer than its step may."""
+        outcome = Outcome()
+        while not outcome.lost:
+            try:
+                line = self._lines.get(timeout=limit_s)
+            except queue.Empty:
+                self.end(0.0)
+                outcome.problem = "" if outcome.step == END else f"hangs, killed after {limit_s:.0f} s"
+                break
+            if not line:
+                code = self.end(LEAVE_TIMEOUT_S)
+                outcome.problem = "" if outcome.step == END else f"ends the process ({_how(code)})"
+                break
+            message = json.loads(line)
+            outcome.findings += tuple(Finding(**finding) for finding in message.get("findings", ()))
+            outcome.step, limit_s = message.get("step", outcome.step), message.get("timeout_s", limit_s)
+            outcome.lost = message.get("lost", False)
+        return outcome
+
+    def release(self) -> None:
+        """Let it end all ranks."""
+        self._input.write(b".")
+        self._input.flush()
+        self.end(LEAVE_TIMEOUT_S)
+
+    def end(self, limit_s: float) -> int | None:
+        """Wait for its end, and kill it if that takes too long; returns its exit code, None if it does not die."""
+        code = _wait(self._process, limit_s)
+        if code is None:
+            self._process.kill()
+            code = _wait(self._process, KILL_TIMEOUT_S)
+        self._input.close()
+        return code
+
+
+def run_limited(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> tuple[int | None, str, str]:
+    """Run a command and all that it starts.
+
+    Returns
+    -------
+    tuple
+        Its exit code, None if it had to be killed; what it wrote to standard output, and to standard error.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:  # a pipe's end may never come
+        try:
+            process = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+            )
+        except OSError as error:
+            return 127, "", str(error)
+        code = _wait(process, timeout_s)
+        if code is None:
+            for sign in (signal.SIGTERM, signal.SIGKILL):  # a launcher asked nicely takes its ranks with it
+                os.killpg(process.pid, sign)
+                if _wait(process, KILL_TIMEOUT_S) is not None:
+                    break
+        return code, _text(output), _text(errors)
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "its output ended, but it cannot be killed"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """Make the command that runs a module in a process of its own."""
+    return [sys.executable, "-m", module, *arguments]
