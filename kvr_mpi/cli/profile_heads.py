@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from kvr_mpi.cli.options import command, job_argument, set_option
-from kvr_mpi.cli.writing import writing
+from kvr_mpi.cli.writing import check_writable, writing
 
 
 @command()
@@ -40,7 +40,6 @@ def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     """  # noqa: D301
     from kvr_mpi.cli.environment import is_offline, read_environment
     from kvr_mpi.disk import replacing
-    from kvr_mpi.errors import OutputError
     from kvr_mpi.job import load_job
     from kvr_mpi.preflight.checks import check_job
     from kvr_mpi.report.plots import plot_heads
@@ -49,10 +48,7 @@ def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     alone = ("parallel.ranks_per_chain=all", "parallel.ranks_per_stage=1")  # whatever ranks the job itself runs on
     spec, _ = load_job(job, (*settings, *alone))
     check_job(spec, 1, goes_on=True, offline=is_offline())
-    if not output.parent.is_dir():  # before minutes have gone by
-        raise OutputError(
-            f"--output {str(output)!r}: folder {str(output.parent)!r} not found; create it, or choose another one"
-        )
+    check_writable(output, plot)
     setup, sample = sample_heads(spec, read_environment().machine, documents, lambda text: click.echo(text, err=True))
     for name, reason in sample.left_out:
         click.echo(f"left out: {name}: {reason}", err=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvr_mpi.cli.options import command, parse_numbers, plot_option
-from kvr_mpi.cli.writing import writing
+from kvr_mpi.cli.writing import check_writable, writing
 
 if TYPE_CHECKING:
     from kvr_mpi.costs.costmodel import RelayKind
@@ -141,6 +141,7 @@ def simulate(**given: Any) -> None:
     kvr simulate --fairkv profiles/heads.json --ranks 4,8
     """  # noqa: D301
     options = SimulateOptions(**given)
+    check_writable(options.plot, *(file for file in (options.json_file, options.csv_file) if file != PRINT))
     if options.fairkv is not None:
         from kvr_mpi.cli.fairkv import simulate_fairkv
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,18 +24,15 @@ def writing(path: Path | str) -> Iterator[None]:
         raise OutputError(f"{error.filename or path} cannot be written: {error.strerror or error}") from error
 
 
-def check_writable(*files: Path | None) -> None:
-    """Find out before a long measurement that its files could not be written after it.
+def check_writable(*files: Path | str | None) -> None:
+    """Find out before a long measurement that its files could not be written after it; files of runs never are.
 
     Raises
     ------
     OutputError
-        If a file's folder is not there, or nothing may be written there.
+        Of `check_file`.
     """
-    from kvr_mpi.errors import OutputError
+    for file in (Path(file) for file in files if file is not None):
+        from kvr_mpi.store.targets import check_file
 
-    for file in filter(None, files):
-        if not file.parent.is_dir():
-            raise OutputError(f"{file} cannot be written: there is no folder {file.parent}")
-        if not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise OutputError(f"{file} cannot be written: permission denied")
+        check_file(file, overwrite=True)

@@ -16,11 +16,11 @@ from kvr_mpi.store.parts import PARTS
 from kvr_mpi.store.shares import SHARE_NAME, is_run
 from kvr_mpi.store.states import STATES
 from kvr_mpi.store.survey import DAMAGED, RESULTS, SHARD_NAME
-from kvr_mpi.store.traces import METRICS_FILE, PROGRESS_FILE, PROMETHEUS_FILE, TRACE_FILE, TRACES
+from kvr_mpi.store.traces import METRICS_FILE, PROGRESS_FILE, PROMETHEUS_FILE, TRACES
 
 # Names that a run alone may use, and names that are its own in its folder; folders of its own.
 RESERVED = (SHARD_NAME, LEDGER_NAME, LOCK_NAME)
-OWN_FILES = (RESULTS, RUN_FILE, TRACE_FILE, PROGRESS_FILE, PROMETHEUS_FILE, METRICS_FILE)
+OWN_FILES = (RESULTS, RUN_FILE, PROGRESS_FILE, PROMETHEUS_FILE, METRICS_FILE)
 OWN_FOLDERS = (PARTS, TRACES, STATES)
 
 

@@ -105,8 +105,10 @@ def test_no_command_writes_a_file_of_a_run(run: Path, tmp_path: Path, run_kvr: K
         ("merge", run, "-o", target),
         ("export", run, "-o", target),
         ("export", run, "--format", "openai-batch", "-o", tmp_path / "answers.jsonl", "--errors", target),
+        ("simulate", "--csv", target),
+        ("simulate", "--plot", target),
     ):
-        code, _, err = run_kvr(*command, "--overwrite")
+        code, _, err = run_kvr(*command, *["--overwrite"] * (run in command))
         assert code == EXIT_CONFIG and "file of the run" in err, err
     assert {path: path.read_bytes() for path in before} == before
 
