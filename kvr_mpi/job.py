@@ -47,9 +47,6 @@ class ModelSection(Section):
         "measured", description="on CPUs: the fastest kernels measured on this machine; plain: the model's own code"
     )
     adapter: str | None = Field(None, min_length=1, description="folder of a LoRA adapter, merged when it is loaded")
-    stream_weights: bool = Field(
-        False, description="read layers from disk in each pass over many prompts, instead of keeping them in memory"
-    )
     revision: str | None = Field(None, description="branch, tag or commit on the hub")
     offline: bool | None = Field(None, description="never ask the hub; default: true under SLURM")
     trust_remote_code: bool = Field(

@@ -6,6 +6,7 @@ KEYS: dict[str, str] = {
     "parallel.compile": "Leave it out; a larger parallel.chunk_tokens saves launches and reads of weights.",
     "output.kv_compression": "Leave it out; keys and values are stored as the model made them.",
     "output.kv_dtype": "Leave it out; keys and values are stored in the model's data type.",
+    "model.stream_weights": "Leave it out; a model larger than memory is split over ranks by parallel.ranks_per_stage.",
 }
 
 # A command, or a command and its option: "COMMAND --option".

@@ -28,7 +28,6 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     dtype = "bfloat16"
     device = "cpu"
     adapter = "lora"
-    stream_weights = true
     kernels = "plain"
     revision = "main"
     offline = true

@@ -223,8 +223,6 @@ def why_never_captured(loaded: LoadedModel) -> str | None:
         return f"its rotary embedding ({kinds}) is chosen on the host, by each document's length"
     if loaded.stage is not None:
         return "the ranks of a stage talk to each other in every layer"
-    if loaded.streamed is not None:
-        return "its weights come from disk"
     return None
 
 

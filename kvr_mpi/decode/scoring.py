@@ -108,9 +108,8 @@ def _run(loaded: LoadedModel, prefill: Prefill, ids: Sequence[int]) -> torch.Ten
     length = cache.length
     cache.note_states()
     try:
-        if loaded.streamed is not None:  # a pass over all weights
-            return loaded.streamed.run_all([lambda: _run_after(loaded, cache, ids)])[0]
-        return _run_after(loaded, cache, ids)
+        row = torch.tensor([list(ids)], device=loaded.device)
+        return run_model(loaded.model, row, cache, keep=torch.arange(len(ids), device=loaded.device))
     finally:
         cache.step_back(length)
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
     from kvr_mpi.model.stage_weights import Part
-    from kvr_mpi.model.streamed import StreamedWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,6 @@ class LoadedModel:
     device: torch.device
     cuts_last_layer: bool = True  # its code bears that after the last attention only the last token goes on
     attends_in_parts: bool = True  # a chain takes its attention over; else its own attends to the whole prefix at once
-    streamed: StreamedWeights | None = None  # its layers come from disk, pass by pass; None: all weights are held
     stage: Stage | None = None  # the ranks that have the other parts, if the model is a part
     part: Part | None = None  # then which heads it has
 

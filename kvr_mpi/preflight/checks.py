@@ -22,7 +22,7 @@ from kvr_mpi.model import find_model
 from kvr_mpi.model.adapter import check_adapter
 from kvr_mpi.preflight.decode_checks import check_decode
 from kvr_mpi.preflight.inputs import check_answers, check_format, check_prompts, check_schema, templates_of
-from kvr_mpi.preflight.own_way_checks import check_cache, check_streaming
+from kvr_mpi.preflight.own_way_checks import check_cache
 from kvr_mpi.preflight.stage_checks import check_stages
 from kvr_mpi.store.folder import check_fresh
 from kvr_mpi.store.targets import check_output_folder
@@ -117,7 +117,6 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         partial(choose_chain_size, spec, ranks),
         partial(_check_table, spec, ranks),
         partial(check_cache, spec),
-        partial(check_streaming, spec, ranks),
         partial(_check_compress, spec),
         partial(_check_decode, spec, ranks),
         partial(check_stages, spec),

@@ -16,8 +16,6 @@ def why_not_combined(spec: JobSpec) -> str | None:
     if spec.output.kv == "sharded" or (spec.questions is not None and spec.questions.sharded):
         key = "questions.sharded" if spec.questions is not None else "output.kv = 'sharded'"
         return f"with {key}, ranks already decode together, each holding some of the tokens"
-    if spec.model.stream_weights:
-        return "with model.stream_weights = true nothing is decoded"
     if spec.cache.is_rolling:
         return "cache.kind = 'rolling' keeps the last tokens of each document on one rank"
     if spec.generation.of_answers != AS_THE_JOB or spec.generation.scores:

@@ -1,4 +1,4 @@
-"""What rolling caches and streamed weights cannot be combined with, as far as it shows before loading; no torch."""
+"""What rolling caches cannot be combined with, as far as it shows before loading; no torch."""
 
 from __future__ import annotations
 
@@ -64,66 +64,6 @@ def check_cache(spec: JobSpec) -> None:
         ),
     }
     _refuse(wrong, "cache.kind = 'rolling'")
-
-
-def check_streaming(spec: JobSpec, ranks: int) -> None:
-    """Refuse streamed weights where each answer would read all of them many times, or that run otherwise.
-
-    Parameters
-    ----------
-    ranks : int
-        Of the whole job.
-
-    Raises
-    ------
-    ConfigError
-        Naming the settings, and what to do.
-    """
-    if not spec.model.stream_weights:
-        return
-    model, parallel, generation = spec.model, spec.parallel, spec.generation
-    wrong = {
-        f"generation.max_new_tokens = {generation.max_new_tokens}": (
-            generation.max_new_tokens > 1,
-            "all weights would be read again for every token of an answer; set 0 (prefill only) or 1",
-        ),
-        f"parallel.strategy = {parallel.strategy!r}": (
-            parallel.strategy in ("single", "ring"),
-            "choose 'kvr' and parallel.ranks_per_chain = 1",
-        ),
-        f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r} with {ranks} rank(s)": (
-            parallel.planned or (ranks > 1 and parallel.ranks_per_chain != 1),
-            "a chain runs one prompt at a time, but weights have to be read once for many prompts; set "
-            "parallel.ranks_per_chain = 1",
-        ),
-        f"parallel.chunk_tokens = {parallel.chunk_tokens}": (parallel.chunk_tokens != "auto", "leave it out"),
-        "cache.kind = 'rolling'": (
-            spec.cache.is_rolling,
-            "all weights would be read again for each of its steps; leave it out",
-        ),
-        "model.device = 'cuda'": (model.device == "cuda", "layers are read into host memory; set 'cpu'"),
-        "model.adapter": (model.adapter is not None, "merge the adapter into the model's files first"),
-        "model.trust_remote_code = true": (
-            model.trust_remote_code,
-            "only models that are part of transformers can be streamed",
-        ),
-        "output.kv = 'sharded'": (
-            spec.output.kv == "sharded",
-            "it needs chains of several ranks; set output.kv = true",
-        ),
-        f"decode.mode = {spec.decode.mode!r}": (
-            spec.decode.mode != "data-parallel",
-            "nothing is decoded; leave it out",
-        ),
-        "[compress]": (spec.compress is not None, "leave one of the two out"),
-        "[questions]": (spec.questions is not None, "all weights would be read again for every token of an answer"),
-        "documents.reuse": (spec.documents.reuse is not None, "leave one of the two out"),
-        "documents.format = 'openai-batch'": (
-            spec.documents.format == "openai-batch",
-            "requests need answers, and all weights would be read again for each of their tokens",
-        ),
-    }
-    _refuse(wrong, "model.stream_weights = true")
 
 
 def _refuse(wrong: Mapping[str, tuple[bool, str]], beside: str) -> None:

@@ -41,10 +41,6 @@ def _why_not_combined(spec: JobSpec) -> str | None:
         return f"decode.mode = {spec.decode.mode!r} distributes heads, which stages already do; leave it out"
     if spec.cache.is_rolling:
         return "cache.kind = 'rolling' needs ranks that hold the whole model each; leave one of the two out"
-    if model.stream_weights:
-        return (
-            "model.stream_weights reads whole layers, but a rank of a stage holds only a part; leave one of the two out"
-        )
     if model.adapter is not None:
         return (
             "model.adapter is merged into whole matrices, but a rank of a stage loads slices of them; save a merged "

@@ -79,8 +79,6 @@ def why_not_shared(spec: JobSpec, model: Any) -> str | None:
         return f"the rotary embedding ({kinds}) depends on the prompt's length"
     if spec.is_spread:
         return "keys and values are spread over the ranks"
-    if spec.model.stream_weights:
-        return "all prompts of a pass go through its layers together"
     if spec.cache.is_rolling:
         return "a rolling cache cannot be continued by other prompts"
     if spec.compress is not None:

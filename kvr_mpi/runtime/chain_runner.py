@@ -20,9 +20,10 @@ from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.registry import KVR, STRATEGIES
 from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.streaming import prefill_rolling
 from kvr_mpi.requests.document_request import PromptRequest
 from kvr_mpi.requests.shared_document import SharedDocument, why_not_shared
-from kvr_mpi.runtime.own_ways import goes_own_way, prefill_own_way, prefill_rolling_over
+from kvr_mpi.runtime.own_ways import prefill_rolling_over
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.runtime.slice_planner import SlicePlanner
 from kvr_mpi.runtime.spread_documents import SpreadDocuments
@@ -53,7 +54,6 @@ class ChainRunner:
         self.chain, self.first_rank = chain, ranks.start
         self._setup, self._spec, self._loaded = setup, setup.spec, setup.loaded
         self._free_bytes = setup.free_bytes[ranks]
-        self.in_passes = setup.loaded.streamed is not None  # all prompts of a wave go through the model together
         self.seed = self._spec.generation.seed
         self.new_tokens = self._spec.generation.max_new_tokens  # of an answer, unless a row says otherwise
         self._slices = SlicePlanner(setup, chain, ranks, say)
@@ -173,8 +173,7 @@ class ChainRunner:
         footprint = self._setup.footprint
         if footprint is None:  # plain transformers' memory is not predicted: one at a time
             return False
-        own = self._setup.kv_bytes(plan.prompt.tokens + plan.new_tokens)
-        own += footprint.activation_bytes(max(PACK_TOKENS, plan.row_tokens if self.in_passes else 0))
+        own = self._setup.kv_bytes(plan.prompt.tokens + plan.new_tokens) + footprint.activation_bytes(PACK_TOKENS)
         if self.documents.is_about(plan.prefix):
             needs = self.documents.needs(plan)
         elif self._setup.rolling is not None and plan.partition is not None:
@@ -276,8 +275,8 @@ class ChainRunner:
         """Prefill prompts that begin with the same prefix in one forward, short ones on this rank alone."""
         if self.documents.holds(row[0].prefix):
             return self.documents.prefill(row)
-        if goes_own_way(self._setup):
-            return prefill_own_way(self._setup, row)
+        if (rolling := self._setup.rolling) is not None:
+            return [prefill_rolling(self._loaded, planned.prompt.ids, rolling) for planned in row]
         windows = [self._setup.window_of(planned.prompt) for planned in row]
         if any(windows):  # prompts that are observed run one by one
             return [one for each, window in zip(row, windows, strict=True) for one in self._prefill_row([each], window)]
@@ -308,7 +307,7 @@ class ChainRunner:
         before_window : int or None
             How many of them come before compression's observation window.
         """
-        if self.in_passes or (self._setup.rolling is not None and self.chain.size == 1):
+        if self._setup.rolling is not None and self.chain.size == 1:
             return True
         if self._slices.is_plain or self.is_spread:
             return False

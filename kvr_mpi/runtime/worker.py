@@ -97,7 +97,7 @@ class ChainWorker:
             self._chain.size,
             runner,
             max_sequences=MAX_SEQUENCES,
-            decodes=runner.new_tokens > 0 or runner.in_passes,
+            decodes=runner.new_tokens > 0,
             is_spread=runner.is_spread,
         )
         self._has_documents = True
@@ -266,7 +266,7 @@ class ChainWorker:
     def _prefill_packed(self) -> None:
         """Prefill the queued prompts, row by row."""
         packed, self._packed, self._put_off = self._packed, [], 0
-        for row in [packed] * bool(packed) if self._runner.in_passes else _rows(packed):
+        for row in _rows(packed):
             self._context.trace.begin_row(row, self._runner.first_rank + self._chain.rank)
             began = time.monotonic()
             try:

@@ -24,7 +24,6 @@ from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.transfers import Range
 from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
-from kvr_mpi.prefill.in_pass import pass_bytes_per_token
 from kvr_mpi.prefill.memory_budget import Footprint
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.preflight.inputs import passed_columns, prompts_of
@@ -127,8 +126,6 @@ class JobSetup:
             return self.rolling.kv_bytes(self.loaded.shape) if tokens else 0
         if self.arena is not None:
             return pages_for(tokens) * self.arena.page_bytes
-        if self.loaded.streamed is not None:
-            return tokens * pass_bytes_per_token(self.loaded.shape)
         return tokens * self.loaded.shape.kv_bytes_per_token
 
     def window_of(self, prompt: Prompt) -> Range | None:

@@ -86,11 +86,6 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
             "[[prompts]]: plans for several prompts per document are not supported yet; plan one of them as "
             "prompt.template"
         )
-    if spec.model.stream_weights:
-        raise ConfigError(
-            "model.stream_weights: plans for weights read from disk are not supported yet; the job itself logs how "
-            "much a pass reads, how long that takes, and for how many tokens, before its first document"
-        )
     check_system(spec.prompt.system)
     check_cache(spec)
     source = spec.model

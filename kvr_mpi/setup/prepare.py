@@ -48,7 +48,6 @@ from kvr_mpi.setup.loading import load_on_all, staged_model
 from kvr_mpi.setup.rates import Say as Say
 from kvr_mpi.setup.rates import costs_of, describe_rates, rates_of, table_of
 from kvr_mpi.setup.stages import JobRanks, describe_stages
-from kvr_mpi.setup.streaming_weights import check_streamed, load_in_blocks
 from kvr_mpi.stored.asking import frame_questions
 from kvr_mpi.stored.reuse import find_beginnings
 from kvr_mpi.topology import Topology, cores_per_rank, least_of_each
@@ -163,17 +162,14 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
     threads = spec.parallel.threads or machine.threads
     torch.set_num_threads(threads or cores_per_rank(machine.cores, world.local_size))
     source = spec.model
-    arguments: dict[str, Any] = source.model_dump(exclude={"path", "offline", "stream_weights", "kernels"})
+    arguments: dict[str, Any] = source.model_dump(exclude={"path", "offline", "kernels"})
     arguments["offline"] = machine.offline if source.offline is None else source.offline
     arguments |= {"cache_dir": machine.cache_dir, "device_index": world.local_rank}
     kernels = "plain" if spec.parallel.strategy == "single" else source.kernels
     say(f"loading {source.path}")
-    if source.stream_weights:
-        loaded = load_in_blocks(spec, world, offline=arguments["offline"], cache_dir=machine.cache_dir, say=say)
-    else:
-        with staged_model(source.path, machine.stage_in, world, say) as path:
-            loaded = load_on_all(world, path, kernels=kernels, say=say, stage=ranks.stage, **arguments)
-        loaded = replace(loaded, name=source.path)
+    with staged_model(source.path, machine.stage_in, world, say) as path:
+        loaded = load_on_all(world, path, kernels=kernels, say=say, stage=ranks.stage, **arguments)
+    loaded = replace(loaded, name=source.path)
     say(_describe(spec, loaded, ranks.lane, chain))
     describe_stages(ranks, loaded, say)
     return loaded
@@ -199,8 +195,6 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     """Make sure that model, strategy, prompt and generation settings go together."""
     if spec.parallel.strategy == "single":
         prepare_model(loaded.model, chain=False)
-    elif loaded.streamed is not None:
-        loaded = check_streamed(loaded, say)
     else:
         say("checking with a few tokens that chains give the same logits as the model itself")
         loaded = check_chain(loaded, say=say)
@@ -282,12 +276,7 @@ def _repeated_frames(
     spec: JobSpec, frame: Frame, reduce_frame: Frame, question_frames: Mapping[str, Frame]
 ) -> tuple[Frame, ...]:
     """List the frames whose beginning is computed once for all documents."""
-    if (
-        spec.parallel.strategy == PLAIN
-        or spec.questions is not None
-        or spec.cache.is_rolling
-        or spec.model.stream_weights
-    ):
+    if spec.parallel.strategy == PLAIN or spec.questions is not None or spec.cache.is_rolling:
         return ()
     return (frame, *question_frames.values(), *((reduce_frame,) if spec.prompt.too_long == "split" else ()))
 
@@ -309,8 +298,6 @@ def _open_compression(spec: JobSpec, loaded: LoadedModel) -> Compression | None:
 
 def _why_alone(loaded: LoadedModel, rolling: Rolling | None) -> str | None:
     """Say why prompts do not run packed; None if they do."""
-    if loaded.streamed is not None:
-        return "streamed weights are for prompts only"
     return why_not_packed(loaded) if rolling is None else "rolling caches cannot be combined in a row yet"
 
 
@@ -344,7 +331,7 @@ def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footpr
     footprint = footprint_of(loaded.model.config, loaded.dtype, on_gpu=on_gpu, in_parts=loaded.attends_in_parts)
     chunked = next((strategy for strategy in strategies if strategy.takes_chunks), None)
     try:
-        if chunked is None or not footprint.takes_chunks or loaded.streamed is not None:
+        if chunked is None or not footprint.takes_chunks:
             return footprint
         chunked.check_chunks(loaded)
     except ModelError:
@@ -388,5 +375,4 @@ def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int, sharing: HeadS
     if spec.parallel.memory_gib is not None:
         return int(spec.parallel.memory_gib * GIB)
     twin = twin_bytes(loaded) if isinstance(sharing, HeadSharing) else 0
-    blocks = 0 if loaded.streamed is None else loaded.streamed.reserved_bytes
-    return max(0, int(MEMORY_SHARE * free_bytes(loaded.device, sharers)) - twin - blocks)
+    return max(0, int(MEMORY_SHARE * free_bytes(loaded.device, sharers)) - twin)

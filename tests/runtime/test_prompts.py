@@ -230,10 +230,11 @@ def test_prompts_are_shown_with_where_they_come_from(job: Path) -> None:
 def test_the_time_of_a_shared_document_is_counted_once() -> None:
     """The first prompt's time includes that of the document, which was counted when the document was prefilled."""
     tally, started = Tally(), []
+    plan = SimpleNamespace(row_tokens=1, goes_with=lambda other: True)
     prefills = [SimpleNamespace(seconds=seconds) for seconds in (5000.0, 1.0)]
     worker = SimpleNamespace(
-        _packed=[(SimpleNamespace(document=SimpleNamespace(prefix=None)), None)] * 2,
-        _runner=SimpleNamespace(in_passes=True, first_rank=0, prefill_packed=lambda row: prefills),
+        _packed=[(SimpleNamespace(document=SimpleNamespace(prefix=None)), plan)] * 2,
+        _runner=SimpleNamespace(first_rank=0, prefill_packed=lambda row: prefills),
         _chain=SimpleNamespace(rank=0),
         _context=SimpleNamespace(tally=tally, trace=MagicMock()),
         _start_decoding=lambda request, prefill: started.append(prefill),
