@@ -10,4 +10,6 @@ KEYS: dict[str, str] = {
 }
 
 # A command, or a command and its option: "COMMAND --option".
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "import": "Copy the run's folder; kvr ask and documents.reuse read it where it is.",
+}

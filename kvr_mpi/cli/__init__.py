@@ -39,7 +39,6 @@ COMMANDS = {
     "merge": ("kvr_mpi.cli.merge", "merge", "Merge the shards of a run into one HDF5 file, verifying every checksum."),
     "inspect": ("kvr_mpi.cli.inspect", "inspect", "Show the contents of a result file, or one of its documents."),
     "export": ("kvr_mpi.cli.export", "export", "Export answers as JSON lines, CSV or Parquet, or keys and values."),
-    "import": ("kvr_mpi.cli.import_kv", "import_command", "Turn exported keys and values back into a run."),
     "prune": ("kvr_mpi.cli.prune", "prune", "Remove stored keys and values: by document, age or size."),
 }
 

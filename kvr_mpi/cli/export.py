@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @click.option(
     "--kv",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Instead, write keys and values into this folder, one safetensors file per document; see kvr import.",
+    help="Instead, write keys and values into this folder, one safetensors file per document.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing files.")
 @click.option(
