@@ -130,10 +130,3 @@ def _checked(handle: int, path: Path) -> int:
 
 def _link(path: Path) -> OSError:
     return OSError(errno.ELOOP, "a symbolic link, which is never followed when writing: remove it", str(path))
-
-
-def drop_pages(path: Path) -> None:
-    """Give back what the system holds of a file in memory, as far as it can be: the next reader reads the disk."""
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
-        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

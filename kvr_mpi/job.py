@@ -219,8 +219,8 @@ class QuestionsSection(Section):
     )
     template: str = Field("\n\n{question}", description="text that follows the document")
     documents: list[str] | None = Field(None, description="ids of documents to ask about; default: all in the run")
-    reuse: Literal["auto", "always", "never"] = Field(
-        "auto", description="whether to load stored keys and values; auto: where that is faster than prefilling again"
+    reuse: Literal["always", "never"] = Field(
+        "always", description="whether to load stored keys and values; never: prefill the documents again"
     )
     sharded: bool = Field(
         False,

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Maximum length of an answer.  [default: 128]")
 @click.option(
     "--reuse",
-    type=click.Choice(["auto", "always", "never"]),
-    default="auto",
+    type=click.Choice(["always", "never"]),
+    default="always",
     show_default=True,
-    help="Whether to load stored keys and values; auto: where loading is faster than prefilling the document again.",
+    help="Whether to load stored keys and values; never: prefill the documents again.",
 )
 @click.option(
     "--sharded",
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Show what would be loaded, how long loading takes and how much time it saves, and exit.",
+    help="Show what would be loaded, and exit.",
 )
 @run_options
 def ask(**given: Any) -> int:
@@ -116,18 +116,14 @@ def _describe(spec: JobSpec) -> None:
     from kvr_mpi.report.table import print_table
     from kvr_mpi.runtime.stored_source import scan_stored
 
-    found, cold = scan_stored(spec), scan_stored(spec, cold=True)
+    found = scan_stored(spec)
     rows: list[tuple[object, ...]] = []
-    for document, loads in zip(found.documents, found.loads, strict=True):
+    for document in found.documents:
         if document.error is not None:
-            rows.append((document.id, *["-"] * 5, document.error))
-            continue
-        times = found.load_s(document), cold.load_s(document)
-        known = f"{document.prefill_s:.3f}" if document.prefill_s else "?"
-        size = f"{document.bytes / 1e6:.1f}"
-        what = "load" if loads else "prefill again"
-        rows.append((document.id, document.tokens, size, *(f"{seconds:.3f}" for seconds in times), known, what))
-    print_table(("document", "tokens", "MB", "load s", "from disk", "prefill s", "what"), rows)
+            rows.append((document.id, "-", "-", document.error))
+        else:
+            what = "load" if found.loads else "prefill again"
+            rows.append((document.id, document.tokens, f"{document.bytes / 1e6:.1f}", what))
+    print_table(("document", "tokens", "MB", "what"), rows)
     for line in found.describe():
         click.echo(line)
-    click.echo("prefill s: on one rank, at the speed of the original run; from disk: with a cold page cache")

@@ -57,9 +57,6 @@ def plan(
     \b
     kvr plan jobs/summarize.toml --ranks 64 --hardware h200
 
-    If output.kv is set, the read speed of the output file system is measured (64 MB are written and removed), and the
-    plan shows from which length on it is faster to ask stored documents again than to prefill them.
-
     With parallel.ranks_per_chain = "auto", a job follows such a plan, with costs measured on its own ranks. With
     parallel.ranks_per_stage = n, the plan is for stages of n ranks, and all chains have the same length.
     """  # noqa: D301
@@ -71,14 +68,13 @@ def plan(
     found, forecast, outline = made.schedule, made.forecast, made.outline
     nodes = allocation_of(made.spec, made.ranks, **node, hardware=hardware)
     if as_json:
-        used, stored = nodes.used(found.makespan_s), _stored(made)[0]
+        used = nodes.used(found.makespan_s)
         decoding = None if made.decoding is None else asdict(made.decoding)
         told = {
             **_as_json(found, forecast),
             "ranks_per_stage": made.ranks_per_stage,
             "nodes": nodes.nodes,
             **used,
-            "stored": stored,
             "decoding": decoding,
         }
         click.echo(json.dumps(told, indent=1))
@@ -95,8 +91,6 @@ def plan(
     if made.decoding is not None:
         click.echo(str(made.decoding))
     click.echo(f"the plan takes {nodes.hours(found.makespan_s)} on {nodes.nodes} node(s)")
-    for line in _stored(made)[1]:
-        click.echo(line)
 
 
 def read_and_plan(
@@ -155,22 +149,6 @@ def _as_json(found: Schedule, forecast: Forecast) -> dict[str, Any]:
         "documents": [_columns(place, forecast) for place in found.placements],
         "misfits": [{"id": name, "tokens": tokens, "reason": why} for name, tokens, why in found.does_not_fit],
     }
-
-
-def _stored(made: PlannedJob) -> tuple[list[dict[str, Any]], list[str]]:
-    """Say when it pays to ask what a job stores, for JSON and for people; nothing if it stores no keys and values."""
-    from dataclasses import asdict
-
-    from kvr_mpi.stored.break_even import describe_break_even, list_lengths, measure_reading
-
-    output = made.spec.output
-    if not output.kv or made.spec.compress is not None:  # what is compressed is never prefilled again for speed
-        return [], []
-    speed = measure_reading(Path(output.path))
-    size = made.outline.shape.kv_bytes_per_token
-    longest = max((place.tokens for place in made.schedule.placements), default=0)
-    lengths = list_lengths(made.forecast, size, speed, min(longest, made.forecast.frame.max_tokens))
-    return [asdict(one) for one in lengths], describe_break_even(lengths, speed)
 
 
 def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:

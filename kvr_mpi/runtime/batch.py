@@ -92,8 +92,7 @@ def _run(
 ) -> int:
     topology = together(world, lambda: lay_out(spec, world.size))
     log.root("reading the documents")
-    listed, plan = share_json(world, on_root(world, lambda: _scan(spec, folder, options, log)))
-    corpus = Corpus.from_json(listed)
+    corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options, log))))
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
     links, reason = open_transport(world, spec.parallel.transport, device, cache_dir=options.machine.cache_dir)
     log.root(reason)
@@ -125,7 +124,7 @@ def _run(
             log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0, files=files
         ) as progress,
     ):
-        source = open_source(prepared, corpus, plan)
+        source = open_source(prepared, corpus)
         shared_stop = SharedStop(stop, counters, None if run is None else run.check, ranks.peers)
         sink = _open_sink(prepared, ranks, writer, parts, counters, progress)
         context = open_context(prepared, source, sink, shared_stop, trace)
@@ -224,22 +223,22 @@ def work_through(
     context.trace.tell("waiting", "for the other ranks to end")
 
 
-def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> tuple[dict[str, Any], list[bool]]:
-    """List all documents, and of stored ones which are loaded; `check_job` has seen that they can be had."""
+def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[str, Any]:
+    """List all documents; `check_job` has seen that they can be had."""
     check_writable(folder)
     if spec.questions is not None:
         stored = scan_stored(spec)
         check_askable(spec, stored)
         for line in stored.describe():
             log.line(line)
-        return stored.corpus.to_json(), stored.loads
-    return scan_documents(spec, None if options.overwrite else known_corpus(folder)).to_json(), []
+        return stored.corpus.to_json()
+    return scan_documents(spec, None if options.overwrite else known_corpus(folder)).to_json()
 
 
-def open_source(setup: JobSetup, corpus: Corpus, loads: Sequence[bool] = ()) -> Source:
-    """Say where prompts come from; `loads` as from `scan_stored`, if they are questions about stored documents."""
+def open_source(setup: JobSetup, corpus: Corpus) -> Source:
+    """Say where prompts come from."""
     if setup.spec.questions is not None:
-        return StoredSource(setup, corpus, loads)
+        return StoredSource(setup, corpus)
     if setup.beginnings is not None:
         return TextSource(corpus, setup.prompt_config, partial(setup.beginnings.find, loaded=setup.loaded))
     return TextSource(corpus, setup.prompt_config, prompts=prompts_of(setup.spec))

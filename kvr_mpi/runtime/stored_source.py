@@ -1,27 +1,25 @@
 """Documents whose keys and values are stored, asked again: only the question is prefilled.
 
 A run's folder is the corpus. The questions follow each document's text in its stored prompt, and what comes before is
-loaded layer by layer while the model computes (``kv.loading``), each block held against its checksum. Where loading
-would take longer than prefilling, or the keys would depend on how the prompt goes on, the prompt is prefilled again.
+loaded layer by layer while the model computes (``kv.loading``), each block held against its checksum. With
+``questions.reuse = "never"``, or if keys depend on how the prompt goes on, the prompt is prefilled again.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvr_mpi.disk import drop_pages
 from kvr_mpi.documents import MAX_ID_CHARS, Asked, Corpus, CorpusFile, Document, Entry
 from kvr_mpi.documents.questions import answer_id, check_length, parse_answer_id
-from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import ConfigError, CorpusError, DataError, DocumentError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.report.style import bytes_text
 from kvr_mpi.requests.document_request import DocumentRequest
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.folder import DamagedFile, Index
@@ -31,8 +29,6 @@ from kvr_mpi.store.parts import PartIndexes, open_whole_kv
 from kvr_mpi.store.shares import find_runs, index_runs
 from kvr_mpi.stored.prompt import StoredPrompt, compressed_prefix_of, open_prompt, prefix_of
 
-# Of stored keys and values, to see how fast they are read here.
-SAMPLE_BYTES = 128 << 20
 # How much work a loaded token is, of a prefilled one; for the progress and for sharing out.
 LOADED_WORK = 0.02
 
@@ -42,7 +38,6 @@ class StoredDocument:
     """What is stored of a document, or why it cannot be asked.
 
     bytes : of keys and values, all of them.
-    prefill_s : seconds that one rank would take to prefill it; 0 if that is not known.
     compression : by which method and settings its heads have dropped tokens; empty: they hold all.
     is_askable : False if the run never stored what questions need; `error` says what that is.
     """
@@ -51,7 +46,6 @@ class StoredDocument:
     file: Path
     tokens: int = 0
     bytes: int = 0
-    prefill_s: float = 0.0
     sha256: str = ""
     error: str | None = None
     compression: str = ""
@@ -64,58 +58,40 @@ class StoredCorpus:
 
     corpus : an entry for each document and question; `place` is the document's number.
     documents : by number.
-    loads : for each document, whether what is stored is used.
-    read_bytes_per_s : measured; None if nothing was there to read.
+    loads : whether what is stored is used.
     left_out : documents of the run that have no answer, and so no keys and values.
     """
 
     corpus: Corpus
     documents: tuple[StoredDocument, ...]
-    loads: list[bool]
-    read_bytes_per_s: float | None
+    loads: bool
     left_out: int = 0
 
-    def load_s(self, document: StoredDocument) -> float:
-        """Seconds to load a document."""
-        return document.bytes / self.read_bytes_per_s if self.read_bytes_per_s else 0.0
-
     def describe(self) -> list[str]:
-        """Say what is loaded, what is not, and why."""
-        good = [(one, loads) for one, loads in zip(self.documents, self.loads, strict=True) if one.error is None]
-        loaded = [one for one, loads in good if loads]
+        """Say what is loaded, and what is not."""
+        good = [one for one in self.documents if one.error is None]
         lines = []
         if self.left_out:
             lines.append(f"{self.left_out} document(s) of the run have error records, and are skipped")
-        if loaded:
-            size, load_s = sum(one.bytes for one in loaded), sum(map(self.load_s, loaded))
-            known = sum(one.prefill_s for one in loaded)
-            instead = f", instead of prefilling them for {duration_text(known)} on one rank" if known else ""
-            speed = (self.read_bytes_per_s or 0) / 1e9
+        if not self.loads:
+            return [*lines, f"{len(good)} document(s) will be prefilled again"]
+        size = bytes_text(sum(one.bytes for one in good))
+        lines.append(f"{len(good)} document(s) will be loaded: {size} of keys and values")
+        if methods := [one.compression for one in good if one.compression]:
             lines.append(
-                f"{len(loaded)} document(s) will be loaded: {size / 1e9:.2f} GB of keys and values at {speed:.2f} "
-                f"GB/s, {load_s:.1f} s{instead}"
-            )
-        if methods := [one.compression for one in loaded if one.compression]:
-            lines.append(
-                f"{len(methods)} document(s) are compressed ({'; '.join(sorted(set(methods)))}), and always loaded, "
-                f"even if a prefill would be faster; --reuse never prefills them without compression"
-            )
-        if len(loaded) < len(good):
-            lines.append(
-                f"{len(good) - len(loaded)} document(s) will be prefilled again, which is faster or was requested"
+                f"{len(methods)} document(s) are compressed ({'; '.join(sorted(set(methods)))}); reuse = 'never' "
+                f"prefills them without compression"
             )
         return lines
 
 
-def scan_stored(spec: JobSpec, *, cold: bool = False) -> StoredCorpus:
-    """Find the stored documents of a job with questions, and decide which are loaded.
+def scan_stored(spec: JobSpec) -> StoredCorpus:
+    """Find the stored documents of a job with questions.
 
     Parameters
     ----------
     spec : JobSpec
         Of `complete_questions`.
-    cold : bool
-        Give back what the system holds of the files in memory before it is measured how fast they are read.
 
     Raises
     ------
@@ -148,25 +124,10 @@ def scan_stored(spec: JobSpec, *, cold: bool = False) -> StoredCorpus:
         raise (DataError if lost else CorpusError)(
             f"documents.path {spec.documents.path}: no document there can be asked about{why}"
         )
-    if cold:
-        for file in {one.file for one in documents}:
-            drop_pages(file)
-    speed = _measure_reading(documents, parts)
-    found = StoredCorpus(Corpus((), ()), documents, [], speed, len(wanted) - len(done))
-    loads = [
-        questions.reuse != "never"
-        and (
-            questions.reuse == "always"
-            or not one.prefill_s
-            # Else the answer would depend on how fast this machine is.
-            or bool(one.compression)
-            or found.load_s(one) < one.prefill_s
-        )
-        for one in documents
-    ]
-    if spec.output.kv:
-        _check_stored_again([one for one, is_loaded in zip(documents, loads, strict=True) if is_loaded])
-    return StoredCorpus(_corpus(documents, questions.ask, loads), documents, loads, speed, found.left_out)
+    loads = questions.reuse == "always"
+    if spec.output.kv and loads:
+        _check_stored_again(documents)
+    return StoredCorpus(_corpus(documents, questions.ask, loads), documents, loads, len(wanted) - len(done))
 
 
 def check_askable(spec: JobSpec, found: StoredCorpus) -> None:
@@ -196,15 +157,14 @@ class StoredSource:
     setup : JobSetup
     corpus : Corpus
         Of `scan_stored`.
-    loads : sequence of bool
-        For each document, whether what is stored is used.
     """
 
-    def __init__(self, setup: JobSetup, corpus: Corpus, loads: Sequence[bool]) -> None:
-        self.corpus, self._setup, self._loads = corpus, setup, loads
+    def __init__(self, setup: JobSetup, corpus: Corpus) -> None:
+        self.corpus, self._setup = corpus, setup
         questions = setup.spec.questions
         assert questions is not None and isinstance(questions.ask, dict)
         self._ask: Mapping[str, str] = questions.ask
+        self._loads = questions.reuse == "always"
         self._numbers = {entry.id: number for number, entry in enumerate(corpus.entries)}
         self._open: tuple[StoredPrompt, SharedPrefix | None] | None = None  # the last one
         self._parts = PartIndexes()
@@ -235,7 +195,7 @@ class StoredSource:
             self._open = None
             path = Path(self.corpus.files[entry.file].path)
             stored = open_prompt(path, key_of(document_id), self._parts)
-            prefix = self._prefix_of(stored, path) if self._loads[entry.place] else None
+            prefix = self._prefix_of(stored, path) if self._loads else None
             self._open = stored, prefix
         if _seal(self._open[0].kv.seal(), self._ask[name]) != entry.sha256:
             raise DocumentError(f"{document_id}: its stored keys and values have changed since the job began")
@@ -249,7 +209,7 @@ class StoredSource:
         if self._recomputes:
             raise DocumentError(
                 f"{stored.record.id}: its stored keys and values are compressed ({compression}), but depend on how the "
-                f"prompt continues, so they have to be computed again; use `--reuse never`"
+                f"prompt continues, so they have to be computed again; set questions.reuse = 'never'"
             )
         return compressed_prefix_of(ids, loaded, lambda: stored, path, compression)
 
@@ -278,9 +238,7 @@ def _look(index: Index, name: str, parts: PartIndexes, *, is_sharded: bool) -> S
         why = f"it is compressed ({kv.compression}), which needs one rank; leave --sharded out"
     if why is not None or kv.tokens is None:
         return StoredDocument(name, file, error=f"{name} cannot be asked about: {why}", is_askable=False)
-    rate = record.prefill_tokens_per_s / max(1, len(record.slices) - 1)
-    tokens = kv.tokens.text[1]
-    return StoredDocument(name, file, tokens, size, tokens / rate if rate > 0 else 0.0, seal, None, kv.compression)
+    return StoredDocument(name, file, kv.tokens.text[1], size, seal, None, kv.compression)
 
 
 def _check_stored_again(loaded: Sequence[StoredDocument]) -> None:
@@ -299,15 +257,15 @@ def _lost(name: str, damaged: DamagedFile) -> StoredDocument:
     return StoredDocument(name, damaged.file, error=why)
 
 
-def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str], loads: Sequence[bool]) -> Corpus:
+def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str], loads: bool) -> Corpus:
     """List every question about every document."""
     files = list(dict.fromkeys(document.file for document in documents))
     numbers = {file: number for number, file in enumerate(files)}
     entries = []
-    for place, (document, is_loaded) in enumerate(zip(documents, loads, strict=True)):
+    for place, document in enumerate(documents):
         for name, question in ask.items():
             answer = answer_id(document.id, name)
-            work = 1 + int(document.tokens * (LOADED_WORK if is_loaded else 1.0)) + len(question)
+            work = 1 + int(document.tokens * (LOADED_WORK if loads else 1.0)) + len(question)
             error = document.error or check_length(answer)
             sha256 = _seal(document.sha256, question)
             if error is not None and len(answer) > MAX_ID_CHARS:
@@ -319,24 +277,6 @@ def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str], loads: 
 def _file(file: Path) -> CorpusFile:
     found = file.stat()
     return CorpusFile(str(file), file.name, found.st_size, found.st_mtime_ns)
-
-
-def _measure_reading(documents: Sequence[StoredDocument], parts: PartIndexes) -> float | None:
-    """Read some of what is stored, with its checksums, and return bytes per second."""
-    read_bytes, began = 0, time.perf_counter()
-    for document in documents:
-        if document.error is None and read_bytes < SAMPLE_BYTES:
-            try:
-                with open_file(document.file) as stored, ExitStack() as others:
-                    group = group_in(group_in(stored, "documents"), key_of(document.id))
-                    for layer in open_whole_kv(group, parts, others).layers:
-                        layer.read()
-                        read_bytes += layer.bytes
-                        if read_bytes >= SAMPLE_BYTES:
-                            break
-            except DataError:
-                continue  # said when it is asked
-    return read_bytes / (time.perf_counter() - began) if read_bytes else None
 
 
 def _seal(kv_sha256: str, question: str) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -28,7 +29,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvr_mpi.disk import drop_pages
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.document_share import DocumentShare, ShareBounds
@@ -58,6 +58,13 @@ WRITTEN = 3  # prefills of which keys and values are written
 TOGETHER = 8  # questions that are asked about a document
 NEW_TOKENS = 32
 WHAT = ("write", "ask", "read", "sharded")
+
+
+def drop_pages(path: Path) -> None:
+    """Give back what the system holds of a file in memory, as far as it can be: the next reader reads the disk."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def document_ids(loaded: LoadedModel, tokens: int) -> list[int]:

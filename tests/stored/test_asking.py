@@ -308,7 +308,7 @@ def test_keys_of_another_model_are_refused(
         (["questions.ask=[]"], "no question"),
         (['questions.ask=["Why?", "Who?", "Why? "]'], "'q1' and 'q3' are the same question"),
         (["questions.file=/nowhere.txt"], "cannot be read"),
-        (["questions.reuse=perhaps"], "'auto', 'always' or 'never'"),
+        (["questions.reuse=perhaps"], "'always' or 'never'"),
     ],
 )
 def test_what_does_not_go_with_questions_is_refused_before_anything_is_loaded(
