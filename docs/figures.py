@@ -1,8 +1,8 @@
-"""The docs' tables and plots, made of stored measurements: ``make figures``.
+"""The docs' tables and plots, made of stored measurements: ``make docs``.
 
     python docs/figures.py                               write tables and plots, say which measurements are old
     python docs/figures.py --check                       write nothing; exit code 1 if a page is not what they make
-    python docs/figures.py --store first-token bench.json    put rows of ``kvr bench --json`` in place of earlier ones
+    python docs/figures.py --store first-token bench.json    put rows of ``first-token --json`` in place of earlier ones
 
 ``docs/data/NAME.json`` is a measurement: its command, machine, date and commit, the code it measures, and rows. A page
 has its table between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``, with a line below it that says where it comes
@@ -40,7 +40,7 @@ class Measurement:
     date, dated_by : day of the run, or that of the commit which brought the figures: the run is not younger.
     commit : the code that was measured, or the first commit that held the figures.
     measures : files and folders of the code that the figures depend on.
-    kind : ``bench``: rows of ``kvr bench --json``; ``table``: rows of `columns`; ``text``: said in sentences only.
+    kind : ``bench``: rows of ``first-token --json``; ``table``: rows of `columns`; ``text``: said in sentences only.
     columns : name of each column, and how its values are written (a format).
     said : page, and what is on it word by word.
     """
@@ -184,8 +184,8 @@ def digest(measured: Measurement) -> str:
 
 
 def draw(measured: Measurement) -> None:
-    """Draw rows of ``kvr bench``, for white and for black pages."""
-    from kvr_mpi.report.plots import plot_bench
+    """Draw rows of ``first-token``, for white and for black pages."""
+    from benchmarks.plots import plot_bench
 
     DRAWN.mkdir(exist_ok=True)
     plot_bench(measured.rows, DRAWN / f"{measured.name}.svg", about=digest(measured))
@@ -211,11 +211,11 @@ def store(measured: Measurement, source: Path) -> None:
     Raises
     ------
     SystemExit
-        If they are no rows of ``kvr bench``, or what is measured is not what is committed.
+        If they are no rows of ``first-token``, or what is measured is not what is committed.
     """
     rows = json.loads(source.read_text())
     if measured.kind != "bench" or not (isinstance(rows, list) and rows and "ttft_s" in rows[0]):
-        raise SystemExit(f"{source}: expected rows of `kvr bench --json`, for a measurement of the kind 'bench'")
+        raise SystemExit(f"{source}: expected rows of `first-token --json`, for a measurement of the kind 'bench'")
     changed = _git("status", "--porcelain", "--", *measured.measures)
     if changed:
         raise SystemExit(f"the code it measures is not committed:\n{changed}")
@@ -238,7 +238,7 @@ def main() -> int:
     """Do what the arguments say; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something differs")
-    parser.add_argument("--store", nargs=2, metavar=("NAME", "FILE"), help="take in rows of kvr bench --json first")
+    parser.add_argument("--store", nargs=2, metavar=("NAME", "FILE"), help="take in rows of first-token --json first")
     wanted = parser.parse_args()
     measured = load_measurements()
     if wanted.store:

@@ -1,4 +1,4 @@
-"""The reference, written from the code: ``make reference``.
+"""The reference, written from the code: ``make docs``.
 
 python docs/reference.py            write the pages
 python docs/reference.py --check    write nothing; exit code 1 if a page is not what the code says
@@ -25,7 +25,7 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.store import head_rows, kv, outputs
 
 DOCS = Path(__file__).resolve().parent
-WRITTEN = "Written from the code by `make reference`; do not edit."
+WRITTEN = "Written from the code by `make docs`; do not edit."
 # Characters of a line of help: pages are read in browsers, and on terminals.
 WIDTH = 100
 # How JSON Schema's types are called here.
@@ -229,7 +229,7 @@ def main() -> int:
     for name in wrong:
         if not check:
             (DOCS / name).write_text(PAGES[name](), encoding="utf-8")
-        print(f"docs/{name}: {'not what the code says: run `make reference`' if check else 'written'}")
+        print(f"docs/{name}: {'not what the code says: run `make docs`' if check else 'written'}")
     return 1 if check and wrong else 0
 
 

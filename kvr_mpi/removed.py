@@ -13,4 +13,8 @@ KEYS: dict[str, str] = {
 # A command, or a command and its option: "COMMAND --option".
 COMMANDS: dict[str, str] = {
     "import": "Copy the run's folder; kvr ask and documents.reuse read it where it is.",
+    "bench": "in a clone of the repository, run `python -m benchmarks first-token`, `corpus` or `fairkv`.",
+    "simulate": "use `kvr plan --tokens 64k --hardware h200 --ranks 8`; in a clone of the repository, "
+    "`python -m benchmarks forecast`, `paper` and `fairkv-placement` do the rest.",
+    "verify --architectures": "in a clone of the repository, run `python -m benchmarks architectures`.",
 }

@@ -30,7 +30,7 @@ settings.register_profile(
 settings.load_profile("kvr-mpi")
 
 # Folders whose tests wait most: workers that share the tests by file begin with these.
-FIRST = {"slurm", "network"}
+FIRST = {"slurm"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -11,14 +12,22 @@ import click
 import pytest
 from constants import ROOT
 
+from benchmarks.__main__ import BENCHMARKS
 from kvr_mpi.cli import COMMANDS, group
 from kvr_mpi.cli.run import run
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "slurm" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "benchmarks" / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "slurm" / "README.md",
+    *sorted(ROOT.glob("docs/*.md")),
+]
 BLOCK = re.compile(r"^```(?:sh)?\n(.*?)^```$|((?:^    \S.*\n)+)", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"(?<!`)`((?:[a-z]+ )?[^`]*?\b(?:kvr|make)\b[^`]*)`(?!`)")
+INLINE = re.compile(r"(?<!`)`((?:[a-z]+ )?[^`]*?\b(?:kvr|make|benchmarks)\b[^`]*)`(?!`)")
 ENDS = {"|", ">", ">>", "&&", ";", "||", "&"}
-# Who starts a command: whatever stands before it is theirs.
+# Whose commands are checked; and who starts a command: whatever stands before it is theirs.
+PROGRAMS = {"kvr", "kvr-run", "make", "benchmarks"}
 STARTERS = {"mpirun", "srun", "timeout", "mpiexec"}
 
 
@@ -35,10 +44,10 @@ def commands_of(page: Path) -> Iterator[tuple[str, list[str]]]:
     """Programs of ours that a page calls, with their arguments."""
     for line in lines_of(page):
         try:
-            words = shlex.split(line, comments=True)
+            words = shlex.split(line.replace("python -m benchmarks", "benchmarks"), comments=True)
         except ValueError:  # half of a sentence in quotes
             continue
-        at = next((at for at, word in enumerate(words) if Path(word).name in ("kvr", "kvr-run", "make")), None)
+        at = next((at for at, word in enumerate(words) if Path(word).name in PROGRAMS), None)
         if at is None or (at and words[0] not in STARTERS and not re.match(r"[A-Z_]+=", words[0])):
             continue
         arguments = words[at + 1 :]
@@ -55,6 +64,13 @@ def check(program: str, arguments: list[str]) -> None:
     if "..." in arguments or not arguments:
         return
     command: click.Command | None = run
+    if program == "benchmarks":
+        name, *arguments = arguments
+        assert name in BENCHMARKS, f"python -m benchmarks {name}"
+        main = importlib.import_module(f"benchmarks.{BENCHMARKS[name][0]}").main
+        if not isinstance(main, click.Command):  # argparse's are parsed where they run
+            return
+        command = main
     if program == "kvr":
         name, *arguments = arguments
         if name.startswith("-"):
@@ -86,9 +102,10 @@ def test_commands_are_found_and_mistakes_in_them_too(tmp_path: Path) -> None:
     assert ("make", ["demo"]) in found and any(program == "kvr-run" for program, _ in found) and len(found) > 10
     page = tmp_path / "page.md"
     page.write_text(
-        "```sh\nmpirun -n 2 kvr bench --contexts 4k \\\n  --no-such 3\n```\nand `kvr stat x`, `make demos`\n"
+        "```sh\nmpirun -n 2 python -m benchmarks first-token --contexts 4k \\\n  --no-such 3\n```\n"
+        "and `kvr stat x`, `make demos`\n"
     )
-    assert [program for program, _ in commands_of(page)] == ["kvr", "kvr", "make"]
+    assert [program for program, _ in commands_of(page)] == ["benchmarks", "kvr", "make"]
     for program, arguments in commands_of(page):
         with pytest.raises((click.UsageError, AssertionError)):
             check(program, arguments)

@@ -39,7 +39,6 @@ ROOMS = [
     "setup",
     "runtime",
     "doctor",
-    "bench",
     "cli",
     "api",
 ]
@@ -56,7 +55,6 @@ CONTACTS = {
         "store/merge.py",
         "doctor/folder.py",
     },
-    "matplotlib": {"report/plots.py"},
     # The caches are one rank's of one prompt; a row of several prompts has to look like a cache to the model, too.
     "transformers.cache_utils": {"kv/cache.py", "kv/layer.py", "kv/states.py", "kv/row.py"},
     "click": {"cli"},
@@ -94,6 +92,11 @@ def test_imports_lead_up() -> None:
             if parts[0] == "kvr_mpi" and len(parts) > 1 and parts[1] in ROOMS and ROOMS.index(parts[1]) > here:
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert not wrong
+
+
+def test_benchmarks_are_imported_by_nothing() -> None:
+    """They use the package, and are not part of it."""
+    assert not [path for path in files() if any(name.split(".")[0] == "benchmarks" for name in imports(path))]
 
 
 def test_no_circles() -> None:

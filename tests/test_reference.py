@@ -28,7 +28,7 @@ LISTED = {name for variables in VARIABLES.values() for name in variables}
 
 
 def test_the_pages_say_what_the_code_says() -> None:
-    assert not reference.differing(), "`make reference` writes them anew"
+    assert not reference.differing(), "`make docs` writes them anew"
 
 
 def test_a_page_that_differs_is_named_and_written_anew(

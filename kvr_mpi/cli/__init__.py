@@ -24,7 +24,6 @@ COMMANDS = {
     "ask": ("kvr_mpi.cli.ask", "ask", "Ask stored documents new questions, without prefilling them again."),
     "plan": ("kvr_mpi.cli.plan", "plan", "Show which documents would run on which chains, when, and why."),
     "sbatch": ("kvr_mpi.cli.sbatch", "sbatch", "Submit a job to SLURM, with nodes and time from the plan."),
-    "simulate": ("kvr_mpi.cli.simulate", "simulate", "Forecast the time to the first token; no run, no model needed."),
     "profile-heads": (
         "kvr_mpi.cli.profile_heads",
         "profile_heads",
@@ -32,7 +31,6 @@ COMMANDS = {
     ),
     "doctor": ("kvr_mpi.cli.doctor", "doctor", "Check the machine: launcher, cores, GPUs, links, files, SLURM."),
     "search": ("kvr_mpi.cli.search", "search", "Measure the best slices on this machine; write a lookup table."),
-    "bench": ("kvr_mpi.cli.bench", "bench", "Time the strategies side by side."),
     "verify": ("kvr_mpi.cli.verify", "verify", "Check that every strategy gives the same results as one process."),
     "status": ("kvr_mpi.cli.status", "status", "Show the progress of a run: done, failed, running and left."),
     "report": ("kvr_mpi.cli.report", "report", "Write an HTML page about a run: where the time went, and the answers."),

@@ -25,24 +25,19 @@ from kvr_mpi.cli.writing import check_writable, writing
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to write the profile to.",
 )
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Plot the counts by layer and head (.png)."
-)
-def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: Path, plot: Path | None) -> None:
+def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: Path) -> None:
     """Prefill a sample of JOB's documents on one rank, and record how many tokens each KV head keeps.
 
     \b
     kvr profile-heads jobs/summarize.toml --set compress.method=ada-snapkv --set compress.budget=512
-    kvr simulate --fairkv heads.json --ranks 4,8
 
-    kvr simulate --fairkv and compress.method = "headkv" use the mean over documents. The similarity of the documents is
+    compress.method = "headkv" uses the mean over documents. The similarity of the documents is
     printed, too; look at the mean-centred cosines, since plain cosines are always close to 1.
     """  # noqa: D301
     from kvr_mpi.cli.environment import is_offline, read_environment
     from kvr_mpi.disk import replacing
     from kvr_mpi.job import load_job
     from kvr_mpi.preflight.checks import check_job
-    from kvr_mpi.report.plots import plot_heads
     from kvr_mpi.runtime.head_sample import sample_heads
 
     alone = ("parallel.ranks_per_chain=all", "parallel.ranks_per_stage=1")  # whatever ranks the job itself runs on
@@ -55,10 +50,6 @@ def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     found = sample.as_json(setup, spec.documents.path)
     with writing(output), replacing(output) as stream:
         stream.write((json.dumps(found) + "\n").encode())
-    if plot is not None:
-        name = found["name"].rpartition("/")[2]
-        title = f"{name}, mean of {len(sample.documents)} document(s)\n{spec.compress}"
-        plot_heads(found["counts"], title, plot)
     mean = sample.counts.mean(0)
     click.echo(f"{found['source']}: {len(mean)} layers of {mean.shape[1]} KV heads")
     click.echo(f"a head keeps {mean.min():.0f} to {mean.max():.0f} tokens, {mean.mean():.0f} on average")

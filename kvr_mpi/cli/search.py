@@ -93,11 +93,11 @@ def search(**given: Any) -> int:
     size = options.ranks or world.size
 
     def work() -> int:
-        from kvr_mpi.bench.cores import pinned
         from kvr_mpi.cli.launch import load_everywhere, open_links
         from kvr_mpi.prefill.self_check import check_chain
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import on_root, together
+        from kvr_mpi.tuning.cores import pinned
         from kvr_mpi.tuning.measure import follow, leading
         from kvr_mpi.tuning.table import check_name
         from kvr_mpi.tuning.tabulate import Wish, check_contexts, tabulate

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import click
 
-from kvr_mpi.cli.options import command, model_options, parse_names, parse_numbers, transport_option
+from kvr_mpi.cli.options import command, model_options, parse_numbers, transport_option
 
 EXIT_DIFFERS = 1
 
@@ -24,11 +23,6 @@ class VerifyOptions:
     longest: int | None
     transport: str
     seed: int
-    architectures: bool
-    only: str
-    sample: int | None
-    table: Path | None
-    lines: IO[str] | None
 
 
 @command()
@@ -40,46 +34,27 @@ class VerifyOptions:
     help="The longest prompt length, always checked.  [default: the model's context]",
 )
 @transport_option
-@click.option("--seed", default=0, show_default=True, help="Random seed for prompts, random partitions and --sample.")
-@click.option(
-    "--architectures",
-    is_flag=True,
-    help="Instead of a model, check every architecture in transformers, tiny and random.",
-)
-@click.option(
-    "--only", default="", metavar="NAME,...", help="With --architectures: check only these model types and variants."
-)
-@click.option("--sample", type=click.IntRange(1), help="With --architectures: check only this many, chosen at random.")
-@click.option(
-    "--table", type=click.Path(dir_okay=False, path_type=Path), help="With --architectures: write a Markdown table."
-)
-@click.option(
-    "--json", "lines", type=click.File("w"), help="With --architectures: write one line of JSON per architecture."
-)
+@click.option("--seed", default=0, show_default=True, help="Random seed for prompts and random partitions.")
 def verify(**given: Any) -> int:
     """Compare logits, keys, values and greedy tokens of every strategy with plain transformers.
 
     \b
     mpirun -n 4 kvr verify --model /models/mine --dtype bfloat16 --longest 16k
-    kvr verify --architectures --only "llama,phi3 longrope above"
 
     The exit code is 0 only if all of them agree.
     """  # noqa: D301
     options = VerifyOptions(**given)
-    if options.architectures:
-        names = parse_names(options.only)
-        return _verify_architectures(names, options.sample, options.seed, options.table, options.lines)
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
 
     world = connect()
 
     def work() -> int:
-        from kvr_mpi.bench.verify import NEW_TOKENS, does_not_fit
-        from kvr_mpi.bench.verify import verify as verify_all
         from kvr_mpi.cli.launch import load_everywhere, open_links
         from kvr_mpi.errors import ConfigError
         from kvr_mpi.prefill.self_check import check_chain
+        from kvr_mpi.prefill.verify import NEW_TOKENS, does_not_fit
+        from kvr_mpi.prefill.verify import verify as verify_all
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import together
 
@@ -114,35 +89,3 @@ def verify(**given: Any) -> int:
         return EXIT_DIFFERS if failed else 0
 
     return guarded(world, work)
-
-
-def _verify_architectures(
-    only: list[str], sample: int | None, seed: int, table: Path | None, lines: IO[str] | None
-) -> int:
-    """Judge entries of the catalogue, by processes without MPI."""
-    import datetime
-    import os
-    from importlib.metadata import version
-
-    from kvr_mpi.bench.architectures import BAD, CLASSES, catalogue, choose
-    from kvr_mpi.bench.catalogue_table import render
-    from kvr_mpi.bench.survey import survey
-
-    entries = catalogue()
-    names = choose(entries, only, sample, seed)
-    if table is not None:  # before minutes have gone by
-        table.parent.mkdir(parents=True, exist_ok=True)
-        table.touch()
-    verdicts = []
-    for verdict in survey(entries, names, processes=min(os.cpu_count() or 1, 8, len(names))):
-        verdicts.append(verdict)
-        click.echo(f"{verdict.kind}: {verdict.name}{': ' + ' '.join(verdict.reason.split()) if verdict.reason else ''}")
-        if lines is not None:
-            lines.write(verdict.as_json() + "\n")
-            lines.flush()
-    counts = {kind: sum(verdict.kind == kind for verdict in verdicts) for kind in CLASSES}
-    click.echo(f"of {len(verdicts)}: {', '.join(f'{count} {kind}' for kind, count in counts.items() if count)}")
-    if table is not None:
-        versions = ", ".join(f"{name} {version(name)}" for name in ("kvr-mpi", "transformers", "torch"))
-        table.write_text(render(entries, verdicts, versions, datetime.date.today()))
-    return EXIT_DIFFERS if any(verdict.kind in BAD for verdict in verdicts) else 0

@@ -9,8 +9,7 @@ here, layer by layer, and ranks are renamed within a layer afterwards, so that n
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,8 +20,9 @@ from kvr_mpi.errors import ConfigError
 Loads = npt.NDArray[np.float64]
 # The bisection for a proportional split ends within this share of the mean load.
 PRECISION = 1e-4
-# Algorithm 1 lists every way to copy heads; beyond so many heads and copies that is no longer done.
-MAX_BACKTRACKED = 16
+# Places a layer's heads so that no rank has more than a limit; None if there is no way. (loads, ranks, copies, most
+# pieces of one head, limit)
+Fit = Callable[[Sequence[float], int, int, int, float], "LayerPlacement | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +74,17 @@ def place_statically(loads: Sequence[float], ranks: int) -> LayerPlacement:
     return LayerPlacement(ranks, tuple(pieces))
 
 
-def place_best_effort(loads: Sequence[float], ranks: int, *, exact: bool = False) -> LayerPlacement:
-    """Place whole heads, the heaviest first where there is least (LPT), or as well as can be.
-
-    Parameters
-    ----------
-    exact : bool
-        Search for the best (branch and bound): as long as that takes, which is short for 8 heads.
-    """
-    found = _lpt(_items(loads, [1] * len(loads)), ranks)
-    return _search(_items(loads, [1] * len(loads)), ranks, found) if exact else found
+def place_best_effort(loads: Sequence[float], ranks: int) -> LayerPlacement:
+    """Place whole heads, the heaviest first where there is least (LPT)."""
+    return _lpt(split_evenly(loads, [1] * len(loads)), ranks)
 
 
 def place_with_equal_copies(
-    loads: Sequence[float], ranks: int, copies: int, max_replicas: int | None = None, *, exact: bool = False
+    loads: Sequence[float], ranks: int, copies: int, max_replicas: int | None = None
 ) -> LayerPlacement:
     """Copy heads and split each evenly over its copies (fair-copying, sections 4.1 to 4.3).
+
+    One copy after the other, of the head whose pieces are heaviest.
 
     Parameters
     ----------
@@ -97,9 +92,6 @@ def place_with_equal_copies(
         Most pieces beyond one of each head (CH).
     max_replicas : int or None
         Most pieces of one head (R_max, eq. 3); None: as many as ranks.
-    exact : bool
-        Try every way to copy (algorithm 1), each placed as well as can be; else one copy after the other, of the head
-        whose pieces are heaviest.
     """
     most = min(max_replicas or ranks, ranks)
     _check(copies, most)
@@ -110,31 +102,12 @@ def place_with_equal_copies(
         if not open_heads:
             break
         counts[max(open_heads, key=lambda head: loads[head] / counts[head])] += 1
-        best = min(best, _lpt(_items(loads, counts), ranks), key=lambda one: one.heaviest)
-    if not exact:
-        return best
-    if len(loads) + copies > MAX_BACKTRACKED:
-        raise ConfigError(f"{len(loads)} heads and {copies} copies are too many to try every way; leave exact out")
-    for counts in backtrack(len(loads), copies, most):
-        best = _search(_items(loads, counts), ranks, best)
+        best = min(best, _lpt(split_evenly(loads, counts), ranks), key=lambda one: one.heaviest)
     return best
 
 
-def backtrack(heads: int, copies: int, most: int) -> Iterator[list[int]]:
-    """List every way to split heads into no more than so many pieces (FairKV, algorithm 1): pieces of each head."""
-
-    def go_on(counts: list[int], left: int) -> Iterator[list[int]]:
-        if len(counts) == heads:
-            yield list(counts)
-            return
-        for more in range(min(left, most - 1) + 1):
-            yield from go_on([*counts, 1 + more], left - more)
-
-    yield from go_on([], copies)
-
-
 def place_in_proportion(
-    loads: Sequence[float], ranks: int, copies: int, max_replicas: int | None = None, *, exact: bool = False
+    loads: Sequence[float], ranks: int, copies: int, max_replicas: int | None = None, fits: Sequence[Fit] | None = None
 ) -> LayerPlacement:
     """Copy heads and split each in any proportion: whole heads where they fit, what does not fit spills over.
 
@@ -143,13 +116,13 @@ def place_in_proportion(
 
     Parameters
     ----------
-    exact : bool
-        Try every way to group heads that share ranks: some milliseconds for 8 heads.
+    fits : sequence of callable, optional
+        Tried in order for each limit; only whole heads and what spills over by default.
     """
     most = min(max_replicas or ranks, ranks)
     _check(copies, most)
     mean, best = float(sum(loads)) / ranks, place_with_equal_copies(loads, ranks, copies, max_replicas)
-    for fit in (_spill, _group) if exact else (_spill,):
+    for fit in fits or (spill_over,):
         found = fit(loads, ranks, copies, most, mean * (1 + 1e-9))
         if found is not None:
             return min(best, found, key=lambda one: one.heaviest)
@@ -162,20 +135,6 @@ def place_in_proportion(
             else:
                 best, high = min(best, found, key=lambda one: one.heaviest), middle
     return best
-
-
-def place_by_total(loads: Loads, ranks: int) -> list[LayerPlacement]:
-    """Place all layers' heads by eq. 4 alone: the most that any rank has of all layers together.
-
-    For comparison: a layer may end up on few ranks, with the others waiting (see `sync_efficiency`).
-    """
-    totals = np.zeros(ranks)
-    pieces: list[list[Piece]] = [[] for _ in range(len(loads))]
-    for layer, head in sorted(np.ndindex(loads.shape), key=lambda place: -loads[place]):
-        rank = int(totals.argmin())
-        totals[rank] += loads[layer, head]
-        pieces[layer].append(Piece(head, rank, float(loads[layer, head])))
-    return [LayerPlacement(ranks, tuple(each)) for each in pieces]
 
 
 def place_layers(
@@ -209,24 +168,13 @@ def sync_efficiency(placed: Sequence[LayerPlacement]) -> float:
     return float(loads.mean(1).sum() / loads.max(1).sum())
 
 
-def total_efficiency(placed: Sequence[LayerPlacement]) -> float:
-    """Efficiency as the paper has it (eq. 5): mean over maximum of what ranks have of all layers together."""
-    totals = np.sum([layer.loads for layer in placed], axis=0)
-    return float(totals.mean() / totals.max())
-
-
-def load_ratio(placed: Sequence[LayerPlacement], other: Sequence[LayerPlacement]) -> float:
-    """How many times the other's critical path this one's is shorter: a ratio of loads, not a speed-up."""
-    return sum(layer.heaviest for layer in other) / sum(layer.heaviest for layer in placed)
-
-
 def _check(copies: int, most: int) -> None:
     if copies < 0 or most < 1:
         raise ConfigError(f"copies = {copies}, at most {most} of one head: expected at least 0 and 1")
 
 
-def _items(loads: Sequence[float], counts: Sequence[int]) -> list[tuple[float, int]]:
-    """Pieces of even size (load, head), the heaviest first."""
+def split_evenly(loads: Sequence[float], counts: Sequence[int]) -> list[tuple[float, int]]:
+    """Cut each head into so many pieces of even size; returns (load, head), the heaviest first."""
     pieces = [(load / count, head) for head, (load, count) in enumerate(zip(loads, counts, strict=True))]
     return sorted((piece for piece, count in zip(pieces, counts, strict=True) for _ in range(count)), reverse=True)
 
@@ -243,47 +191,7 @@ def _lpt(items: Sequence[tuple[float, int]], ranks: int) -> LayerPlacement:
     return LayerPlacement(ranks, tuple(pieces))
 
 
-def _search(items: Sequence[tuple[float, int]], ranks: int, best: LayerPlacement) -> LayerPlacement:
-    """Branch and bound over all ways to place pieces; returns `best` if none is better."""
-    total = sum(load for load, _ in items)
-    bound = max(total / ranks, items[0][0])
-    if len(items) > ranks:
-        bound = max(bound, items[ranks - 1][0] + items[ranks][0])
-    found, limit = best, best.heaviest
-    loads, heads = [0.0] * ranks, [set[int]() for _ in range(ranks)]
-    chosen: list[Piece] = []
-
-    def go_on(at: int) -> None:
-        nonlocal found, limit
-        if limit <= bound * (1 + 1e-12):
-            return
-        if at == len(items):
-            found, limit = LayerPlacement(ranks, tuple(chosen)), max(loads)
-            return
-        load, head = items[at]
-        seen_empty = False
-        for rank in sorted(range(ranks), key=loads.__getitem__):
-            if head in heads[rank] or loads[rank] + load >= limit * (1 - 1e-12):
-                continue
-            if not heads[rank]:  # ranks that have nothing are alike
-                if seen_empty:
-                    continue
-                seen_empty = True
-            before = loads[rank]
-            loads[rank] += load
-            heads[rank].add(head)
-            chosen.append(Piece(head, rank, load))
-            go_on(at + 1)
-            chosen.pop()
-            heads[rank].discard(head)
-            loads[rank] = before
-
-    if bound < limit * (1 - 1e-12):
-        go_on(0)
-    return found
-
-
-def _spill(loads: Sequence[float], ranks: int, copies: int, most: int, limit: float) -> LayerPlacement | None:
+def spill_over(loads: Sequence[float], ranks: int, copies: int, most: int, limit: float) -> LayerPlacement | None:
     """Place heads so that no rank has more than `limit`; None if that takes too many copies.
 
     The largest head goes where it fits most tightly; one that fits nowhere fills the emptiest ranks.
@@ -307,57 +215,3 @@ def _spill(loads: Sequence[float], ranks: int, copies: int, most: int, limit: fl
         if left < 0:
             return None
     return LayerPlacement(ranks, tuple(pieces))
-
-
-def _group(loads: Sequence[float], ranks: int, copies: int, most: int, limit: float) -> LayerPlacement | None:
-    """Place heads in groups that share ranks, so that no rank has more than `limit`; None if there is no way.
-
-    A group that takes n ranks takes n - 1 copies: its heads are laid end to end and cut where a rank is full.
-    """
-    order = sorted(range(len(loads)), key=lambda head: -loads[head])
-    groups: list[list[int]] = []
-    sums: list[float] = []
-
-    def go_on(at: int) -> bool:
-        taken = [max(1, math.ceil(each / limit - 1e-9)) for each in sums]
-        if sum(taken) > ranks or sum(taken) - len(taken) > copies:
-            return False
-        if at == len(order):
-            return True
-        head, seen = order[at], set[float]()
-        for number in range(len(groups)):
-            if sums[number] not in seen:  # groups of the same sum are alike
-                seen.add(sums[number])
-                groups[number].append(head)
-                sums[number] += loads[head]
-                if go_on(at + 1):
-                    return True
-                groups[number].pop()
-                sums[number] -= loads[head]
-        groups.append([head])
-        sums.append(float(loads[head]))
-        if go_on(at + 1):
-            return True
-        groups.pop()
-        sums.pop()
-        return False
-
-    if not go_on(0):
-        return None
-    pieces, rank, tiny = [], 0, 1e-9 * limit
-    for members in groups:
-        room = limit
-        for head in members:
-            rest = float(loads[head])
-            while rest > tiny or loads[head] <= tiny:
-                if room <= tiny:
-                    rank, room = rank + 1, limit
-                part = min(rest, room)
-                pieces.append(Piece(head, rank, part))
-                rest, room = rest - part, room - part
-                if loads[head] <= tiny:
-                    break
-        rank += 1
-    placed = LayerPlacement(ranks, tuple(pieces))
-    per_head = [sum(piece.head == head for piece in pieces) for head in range(len(loads))]
-    return placed if max(per_head) <= most else None

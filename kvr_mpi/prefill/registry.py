@@ -1,7 +1,7 @@
 """The strategies, one line each: how each is cut, run, forecast and verified, and what it needs of a model.
 
-Stands above the prefill, which runs them, and the cost model, which forecasts them. Jobs, ``kvr bench``, ``kvr
-verify``, ``kvr plan`` and ``kvr simulate`` take their strategies from here: a new one is a class that keeps the
+Stands above the prefill, which runs them, and the cost model, which forecasts them. Jobs, ``first-token``, ``kvr
+verify``, ``kvr plan`` and ``forecast`` take their strategies from here: a new one is a class that keeps the
 `Exchange` protocol, and an entry in `STRATEGIES`.
 """
 

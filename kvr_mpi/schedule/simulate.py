@@ -1,6 +1,6 @@
 """Forecasts of every strategy over prompt lengths and numbers of ranks, no run.
 
-Stands on the registry of strategies and the cost model, under ``kvr simulate``.
+Stands on the registry of strategies and the cost model, under ``forecast``.
 """
 
 from __future__ import annotations

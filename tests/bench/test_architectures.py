@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 from constants import ROOT
 
-from kvr_mpi.bench import exactness, survey
-from kvr_mpi.bench.architectures import (
+from benchmarks import exactness, survey
+from benchmarks.architectures import (
     BAD,
     NOT_HERE,
     REFUSED,
@@ -24,8 +25,8 @@ from kvr_mpi.bench.architectures import (
     catalogue,
     choose,
 )
-from kvr_mpi.bench.architectures import judge as judge_entry
-from kvr_mpi.bench.catalogue_table import render
+from benchmarks.architectures import judge as judge_entry
+from benchmarks.catalogue_table import render
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
@@ -66,8 +67,8 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
     """What the command says of the sample."""
     lines = tmp_path_factory.mktemp("architectures") / "lines.jsonl"
     names = ",".join([*EXACT, *NOT_A_CHAIN])
-    command = ["kvr", "verify", "--architectures", "--only", names, "--json", str(lines)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks", "architectures", "--only", names, "--json", str(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     found = [Verdict.from_json(line) for line in lines.read_text().splitlines()]
     assert done.returncode == int(any(verdict.kind in BAD for verdict in found)), done.stderr
     assert f"of {len(EXACT) + len(NOT_A_CHAIN)}: " in done.stdout
@@ -205,7 +206,8 @@ def test_the_table_in_docs_has_every_entry() -> None:
 @pytest.mark.long
 def test_every_architecture(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
-    done = subprocess.run(["kvr", "verify", "--architectures", "--json", str(lines)], capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks", "architectures", "--json", str(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     found = [Verdict.from_json(line) for line in lines.read_text().splitlines()]
     assert [(verdict.name, verdict.reason) for verdict in found if verdict.kind in BAD] == []
     assert done.returncode == 0

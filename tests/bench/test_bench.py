@@ -1,4 +1,4 @@
-"""`kvr bench` and `kvr verify` as a user runs them."""
+"""`first-token` and `corpus` as a user runs them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,17 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from models import tiny
 
-from kvr_mpi.bench.prompts import STRATEGIES
-from kvr_mpi.bench.verify import verify
-from kvr_mpi.cli.bench import bench
+from benchmarks.first_token import STRATEGIES
+from benchmarks.first_token import main as first_token
 from kvr_mpi.errors import EXIT_CONFIG
-from kvr_mpi.partition import Partition
-from kvr_mpi.prefill import all_gather, relay, ring
-from kvr_mpi.transport.local import run_local
-from kvr_mpi.tuning.grid import grid_search, interpolate
 
 
 @pytest.mark.slow
-def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
+def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, run_bench: Any) -> None:
     rows_file, plot = tmp_path / "rows.json", tmp_path / "plot.png"
-    run = mpirun(
-        2,
-        [kvr, "bench", "--model", tiny_model_dir, "--contexts", "128,256", "--repeats", "2", "--roofline"]
-        + ["--json", rows_file, "--plot", plot],
-    )
+    words = ["--model", tiny_model_dir, "--contexts", "128,256", "--repeats", "2", "--roofline"]
+    run = run_bench(2, "first-token", *words, "--json", rows_file, "--plot", plot)
     assert run.returncode == 0, run.stderr
     rows = json.loads(rows_file.read_text())
     assert [(row["strategy"], row["context_tokens"]) for row in rows] == [
@@ -71,12 +62,14 @@ def test_files_that_could_not_be_written_are_refused_before_anything_is_timed(
 ) -> None:
     (tmp_path / "sealed").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "sealed")  # root may write anywhere
-    run = CliRunner().invoke(bench, [option, str(tmp_path / place), "--model", "/no/model"], standalone_mode=False)
+    run = CliRunner().invoke(
+        first_token, [option, str(tmp_path / place), "--model", "/no/model"], standalone_mode=False
+    )
     assert words in run.output and run.return_value == EXIT_CONFIG
 
 
 @pytest.mark.long
-def test_a_whole_corpus_in_every_way(tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
+def test_a_whole_corpus_in_every_way(tmp_path: Path, tiny_model_dir: Path, run_bench: Any) -> None:
     rows = (json.dumps({"id": f"d{n}", "text": "The ferry left at seven. " * (1 + 9 * n)}) for n in range(5))
     (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
     (tmp_path / "job.toml").write_text(
@@ -89,8 +82,8 @@ def test_a_whole_corpus_in_every_way(tmp_path: Path, tiny_model_dir: Path, mpiru
         output.path = "{tmp_path / "out"}"
         """
     )
-    command = [kvr, "bench", "--batch", tmp_path / "job.toml", "--repeats", "1", "--batch-size", "2"]
-    run = mpirun(2, [*command, "--json", tmp_path / "rows.json"])
+    command = ["corpus", tmp_path / "job.toml", "--repeats", "1", "--batch-size", "2"]
+    run = run_bench(2, *command, "--json", tmp_path / "rows.json")
     assert run.returncode == 0, run.stderr
     found = {row["way"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert list(found) == ["auto", "chains", "data-parallel", "generate", "padded"]
@@ -101,11 +94,11 @@ def test_a_whole_corpus_in_every_way(tmp_path: Path, tiny_model_dir: Path, mpiru
         assert row["documents"] == 5 and row["documents_per_hour"] > 0 and len(row["speedup"]) == 4
         assert 0 < row["busy_in_prefill"] <= 1.05
     assert "documents/h" in run.stdout and not list((tmp_path / "out").iterdir()), "nothing is left behind"
-    split = mpirun(1, [*command, "--set", "prompt.too_long=split"])
+    split = run_bench(1, *command, "--set", "prompt.too_long=split")
     assert split.returncode == 78 and "not supported by generate" in split.stderr
-    alone = mpirun(1, [*command, "--ways", "generate"])
+    alone = run_bench(1, *command, "--ways", "generate")
     assert alone.returncode == 78 and "at least one of auto, chains, data-parallel" in alone.stderr
-    empty = mpirun(1, [*command, "--set", "documents.shard=7/9"])
+    empty = run_bench(1, *command, "--set", "documents.shard=7/9")
     assert empty.returncode == 78 and "documents.shard = '7/9'" in empty.stderr
 
 
@@ -120,73 +113,7 @@ def test_a_whole_corpus_in_every_way(tmp_path: Path, tiny_model_dir: Path, mpiru
         pytest.param(["--model", "./nothing"], "no such file or folder", marks=pytest.mark.long),
     ],
 )
-def test_bench_refuses(options: list[str], word: str, tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
-    run = mpirun(2, [kvr, "bench", "--model", tiny_model_dir, "--contexts", "64", *options])
+def test_bench_refuses(options: list[str], word: str, tiny_model_dir: Path, run_bench: Any) -> None:
+    run = run_bench(2, "first-token", "--model", tiny_model_dir, "--contexts", "64", *options)
     assert run.returncode == 78, run.stderr
     assert word in run.stderr and "Traceback" not in run.stderr
-
-
-@pytest.mark.slow
-def test_verify_holds_on_three_ranks(tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
-    run = mpirun(3, [kvr, "verify", "--model", tiny_model_dir, "--lengths", "7,61"])
-    assert run.returncode == 0, run.stderr
-    assert "24 of 24 hold on 3 rank(s)" in run.stderr
-    assert "480 tokens, ring" in run.stderr, "the model's context less 32 tokens is always checked"
-
-
-@pytest.mark.slow
-def test_verify_in_bfloat16(tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
-    run = mpirun(
-        2, [kvr, "verify", "--model", tiny_model_dir, "--lengths", "64", "--longest", "200", "--dtype", "bfloat16"]
-    )
-    assert "16 of 16 hold" in run.stderr, run.stderr
-    assert run.returncode == 0
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_verify_notices_a_lost_token(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend, attend_up_to = relay.attend, relay.attend_up_to
-
-    def forgetful(query: Any, keys: Any, values: Any, scores: Any, *, causal: bool = False) -> Any:
-        if not causal and keys.shape[2] > 1:  # leaves out the first token of every stretch before the own slice
-            keys, values = keys[:, :, 1:], values[:, :, 1:]
-        return attend(query, keys, values, scores, causal=causal)
-
-    def forgets_first(query: Any, keys: Any, values: Any, scores: Any) -> Any:
-        return attend_up_to(query, keys[:, :, 1:], values[:, :, 1:], scores)
-
-    if broken:
-        monkeypatch.setattr(relay, "attend_up_to", forgets_first)
-        for strategy in (relay, all_gather, ring):
-            monkeypatch.setattr(strategy, "attend", forgetful)
-    loaded = tiny("llama-gqa")
-    findings = run_local(2, lambda rank: list(verify(loaded, rank, [40])))
-    assert findings[0] == findings[1] and len(findings[0]) == 8
-    chunked = [found.holds for found in findings[0] if "in chunks" in found.strategy]
-    others = [found for found in findings[0] if "one token" not in found.strategy and "in chunks" not in found.strategy]
-    held = {found.strategy.split()[0]: found.holds for found in others}
-    assert held == {"kvr": not broken, "tsp-dense": True, "tsp-causal": not broken, "ring": not broken}
-    assert chunked == [not broken]
-
-
-def test_grid_search_finds_the_valley() -> None:
-    def cost(partition: Partition) -> float:
-        return sum((bound - best) ** 2 for bound, best in zip(partition.bounds[1:-1], (700, 1300), strict=True))
-
-    search = grid_search(Partition.even(2048, 3), cost, stride=256, quantum=4, max_runs=200)
-    assert search.best.bounds == (0, 699, 1301, 2048) or abs(search.best.bounds[1] - 700) < 4
-    assert abs(search.best.bounds[2] - 1300) < 4
-    assert search.best_s == min(search.tried.values()) == cost(search.best)
-
-
-def test_grid_search_keeps_slices_and_the_budget() -> None:
-    search = grid_search(Partition((0, 1, 2, 3)), lambda partition: 1.0, stride=64, quantum=1, max_runs=5)
-    assert len(search.tried) <= 5 and search.best == Partition((0, 1, 2, 3))
-
-
-def test_interpolation_of_ratios() -> None:
-    searched = {1000: (0.5, 0.5), 3000: (0.7, 0.3)}
-    assert interpolate(searched, 2000) == pytest.approx((0.6, 0.4))
-    assert interpolate(searched, 1000) == (0.5, 0.5)
-    assert interpolate(searched, 500) == (0.5, 0.5)
-    assert interpolate(searched, 9000) == (0.7, 0.3)

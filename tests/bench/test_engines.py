@@ -1,4 +1,4 @@
-"""Other engines in `kvr bench`: what is refused, one that dies, and the real one (`make rivals`)."""
+"""Other engines in `first-token`: what is refused, one that dies, and the real one (`benchmarks/install_rivals`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from constants import ROOT, SMOLLM
 from models import tiny
 
-from kvr_mpi.bench.pairs import Patience
-from kvr_mpi.bench.prompts import Contest, bench
-from kvr_mpi.bench.rivals import open_rival
+from benchmarks.first_token import Contest, bench
+from benchmarks.pairs import Patience
+from benchmarks.rivals import open_rival
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.transport.local import LocalTransport
 
@@ -43,7 +43,7 @@ def test_an_engine_that_cannot_take_part_is_said_so(tmp_path: Path, name: str, m
 
 def test_an_environment_that_is_not_there_is_said_how_to_make(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match="`make rivals` creates it"),
+        pytest.raises(ConfigError, match="`benchmarks/install_rivals` creates it"),
         open_rival("openvino", Path("a.gguf"), 9, tmp_path),
     ):
         pass
@@ -70,10 +70,11 @@ def test_an_engine_that_fails_at_a_length_is_left_out_there(tmp_path: Path) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["openvino", "llama.cpp"])
-def test_an_engine_takes_part(name: str, tmp_path: Path, mpirun: Any, kvr: Path) -> None:
-    subprocess.run(["make", "rivals"], cwd=ROOT, check=True, capture_output=True)
-    command = [kvr, "bench", "--model", SMOLLM, "--contexts", "256", "--strategies", "kvr-e", "--repeats", "1"]
-    run = mpirun(2, [*command, "--rivals", name, "--rivals-folder", ROOT / ".rivals", "--json", tmp_path / "rows"])
+def test_an_engine_takes_part(name: str, tmp_path: Path, run_bench: Any) -> None:
+    subprocess.run(["benchmarks/install_rivals"], cwd=ROOT, check=True, capture_output=True)
+    command = ["first-token", "--model", SMOLLM, "--contexts", "256", "--strategies", "kvr-e", "--repeats", "1"]
+    rivals = ["--rivals", name, "--rivals-folder", ROOT / ".rivals"]
+    run = run_bench(2, *command, *rivals, "--json", tmp_path / "rows")
     assert run.returncode == 0, run.stderr
     ours, theirs = json.loads((tmp_path / "rows").read_text())
     assert (ours["strategy"], theirs["strategy"]) == ("kvr-e", name)
@@ -82,8 +83,8 @@ def test_an_engine_takes_part(name: str, tmp_path: Path, mpirun: Any, kvr: Path)
 
 
 @pytest.mark.long
-def test_engines_answer_a_corpus_as_we_do(tmp_path: Path, mpirun: Any, kvr: Path) -> None:
-    subprocess.run(["make", "rivals"], cwd=ROOT, check=True, capture_output=True)
+def test_engines_answer_a_corpus_as_we_do(tmp_path: Path, run_bench: Any) -> None:
+    subprocess.run(["benchmarks/install_rivals"], cwd=ROOT, check=True, capture_output=True)
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for number in range(3):
@@ -105,13 +106,13 @@ def test_engines_answer_a_corpus_as_we_do(tmp_path: Path, mpirun: Any, kvr: Path
         """
     )
     rivals = ["--rivals", "openvino,llama.cpp", "--rivals-folder", ROOT / ".rivals", "--repeats", "1"]
-    command = [kvr, "bench", "--batch", job, "--ways", "chains", *rivals, "--json", tmp_path / "rows"]
-    run = mpirun(2, command, timeout_s=400)
+    command = ["corpus", job, "--ways", "chains", *rivals, "--json", tmp_path / "rows"]
+    run = run_bench(2, *command, timeout_s=400)
     assert run.returncode == 0, run.stderr
     rows = {row["way"]: row for row in json.loads((tmp_path / "rows").read_text())}
     assert list(rows) == ["chains", "openvino", "llama.cpp"]
     for row in rows.values():
         assert row["documents"] == 3 and row["prompt_tokens"] == rows["chains"]["prompt_tokens"]
         assert 0 < row["new_tokens"] <= 24 and row["seconds"] > 0
-    sampled = mpirun(2, [*command, "--set", "generation.temperature=0.7"])
+    sampled = run_bench(2, *command, "--set", "generation.temperature=0.7")
     assert sampled.returncode == 78 and "other engines only decode greedily" in " ".join(sampled.stderr.split())

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 
-from kvr_mpi.bench.half_weights import half_gguf
+from benchmarks.half_weights import half_gguf
 from kvr_mpi.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kvr_mpi.bench.pairs import LEAST_PAIRS, Patience, Ratio, drift_of, measure_pairs, ratio_of, ratios_of
+from benchmarks.pairs import LEAST_PAIRS, Patience, Ratio, drift_of, measure_pairs, ratio_of, ratios_of
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 
@@ -61,7 +61,7 @@ def test_the_same_is_never_said_to_be_faster() -> None:
 
 
 def test_starts_of_the_same_line_agree_within_their_intervals() -> None:
-    """Measured: seven pairs each of six starts of one `kvr bench`, whose own intervals do not all meet."""
+    """Measured: seven pairs each of six starts of one `first-token`, whose own intervals do not all meet."""
     starts = [(2.49, 2.49, 2.53), (2.65, 2.63, 2.68), (2.48, 2.46, 2.53), (2.57, 2.57, 2.59), (2.58, 2.54, 2.59)]
     own = [Ratio(*start, pairs=7) for start in starts]
     assert any(one.high < other.low for one, other in itertools.permutations(own, 2))

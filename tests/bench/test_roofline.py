@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from models import tiny
 
-from kvr_mpi.bench.roofline import ATTENTION, PRODUCTS, REST, attention_flop, measure_rooflines
+from benchmarks.roofline import ATTENTION, PRODUCTS, REST, attention_flop, measure_rooflines
 from kvr_mpi.transport.local import LocalTransport
 
 TOKENS = 96

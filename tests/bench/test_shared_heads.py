@@ -1,4 +1,4 @@
-"""`kvr bench --fairkv`: every placement decodes the same documents, and what cannot be compared is refused."""
+"""`fairkv`: every placement decodes the same documents, and what cannot be compared is refused."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from constants import TESTS
+from constants import ROOT
 from made_jobs import spec_of, with_settings
 
-from kvr_mpi.bench.shared_heads import LEAST_NEW_TOKENS, check_heads, efficiency
+from benchmarks.fairkv import LEAST_NEW_TOKENS, check_heads, efficiency
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, ConfigError
 
 WAYS = ["whole, SHA", "whole, apart", "SHA", "best effort", "equal copies", "in proportion", "apart"]
 SMALL = ["compress.method=ada-snapkv", "compress.window=16", "compress.kernel=3"]
 
 
-def bench(mpirun: Any, kvr: Path, job: Path, *words: str | Path, ranks: int = 2) -> Any:
-    return mpirun(ranks, [kvr, "bench", "--fairkv", job, "--repeats", "1", *words])
-
-
-def test_every_way_decodes_the_same_documents(mpirun: Any, kvr: Path, job: Path, tmp_path: Path) -> None:
+def test_every_way_decodes_the_same_documents(run_bench: Any, job: Path, tmp_path: Path) -> None:
     settings = with_settings(*SMALL, "compress.compression_ratio=0.5", "generation.max_new_tokens=40")
-    ran = bench(mpirun, kvr, job, *settings, "--budgets", "48,96", "--json", tmp_path / "rows.json")
+    ran = run_bench(
+        2, "fairkv", job, "--repeats", "1", *settings, "--budgets", "48,96", "--json", tmp_path / "rows.json"
+    )
     assert ran.returncode == 0, ran.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["way"] for row in rows] == 2 * WAYS and all(way in ran.stdout for way in WAYS)
@@ -51,11 +49,11 @@ def test_every_way_decodes_the_same_documents(mpirun: Any, kvr: Path, job: Path,
 
 
 @pytest.mark.long
-def test_real_ranks_and_a_real_model_agree(mpirun: Any, kvr: Path, smollm: Any, tmp_path: Path) -> None:
+def test_real_ranks_and_a_real_model_agree(run_bench: Any, smollm: Any, tmp_path: Path) -> None:
     """Three ranks, a KV head each."""
     settings = with_settings(*SMALL, "compress.budget=100", "prompt.max_tokens=200", "prompt.too_long=truncate")
     rows = tmp_path / "rows.json"
-    ran = bench(mpirun, kvr, TESTS.parent / "jobs" / "demo.toml", *settings, "--json", rows, ranks=3)
+    ran = run_bench(3, "fairkv", ROOT / "jobs" / "demo.toml", "--repeats", "1", *settings, "--json", rows)
     assert ran.returncode == 0, ran.stderr
     found = {row["way"]: row for row in json.loads(rows.read_text())}
     assert all(row["same_answers"] == row["documents"] for row in found.values())
@@ -88,10 +86,10 @@ def test_what_cannot_be_timed_is_refused(job: Path, ranks: int, settings: list[s
     ],
 )
 def test_what_does_not_fit_the_job_is_refused(
-    mpirun: Any, kvr: Path, job: Path, settings: list[str], words: list[str], said: str
+    run_bench: Any, job: Path, settings: list[str], words: list[str], said: str
 ) -> None:
     given = with_settings(*SMALL, "compress.budget=64", "generation.max_new_tokens=40", *settings)
-    ran = bench(mpirun, kvr, job, *given, *words)
+    ran = run_bench(2, "fairkv", job, "--repeats", "1", *given, *words)
     assert ran.returncode in (EXIT_BAD_DATA, EXIT_CONFIG) and said in ran.stderr, ran.stderr
 
 

@@ -95,7 +95,7 @@ def test_a_misspelt_command_is_told_what_is_like_it(wrote: str, meant: str, run_
     [
         ("kvr st", ["plain,status"]),
         ("kvr plan --har", ["plain,--hardware"]),
-        ("kvr bench --transport st", ["plain,staged"]),
+        ("kvr verify --transport st", ["plain,staged"]),
         ("kvr plan jobs/", ["file,jobs/"]),
         ("kvr-run --over", ["plain,--overwrite"]),
     ],

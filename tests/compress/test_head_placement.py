@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from made_placements import check
 
-from kvr_mpi.compress.paper import TABLE_2, paper_profile
 from kvr_mpi.compress.placement import (
     LayerPlacement,
-    backtrack,
-    load_ratio,
     place_best_effort,
-    place_by_total,
     place_in_proportion,
     place_layers,
     place_statically,
     place_with_equal_copies,
-    sync_efficiency,
-    total_efficiency,
 )
 from kvr_mpi.errors import ConfigError
 
 LOADS = st.lists(st.floats(0, 10_000).map(lambda load: round(load, 2)), min_size=1, max_size=12)
 Place = Callable[..., LayerPlacement]
-
-
-def check(found: LayerPlacement, loads: Sequence[float], copies: int) -> None:
-    """Every head is somewhere, whole, on a rank at most once; copies are within bounds."""
-    for head, load in enumerate(loads):
-        pieces = [piece for piece in found.pieces if piece.head == head]
-        assert pieces and sum(piece.load for piece in pieces) == pytest.approx(load, abs=1e-6 * (1 + sum(loads)))
-        assert len({piece.rank for piece in pieces}) == len(pieces)
-    assert all(0 <= piece.rank < found.ranks for piece in found.pieces)
-    assert 0 <= found.copies <= copies
-    assert found.heaviest >= sum(loads) / found.ranks * (1 - 1e-6)
 
 
 @settings(max_examples=200)
@@ -59,57 +41,12 @@ def test_every_placement_has_every_head(loads: list[float], ranks: int, copies: 
 
 
 @settings(max_examples=60)
-@given(loads=st.lists(st.integers(1, 1000), min_size=2, max_size=6), ranks=st.integers(2, 4))
-def test_exact_is_the_best_of_all_ways(loads: list[int], ranks: int) -> None:
-    found = place_best_effort(loads, ranks, exact=True)
-    check(found, loads, 0)
-    ways = itertools.product(range(ranks), repeat=len(loads))
-    best = min(np.bincount(way, weights=loads).max() for way in ways)
-    assert found.heaviest == pytest.approx(best)
-
-
-@settings(max_examples=60)
-@given(loads=st.lists(st.integers(1, 1000), min_size=2, max_size=6), ranks=st.integers(2, 5), copies=st.integers(0, 4))
-def test_searching_is_never_worse(loads: list[int], ranks: int, copies: int) -> None:
-    for place in (place_with_equal_copies, place_in_proportion):
-        quick, exact = place(loads, ranks, copies), place(loads, ranks, copies, exact=True)
-        check(exact, loads, copies)
-        assert exact.heaviest <= quick.heaviest * (1 + 1e-9)
-
-
-@settings(max_examples=60)
-@given(loads=LOADS, ranks=st.integers(2, 8), copies=st.integers(0, 7), most=st.integers(1, 4), exact=st.booleans())
-def test_no_head_has_more_pieces_than_allowed(
-    loads: list[float], ranks: int, copies: int, most: int, exact: bool
-) -> None:
+@given(loads=LOADS, ranks=st.integers(2, 8), copies=st.integers(0, 7), most=st.integers(1, 4))
+def test_no_head_has_more_pieces_than_allowed(loads: list[float], ranks: int, copies: int, most: int) -> None:
     assume(len(loads) <= 8)
-    found = place_in_proportion(loads, ranks, copies, most, exact=exact)
+    found = place_in_proportion(loads, ranks, copies, most)
     check(found, loads, copies)
     assert max(sum(piece.head == head for piece in found.pieces) for head in range(len(loads))) <= most
-
-
-def test_the_papers_algorithm_lists_every_way_to_copy() -> None:
-    ways = list(backtrack(3, 2, 2))
-    assert sorted(ways) == sorted([[1, 1, 1], [2, 1, 1], [1, 2, 1], [1, 1, 2], [2, 2, 1], [2, 1, 2], [1, 2, 2]])
-    assert len(list(backtrack(8, 4, 8))) == sum(len(list(itertools.combinations(range(k + 7), 7))) for k in range(5))
-    with pytest.raises(ConfigError, match="too many"):
-        place_with_equal_copies([1.0] * 20, 4, 4, exact=True)
-
-
-def test_eq_4_alone_can_be_worse_than_doing_nothing() -> None:
-    """What the paper makes small is not what a step waits for."""
-    loads = np.array([[4.0, 4, 1, 1], [1, 1, 4, 4]] * 8)
-    static, by_total = place_layers(loads, 2, place_statically), place_by_total(loads, 2)
-    ours = place_layers(loads, 2, place_best_effort)
-    assert total_efficiency(by_total) == pytest.approx(1) == total_efficiency(ours)
-    skewed = np.array([[9.0, 1, 1, 9], [1, 9, 9, 1], [5, 5, 5, 5]] * 8)
-    random = np.random.default_rng(0).gamma(0.7, size=(40, 8))
-    for each, ranks in ((skewed, 4), (random, 4), (random, 8)):
-        static, by_total = place_layers(each, ranks, place_statically), place_by_total(each, ranks)
-        ours = place_layers(each, ranks, place_best_effort)
-        assert total_efficiency(by_total) >= total_efficiency(static) - 1e-9
-        assert sync_efficiency(ours) >= sync_efficiency(static) - 1e-9
-    assert sync_efficiency(by_total) < sync_efficiency(static) and load_ratio(by_total, static) < 1
 
 
 def test_ranks_are_renamed_so_that_all_hold_as_much() -> None:
@@ -127,20 +64,3 @@ def test_static_placement_is_tensor_parallelism() -> None:
     assert place_statically([5, 7], 3).loads.tolist() == [5, 7, 0], "a rank without a head"
     with pytest.raises(ConfigError, match="copies = -1"):
         place_in_proportion([1, 2], 2, -1)
-
-
-@pytest.mark.parametrize("model", list(TABLE_2))
-def test_profiles_that_match_table_2_reach_what_the_paper_gains(model: str) -> None:
-    for budget in TABLE_2[model][1]:
-        found = paper_profile(model, budget)
-        assert np.abs(np.array(found.utilisation) - found.target).max() < 0.025, "of the table"
-        counts = found.profile.counts
-        static = place_layers(counts, 8, place_statically)
-        assert counts.mean() == pytest.approx(budget) and sync_efficiency(static) == pytest.approx(found.utilisation[2])
-        quick = place_layers(counts, 8, partial(place_in_proportion, copies=4))
-        assert sync_efficiency(quick) >= 0.94
-        assert sync_efficiency(place_layers(counts, 8, partial(place_in_proportion, copies=7))) >= 0.999
-        if model.startswith("Llama-3.3") and budget > 128:
-            exact = place_layers(counts, 8, partial(place_in_proportion, copies=4, exact=True))
-            assert load_ratio(exact, static) >= 1.66
-        assert total_efficiency(quick) > 0.99

@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE
 
-from kvr_mpi.bench.tiny import shrink
+from benchmarks.tiny import shrink
 from kvr_mpi.costs.hardware import Hardware, load_hardware, profiles
 from kvr_mpi.costs.workload import SHAPES, named_workload, workload_of
 from kvr_mpi.errors import ConfigError, DataError

@@ -7,7 +7,7 @@ import torch
 from models import CONFIGS, tiny
 from transformers import AutoModelForCausalLM
 
-from kvr_mpi.bench.tiny import shrink
+from benchmarks.tiny import shrink
 from kvr_mpi.decode.shares_batch import check_shareable
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel, probe_shape

@@ -1,7 +1,7 @@
-"""A batch survives anything: see ``harness``. `make test` runs a few cases, `make test-faults` those of
+"""A batch survives anything: see ``harness``. `make test` runs a few cases, `make test-long PARTS=faults` those of
 `SEEDS=1-1000`.
 
-One case again: ``make test-faults SEEDS=17``.
+One case again: ``make test-long PARTS=faults SEEDS=17``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Many tiny documents: no rank grows with them, and a job that is over ends, also when it is told to, in seconds.
 
-`make test-many` runs it with DOCUMENTS=50000; a rank that kept something of each document shows here and nowhere else.
+`make test-long PARTS=many` runs it with DOCUMENTS=50000; a rank that kept something of each document shows here and
+nowhere else.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Damaged and hostile files of every kind end in an error of the program's own, or are read as they were written.
 
-`make test-fuzz FILES=10000` reads more of them; see ``driver``.
+`make test-long PARTS=fuzz FILES=10000` reads more of them; see ``driver``.
 """
 
 from __future__ import annotations

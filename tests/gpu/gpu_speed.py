@@ -132,7 +132,7 @@ def _named(given: Given) -> str:
 
 
 def first_token_over_ranks(given: Given) -> Figures:
-    """``kvr bench`` over all GPUs."""
+    """``first-token`` over all GPUs."""
     model, ranks = _named(given), rank_count(given)
     if ranks < 2:
         raise Absent("one GPU")
@@ -152,8 +152,7 @@ def first_token_over_ranks(given: Given) -> Figures:
     ]
     launch(
         ranks,
-        "kvr",
-        "bench",
+        *["python", "-m", "benchmarks", "first-token"],
         *words,
         "--strategies",
         "single,tsp-causal,ring,kvr-e",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvr_mpi.bench.tiny import shrink
+from benchmarks.tiny import shrink
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.last_token import LastRow

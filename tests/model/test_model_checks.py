@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from kvr_mpi.bench.tiny import shrink
+from benchmarks.tiny import shrink
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.model import LoadedModel, load_model, load_outline, probe_shape
 from kvr_mpi.model.tensor_parallel import why_not_shared

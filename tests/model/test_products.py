@@ -11,7 +11,7 @@ from chains import chain, greedy, single
 from models import CONFIGS, prompt, tiny
 from torch.overrides import TorchFunctionMode
 
-from kvr_mpi.bench.prompts import Trial
+from benchmarks.first_token import Trial
 from kvr_mpi.model import products as weights
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import always, forget_kernels, kernel_bytes, use_kernels, without_kernels

@@ -10,7 +10,7 @@ import transformers as tf
 from made_stages import on_stages, save_folder, truth_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvr_mpi.bench.tiny import shrink
+from benchmarks.tiny import shrink
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.stage_weights import why_not_staged

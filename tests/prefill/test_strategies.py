@@ -18,7 +18,6 @@ from made_tables import COSTS, a_table, an_entry
 from models import prompt, tiny
 from pipelines import Failing
 
-from kvr_mpi.bench.verify import verify
 from kvr_mpi.cli.plan import plan
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.model import LayerShape, StateShape
@@ -26,6 +25,7 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import check_fits, footprint_of
 from kvr_mpi.prefill.registry import KVR, MARGIN, STRATEGIES, candidates, fastest
+from kvr_mpi.prefill.verify import verify
 from kvr_mpi.schedule.strategy_choice import choose_strategies
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.transport.local import LocalTransport, run_local

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvr_mpi.report.plots import plot_bench, plot_extension
+from benchmarks.plots import plot_bench, plot_extension
 from kvr_mpi.report.style import (
     bytes_text,
     even_token_ticks,

@@ -1,7 +1,7 @@
 """Whole jobs of every architecture in every mode: each is refused by name, or answers as a rank alone does.
 
-`kvr verify --architectures` compares what strategies compute. Here goes all that a job adds: planning, memory, kernels,
-storing, decoding together. By default a few architectures; `make test-architectures` takes all.
+`architectures` compares what strategies compute. Here goes all that a job adds: planning, memory, kernels,
+storing, decoding together. By default a few architectures; `make test-long PARTS=architectures` takes all.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from made_jobs import TEXT
 from made_jobs import with_settings as options
 from transformers import AutoModelForCausalLM
 
-from kvr_mpi.bench.architectures import catalogue
-from kvr_mpi.bench.tiny import shrink
+from benchmarks.architectures import catalogue
+from benchmarks.tiny import shrink
 from kvr_mpi.model.shape import VOCABULARIES
 from kvr_mpi.store.folder import read_run
 

@@ -12,7 +12,7 @@ from made_jobs import spec_of
 from made_jobs import with_settings as options
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvr_mpi.bench.tiny import shrink
+from benchmarks.tiny import shrink
 from kvr_mpi.model import probe_shape
 from kvr_mpi.report.log import Log
 from kvr_mpi.runtime.batch import RunOptions, run_job

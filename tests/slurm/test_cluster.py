@@ -206,18 +206,13 @@ def test_cancelled_then_a_rank_killed_then_complete(cluster: Cluster, tmp_path: 
 
 
 @pytest.mark.long
-def test_tables_and_benches(cluster: Cluster, tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_tables(cluster: Cluster, tmp_path: Path, tiny_model_dir: Path) -> None:
     model = ("--model", tiny_model_dir, "--contexts", "128")
     search = submit(cluster, tmp_path, SCRIPTS / "kvr_search.sh", *model, "--output", tmp_path / "tables")
-    rows = tmp_path / "rows.json"
-    ways = ("--strategies", "ring,kvr-e", "--repeats", "1", "--json", rows)
-    bench = submit(cluster, tmp_path, SCRIPTS / "kvr_bench.sh", *model, *ways)
-    for number in (search, bench):
-        assert cluster.wait_ended(number, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, number)
+    assert cluster.wait_ended(search, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, search)
     (table,) = (tmp_path / "tables").glob("*_p2.json")
     assert json.loads(table.read_text())["entries"][0]["context_tokens"] == 128
-    assert [row["strategy"] for row in json.loads(rows.read_text())] == ["ring", "kvr-e"]
-    assert "launcher" in log_of(tmp_path, bench), "it looks first whether the machine is ready"
+    assert "launcher" in log_of(tmp_path, search), "it looks first whether the machine is ready"
 
 
 def test_the_time_limit(cluster: Cluster, long_job: tuple[str, Path]) -> None:

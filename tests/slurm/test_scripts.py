@@ -26,7 +26,6 @@ def directives(script: str) -> dict[str, str]:
 def test_they_are_all_there() -> None:
     assert [path.name for path in SUBMITTED] == [
         "kvr_array.sh",
-        "kvr_bench.sh",
         "kvr_gather.sh",
         "kvr_prefill.sh",
         "kvr_search.sh",

@@ -70,10 +70,10 @@ def test_what_is_impossible_is_refused(wanted: Any, views: list[_View], message:
 
 
 def test_the_command_line_offers_the_same_names() -> None:
-    from kvr_mpi.cli.bench import bench
+    from kvr_mpi.cli.verify import verify
     from kvr_mpi.job import ParallelSection
 
-    offered = next(option for option in bench.params if option.name == "transport")
+    offered = next(option for option in verify.params if option.name == "transport")
     assert tuple(offered.type.choices) == NAMES
     for name in NAMES:
         assert ParallelSection.model_validate({"transport": name}).transport == name

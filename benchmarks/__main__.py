@@ -1,0 +1,72 @@
+"""``python -m benchmarks NAME [options]``, from the folder that holds ``benchmarks/``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+from kvr_mpi.errors import EXIT_USAGE, KvrError
+
+# Name: (module with a function `main`, what it does).
+BENCHMARKS = {
+    "first-token": ("first_token", "Seconds to the first token of each strategy, and of other engines, in pairs."),
+    "corpus": ("corpus", "Documents per hour of a job: chains, data parallelism, generate, other engines."),
+    "fairkv": ("fairkv", "Compressed documents decoded with KV heads placed on ranks in several ways."),
+    "fairkv-placement": ("fairkv_placement", "What placements gain, from a profile of heads alone (no run)."),
+    "paper": ("paper", "The cost model against the measurements of the KV-Runahead paper (no run)."),
+    "calibrate": ("calibrate", "Fit the hardware profile a100-80gb to the KV-Runahead paper (no run)."),
+    "forecast": (
+        "forecast",
+        "Forecasts of all strategies by prompt length and ranks, as in the paper's figures (no run).",
+    ),
+    "architectures": ("survey", "Every architecture of transformers, tiny, against plain transformers."),
+    "compress": ("compress", "Continuations and needles of compressed prompts against the full cache."),
+    "decode": ("decode", "Documents decoded together on one core, against one by one."),
+    "ask": ("ask", "Asking stored documents against prefilling them again; writing and reading KV."),
+    "extend": ("extend", "A document that grew, from its stored KV, against prefilling it again."),
+    "prompts": ("prompts", "Three prompts about a document against one."),
+    "chunks": ("chunks", "A slice computed in chunks against all at once."),
+    "slow-chunks": ("slow_chunks", "The same on hosts with slow links between them (root)."),
+    "streaming": ("streaming", "A rolling cache against a whole one in chunks; memory of short and long prompts."),
+    "network": ("network", "First tokens on hosts with slow links between them (root)."),
+    "handoff": ("handoff", "Bandwidth of handing KV on between two ranks, against a plain ping."),
+    "store": ("store", "Writing shards, against np.tofile and fsync; what durability costs."),
+    "gather": ("gather", "Merging the shares of an array, against copying their bytes."),
+    "report": ("report", "Seconds that a browser takes to open the report of 10,000 documents."),
+    "trace": ("trace", "What recording a trace costs."),
+    "peers": ("peers.compare", "A batch file through kvr-mpi, vLLM's run-batch and datatrove, each killed at half."),
+}
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a benchmark.
+
+    Parameters
+    ----------
+    words : sequence of str
+        Its name and its options.
+
+    Returns
+    -------
+    int
+        Exit code.
+    """
+    name = words[0] if words else "--help"
+    if name in ("-h", "--help"):
+        print("usage: python -m benchmarks NAME [options]      (NAME --help lists the options)\n")
+        print("\n".join(f"  {name:<17} {about}" for name, (_, about) in BENCHMARKS.items()))
+        return 0
+    if name not in BENCHMARKS:
+        print(f"python -m benchmarks {name!r}: expected one of {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return EXIT_USAGE
+    run: Callable[[Sequence[str]], int | None] = importlib.import_module(f"benchmarks.{BENCHMARKS[name][0]}").main
+    try:
+        return run(words[1:]) or 0
+    except KvrError as error:
+        print(f"python -m benchmarks {name}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,299 @@
+"""What stored keys and values save and cost: asking again against prefilling again, writing, reading, holding.
+
+mpirun -n 2 python -m benchmarks ask [--tokens 4096] [--question 30] [--repeats 5] [--only WHAT,...] [FOLDER]
+
+In pairs, back to back; ratios are of pairs: least, median, most.
+
+write : prefills of which every rank writes its own slice meanwhile, until all is durable, against the same without.
+ask : document and question prefilled over all ranks, against the question alone by one rank that loads the document;
+    files in memory, and read from the disk.
+read : reading with checksums, against np.fromfile of as many bytes.
+sharded : some questions by all ranks together, of which each holds its share, in one row after a document that is read
+    once, against one at a time, each of which reads it; and what a rank holds of the document then, in tensors and as
+    the system counts it, over 1 / ranks of all keys and values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.options import make_parser
+from kvr_mpi.cli.options import DEFAULT_MODEL
+from kvr_mpi.documents import read_corpus
+from kvr_mpi.kv.contents import layer_kv
+from kvr_mpi.kv.document_share import DocumentShare, ShareBounds
+from kvr_mpi.kv.loading import LoadedLayers
+from kvr_mpi.kv.prefix import ReadRows, SharedPrefix
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
+from kvr_mpi.prefill.packed import prefill_packed
+from kvr_mpi.prefill.self_check import check_chain
+from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
+from kvr_mpi.setup.host_memory import held_bytes, peak_bytes, reset_peak
+from kvr_mpi.setup.loading import load_on_all
+from kvr_mpi.store.hdf5 import hold_open
+from kvr_mpi.store.kv import open_kv
+from kvr_mpi.store.outputs import Header, Record
+from kvr_mpi.store.parts import part_record
+from kvr_mpi.store.shards import ShardWriter
+from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
+from kvr_mpi.transport import Transport, gather_json, share_json
+from kvr_mpi.transport.choose import open_transport
+from kvr_mpi.transport.mpi import connect
+
+HEADER = Header({"model": "bench"}, {"name": "bench", "architecture": "none", "dtype": "float32"})
+WRITTEN = 3  # prefills of which keys and values are written
+TOGETHER = 8  # questions that are asked about a document
+NEW_TOKENS = 32
+WHAT = ("write", "ask", "read", "sharded")
+
+
+def drop_pages(path: Path) -> None:
+    """Give back what the system holds of a file in memory, as far as it can be: the next reader reads the disk."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def document_ids(loaded: LoadedModel, tokens: int) -> list[int]:
+    """Take so many tokens of real text."""
+    text = "\n\n".join(document.text for document in read_corpus(["jobs/demo"]))
+    ids: list[int] = loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return (ids * (tokens // len(ids) + 1))[:tokens]
+
+
+class Bench:
+    """Stored and computed prompts on the same ranks."""
+
+    def __init__(self, options: argparse.Namespace, world: Transport, folder: Path) -> None:
+        self.world, self.folder, self.options = world, folder, options
+        self.loaded = check_chain(load_on_all(world, options.model, cache_dir=Path.home() / ".cache/kvr-mpi"))
+        self.ids = document_ids(self.loaded, options.tokens)
+        self.question = document_ids(self.loaded, options.question)
+        self.size = len(self.ids) * self.loaded.shape.kv_bytes_per_token
+        self._layers: list[KeysValues | None] = []
+        self._files = 0
+
+    def say(self, what: str, found: dict[str, Any]) -> None:
+        """Print a line of JSON on rank 0."""
+        if self.world.rank == 0:
+            head = {"what": what, "tokens": self.options.tokens, "ranks": self.world.size}
+            print(json.dumps(head | found), flush=True)
+
+    def slowest(self, seconds: float) -> float:
+        """Seconds of the rank that took longest."""
+        return float(max(self.everyone(seconds)))
+
+    def everyone(self, value: float) -> list[float]:
+        """Gather a value of every rank."""
+        return list(share_json(self.world, gather_json(self.world, value)))
+
+    def cut(self, tokens: int) -> Partition:
+        """Cut a prompt into one slice per rank."""
+        # A prompt's first slice is the longer one, as equal time wants it.
+        return Partition.by_ratio(tokens, [1.5**-rank for rank in range(self.world.size)])
+
+    def prefill(self, ids: list[int], **options: Any) -> Prefill:
+        """Prefill over all ranks."""
+        return prefill_kvr(self.loaded, ids, self.cut(len(ids)), self.world, **options)
+
+    def write(self, writes: bool) -> float:
+        """Seconds of some prefills, of which every rank writes its slice while it computes, if that is wanted."""
+        rank, tokens = self.world.rank, len(self.ids)
+        start, stop = self.cut(tokens).start(rank), self.cut(tokens).stop(rank)
+        folder = self.folder / f"rank-{rank}"
+        folder.mkdir(exist_ok=True)
+        writer = ShardWriter(folder, "slices", HEADER) if writes else None
+        self.world.barrier()
+        began = time.perf_counter()
+        for number in range(WRITTEN):
+            record = Record(f"document-{number}", "done", slices=self.cut(tokens).bounds)
+            if writer is None:
+                self.prefill(self.ids)
+            elif stop == tokens:
+                cache = self.prefill(self.ids).cache
+                layers = [layer_kv(cache, layer, start) for layer in range(len(cache.layers))]
+                writer.write(record, layers, CachedTokens(self.ids, (0, tokens), start))
+            else:
+                whose = CachedTokens(self.ids[:stop], (0, stop), start)
+                with writer.writing(part_record(record, whose), whose) as own:
+                    self.prefill(self.ids, write_layer=own.add_layer)
+        if writer is not None:
+            writer.close()
+        self.world.barrier()
+        seconds = time.perf_counter() - began
+        shutil.rmtree(folder)
+        return seconds
+
+    def fresh(self) -> float:
+        """Seconds to the first token of document and question, over all ranks."""
+        self.world.barrier()
+        return self.slowest(self.prefill([*self.ids, *self.question], keeps_all=True).seconds)
+
+    def store(self) -> Path:
+        """Write the document's keys and values, all by the last rank; return the file."""
+        is_last = self.world.rank == self.world.size - 1
+        if not self._layers:
+            cache = self.prefill(self.ids, keeps_all=True).cache
+            self._layers = [layer_kv(cache, layer) for layer in range(len(cache.layers))] if is_last else [None]
+        self._files += 1
+        folder = self.folder / f"file-{self._files}"
+        if is_last:
+            folder.mkdir()
+            writer = ShardWriter(folder, "whole", HEADER)
+            writer.write(Record("document", "done"), self._layers, CachedTokens(self.ids, (0, len(self.ids))))
+            writer.close()
+        self.world.barrier()
+        return next(folder.glob("*.h5"))
+
+    def rows_of(self, file: Path) -> ReadRows:
+        """Read rows of a layer, held against their checksums."""
+        layers = {layer.number: layer for layer in open_kv(hold_open(file)["documents/document"]).layers}
+
+        def read(number: int, first: int, last: int) -> torch.Tensor:
+            keys, values = layers[number].read(first, last)
+            return torch.cat([keys.flatten(1), values.flatten(1)], 1)
+
+        return read
+
+    def ask(self, file: Path, *, cold: bool = False) -> float:
+        """Seconds to the first token of the question, by rank 0, which loads the document."""
+        self.world.barrier()
+        seconds = 0.0
+        if self.world.rank == 0:
+            if cold:
+                drop_pages(file)
+            began = time.perf_counter()
+            read, tokens = self.rows_of(file), len(self.ids)
+            layers = LoadedLayers(len(self.loaded.shape.layers), lambda number: read(number, 0, tokens))
+            prompt = [*self.ids, *self.question]
+            prefill_packed(
+                self.loaded, [prompt], prefix=SharedPrefix(tuple(self.ids), layers), reserve_tokens=NEW_TOKENS
+            )
+            seconds = time.perf_counter() - began
+        return self.slowest(seconds)
+
+    def ask_together(self, file: Path, questions: int) -> tuple[float, DocumentShare, list[Prefill]]:
+        """Seconds to the first tokens of some questions in a row, by all ranks, of which each loads its share."""
+        size, rank, tokens = self.world.size, self.world.rank, len(self.ids)
+        own, longest = share_out_stored(tokens, tokens, size), tokens + len(self.question) + NEW_TOKENS
+        self.world.barrier()
+        began = time.perf_counter()
+        prefix = SharedPrefix(tuple(self.ids), (), read=self.rows_of(file))
+        bounds = ShareBounds(own.start(rank), own.stop(rank), rank == size - 1, longest)
+        document = DocumentShare(self.loaded, prefix, bounds)
+        prompts, reserve = [[*self.ids, *self.question]] * questions, [NEW_TOKENS] * questions
+        prefills = prefill_stored(
+            self.loaded, prompts, document, self.world, reserve_tokens=reserve, last=self.world.size - 1
+        )
+        seconds = time.perf_counter() - began
+        assert all(prefill.error is None for prefill in prefills), prefills[0].error
+        return self.slowest(seconds), document, prefills
+
+    def ask_apart(self, file: Path, questions: int) -> float:
+        """Seconds for as many questions one after the other, each of which reads the document."""
+        return sum(self.ask_together(file, 1)[0] for _ in range(questions))
+
+    def hold(self, file: Path) -> None:
+        """Say what every rank holds after a question, over its share of all keys and values."""
+        device, share = self.loaded.device, self.size / self.world.size
+        self.ask_together(file, 1)  # what is made once is made
+        gc.collect()
+        reset_peak(device)  # and what the heap keeps goes back
+        before = held_bytes(device)
+        _, document, prefills = self.ask_together(file, 1)
+        own = sum(prefill.share.bytes for prefill in prefills if prefill.share is not None)
+        counts = {"in_tensors": document.bytes + own}
+        counts |= {"resident": held_bytes(device) - before, "at_most": peak_bytes(device) - before}
+        over = {name: [round(each / share, 3) for each in self.everyone(count)] for name, count in counts.items()}
+        self.say("held on each rank that asks together, over 1 / ranks of all keys and values", over)
+
+    def read(self, file: Path) -> tuple[float, float]:
+        """Seconds to read keys and values with their checksums, and as many bytes with np.fromfile."""
+        layers = open_kv(hold_open(file)["documents/document"]).layers
+        began = time.perf_counter()
+        for layer in layers:
+            layer.read()
+        ours = time.perf_counter() - began
+        began = time.perf_counter()
+        np.fromfile(file, np.uint8, self.size)
+        return ours, time.perf_counter() - began
+
+
+def ratio(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """Ratios of pairs, and the best and median of both."""
+    ratios = sorted(one / other for one, other in pairs)
+    columns = list(zip(*pairs, strict=True))
+    return {
+        "ratio_of_pairs": [round(ratios[0], 3), round(statistics.median(ratios), 3), round(ratios[-1], 3)],
+        "best_s": [round(min(column), 4) for column in columns],
+        "median_s": [round(statistics.median(column), 4) for column in columns],
+    }
+
+
+def run(bench: Bench, wanted: set[str]) -> None:
+    """Measure what is wanted, of `WHAT`."""
+    repeats = range(bench.options.repeats)
+    bench.fresh()
+    if "write" in wanted:
+        bench.write(True)
+        bench.say(
+            "writing keys and values, against not", ratio([(bench.write(True), bench.write(False)) for _ in repeats])
+        )
+    file = bench.store()
+    if "ask" in wanted:
+        bench.ask(file)
+        for name, cold in (("warm", False), ("from disk", True)):
+            asked = [(bench.fresh(), bench.ask(file, cold=cold)) for _ in repeats]
+            bench.say(f"prefilling again, against asking what is stored, {name}", ratio(asked))
+    if "read" in wanted and bench.world.rank == 0:
+        bench.read(file)
+        reads = [bench.read(file) for _ in range(4 * bench.options.repeats)]
+        columns = zip(*reads, strict=True)
+        best = {"best_gb_per_s": [round(bench.size / min(column) / 1e9, 2) for column in columns]}
+        bench.say("reading with checksums, against np.fromfile", ratio(reads) | best)
+    bench.world.barrier()
+    if "sharded" in wanted:
+        bench.hold(file)
+        asked = [(bench.ask_apart(file, TOGETHER), bench.ask_together(file, TOGETHER)[0]) for _ in repeats]
+        bench.say(f"{TOGETHER} questions by all ranks one at a time, against in a row", ratio(asked))
+        asked = [(bench.fresh(), bench.ask_together(file, 1)[0]) for _ in repeats]
+        bench.say("prefilling again, against asking by all ranks together, warm", ratio(asked))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure and print."""
+    parser = make_parser("ask", __doc__)
+    parser.add_argument("folder", nargs="?", default=".")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--question", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default=",".join(WHAT), help="of " + ", ".join(WHAT))
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    options = parser.parse_args(arguments)
+    wanted = set(options.only.split(","))
+    if unknown := wanted - set(WHAT):
+        parser.error(f"--only {min(unknown)}: expected some of {', '.join(WHAT)}")
+    world, _ = open_transport(connect(), "auto", torch.device("cpu"), cache_dir=Path.home() / ".cache/kvr-mpi")
+    folder = Path(share_json(world, tempfile.mkdtemp(dir=options.folder, prefix="bench-ask-")))
+    torch.set_num_threads(1)
+    try:
+        run(Bench(options, world, folder), wanted)
+    finally:
+        world.barrier()
+        if world.rank == 0:
+            shutil.rmtree(folder)

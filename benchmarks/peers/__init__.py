@@ -1,0 +1,1 @@
+"""Programs that answer batch files, killed at half."""

@@ -1,0 +1,56 @@
+"""`kvr verify` as a user runs it, and what it finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import tiny
+
+from kvr_mpi.prefill import all_gather, relay, ring
+from kvr_mpi.prefill.verify import verify
+from kvr_mpi.transport.local import run_local
+
+
+@pytest.mark.slow
+def test_verify_holds_on_three_ranks(tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
+    run = mpirun(3, [kvr, "verify", "--model", tiny_model_dir, "--lengths", "7,61"])
+    assert run.returncode == 0, run.stderr
+    assert "24 of 24 hold on 3 rank(s)" in run.stderr
+    assert "480 tokens, ring" in run.stderr, "the model's context less 32 tokens is always checked"
+
+
+@pytest.mark.slow
+def test_verify_in_bfloat16(tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
+    run = mpirun(
+        2, [kvr, "verify", "--model", tiny_model_dir, "--lengths", "64", "--longest", "200", "--dtype", "bfloat16"]
+    )
+    assert "16 of 16 hold" in run.stderr, run.stderr
+    assert run.returncode == 0
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_verify_notices_a_lost_token(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, attend_up_to = relay.attend, relay.attend_up_to
+
+    def forgetful(query: Any, keys: Any, values: Any, scores: Any, *, causal: bool = False) -> Any:
+        if not causal and keys.shape[2] > 1:  # leaves out the first token of every stretch before the own slice
+            keys, values = keys[:, :, 1:], values[:, :, 1:]
+        return attend(query, keys, values, scores, causal=causal)
+
+    def forgets_first(query: Any, keys: Any, values: Any, scores: Any) -> Any:
+        return attend_up_to(query, keys[:, :, 1:], values[:, :, 1:], scores)
+
+    if broken:
+        monkeypatch.setattr(relay, "attend_up_to", forgets_first)
+        for strategy in (relay, all_gather, ring):
+            monkeypatch.setattr(strategy, "attend", forgetful)
+    loaded = tiny("llama-gqa")
+    findings = run_local(2, lambda rank: list(verify(loaded, rank, [40])))
+    assert findings[0] == findings[1] and len(findings[0]) == 8
+    chunked = [found.holds for found in findings[0] if "in chunks" in found.strategy]
+    others = [found for found in findings[0] if "one token" not in found.strategy and "in chunks" not in found.strategy]
+    held = {found.strategy.split()[0]: found.holds for found in others}
+    assert held == {"kvr": not broken, "tsp-dense": True, "tsp-causal": not broken, "ring": not broken}
+    assert chunked == [not broken]
