@@ -15,8 +15,8 @@ from benchmarks.half_weights import half_gguf
 from benchmarks.rivals import Rival, open_rival
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.options import grouped, parse_names
+from kvr_mpi.duration import parse_duration
 from kvr_mpi.model import find_model
-from kvr_mpi.runtime.stopping import parse_time_limit
 from kvr_mpi.transport import Transport, on_root
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,7 +44,7 @@ def _percent(context: click.Context, option: click.Parameter, text: str | None) 
 
 
 def _seconds(context: click.Context, option: click.Parameter, text: str | None) -> float | None:
-    return None if text is None else parse_time_limit(text)
+    return None if text is None else parse_duration(text)
 
 
 def patience_options(function: F) -> F:
