@@ -43,7 +43,7 @@ def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     alone = ("parallel.ranks_per_chain=all", "parallel.ranks_per_stage=1")  # whatever ranks the job itself runs on
     spec, _ = load_job(job, (*settings, *alone))
     check_job(spec, 1, goes_on=True, offline=is_offline())
-    check_writable(output, plot)
+    check_writable(output)
     setup, sample = sample_heads(spec, read_environment().machine, documents, lambda text: click.echo(text, err=True))
     for name, reason in sample.left_out:
         click.echo(f"left out: {name}: {reason}", err=True)
