@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvr_mpi.errors import ConfigError
-
 if TYPE_CHECKING:
     from kvr_mpi.setup.job_setup import Machine
     from kvr_mpi.store.lock import Owner
@@ -23,9 +21,6 @@ VARIABLES: dict[str, dict[str, str]] = {
         "`--set`",
         "KVR_CACHE": "folder for converted models, compiled kernels and their measurements; default: `kvr-mpi` in "
         "`XDG_CACHE_HOME` or in `~/.cache`",
-        "KVR_STAGE_MODEL": "1: copy the model folder to the local disk of each node before its ranks load it",
-        "KVR_LOCAL": "local folder on each node for these copies, and for what ranks of the job scripts compile and "
-        "convert; default: `SLURM_TMPDIR`, `TMPDIR` or `/tmp`",
         "CXX": "the C++ compiler for the attention kernels of CPUs; default: `c++`, `g++` or `clang++`",
         "OMP_NUM_THREADS": "CPU threads per rank, unless `parallel.threads` is set; default: its share of the cores",
         "HF_HUB_OFFLINE": "1: use models from local files only, which is the default under SLURM",
@@ -43,6 +38,8 @@ VARIABLES: dict[str, dict[str, str]] = {
         "KVR_LAUNCHER": "launcher to use instead of `srun`, with its options, such as `mpirun`",
         "KVR_SHARES": "number of shares into which `kvr_array.sh` splits the corpus; default: one per task",
         "KVR_MAX_REQUEUES": "how often a job that was stopped early is requeued; default: 20",
+        "KVR_LOCAL": "local folder on each node for what ranks compile and convert; default: `SLURM_TMPDIR`, `TMPDIR` "
+        "or `/tmp`",
         "KVR_SLURM_DIR": "folder of the scripts; default: from SLURM",
     },
     "libraries": {
@@ -67,9 +64,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Read cores, threads, caches and the batch system's deadline.
 
     ``KVR_CACHE`` (else ``XDG_CACHE_HOME``, else ``~/.cache``) holds converted models and kernels; ``OMP_NUM_THREADS``
-    sets the threads of a rank; ``KVR_STAGE_MODEL=1`` has models copied to ``KVR_LOCAL`` (else ``SLURM_TMPDIR``,
-    ``TMPDIR``, ``/tmp``) of each node; under SLURM models are only taken from local files, and the job's end is the
-    deadline.
+    sets the threads of a rank; under SLURM models are only taken from local files, and the job's end is the deadline.
     """
     from kvr_mpi.setup.job_setup import Machine
 
@@ -80,7 +75,6 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=int(threads) if threads.isdecimal() and int(threads) > 0 else None,
         offline=is_offline(environ),
-        stage_in=_stage_in(environ),
     )
     return Environment(machine, float(deadline) if deadline.isdecimal() else None, read_owner(environ))
 
@@ -91,15 +85,6 @@ def read_owner(environ: Mapping[str, str] = os.environ) -> Owner:
 
     job, cluster = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_CLUSTER_NAME", "")
     return this_process(f"{job}@{cluster}" if job and cluster else job, restart_count(environ))
-
-
-def _stage_in(environ: Mapping[str, str]) -> Path | None:
-    """Say where on the node models are to be copied."""
-    wanted = environ.get("KVR_STAGE_MODEL", "")
-    if wanted not in ("", "0", "1"):
-        raise ConfigError(f"KVR_STAGE_MODEL={wanted!r}: expected 1 (copy models to each node's own disk) or 0")
-    places = (environ.get(name) for name in ("KVR_LOCAL", "SLURM_TMPDIR", "TMPDIR"))
-    return Path(next(filter(None, places), "/tmp")) if wanted == "1" else None
 
 
 # As huggingface_hub reads its variables.

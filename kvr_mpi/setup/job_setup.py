@@ -46,7 +46,6 @@ class Machine:
     cores: int = 1  # cores this process may use
     threads: int | None = None  # CPU threads asked for in the environment
     offline: bool = False
-    stage_in: Path | None = None  # on the node's own disk, if models are to be copied there
 
 
 @dataclass(frozen=True, slots=True)

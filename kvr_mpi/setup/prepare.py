@@ -44,7 +44,7 @@ from kvr_mpi.setup.arena import graph_bytes, open_arena, open_graphs
 from kvr_mpi.setup.gpu_attention import describe_portable
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.setup.job_setup import EXAMPLE_TOKENS, JobSetup, Machine
-from kvr_mpi.setup.loading import load_on_all, staged_model
+from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.setup.rates import Say as Say
 from kvr_mpi.setup.rates import costs_of, describe_rates, rates_of, table_of
 from kvr_mpi.setup.stages import JobRanks, describe_stages
@@ -167,9 +167,7 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
     arguments |= {"cache_dir": machine.cache_dir, "device_index": world.local_rank}
     kernels = "plain" if spec.parallel.strategy == "single" else source.kernels
     say(f"loading {source.path}")
-    with staged_model(source.path, machine.stage_in, world, say) as path:
-        loaded = load_on_all(world, path, kernels=kernels, say=say, stage=ranks.stage, **arguments)
-    loaded = replace(loaded, name=source.path)
+    loaded = load_on_all(world, source.path, kernels=kernels, say=say, stage=ranks.stage, **arguments)
     say(_describe(spec, loaded, ranks.lane, chain))
     describe_stages(ranks, loaded, say)
     return loaded
