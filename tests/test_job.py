@@ -87,7 +87,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     chunk_tokens = 512
     table_force = true
     threads = 4
-    transport = "gloo"
+    transport = "staged"
     [output]
     path = "o"
     kv = true

@@ -26,8 +26,8 @@ from kvr_mpi.transport.torchdist import TorchDistTransport
 if TYPE_CHECKING:
     import torch
 
-Name = Literal["auto", "mpi", "staged", "nccl", "gloo", "local"]
-NAMES: tuple[Name, ...] = ("auto", "mpi", "staged", "nccl", "gloo", "local")
+Name = Literal["auto", "mpi", "staged", "nccl", "local"]
+NAMES: tuple[Name, ...] = ("auto", "mpi", "staged", "nccl", "local")
 
 WARM_UP_BYTES = 1 << 20
 PROOF_FILE = "cuda-aware-mpi.json"
@@ -83,8 +83,8 @@ def open_transport(
     views = [_View(**view) for view in share_json(world, gather_json(world, asdict(mine)))]
     name, why = together(world, lambda: choose(wanted, views, in_processes=isinstance(world, MpiTransport)))
     transport = world
-    if name in ("nccl", "gloo"):
-        transport = TorchDistTransport(world, name, device)
+    if name == "nccl":
+        transport = TorchDistTransport(world, "nccl", device)
     elif isinstance(world, MpiTransport):
         transport = world.handing("staged" if name == "staged" else "direct" if mine.device == "cuda" else "host")
     warm_up(transport, device, every_pair=every_pair)
@@ -111,10 +111,6 @@ def choose(wanted: Name, views: Sequence[_View], *, in_processes: bool) -> tuple
     if wanted == "nccl":
         _need_nccl(views)
         return "nccl", "as requested; control messages over MPI"
-    if wanted == "gloo":
-        if on_gpu:
-            raise TransportError("transport 'gloo' moves host memory, but the model is on GPUs; use 'nccl' or 'staged'")
-        return "gloo", "as requested; control messages over MPI"
     if wanted == "staged" and not on_gpu:
         return "staged", "as requested; the model is on the CPU, so this only adds a copy through a second buffer"
     if not on_gpu:
@@ -149,8 +145,7 @@ def _need_nccl(views: Sequence[_View]) -> None:
     without = [rank for rank, view in enumerate(views) if view.device != "cuda"]
     if without:
         raise TransportError(
-            f"transport 'nccl' moves GPU memory, but the model of rank {without[0]} is on the CPU; use 'auto', 'mpi' "
-            f"or 'gloo'"
+            f"transport 'nccl' moves GPU memory, but the model of rank {without[0]} is on the CPU; use 'auto' or 'mpi'"
         )
     if not all(view.has_nccl for view in views):
         raise TransportError("transport 'nccl': this torch was built without NCCL; use 'staged' or 'auto'")

@@ -1,4 +1,4 @@
-"""Ranks as members of a torch.distributed process group: NCCL between GPUs, gloo between CPUs.
+"""Ranks as members of a torch.distributed process group: NCCL between GPUs; tests run it with gloo between CPUs.
 
 MPI stays the introduction and the control channel: it hands the rendezvous address round, and barriers and small
 messages go over it. Only tensors travel over torch.distributed. No default process group is made, so that nothing

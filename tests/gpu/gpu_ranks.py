@@ -61,7 +61,7 @@ def nccl_is_exact(given: Given) -> Figures:
     sizes = [size for size in (2, 4, 8) if size <= rank_count(given)]
     if not sizes:
         raise Absent(f"{gpu_count()} GPU, and NCCL wants one for each rank")
-    way = "nccl" if given.kind == "cuda" else "gloo"
+    way = "nccl" if given.kind == "cuda" else "mpi"
     return {f"{size} ranks": _verify(size, way, given, 290 / len(sizes)) for size in sizes}
 
 

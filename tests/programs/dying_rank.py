@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models import prompt, tiny
+from open_ranks import open_ranks
 
 from kvr_mpi.cli.launch import guarded
 from kvr_mpi.errors import TransportError
@@ -23,7 +24,6 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import connect
 
 
@@ -48,5 +48,5 @@ def work(world: Transport, how: str) -> int:
 torch.set_num_threads(1)
 prepare_model(tiny("llama-gqa").model, chain=True)
 control = connect()
-ranks, _ = open_transport(control, sys.argv[2], torch.device("cpu"), cache_dir=Path("/nonexistent"))
+ranks = open_ranks(control, sys.argv[2])
 sys.exit(guarded(control, lambda: work(ranks, sys.argv[1])))

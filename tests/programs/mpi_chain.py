@@ -15,17 +15,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models import prompt, tiny
+from open_ranks import open_ranks
 
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_ring, prefill_single, prefill_tsp
 from kvr_mpi.transport import gather_json, share_json
-from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import connect
 
 rounds, tokens = int(sys.argv[1]), 60
 torch.set_num_threads(1)
-world, _ = open_transport(connect(), sys.argv[2], torch.device("cpu"), cache_dir=Path("/nonexistent"), every_pair=True)
+world = open_ranks(connect(), sys.argv[2])
 RIVALRY = ["llama-gqa", "mistral-window", "falcon-mqa", "gpt2"]
 names = sys.argv[3].split(",") if len(sys.argv) > 3 else RIVALRY
 truths = {}

@@ -29,7 +29,6 @@ def gpus(*names: str, claims: bool | None = True, proven: bool = False, nccl: bo
     [
         ("auto", cpus(4), "mpi", "without a copy"),
         ("mpi", cpus(2), "mpi", "without a copy"),
-        ("gloo", cpus(2), "gloo", "as requested"),
         ("staged", cpus(2), "staged", "only adds a copy"),
         ("auto", cpus(1), "local", "one rank"),
         ("local", cpus(1), "local", "one rank"),
@@ -54,11 +53,10 @@ def test_the_choice_and_its_reason(wanted: Any, views: list[_View], chosen: str,
 @pytest.mark.parametrize(
     ("wanted", "views", "message"),
     [
-        ("nccl", cpus(2), "the model of rank 0 is on the CPU; use 'auto', 'mpi' or 'gloo'"),
+        ("nccl", cpus(2), "the model of rank 0 is on the CPU; use 'auto' or 'mpi'"),
         ("nccl", [*gpus("a"), *cpus(1)], "the model of rank 1 is on the CPU"),
         ("nccl", gpus("a", "b", "a"), r"ranks \[0, 2\] share one GPU \(a\).*use 'staged'"),
         ("nccl", gpus("a", "b", nccl=False), "built without NCCL"),
-        ("gloo", gpus("a", "b"), "use 'nccl' or 'staged'"),
         ("mpi", gpus("a", "b", claims=False), "does not claim to support that .*use 'nccl', 'staged' or 'auto'"),
         ("local", cpus(3), "3 ranks were started; use 'auto' or 'mpi'"),
     ],
@@ -102,9 +100,11 @@ def test_a_damaged_note_proves_nothing(tmp_path: Path, content: str) -> None:
 @pytest.mark.slow
 def test_a_job_says_what_it_chose(mpirun: Any, kvr: Path, tiny_model_dir: Path) -> None:
     options = ["verify", "--model", tiny_model_dir, "--lengths", "16", "--longest", "40"]
-    run = mpirun(2, [kvr, *options, "--transport", "gloo"])
+    run = mpirun(2, [kvr, *options, "--transport", "staged"])
     assert run.returncode == 0, run.stderr
-    assert run.stderr.count("transport: gloo: as requested") + run.stdout.count("transport: gloo: as requested") == 1
+    assert (
+        run.stderr.count("transport: staged: as requested") + run.stdout.count("transport: staged: as requested") == 1
+    )
     for name, message in (("nccl", "the model of rank 0 is on the CPU"), ("local", "2 ranks were started")):
         refused = mpirun(2, [kvr, *options, "--transport", name])
         assert refused.returncode == 69
@@ -121,12 +121,12 @@ def test_a_job_file_names_its_transport(mpirun: Any, kvr_run: Path, tiny_model_d
     corpus = json.dumps(str(tmp_path / "a.txt"))
     job.write_text(
         f"[model]\npath = {json.dumps(str(tiny_model_dir))}\n[documents]\npath = {corpus}\n"
-        f'[generation]\nmax_new_tokens = 4\n[parallel]\ntransport = "gloo"\n'
+        f'[generation]\nmax_new_tokens = 4\n[parallel]\ntransport = "staged"\n'
         f"[output]\npath = {json.dumps(str(tmp_path / 'out'))}\n"
     )
     run = mpirun(2, [kvr_run, job])
     assert run.returncode == 0, run.stderr
-    assert "transport: gloo: as requested" in run.stderr + run.stdout
+    assert "transport: staged: as requested" in run.stderr + run.stdout
     refused = mpirun(2, [kvr_run, job, "--overwrite", "--transport", "nccl"])
     assert refused.returncode == 69
     assert "transport 'nccl' moves GPU memory" in refused.stderr + refused.stdout

@@ -1,0 +1,23 @@
+"""Transports of test programs, by name: those that jobs may ask for, and gloo, which runs NCCL's code on CPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.choose import open_transport, warm_up
+from kvr_mpi.transport.torchdist import TorchDistTransport
+
+CPU = torch.device("cpu")
+
+
+def open_ranks(world: Transport, name: Any) -> Transport:
+    """Connect every pair of ranks; all of them call this."""
+    if name != "gloo":
+        return open_transport(world, name, CPU, cache_dir=Path("/nonexistent"), every_pair=True)[0]
+    ranks = TorchDistTransport(world, "gloo", CPU)
+    warm_up(ranks, CPU, every_pair=True)
+    return ranks
