@@ -197,17 +197,13 @@ class ParallelSection(Section):
                 "parallel.ratios and parallel.table are for chains: a ring's slices are even; choose strategy = 'kvr' "
                 "or 'auto', or another partition"
             )
-        if self.planned and (self.ratios is not None or self.table is not None):
+        is_planned = self.strategy != "single" and self.ranks_per_chain == "auto"
+        if is_planned and (self.ratios is not None or self.table is not None):
             raise ValueError(
                 "parallel.ratios and parallel.table are for chains of one length; with ranks_per_chain = 'auto' choose "
                 "another partition"
             )
         return self
-
-    @property
-    def planned(self) -> bool:
-        """Whether each document's chain is planned."""
-        return self.strategy != "single" and self.ranks_per_chain == "auto"
 
 
 class QuestionsSection(Section):
@@ -248,6 +244,21 @@ class JobSpec(Section):
     def is_spread(self) -> bool:
         """Whether keys and values stay spread over the ranks of a chain, which then decode together."""
         return self.output.kv == "sharded" or (self.questions is not None and self.questions.sharded)
+
+    @property
+    def takes_chains(self) -> bool:
+        """Whether several ranks may share a prompt: not in plain transformers, nor with a rolling cache."""
+        return self.parallel.strategy != "single" and not self.cache.is_rolling
+
+    @property
+    def ranks_per_chain(self) -> int | Literal["all", "auto"]:
+        """Ranks that share a prompt."""
+        return self.parallel.ranks_per_chain if self.takes_chains else 1
+
+    @property
+    def planned(self) -> bool:
+        """Whether each document's chain is planned."""
+        return self.ranks_per_chain == "auto"
 
     @model_validator(mode="after")
     def _sharded_over_chains(self) -> JobSpec:

@@ -82,7 +82,7 @@ def plan(
     click.echo(f"model      {outline.name} ({outline.shape.architecture}, {str(outline.dtype).removeprefix('torch.')})")
     click.echo(f"costs      {forecast.source}")
     if forecast.rolling is not None:
-        click.echo(f"cache      {forecast.rolling.name}, on each rank of a chain")
+        click.echo(f"cache      {forecast.rolling.name}")
     click.echo(f"corpus     {len(made.texts)} documents, {made.counted}\n")
     if made.ranks_per_stage > 1:
         click.echo(f"each rank below is a stage of {made.ranks_per_stage} ranks: {made.ranks} ranks in total\n")
@@ -214,7 +214,7 @@ def _print_summary(made: PlannedJob) -> None:
     shown = {count: f"{spent:.2g}" if spent < 10 else f"{spent:.0f}" for count, spent in hours.items()}
     costs = [f"{count}: {duration_text(seconds)} ({shown[count]} rank hours)" for count, seconds in sorted(times)]
     click.echo("by number of ranks: " + "; ".join(costs))
-    if not spec.parallel.planned and spec.parallel.strategy != "single":
+    if not spec.planned and spec.takes_chains:
         runs = "; with 'auto' it follows the plan above" if made.ranks_per_stage == 1 else ""
         wanted = spec.parallel.ranks_per_chain
         seconds = made.written_s

@@ -36,11 +36,6 @@ class Clock:
         event.record()
         return event
 
-    def catch_up(self) -> None:
-        """Return when the device has done what it was told."""
-        if self._is_gpu:
-            torch.cuda.current_stream().synchronize()
-
     def seconds(self, first: Any, last: Any) -> float:
         """Time between two moments; on a GPU its stream must have passed both."""
         return float(first.elapsed_time(last)) / 1e3 if self._is_gpu else last - first
@@ -56,7 +51,6 @@ class Waits:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._spans: list[tuple[Kind, Any, Any]] = []
-        self._sums: dict[Kind, float] = {"receive": 0.0, "send": 0.0}  # of those that are told apart no more
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -68,18 +62,10 @@ class Waits:
         yield
         self._spans.append((kind, began, self.clock.now()))
 
-    def add_up(self) -> None:
-        """Keep the sums of the waits so far only: of a very long prompt they are many. A GPU is waited for."""
-        self.clock.catch_up()
-        for kind in self._sums:
-            self._sums[kind] = self.seconds(kind)
-        self._spans = []
-
     def seconds(self, kind: Kind | None = None, count: int | None = None) -> float:
         """Time waited, for one kind or all, in the first `count` waits or all."""
         spans = self._spans[:count]
-        before_s = sum(seconds for of, seconds in self._sums.items() if kind in (None, of))
-        return before_s + sum(self.clock.seconds(began, ended) for of, began, ended in spans if kind in (None, of))
+        return sum(self.clock.seconds(began, ended) for of, began, ended in spans if kind in (None, of))
 
 
 def times_without_waits(marks: Sequence[tuple[Any, int]], clock: Clock, waits: Waits | None) -> list[float]:

@@ -19,7 +19,6 @@ from kvr_mpi.kv.attention import PartialAttention, attend
 from kvr_mpi.kv.cache import SliceDoneError
 from kvr_mpi.kv.layer import attend_ranges
 from kvr_mpi.kv.layout import UniformLayout
-from kvr_mpi.kv.rolling_relay import RollingRelay
 from kvr_mpi.kv.row import RowCache, RowLayer
 from kvr_mpi.kv.settings import CacheSettings
 from kvr_mpi.model import LayerShape, LoadedModel, ModelShape
@@ -85,7 +84,7 @@ class RollingLayer(RowLayer):
 
     cache: RollingCache
 
-    def __init__(self, cache: RollingCache, layer_idx: int, shape: LayerShape, memory: torch.Tensor | None) -> None:
+    def __init__(self, cache: RollingCache, layer_idx: int, shape: LayerShape) -> None:
         super().__init__(cache, layer_idx, shape)
         self.length = 0  # position of the token after the last that is held
         self.fresh = 0  # tokens last appended
@@ -93,9 +92,7 @@ class RollingLayer(RowLayer):
         self.sinks = 0 if rolling.holds(shape.visibility) else rolling.sinks
         self._base = self.sinks  # position of the first token after the sinks that is held
         size = rolling.rows, shape.elements
-        if memory is None:
-            memory = torch.empty(size, dtype=cache.dtype, device=cache.device)
-        self._layout = UniformLayout(memory.view(-1)[: rolling.rows * shape.elements].view(size), shape)
+        self._layout = UniformLayout(torch.empty(size, dtype=cache.dtype, device=cache.device), shape)
 
     @property
     def visibility(self) -> Visibility:
@@ -114,20 +111,14 @@ class RollingLayer(RowLayer):
         at = self._row(first)
         return self._layout.rows(at, at + last - first)
 
-    def held_rows(self, first: int, last: int) -> torch.Tensor:
-        """Memory of tokens that are held, or for which there is room (tokens, elements)."""
-        at = self._row(first)
-        return self._layout.buffer[at : at + last - first]
-
-    def begin_stretch(self, start: int) -> None:
-        """Drop what no token from `start` on sees, and leave room for what is missing before it."""
-        first, buffer = self.first_seen(start), self._layout.buffer
+    def _make_room(self) -> None:
+        """Drop what no token from now on sees."""
+        first, buffer = self.first_seen(self.length), self._layout.buffer
         if first > self._base:
             at, held = self._row(first), self.length - first
-            if held > 0 and not self.cache.is_void:
+            if held > 0:
                 buffer[self.sinks : self.sinks + held] = buffer[at : at + held].clone()
             self._base = first
-        self.length = start
 
     def _row(self, position: int) -> int:
         return position if position < self.sinks else position - self._base + self.sinks
@@ -142,16 +133,14 @@ class RollingLayer(RowLayer):
         ModelError
             If there are more than a step has.
         """
-        count, relay = key_states.shape[2], self.cache.relay
+        count = key_states.shape[2]
         if count > self.cache.rolling.step_tokens:
             raise ModelError(f"layer {self.layer_idx}: {count} tokens in a step of {self.cache.rolling.step_tokens}")
         self.cache.enter(self)
-        if relay is None and self._row(self.length) + count > self.cache.rolling.rows:
-            self.begin_stretch(self.length)
+        if self._row(self.length) + count > self.cache.rolling.rows:
+            self._make_room()
         self._layout.write(self._row(self.length), key_states, value_states)
         self.length, self.fresh = self.length + count, count
-        if relay is not None:
-            relay.share(self)
         return key_states, value_states
 
     def attend(
@@ -167,8 +156,6 @@ class RollingLayer(RowLayer):
         self.attended, first = True, self.length - self.fresh
         if self.layer_idx == self.cache.left_after:
             raise SliceDoneError
-        if (relay := self.cache.relay) is not None:
-            relay.collect(self.layer_idx)
         if query.shape[2] != self.fresh and self.fresh > 1:
             raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
         part: PartialAttention | None = None
@@ -213,7 +200,7 @@ class RollingLayer(RowLayer):
 
     def get_seq_length(self) -> int:
         """Tokens of the prompt before the ones to come."""
-        return max(self.length, self.cache.start)
+        return self.length
 
     def get_max_length(self) -> int:
         """There is no most: the oldest are dropped."""
@@ -229,15 +216,6 @@ class RollingCache(RowCache):
     rolling : Rolling
     prompt_tokens : int
         Of the whole prompt.
-    relay : RollingRelay or None
-        The prompt's way over this rank, while it is prefilled by a chain; None on a rank alone.
-    is_void : bool
-        There is no memory for it: all layers are given that of one, and what is in it has no meaning.
-
-    Attributes
-    ----------
-    start : int
-        Position of the first token of this rank's stretch.
 
     Raises
     ------
@@ -247,63 +225,16 @@ class RollingCache(RowCache):
 
     is_ragged = False
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        rolling: Rolling,
-        prompt_tokens: int,
-        relay: RollingRelay | None = None,
-        *,
-        is_void: bool = False,
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, rolling: Rolling, prompt_tokens: int) -> None:
         check_rolling(loaded, rolling)
-        self.rolling, self.prompt_tokens, self.relay, self.is_void = rolling, prompt_tokens, relay, is_void
+        self.rolling, self.prompt_tokens = rolling, prompt_tokens
         self.dtype, self.device = loaded.dtype, loaded.device
-        self.start, self.left_after = 0, -1
-        shapes, memory = loaded.shape.layers, None
-        if is_void:
-            size = rolling.rows * max(shape.elements for shape in shapes)
-            memory = torch.empty(size, dtype=self.dtype, device=self.device)
-        super().__init__([RollingLayer(self, idx, shape, memory) for idx, shape in enumerate(shapes)])
+        self.left_after = -1
+        super().__init__([RollingLayer(self, idx, shape) for idx, shape in enumerate(loaded.shape.layers)])
 
-    def begin_step(self, *, is_read: bool, step: int | None = None) -> None:
-        """Begin a step; if nobody reads what it gives, the model is left when its last layer's keys are there.
-
-        Parameters
-        ----------
-        step : int or None
-            Its number, in a chain.
-        """
+    def begin_step(self, *, is_read: bool) -> None:
+        """Begin a step; if nobody reads what it gives, the model is left when its last layer's keys are there."""
         self.left_after = -1 if is_read else len(self.layers) - 1
-        if self.relay is not None and step is not None:
-            self.relay.begin_step(step)
-            self.start = self.relay.bounds[0]
-            self._post(0)
-
-    def pass_on(self) -> None:
-        """Take part in what is left of a step's transfers, and compute nothing."""
-        assert self.relay is not None
-        for layer in self.layers:
-            self.relay.post(layer)
-            self.relay.share(layer)
-            self.relay.collect(layer.layer_idx)
-            if self.is_void:  # the next layer has the same memory
-                self.relay.wait_through(layer.layer_idx)
-
-    def leave_chain(self) -> None:
-        """End the prefill; from now on tokens are decoded here, or nothing is."""
-        self.relay, self.left_after = None, -1
-
-    def enter(self, layer: RowLayer) -> None:
-        """Let a layer be the one that attends next; errors are those of `RowCache.enter`."""
-        super().enter(layer)
-        if self.relay is not None:
-            self._post(layer.layer_idx)
-
-    def _post(self, layer_idx: int) -> None:
-        assert self.relay is not None
-        for layer in self.layers[layer_idx : layer_idx + 1 + self.relay.layers_ahead]:
-            self.relay.post(layer)
 
     @property
     def length(self) -> int:

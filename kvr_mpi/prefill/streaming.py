@@ -1,14 +1,14 @@
 """Prefill a prompt of any length in memory that does not depend on it: a few tokens at a time, by a rolling cache.
 
-One rank does it alone; what several do is in ``rolling_chain``. For models all of whose layers have windows (or chunks)
-that fit this is exact; for others it is StreamingLLM's approximation, if that is asked for by name (`kv.rolling`).
+One rank does it alone. For models all of whose layers have windows (or chunks) that fit this is exact; for others it is
+StreamingLLM's approximation, if that is asked for by name (`kv.rolling`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,9 +22,8 @@ from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import Partition, cut_range
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
-from kvr_mpi.prefill.rolling_chain import prefill_rolling_chain
 from kvr_mpi.prefill.self_check import FAILURES, allowed_error, error_share
-from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.transport.local import LocalTransport
 
 # Of the check before a job, and of each of its steps.
 CHECKED_TOKENS, CHECKED_STEP = 12, 5
@@ -83,13 +82,8 @@ def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -
     return Prefill(partition, cache, logits, seconds, error=error, began_s=began, rolling=rolling.name)
 
 
-def prove_rolling(loaded: LoadedModel, rolling: Rolling, *, in_chain: bool = False) -> None:
+def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
     """Make sure that a rolling cache holds what a model sees, and on a few tokens that it gives this model's logits.
-
-    Parameters
-    ----------
-    in_chain : bool
-        By the ranks of a chain, too.
 
     Raises
     ------
@@ -109,30 +103,14 @@ def prove_rolling(loaded: LoadedModel, rolling: Rolling, *, in_chain: bool = Fal
     ids = loaded.shape.sample_ids(tokens)
     truth = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport()).logits
     assert truth is not None
-    ways: dict[str, Callable[[], torch.Tensor]] = {"a rolling cache": lambda: prefill_streaming(loaded, ids, tried)[0]}
-    if in_chain:
-        ways["a chain's rolling cache"] = lambda: _logits_of_chain(loaded, ids, replace(tried, step_tokens=2))
-    for way, compute in ways.items():
-        try:
-            found = compute()
-        except FAILURES as failure:
-            raise ModelError(
-                f"{name} does not run a few tokens at a time: {type(failure).__name__}: {failure}"
-            ) from failure
-        error, allowed = error_share(found, truth), allowed_error(loaded.dtype)
-        if not error <= allowed:
-            raise ModelError(
-                f"{name}: on {tokens} tokens {way} differs from a whole one by {error:.1e} of the logits' spread "
-                f"(allowed {allowed:.0e})"
-            )
-
-
-def _logits_of_chain(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> torch.Tensor:
-    """Run a chain of threads; logits of the last token (vocab_size,), float32."""
-    cut = Partition.even(len(ids), min(3, len(ids)))
-    ranks = run_local(
-        cut.size, lambda rank: prefill_rolling_chain(loaded, ids, rolling, cut, rank).logits, loaded.device
-    )
-    logits = ranks[-1]
-    assert logits is not None
-    return logits
+    try:
+        found, _ = prefill_streaming(loaded, ids, tried)
+    except FAILURES as failure:
+        why = f"{type(failure).__name__}: {failure}"
+        raise ModelError(f"{name} does not run a few tokens at a time: {why}") from failure
+    error, allowed = error_share(found, truth), allowed_error(loaded.dtype)
+    if not error <= allowed:
+        raise ModelError(
+            f"{name}: on {tokens} tokens a rolling cache differs from a whole one by {error:.1e} of the logits' spread "
+            f"(allowed {allowed:.0e})"
+        )

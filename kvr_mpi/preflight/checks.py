@@ -80,16 +80,15 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
     ConfigError
         If the ranks cannot be divided so; the message lists what they can be divided into.
     """
-    wanted = spec.parallel.ranks_per_chain
-    alone = spec.parallel.strategy == "single" or wanted == "auto"
-    size = 1 if alone else ranks if wanted == "all" else int(wanted)
+    wanted = spec.ranks_per_chain
+    size = 1 if wanted == "auto" else ranks if wanted == "all" else wanted
     if not divides(size, ranks):
         divisors = [length for length in range(1, ranks + 1) if divides(length, ranks)]
         raise ConfigError(
             f"parallel.ranks_per_chain = {size}: {ranks} ranks cannot be divided into chains of {size}; "
             f"choose one of {divisors} or 'auto' (planned for each document), or start a multiple of {size} ranks"
         )
-    stage = 1 if alone else spec.parallel.ranks_per_stage
+    stage = spec.parallel.ranks_per_stage if spec.takes_chains and not spec.planned else 1
     if not divides(stage, size):
         fitting = [each for each in range(1, size + 1) if divides(each, size)]
         raise ConfigError(

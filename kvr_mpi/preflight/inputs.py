@@ -130,7 +130,7 @@ def check_prompts(spec: JobSpec) -> None:
         f"documents.format = {spec.documents.format!r}": spec.documents.format != "text",
         "documents.reuse": spec.documents.reuse is not None,
         spec.output.kv_setting: bool(spec.output.kv),
-        "parallel.ranks_per_chain = 'auto'": spec.parallel.planned,
+        "parallel.ranks_per_chain = 'auto'": spec.planned,
         "[questions]": spec.questions is not None,
     }
     for key, is_wrong in wrong.items():

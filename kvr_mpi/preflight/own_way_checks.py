@@ -22,11 +22,15 @@ def check_cache(spec: JobSpec) -> None:
     wrong = {
         f"parallel.strategy = {parallel.strategy!r}": (
             parallel.strategy in ("single", "ring"),
-            "only chains have a rolling cache; choose 'kvr'",
+            "only strategy = 'kvr' has a rolling cache; choose it",
         ),
-        "parallel.partition = 'table'": (
-            parallel.partition == "table",
-            "tables are measured on chains that hold whole prompts; choose 'even', 'ratio' or 'equal_time'",
+        f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}": (
+            isinstance(parallel.ranks_per_chain, int) and parallel.ranks_per_chain > 1,
+            "each rank has a rolling cache and documents of its own; leave it out",
+        ),
+        f"parallel.partition = {parallel.partition!r}": (
+            parallel.partition in ("table", "ratio"),
+            "prompts are not cut into slices; leave it out",
         ),
         f"parallel.chunk_tokens = {parallel.chunk_tokens}": (
             parallel.chunk_tokens != "auto",

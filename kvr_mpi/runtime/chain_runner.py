@@ -23,7 +23,6 @@ from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.prefill.streaming import prefill_rolling
 from kvr_mpi.requests.document_request import PromptRequest
 from kvr_mpi.requests.shared_document import SharedDocument, why_not_shared
-from kvr_mpi.runtime.own_ways import prefill_rolling_over
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.runtime.slice_planner import SlicePlanner
 from kvr_mpi.runtime.spread_documents import SpreadDocuments
@@ -92,9 +91,6 @@ class ChainRunner:
             return PlannedPrompt(prompt, prefix, decode_rank, KVR, None, new_tokens)
         if prefix is not None and self.documents.is_about(prefix):
             return self.documents.plan(prompt, prefix, decode_rank, new_tokens)
-        if (rolling := self._setup.rolling) is not None:
-            partition = self._slices.cut_for_rolling(prompt.tokens, decode_rank, rolling.cache_tokens)
-            return PlannedPrompt(prompt, None, decode_rank, KVR, partition, new_tokens)
         strategy = self._slices.choose_strategy(prompt.tokens, known, new_tokens)
         partition = self._slices.cut(strategy, prompt.tokens, known, decode_rank)
         if window is not None:
@@ -176,8 +172,6 @@ class ChainRunner:
         own = self._setup.kv_bytes(plan.prompt.tokens + plan.new_tokens) + footprint.activation_bytes(PACK_TOKENS)
         if self.documents.is_about(plan.prefix):
             needs = self.documents.needs(plan)
-        elif self._setup.rolling is not None and plan.partition is not None:
-            needs = [footprint.rolling_bytes(self._setup.rolling)] * self.chain.size
         elif plan.partition is None or self.goes_on(plan):
             needs = [0] * self.chain.size
             needs[plan.decode_rank] = own + self._setup.kv_bytes(plan.shared_tokens)
@@ -222,8 +216,6 @@ class ChainRunner:
             Takes each layer's of this rank's slice, if ranks store their own.
         """
         assert planned.partition is not None, "it goes alone"
-        if self._setup.rolling is not None:
-            return prefill_rolling_over(self._setup, planned, self.chain, forwarder)
         return planned.strategy.prefill(
             self._loaded,
             planned.prompt.ids,
@@ -307,7 +299,7 @@ class ChainRunner:
         before_window : int or None
             How many of them come before compression's observation window.
         """
-        if self._setup.rolling is not None and self.chain.size == 1:
+        if self._setup.rolling is not None:
             return True
         if self._slices.is_plain or self.is_spread:
             return False

@@ -85,7 +85,7 @@ def _usual_wave(setup: JobSetup, part: Round) -> Wave:
     documents = max(1, max(numbers, default=1))
     longest, new_tokens = setup.frame.max_tokens, setup.spec.generation.max_new_tokens
     # A planned document's work is a time; and without documents there is none.
-    work = sum(part.works.values()) / len(part.works) if part.works and not setup.spec.parallel.planned else 0
+    work = sum(part.works.values()) / len(part.works) if part.works and not setup.spec.planned else 0
     tokens = min(longest, int(work / CHARS_OF_TOKEN) or longest)
     kept = tokens if setup.spec.compress is None else setup.spec.compress.kept_of(tokens)
     each = (kept + new_tokens) * setup.loaded.shape.kv_bytes_per_token

@@ -61,7 +61,7 @@ def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Tr
 
     `ranks` are those that documents are planned for, one of each stage.
     """
-    if prepared.costs is not None and prepared.spec.parallel.planned:
+    if prepared.costs is not None and prepared.spec.planned:
         return _planned(prepared, corpus, todo, ranks, log)
     each = prepared.spec.parallel.ranks_per_stage
     return Shares([_round(corpus, todo, lay_out(prepared.spec, ranks.size * each).by_stage)])

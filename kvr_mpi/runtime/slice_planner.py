@@ -74,10 +74,6 @@ class SlicePlanner:
             return strategy.cut_evenly(tokens, self._size, known)
         return self._partitioner.cut(tokens - known, decode_rank, known).after(known)
 
-    def cut_for_rolling(self, tokens: int, decode_rank: int, cache_tokens: int) -> Partition:
-        """Cut a prompt that goes through rolling caches of so many tokens."""
-        return self._partitioner.share_out(tokens, decode_rank, cache_tokens)
-
     def chunk_tokens(self, strategy: Strategy, partition: Partition, known: int, new_tokens: int) -> int | None:
         """Say in chunks of how many tokens slices are computed, on an otherwise empty chain; None: at once."""
 

@@ -85,7 +85,7 @@ class Forecast:
     strategies : what may run a prompt; of several the fastest, as in `registry.fastest`.
     chunk_tokens : of the chunks in which slices are computed; auto: `chunks` says.
     chunks : in which chunks (tokens, ranks) are computed, if they do not fit at once; None if that is unknown.
-    rolling : the cache that prompts go through, one on each rank of a chain; None: a whole one.
+    rolling : the cache that prompts go through, each on one rank; None: a whole one.
     """
 
     source: str
@@ -128,7 +128,7 @@ class Forecast:
     def strategy(self, tokens: int, ranks: int) -> Strategy:
         """Strategy for a prompt on so many ranks; on one rank, everything but plain transformers is a chain of one."""
         known = [one for one in self.strategies if one.is_plain or 1 < ranks * one.stretches <= tokens]
-        if ranks == 1 or not known or self.rolling is not None:
+        if ranks == 1 or not known:
             return self.strategies[0] if self.strategies[0].is_plain else KVR
         if len(known) == 1:
             return known[0]
@@ -140,8 +140,6 @@ class Forecast:
 
     def cut_for(self, strategy: Strategy, tokens: int, ranks: int) -> Partition:
         """Cut a prompt for so many ranks under a strategy."""
-        if self.rolling is not None:
-            return Partition.even(tokens, ranks)
         if not strategy.has_cuts:
             return strategy.cut_evenly(tokens, ranks)
         if self.cut is not None and ranks > 1:
@@ -152,7 +150,7 @@ class Forecast:
     def ttft_s(self, tokens: int, ranks: int) -> float:
         """Time to the first token of one prompt; if it is shorter than the chain, the last rank computes it alone."""
         if self.rolling is not None:
-            return self._rolling_s(tokens, self.rolling, ranks if ranks <= tokens else 1)
+            return self._rolling_s(tokens, self.rolling)
         if 1 < ranks <= tokens:
             strategy = self.strategy(tokens, ranks)
             return strategy.seconds(self.costs_for(tokens, ranks), self.cut_for(strategy, tokens, ranks))
@@ -162,23 +160,13 @@ class Forecast:
         saved_s = 0.0 if costs.eager or self.plain else costs.pair_s * tokens**2 / 2
         return max(whole_s - saved_s, costs.layers * costs.launch_floor_s)
 
-    def _rolling_s(self, tokens: int, rolling: Rolling, ranks: int) -> float:
-        """Time of the steps of a rolling cache: each reads all weights, and attends to what is held.
-
-        On a chain each rank computes its share of them, and is handed those of the tokens held that are of others while
-        it computes the layer before; each rank begins one transfer after the rank before it.
-        """
-        costs, held, own = self.costs, min(tokens, rolling.cache_tokens), tokens / ranks
-        steps, pairs = math.ceil(own / rolling.step_tokens), held * (tokens - held / 2) / ranks
+    def _rolling_s(self, tokens: int, rolling: Rolling) -> float:
+        """Time of the steps of a rolling cache: each reads all weights, and attends to what is held."""
+        costs, held = self.costs, min(tokens, rolling.cache_tokens)
+        steps, pairs = math.ceil(tokens / rolling.step_tokens), held * (tokens - held / 2)
         token_s = costs.qkv_token_s + costs.rest_token_s
-        computed_s = costs.layers * (own * token_s + pairs * costs.pair_s) + steps * costs.head_s
-        stretch = min(own, rolling.step_tokens)
-
-        def transfer_s(handed: float) -> float:
-            return costs.link_latency_s + handed * costs.kv_bytes / costs.link_bytes_per_s
-
-        handed_s = steps * costs.layers * transfer_s(min(held, (ranks - 1) * stretch)) if ranks > 1 else 0.0
-        return max(computed_s, steps * self.step_s, handed_s) + (ranks - 1) * transfer_s(stretch)
+        computed_s = costs.layers * (tokens * token_s + pairs * costs.pair_s) + steps * costs.head_s
+        return max(computed_s, steps * self.step_s)
 
     def parts(self, tokens: int) -> list[int]:
         """Tokens of a document's prompts: one, or those of its parts and then the one about their answers."""

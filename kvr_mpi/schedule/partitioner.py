@@ -58,26 +58,6 @@ class Partitioner:
             return choose_slices(self.table, tokens, self.chain.size).partition
         return Partition.even(tokens, self.chain.size)
 
-    def share_out(self, tokens: int, decode_rank: int, seen: int) -> Partition:
-        """Share out tokens that each attend to the same number of others, on whatever rank.
-
-        Nothing but the ranks' speeds then makes them differ.
-
-        Parameters
-        ----------
-        decode_rank : int
-            As in `cut`.
-        seen : int
-            Tokens that a token attends to.
-        """
-        turns, size = Rotation.ending_at(self.chain.size, decode_rank), self.chain.size
-        if self.parallel.ratios is not None:
-            return Partition.by_ratio(tokens, self.parallel.ratios)
-        if not self.rates or self.parallel.partition != "equal_time":
-            return Partition.even(tokens, size)
-        in_turn = [self.rates[turns.rank_of(place)] for place in range(size)]
-        return Partition.by_ratio(tokens, [1 / (rate.token_s + rate.pair_s * seen) for rate in in_turn])
-
     def _look_up(self, table: Table, tokens: int) -> Partition:
         """Cut by the table, or outside its range by its fitted rates, which is logged once."""
         choice = choose_slices(table, tokens, self.chain.size)

@@ -48,7 +48,7 @@ def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, 
     forecast = forecast.for_corpus(len(documents), ranks)
 
     def fits(tokens: int, length: int) -> bool:
-        return (length == 1 or spec.parallel.strategy != "single") and forecast.fits(tokens, length)
+        return (length == 1 or spec.takes_chains) and forecast.fits(tokens, length)
 
     ttft_s = sampled(forecast.ttft_s)  # the time of a document is not smooth: beyond a length it is cut into parts
 

@@ -47,10 +47,10 @@ class PlannedJob:
     @property
     def written_s(self) -> float | None:
         """Predicted time of the job as it is written; None where it does not fit, or no chain is as long."""
-        wanted = self.spec.parallel.ranks_per_chain
-        if self.spec.parallel.planned:
+        wanted = self.spec.ranks_per_chain
+        if self.spec.planned:
             return self.schedule.makespan_s
-        if self.spec.parallel.strategy == "single":
+        if not self.spec.takes_chains:
             return self.schedule.data_parallel_s
         length = self.schedule.ranks if wanted == "all" else whole_stages(int(wanted), self.ranks_per_stage)
         return dict(self.schedule.fixed_s).get(length)
@@ -144,9 +144,9 @@ def _count(spec: JobSpec, tokenizer: Any, exact: bool) -> Counted:
 def _choose_decoding(made: PlannedJob) -> DecodeChoice:
     """Forecast how the longest chains of a job would decode."""
     spec, forecast, shape = made.spec, made.forecast, made.outline.shape
-    wanted, all_ranks = spec.parallel.ranks_per_chain, made.schedule.ranks
+    wanted, all_ranks = spec.ranks_per_chain, made.schedule.ranks
     lengths = {place.ranks for place in made.schedule.placements}
-    ranks = max(lengths, default=1) if spec.parallel.planned else all_ranks if wanted == "all" else int(wanted)
+    ranks = max(lengths, default=1) if spec.planned else all_ranks if wanted == "all" else int(wanted)
     if why := why_not_combined(spec) or why_not_by_config(made.outline.config, shape):
         return DecodeChoice("data-parallel", why)
     texts = [tokens for _, tokens in made.texts]

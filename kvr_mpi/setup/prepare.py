@@ -95,7 +95,7 @@ def prepare(
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, say))
     compression = together(world, partial(_open_compression, spec, loaded))
     strategies, left_out = check_together(partial(_check_strategies, spec, loaded))
-    rolling = together(world, partial(_open_rolling, spec, loaded, chain, say))
+    rolling = together(world, partial(_open_rolling, spec, loaded, say))
     why_alone = None if plain else check_together(partial(_why_alone, loaded, rolling))
     for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression, why_alone)):
         say(line)
@@ -111,7 +111,7 @@ def prepare(
     costs = costs_of(loaded, world, say) if _needs_costs(spec, world, chain, strategies, sharing) else None
     rates = rates_of(spec, loaded, ranks.lane, chain, costs, say)
     if rates and rolling is None:
-        mine = rates if spec.parallel.planned else rates[ranks.lane.rank - chain.rank :][: chain.size]
+        mine = rates if spec.planned else rates[ranks.lane.rank - chain.rank :][: chain.size]
         say(describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
     return JobSetup(
         spec=spec,
@@ -177,7 +177,7 @@ def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transp
     """Say in a line what is loaded, and on what."""
     unit = "rank(s)" if loaded.stage is None else f"stage(s) of {loaded.stage.size} ranks"
     chains = f"{Topology(lane.size, chain.size).chains} chain(s) of {chain.size} {unit}"
-    if spec.parallel.planned:
+    if spec.planned:
         chains = f"{lane.size} rank(s) in chains as planned"
     copied = kernel_bytes(loaded.model)
     weights = f", weights rearranged for it ({copied / 1e9:.2f} GB more)" if copied else ""
@@ -299,7 +299,7 @@ def _why_alone(loaded: LoadedModel, rolling: Rolling | None) -> str | None:
     return why_not_packed(loaded) if rolling is None else "rolling caches cannot be combined in a row yet"
 
 
-def _open_rolling(spec: JobSpec, loaded: LoadedModel, chain: Transport, say: Say) -> Rolling | None:
+def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | None:
     """Make the rolling cache that the job asks for, if it does, and prove that the model runs by it.
 
     Raises
@@ -310,14 +310,8 @@ def _open_rolling(spec: JobSpec, loaded: LoadedModel, chain: Transport, say: Say
     rolling = rolling_of(spec.cache)
     try:
         if rolling is not None:
-            has_chains = chain.size > 1 or spec.parallel.planned
-            prove_rolling(loaded, rolling, in_chain=has_chains)
-            say(f"prompts use a {rolling.name}; memory does not depend on their length")
-            if has_chains:
-                say(
-                    "the ranks of a chain take turns at a prompt, and pass on only the keys and values of the last "
-                    "tokens"
-                )
+            prove_rolling(loaded, rolling)
+            say(f"prompts use a {rolling.name}; each rank has documents of its own")
     except ModelError as error:
         raise ConfigError(f"cache.kind = 'rolling' (cache.tokens, cache.approximation): {error}") from error
     return rolling
@@ -347,7 +341,7 @@ def _needs_costs(
     """Whether chains are planned, or strategies or ways to decode chosen, by what ranks and links take."""
     are_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
     is_decoding_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
-    return world.size > 1 and (spec.parallel.planned or are_chosen or is_decoding_chosen)
+    return world.size > 1 and (spec.planned or are_chosen or is_decoding_chosen)
 
 
 def _room(

@@ -14,8 +14,7 @@
                            these and of answer, token_ids and slices
         answer             text (UTF-8 string), one element
         token_ids          of the answer (int64)
-        slices             bounds of the prompt over the ranks (int64, ranks + 1); with a rolling cache they say
-                           no more than how many tokens each computed, in turns
+        slices             bounds of the prompt over the ranks (int64, ranks + 1)
         logprobs           if asked for: natural logarithms of the probabilities of token_ids (float64), the model's own
         top_tokens, top_logprobs    and of the likeliest tokens in each place (int64, float64; tokens * top, flat)
         token_texts        of all of these (UTF-8 string, one element): a JSON object, by id

@@ -17,7 +17,8 @@ from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv.rolling import STREAMING_LLM, Rolling
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_model
-from kvr_mpi.prefill.streaming import prefill_streaming
+from kvr_mpi.prefill.one_prompt import run_next
+from kvr_mpi.prefill.streaming import prefill_rolling, prefill_streaming
 
 NEW_TOKENS = 12
 
@@ -80,6 +81,19 @@ def test_the_approximation_is_that_of_sinks_and_last_tokens(step_tokens: int) ->
     assert full is not None and not torch.allclose(logits, full, atol=1e-2)
 
 
+def test_a_token_is_taken_back_far_beyond_the_cache() -> None:
+    loaded, ids = tiny("mistral-window"), prompt(40)
+    truth = single(loaded, ids)
+    expected = greedy(loaded.model, truth, 61)
+    prepare_model(loaded.model, chain=True)
+    found = prefill_rolling(loaded, ids, Rolling(15, 8))
+    assert greedy(loaded.model, found, 60) == expected[:60]
+    found.cache.step_back(99)
+    with torch.inference_mode():
+        again = run_next(loaded.model, found, torch.tensor([[expected[59]]]))
+    assert int(again.argmax()) == expected[60] and found.cache.length == 100
+
+
 def test_memory_of_keys_and_values_does_not_grow() -> None:
     loaded = tiny("mistral-window")
     prepare_model(loaded.model, chain=True)
@@ -95,7 +109,8 @@ import json, resource, sys
 from models import prompt, tiny
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.prefill.streaming import prefill_streaming
+from kvr_mpi.prefill.one_prompt import run_next
+from kvr_mpi.prefill.streaming import prefill_rolling, prefill_streaming
 prepare_model(tiny("mistral-window").model, chain=True)
 prefill_streaming(tiny("mistral-window"), prompt(int(sys.argv[1])), Rolling())
 print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))

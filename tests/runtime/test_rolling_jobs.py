@@ -30,7 +30,7 @@ def run(job: Path, tmp_path: Path, run_here: Any) -> Callable[..., dict[str, Rec
 
     def launch(name: str, *settings: str, ranks: int = 1) -> dict[str, Record]:
         folder = tmp_path / name
-        words = with_settings(f"output.path={folder}", "parallel.ranks_per_chain=1", *settings)
+        words = with_settings(f"output.path={folder}", *settings)
         done = run_here(ranks, [job, *words])
         assert done.returncode == 0, done.stderr
         return {record.id: record for record in read_run(folder)}
@@ -54,52 +54,6 @@ def test_windows_that_fit_are_answered_as_by_the_plain_job(
         assert record.logprobs == pytest.approx(whole[each].logprobs, abs=1e-4)
         assert record.parts == whole[each].parts and record.computed_tokens == record.prompt_tokens
     assert any(record.parts > 1 for record in held.values()) == in_parts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [
-        (3, ["parallel.ranks_per_chain=all", "parallel.partition=even"]),
-        pytest.param(
-            4,
-            ["parallel.ranks_per_chain=2", "parallel.partition=ratio", "parallel.ratios=[3,1]"],
-            marks=pytest.mark.long,
-        ),
-        pytest.param(3, ["parallel.ranks_per_chain=auto"], marks=pytest.mark.long),
-        pytest.param(2, ["parallel.ranks_per_chain=all", "parallel.strategy=auto"], marks=pytest.mark.long),
-    ],
-)
-def test_chains_give_the_plain_jobs_answers(
-    run: Any, model_of: Callable[[str], Path], tmp_path: Path, ranks: int, settings: list[str]
-) -> None:
-    model = f"model.path={model_of('mistral-window')}"
-    run("whole", model)
-    held = run("chained", model, *ROLLING, "cache.step_tokens=8", *settings, ranks=ranks)
-    assert answers(tmp_path / "chained") == answers(tmp_path / "whole")
-    chained = [record for record in held.values() if len(record.slices) > 2]
-    assert chained or "parallel.ranks_per_chain=auto" in settings, "what is too short for a chain is one rank's"
-    for record in chained:
-        size = len(record.slices) - 1
-        assert record.cache == f"rolling cache of 40 + 8 tokens (exact) on each of {size} ranks"
-        assert record.slices[-1] == record.prompt_tokens
-
-
-@pytest.mark.long
-def test_chains_by_real_ranks_give_what_one_rank_gives(
-    job: Path, tmp_path: Path, mpirun: Any, run_here: Any, kvr_run: Path
-) -> None:
-    """An approximation: its sinks are handed on, too."""
-    for name, words, launch in (
-        ("alone", ["parallel.ranks_per_chain=1"], lambda words: run_here(1, [job, *words])),
-        ("three", ["parallel.ranks_per_chain=all"], lambda words: mpirun(3, [kvr_run, job, *words])),
-    ):
-        done = launch(with_settings(*APPROXIMATE, "cache.step_tokens=5", f"output.path={tmp_path / name}", *words))
-        assert done.returncode == 0, done.stderr
-    assert answers(tmp_path / "three") == answers(tmp_path / "alone")
-    caches = {record.cache for record in read_run(tmp_path / "three") if len(record.slices) == 4}
-    assert caches == {"rolling cache of 40 + 5 tokens (streaming-llm, 4 sinks) on each of 3 ranks"}
-    assert "take turns at a prompt" in done.stderr
 
 
 def test_an_approximation_is_asked_for_by_name_and_recorded(
@@ -174,7 +128,7 @@ def test_no_memory_for_a_step_is_one_documents_error(
     done = {name: record.token_ids for name, record in found.items() if record.status == "done"}
     assert len(done) == 4 and len(failed) == 3, "each of them but the shortest lost a token, and wrote it again"
     assert done == {name: truth[name].token_ids for name in done}
-    again = with_settings(*APPROXIMATE, f"output.path={tmp_path / 'scarce'}", "parallel.ranks_per_chain=1")
+    again = with_settings(*APPROXIMATE, f"output.path={tmp_path / 'scarce'}")
     run_here(1, [job, "--resume", "--retry-failed", *again])
     assert answers(tmp_path / "scarce") == {name: record.token_ids for name, record in truth.items()}
 
@@ -184,6 +138,8 @@ def test_no_memory_for_a_step_is_one_documents_error(
     [
         (("parallel.strategy=single",), "parallel.strategy = 'single'"),
         (("parallel.strategy=ring",), "parallel.strategy = 'ring'"),
+        (("parallel.ranks_per_chain=2",), "parallel.ranks_per_chain = 2"),
+        (("parallel.partition=ratio", "parallel.ratios=[2,1]"), "parallel.partition = 'ratio'"),
         (("parallel.partition=table", "parallel.table=x"), "parallel.partition = 'table'"),
         (("parallel.chunk_tokens=32",), "parallel.chunk_tokens = 32"),
         (("compress.method=streaming-llm", "compress.budget=64"), "[compress]"),
@@ -244,10 +200,8 @@ def test_plans_know_that_memory_does_not_grow(job: Path, model_of: Callable[[str
     by_length = sorted(held["documents"], key=lambda document: document["tokens"])
     times = [document["ttft_s"] for document in by_length]
     assert times == sorted(times) and times[-1] > 3 * times[0] > 0, "a step for every so many tokens"
-    chained = plan(*ROLLING, "cache.step_tokens=4", ranks=4)["documents"]
-    assert max(document["ranks"] for document in chained) > 1
-    assert all(document["slices"][-1] == document["tokens"] for document in chained)
+    assert {document["ranks"] for document in plan(*ROLLING, ranks=4)["documents"]} == {1}
     shown = CliRunner().invoke(plan_command, [*command, *with_settings(*ROLLING)], catch_exceptions=False).stdout
-    assert "cache      rolling cache of 40 + 16 tokens (exact), on each rank of a chain" in shown
+    assert "cache      rolling cache of 40 + 16 tokens (exact)" in shown
     refused = CliRunner().invoke(plan_command, [*command, *with_settings(*ROLLING, "cache.tokens=14")])
     assert "sees a window of 16 tokens" in str(refused.exception)
