@@ -50,7 +50,7 @@ def _show_run(path: Path, as_json: bool, verify: bool) -> None:
     summary = index.summary()
     if as_json:
         about = {"model": header.model, "identity": header.identity, "software": versions}
-        counts = {"done": summary.done, "errors": summary.failed, "reasons": summary.reasons}
+        counts = {"done": summary.done, "errors": summary.failed, "lost": index.gone, "reasons": summary.reasons}
         click.echo(json.dumps({**about, **counts, "documents": index.ids()}))
         return
     rows = list(read_records(index, rows_of(index)))
@@ -62,6 +62,8 @@ def _show_run(path: Path, as_json: bool, verify: bool) -> None:
         click.echo(f"compress  {', '.join(f'{name} {value}' for name, value in told if value is not None)}")
     if cache := header.identity.get("cache"):
         click.echo(f"cache     {cache}")
+    if index.gone:
+        click.echo(f"lost      {index.gone} document(s) in the ledger and in no file: needs --resume")
     click.echo()
     print_summary(summary, rows, path)
 

@@ -26,7 +26,7 @@ from kvr_mpi.store.folder import DamagedFile, Index
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.outputs import key_of, open_file, read_record
 from kvr_mpi.store.parts import PartIndexes, open_whole_kv
-from kvr_mpi.store.shares import find_runs, index_runs
+from kvr_mpi.store.shares import find_runs, index_runs, tell_missing
 from kvr_mpi.stored.prompt import StoredPrompt, compressed_prefix_of, open_prompt, prefix_of
 
 # How much work a loaded token is, of a prefilled one; for the progress and for sharing out.
@@ -60,17 +60,19 @@ class StoredCorpus:
     documents : by number.
     loads : whether what is stored is used.
     left_out : documents of the run that have no answer, and so no keys and values.
+    missing : shares and documents that should be there and are not, in words.
     """
 
     corpus: Corpus
     documents: tuple[StoredDocument, ...]
     loads: bool
     left_out: int = 0
+    missing: tuple[str, ...] = ()
 
     def describe(self) -> list[str]:
         """Say what is loaded, and what is not."""
         good = [one for one in self.documents if one.error is None]
-        lines = []
+        lines = [tell_missing(self.missing)] if self.missing else []
         if self.left_out:
             lines.append(f"{self.left_out} document(s) of the run have error records, and are skipped")
         if not self.loads:
@@ -104,7 +106,7 @@ def scan_stored(spec: JobSpec) -> StoredCorpus:
     """
     questions = spec.questions
     assert questions is not None and isinstance(questions.ask, dict)
-    index, _ = index_runs(find_runs([Path(path) for path in spec.documents.path]), passes_damaged=True)
+    index, missing = index_runs(find_runs([Path(path) for path in spec.documents.path]), passes_damaged=True)
     lost = {name: _lost(name, one) for one in index.damaged for name in one.documents}
     wanted = questions.documents if questions.documents is not None else sorted([*index.places, *lost])
     if unknown := [name for name in wanted if name not in index.places and name not in lost]:
@@ -127,17 +129,27 @@ def scan_stored(spec: JobSpec) -> StoredCorpus:
     loads = questions.reuse == "always"
     if spec.output.kv and loads:
         _check_stored_again(documents)
-    return StoredCorpus(_corpus(documents, questions.ask, loads), documents, loads, len(wanted) - len(done))
+    return StoredCorpus(_corpus(documents, questions.ask, loads), documents, loads, len(wanted) - len(done), missing)
 
 
 def check_askable(spec: JobSpec, found: StoredCorpus) -> None:
-    """Refuse questions about more documents that cannot be asked than `output.max_failed` allows.
+    """Refuse questions about all documents of a run that has lost some, or about too many that cannot be asked.
+
+    `output.max_failed` says how many of the latter are no reason to stop.
 
     Raises
     ------
+    DataError
+        Naming what is missing, and what to do.
     CorpusError
-        Naming some of them, and what to do.
+        Naming a document that cannot be asked, and what to do.
     """
+    if found.missing and spec.questions is not None and spec.questions.documents is None:
+        raise DataError(
+            f"documents.path {spec.documents.path}: {tell_missing(found.missing)}. Complete the run, name the "
+            f"documents to ask about (--doc, questions.documents), or ask the file that `kvr merge -o FILE` makes of "
+            f"the others"
+        )
     wrong = [one for one in found.documents if not one.is_askable]
     asked = len(found.corpus) // len(found.documents)
     if asked * len(wrong) <= spec.output.failures_allowed(len(found.corpus)):

@@ -23,7 +23,7 @@ from made_runs import HEADER, record, result_files, resume, write
 
 import kvr_mpi.store.merge as merge_module
 from kvr_mpi.disk import PART
-from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, ConfigError, DataError, OutputError
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, ConfigError, DataError, OutputError
 from kvr_mpi.store.folder import RESULTS, check_fresh, find_record, read_run, run_files
 from kvr_mpi.store.merge import merge_files, merge_run, merge_runs
 from kvr_mpi.store.outputs import Record, open_file, read_header
@@ -291,6 +291,8 @@ def test_a_lost_shard_is_no_reason_to_forget_its_documents(tmp_path: Path, run_k
     code, _, err = run_kvr("merge", folder, "-o", tmp_path / "all.h5")
     assert code == EXIT_BAD_DATA and "lost 3 document(s)" in err
     assert [each.id for each in read_run(tmp_path / "all.h5")] == ["0-a", "0-b", "0-c"]
+    code, out, _ = run_kvr("inspect", folder)
+    assert code == EXIT_OK and "lost      3 document(s)" in out
 
 
 def test_a_merge_with_a_damaged_shard_removes_nothing(tmp_path: Path) -> None:

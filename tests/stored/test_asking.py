@@ -227,6 +227,24 @@ def test_a_file_that_cannot_be_opened_is_named_for_each_of_its_documents_and_the
         assert record.status == "done" or f"{last} is damaged (it has" in record.error
 
 
+@pytest.mark.slow
+def test_documents_that_a_run_has_lost_are_not_passed_over(
+    job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvr_mpi.store.merge.MERGE_MAX_BYTES", 0)
+    assert run_here(2, [job, *options("output.kv=true", "parallel.ranks_per_chain=1")]).returncode == 0
+    first, *others = run_files(tmp_path / "out")
+    left = sorted(record.id for record in read_run(first))
+    for file in others:
+        file.unlink()
+    asking = ask_job(tmp_path, tiny_model_dir, tmp_path / "out")
+    asked = run_here(1, [asking])
+    assert asked.returncode == 65 and f"lost {5 - len(left)} document(s)" in asked.stderr
+    assert not list((tmp_path / "asked").glob("*.h5"))
+    asked = run_here(1, [asking, *options(f"questions.documents={json.dumps(left)}")])
+    assert asked.returncode == 0 and {record.document for record in records(tmp_path / "asked").values()} == set(left)
+
+
 def test_documents_without_a_whole_cache_are_refused_before_the_model_is_loaded_or_error_records_if_allowed(
     job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path
 ) -> None:
