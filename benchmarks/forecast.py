@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
@@ -12,12 +13,86 @@ from benchmarks.plots import plot_forecast, plot_slices
 from benchmarks.tables import write
 from kvr_mpi.cli.environment import is_offline
 from kvr_mpi.cli.options import command, parse_numbers
-from kvr_mpi.costs.costmodel import RelayKind
+from kvr_mpi.costs.costmodel import RelayKind, best_split, ring_seconds, single_seconds
 from kvr_mpi.costs.hardware import Hardware
-from kvr_mpi.costs.layer_costs import Costs
-from kvr_mpi.costs.workload import Workload
+from kvr_mpi.costs.layer_costs import Costs, costs_of
+from kvr_mpi.costs.workload import Workload, check_heads
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.schedule.simulate import NAMES, ForecastRow, Outlook, look_out, simulate, simulate_stages
+from kvr_mpi.schedule.simulate import NAMES, ForecastRow, Outlook, check_contexts, look_out, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """One prompt length on ranks that are stages of a chain, beside what else so many ranks could do.
+
+    stages, ranks_per_stage : of the chain.
+    kvr_s : seconds to its first token, with the best slices.
+    ring_s : of zigzag ring attention over the same stages.
+    tensor_s : of tensor parallelism alone, over all ranks.
+    ranks_ring_s : of zigzag ring attention over all ranks, each with the whole model.
+    weight_bytes, whole_bytes : of weights a rank of a stage has, and of the whole model.
+    memory_bytes : a rank's.
+    """
+
+    context_tokens: int
+    stages: int
+    ranks_per_stage: int
+    kvr_s: float
+    ring_s: float
+    tensor_s: float
+    ranks_ring_s: float
+    weight_bytes: float
+    whole_bytes: float
+    memory_bytes: float
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.stages * self.ranks_per_stage
+
+
+def simulate_stages(
+    found: Outlook, contexts: Sequence[int], ranks: Sequence[int], ranks_per_stage: int, *, quantum: int = 64
+) -> list[StageRow]:
+    """Forecast chains of stages beside tensor parallelism alone and rings, on as many ranks.
+
+    Parameters
+    ----------
+    found : Outlook
+        Of the model on ranks that are one of these stages each.
+
+    Raises
+    ------
+    ConfigError
+        If stages do not divide the ranks, or the model's heads, or a context is beyond the model's.
+    """
+    work, hardware, link = found.work, found.hardware, found.costs.link_bytes_per_s
+    check_heads(work, ranks_per_stage)
+    for count in ranks:
+        if count % ranks_per_stage:
+            raise ConfigError(f"{count} ranks cannot be divided into stages of {ranks_per_stage}; choose a multiple")
+    check_contexts(work, contexts, max(ranks))
+    whole = costs_of(work, hardware, link_bytes_per_s=link)
+    rows = []
+    for tokens in contexts:
+        for count in ranks:
+            stages = count // ranks_per_stage
+            together = costs_of(work, hardware, link_bytes_per_s=link, ranks_per_stage=count)
+            rows.append(
+                StageRow(
+                    context_tokens=tokens,
+                    stages=stages,
+                    ranks_per_stage=ranks_per_stage,
+                    kvr_s=best_split(found.costs, tokens, stages, found.relay, quantum)[1],
+                    ring_s=ring_seconds(found.costs, tokens, stages),
+                    tensor_s=single_seconds(together, tokens),
+                    ranks_ring_s=ring_seconds(whole, tokens, count),
+                    weight_bytes=work.of_stage(ranks_per_stage).weight_bytes,
+                    whole_bytes=work.weight_bytes,
+                    memory_bytes=hardware.memory_bytes,
+                )
+            )
+    return rows
 
 
 @command("forecast")

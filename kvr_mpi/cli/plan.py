@@ -1,4 +1,4 @@
-"""``kvr plan JOB.toml``: what a job would do, and why, before it is submitted; no MPI, no weights."""
+"""``kvr plan``: what a job would do, and why, or how long one prompt would take; no MPI, no weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvr_mpi.cli.allocation import allocation_of, node_options
-from kvr_mpi.cli.options import command, job_argument, set_option
+from kvr_mpi.cli.options import command, parse_numbers, set_option
 
 if TYPE_CHECKING:
     from kvr_mpi.schedule.forecast import Forecast
@@ -22,10 +22,14 @@ COMPARED_RANKS = 128
 
 
 @command()
-@job_argument
+@click.argument("job", required=False, type=click.Path(dir_okay=False, path_type=Path))
 @set_option
 @click.option(
     "--ranks", type=click.IntRange(1), help="Ranks the job will have.  [default: the ranks of this allocation]"
+)
+@click.option("--tokens", metavar="N,...", help="Instead of a job, forecast prompts of these lengths, such as 64k.")
+@click.option(
+    "--model", help="With --tokens: a shape known by name (Llama 3.1 8B), a model folder, .gguf file or hub id."
 )
 @click.option(
     "--hardware",
@@ -43,9 +47,11 @@ COMPARED_RANKS = 128
     "--limit-rows", default=20, show_default=True, type=click.IntRange(0), help="Number of rows to print; 0: all."
 )
 def plan(
-    job: Path,
+    job: Path | None,
     settings: tuple[str, ...],
     ranks: int | None,
+    tokens: str | None,
+    model: str | None,
     hardware: str | None,
     exact: bool,
     as_json: bool,
@@ -56,6 +62,9 @@ def plan(
 
     \b
     kvr plan jobs/summarize.toml --ranks 64 --hardware h200
+    kvr plan --tokens 64k --model "Llama 3.1 8B" --hardware h200 --ranks 8
+
+    With --tokens, it shows the seconds to the first token on up to that many ranks.
 
     With parallel.ranks_per_chain = "auto", a job follows such a plan, with costs measured on its own ranks. With
     parallel.ranks_per_stage = n, the plan is for stages of n ranks, and all chains have the same length.
@@ -64,7 +73,15 @@ def plan(
 
     from kvr_mpi.transport.mpi import launched_size
 
-    made = read_and_plan(job, settings, ranks or (launched_size(os.environ) or ("", 0))[1], hardware, exact=exact)
+    if (job is None) == (tokens is None):
+        raise click.UsageError("give either a job file, or --tokens and --model")
+    count = ranks or (launched_size(os.environ) or ("", 0))[1]
+    if job is None:
+        if model is None or not count:
+            raise click.UsageError("--tokens needs --model and --ranks, such as --model 'Llama 3.1 8B' --ranks 8")
+        _plan_prompts(parse_numbers("--tokens", str(tokens)), model, hardware, count, as_json=as_json)
+        return
+    made = read_and_plan(job, settings, count, hardware, exact=exact)
     found, forecast, outline = made.schedule, made.forecast, made.outline
     nodes = allocation_of(made.spec, made.ranks, **node, hardware=hardware)
     if as_json:
@@ -91,6 +108,36 @@ def plan(
     if made.decoding is not None:
         click.echo(str(made.decoding))
     click.echo(f"the plan takes {nodes.hours(found.makespan_s)} on {nodes.nodes} node(s)")
+
+
+def _plan_prompts(contexts: list[int], model: str, hardware: str | None, ranks: int, *, as_json: bool) -> None:
+    """Print forecasts of prompts on 1, 2, 4, ... ranks, and on all of them."""
+    from kvr_mpi.cli.environment import is_offline
+    from kvr_mpi.report.table import print_table
+    from kvr_mpi.schedule.simulate import look_out, simulate
+
+    found = look_out(model, hardware, None, None, is_offline)
+    counts = sorted({ranks, *(1 << power for power in range(ranks.bit_length()))})
+    rows = simulate(found.work, found.costs, contexts, counts, relay=found.relay)
+    if as_json:
+        about = {"model": found.work.name, "hardware": found.hardware.name, "relay": found.relay}
+        click.echo(json.dumps(about | {"rows": [row.as_json() for row in rows]}, indent=1))
+        return
+    click.echo(f"{found.work.name} on {found.hardware.name} ({found.hardware.source})")
+    click.echo(f"links of {found.costs.link_bytes_per_s / 1e9:g} GB/s; a forecast, nothing was run\n")
+    columns = ("tokens", "ranks", "first token", "efficiency", "slices")
+    shown = [
+        (
+            str(row.context_tokens),
+            str(row.ranks),
+            f"{row.ttft_s['kvr-s' if row.ranks > 1 else 'single']:.3g} s",
+            f"{row.efficiency:.2f}",
+            "+".join(str(end - start) for start, end in zip(row.slices, row.slices[1:], strict=False)),
+        )
+        for row in rows
+    ]
+    print_table(columns, shown)
+    click.echo("\nfirst token: of a chain with the best slices; efficiency: 1 if p ranks are p times as fast as one")
 
 
 def read_and_plan(

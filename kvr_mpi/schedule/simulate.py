@@ -1,6 +1,6 @@
 """Forecasts of every strategy over prompt lengths and numbers of ranks, no run.
 
-Stands on the registry of strategies and the cost model, under ``forecast``.
+Stands on the registry of strategies and the cost model, under ``kvr plan --tokens``.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvr_mpi.costs.costmodel import RelayKind, best_split, lower_bound_seconds, ring_seconds, single_seconds
+from kvr_mpi.costs.costmodel import RelayKind, best_split, lower_bound_seconds
 from kvr_mpi.costs.equations import ttft_star
 from kvr_mpi.costs.hardware import Hardware, load_hardware
 from kvr_mpi.costs.layer_costs import Costs, costs_of
-from kvr_mpi.costs.workload import SHAPES, Workload, check_heads, named_workload, workload_of
+from kvr_mpi.costs.workload import SHAPES, Workload, named_workload, workload_of
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import PACKAGE, find_model
 from kvr_mpi.prefill.registry import AUTO, KVR, STRATEGIES, candidates, fastest
@@ -133,12 +133,18 @@ def simulate(
         raise ConfigError(
             f"chunk_tokens = {chunk_tokens}: forecasts with chunks need relay = 'cut-through', not {relay!r}"
         )
-    _check_contexts(work, contexts, max(ranks))
+    check_contexts(work, contexts, max(ranks))
     return [_row(costs, tokens, size, relay, quantum, chunk_tokens) for tokens in contexts for size in ranks]
 
 
-def _check_contexts(work: Workload, contexts: Sequence[int], most_ranks: int) -> None:
-    """Refuse prompts that are too long for a model, or too short for the ranks."""
+def check_contexts(work: Workload, contexts: Sequence[int], most_ranks: int) -> None:
+    """Refuse prompts that are too long for a model, or too short for the ranks.
+
+    Raises
+    ------
+    ConfigError
+        Naming shapes for this length, or the most ranks.
+    """
     for tokens in contexts:
         if work.max_tokens is not None and tokens > work.max_tokens:
             longer = [name for name, shape in SHAPES.items() if (shape.max_tokens or tokens) >= tokens]
@@ -150,80 +156,6 @@ def _check_contexts(work: Workload, contexts: Sequence[int], most_ranks: int) ->
             raise ConfigError(
                 f"{most_ranks} ranks for {tokens} tokens: every rank needs at least one; use at most {tokens} ranks"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class StageRow:
-    """One prompt length on ranks that are stages of a chain, beside what else so many ranks could do.
-
-    stages, ranks_per_stage : of the chain.
-    kvr_s : seconds to its first token, with the best slices.
-    ring_s : of zigzag ring attention over the same stages.
-    tensor_s : of tensor parallelism alone, over all ranks.
-    ranks_ring_s : of zigzag ring attention over all ranks, each with the whole model.
-    weight_bytes, whole_bytes : of weights a rank of a stage has, and of the whole model.
-    memory_bytes : a rank's.
-    """
-
-    context_tokens: int
-    stages: int
-    ranks_per_stage: int
-    kvr_s: float
-    ring_s: float
-    tensor_s: float
-    ranks_ring_s: float
-    weight_bytes: float
-    whole_bytes: float
-    memory_bytes: float
-
-    @property
-    def ranks(self) -> int:
-        """All of them."""
-        return self.stages * self.ranks_per_stage
-
-
-def simulate_stages(
-    found: Outlook, contexts: Sequence[int], ranks: Sequence[int], ranks_per_stage: int, *, quantum: int = 64
-) -> list[StageRow]:
-    """Forecast chains of stages beside tensor parallelism alone and rings, on as many ranks.
-
-    Parameters
-    ----------
-    found : Outlook
-        Of the model on ranks that are one of these stages each.
-
-    Raises
-    ------
-    ConfigError
-        If stages do not divide the ranks, or the model's heads, or a context is beyond the model's.
-    """
-    work, hardware, link = found.work, found.hardware, found.costs.link_bytes_per_s
-    check_heads(work, ranks_per_stage)
-    for count in ranks:
-        if count % ranks_per_stage:
-            raise ConfigError(f"{count} ranks cannot be divided into stages of {ranks_per_stage}; choose a multiple")
-    _check_contexts(work, contexts, max(ranks))
-    whole = costs_of(work, hardware, link_bytes_per_s=link)
-    rows = []
-    for tokens in contexts:
-        for count in ranks:
-            stages = count // ranks_per_stage
-            together = costs_of(work, hardware, link_bytes_per_s=link, ranks_per_stage=count)
-            rows.append(
-                StageRow(
-                    context_tokens=tokens,
-                    stages=stages,
-                    ranks_per_stage=ranks_per_stage,
-                    kvr_s=best_split(found.costs, tokens, stages, found.relay, quantum)[1],
-                    ring_s=ring_seconds(found.costs, tokens, stages),
-                    tensor_s=single_seconds(together, tokens),
-                    ranks_ring_s=ring_seconds(whole, tokens, count),
-                    weight_bytes=work.of_stage(ranks_per_stage).weight_bytes,
-                    whole_bytes=work.weight_bytes,
-                    memory_bytes=hardware.memory_bytes,
-                )
-            )
-    return rows
 
 
 def _row(

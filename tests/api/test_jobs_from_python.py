@@ -115,8 +115,10 @@ def test_a_job_is_read_from_a_file_or_taken_as_it_is(job: dict[str, Any]) -> Non
 
 
 def test_a_forecast_is_that_of_the_command() -> None:
-    rows = kvr_mpi.simulate("Llama 3.1 8B", "h200", ranks=[1, 8], contexts=[8192])
-    told = CliRunner().invoke(group, ["simulate", "--hardware", "h200", "--ranks", "1,8", "--contexts", "8k", "--json"])
+    rows = kvr_mpi.simulate("Llama 3.1 8B", "h200", ranks=[1], contexts=[8192])
+    told = CliRunner().invoke(
+        group, ["plan", "--tokens", "8k", "--model", "Llama 3.1 8B", "--hardware", "h200", "--ranks", "1", "--json"]
+    )
     assert json.loads(told.output)["rows"] == json.loads(json.dumps([row.as_json() for row in rows]))
     for wrong in ({"ranks": []}, {"contexts": [0]}, {"link_gigabytes_per_s": -1.0}, {"hardware": "h3000"}):
         with pytest.raises(ConfigError):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.forecast import simulate_stages
 from kvr_mpi.costs.costmodel import single_seconds
 from kvr_mpi.costs.hardware import Hardware, load_hardware
 from kvr_mpi.costs.layer_costs import costs_of
 from kvr_mpi.costs.workload import check_heads, named_workload
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.schedule.simulate import look_out, simulate_stages
+from kvr_mpi.schedule.simulate import look_out
 
 WORK = named_workload("Llama 3.1 70B")
 H100 = load_hardware("h100-80gb")

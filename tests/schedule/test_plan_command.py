@@ -174,3 +174,21 @@ def test_what_cannot_be_planned(
         message = str(found.exception)
     for word in words:
         assert word in message
+
+
+def test_prompts_are_forecast_without_a_job() -> None:
+    words = ["--tokens", "8k,64k", "--model", "Llama 3.1 8B", "--hardware", "h200", "--ranks", "6"]
+    found = json.loads(CliRunner().invoke(plan_command, [*words, "--json"], catch_exceptions=False).stdout)
+    assert [(row["context_tokens"], row["ranks"]) for row in found["rows"]] == [
+        (tokens, ranks) for tokens in (8192, 65536) for ranks in (1, 2, 4, 6)
+    ]
+    assert all(row["slices"][-1] == row["context_tokens"] and 0 < row["efficiency"] < 1.1 for row in found["rows"])
+    shown = CliRunner().invoke(plan_command, words, catch_exceptions=False).stdout.splitlines()
+    assert [line.split()[:2] for line in shown if line.startswith(("8192", "65536"))] == [
+        [str(row["context_tokens"]), str(row["ranks"])] for row in found["rows"]
+    ]
+
+
+@pytest.mark.parametrize("words", [[], ["job.toml", "--tokens", "8k"], ["--tokens", "8k"]])
+def test_a_plan_is_of_a_job_or_of_prompts(words: list[str]) -> None:
+    assert CliRunner().invoke(plan_command, words).exit_code == EXIT_USAGE
