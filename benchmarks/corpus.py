@@ -250,7 +250,7 @@ def _ours(
     with _folder(prepared.spec, control) as folder:
         control.barrier()
         began = time.perf_counter()
-        shares = share_out(prepared, corpus, numbers, ranks, Log(1))
+        shares = share_out(prepared, corpus, numbers, JobRanks(ranks, ranks), Log(1))
         counters = open_counters(control, FIRST_LIST + shares.slots)
         quiet = Progress(Log(control.rank), len(numbers), shares.work, silent=True)
         with closing(ShardWriter(folder, f"{control.rank:04d}", prepared.header())) as writer:

@@ -5,6 +5,7 @@
     ├── DataError           65   a file we were asked to read is damaged or foreign
     │   ├── ForeignError         ... another program's, or a newer version's, and nothing is wrong with it
     │   └── MissingError    78   ... which is not there: the command, as written, cannot be run
+    ├── AgreementError       1   ranks of a chain were about to compute different things
     ├── TransportError      69   no usable way for the ranks to communicate
     └── ConfigError         78   the job, as written, cannot be run
         ├── CorpusError          ... because of its documents
@@ -79,6 +80,10 @@ class MissingError(DataError):
 
     exit_code = EXIT_CONFIG
     meaning = ""
+
+
+class AgreementError(KvrError):
+    """Ranks disagree about a prompt: the job ends before an answer is stored under another document's name."""
 
 
 class TransportError(KvrError):

@@ -12,14 +12,13 @@ from kvr_mpi.api.ranks import ending_all, join_ranks
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.launch import quiet_libraries
 from kvr_mpi.decode.sampling import Answer
-from kvr_mpi.documents import Document
 from kvr_mpi.documents.document import AS_THE_JOB
 from kvr_mpi.documents.prompts import Prompt, encode_text
 from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec, make_job
 from kvr_mpi.model import choose_device
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.requests.document_request import DocumentRequest, PromptRequest
+from kvr_mpi.requests.prompt_request import PromptRequest
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.setup.prepare import prepare
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 
 # Text, or its tokens.
 PromptLike = str | Sequence[int]
-# What a prompt is called where documents have ids.
-PROMPT = "prompt"
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +103,7 @@ class Chain:
             self._setup = prepare(spec, machine, self._ranks, self._ranks, tell)
             self._runner = ChainRunner(self._setup, self._ranks, slice(0, self._ranks.size), tell)
         self._forwarder = self._runner.open_forwarder()
+        self._prompts = 0  # that were prefilled
         self.rank, self.size = self._ranks.rank, self._ranks.size
         self.decode_rank = self.size - 1
 
@@ -141,12 +139,17 @@ class Chain:
             On every rank, if the prompt is empty, too long, has tokens the model does not know, or exhausts a rank's
             memory; the chain can go on with another.
         ConfigError
-            On every rank, if ranks give different prompts.
+            On every rank, if ranks give different prompts, or call different methods.
         """
+        return self._prefill(prompt, "prefill")
+
+    def _prefill(self, prompt: PromptLike | None, method: str) -> ChainPrefill:
+        """Prefill a prompt for a method of the same call on all ranks."""
         with ending_all(self._ranks):
-            ids = self._agree_on(prompt)
-            document = DocumentRequest(Document(PROMPT), self._setup.prompt_config, 0, [Prompt(ids)])
-            request = PromptRequest(PROMPT, document, 0)
+            ids = self._agree_on(prompt, method)
+            self._prompts += 1
+            name = f"prompt {self._prompts}"
+            request = PromptRequest(name, name, Prompt(ids), self._runner.new_tokens)
             plan = self._agree_on_plan(request)
             together(self._ranks, lambda: _refuse(self._runner.why_too_large(plan)))
             done = self._run(plan)
@@ -170,7 +173,12 @@ class Chain:
             raise ConfigError(
                 "generation.max_new_tokens = 0: this chain can only prefill; create it with at least 1 to generate"
             )
-        found = prompt if isinstance(prompt, ChainPrefill) else self.prefill(prompt)
+        if isinstance(prompt, ChainPrefill):
+            with ending_all(self._ranks):
+                self._check_call(f"generate from {prompt._request.key}")
+            found = prompt
+        else:
+            found = self._prefill(prompt, "generate")
         if found._has_gone_on:
             raise ConfigError("this prefill was used before, and its cache contains the answer: prefill again")
         prefill, found._prefill, found._has_gone_on = found._prefill, None, True
@@ -197,7 +205,20 @@ class Chain:
         if error is None:  # else other ranks may be anywhere
             self.close()
 
-    def _agree_on(self, prompt: PromptLike | None) -> tuple[int, ...]:
+    def _check_call(self, method: str) -> None:
+        """Refuse ranks that call different methods."""
+        roots = share_json(self._ranks, method)
+
+        def check() -> None:
+            if method != roots:
+                raise ConfigError(
+                    f"rank {self.rank} called {method} while rank 0 called {roots}: every rank of a chain has to call "
+                    f"the same methods in the same order"
+                )
+
+        together(self._ranks, check)
+
+    def _agree_on(self, prompt: PromptLike | None, method: str) -> tuple[int, ...]:
         """Take rank 0's prompt, having seen that nobody gives another."""
 
         def encode() -> list[int] | None:
@@ -205,6 +226,7 @@ class Chain:
                 return None
             return list(self.encode(prompt) if isinstance(prompt, str) else self._checked(tuple(map(int, prompt))))
 
+        self._check_call(method)
         mine = together(self._ranks, encode)
         ids: list[int] | None = share_json(self._ranks, mine)
 
@@ -235,10 +257,8 @@ class Chain:
         """Let the first rank decide how a prompt is cut."""
         word = None
         if self.rank == 0:
-            plan = self._runner.plan(request, self.decode_rank)
-            bounds = None if plan.partition is None else plan.partition.bounds
-            word = [plan.strategy.name, bounds, plan.shared_tokens, plan.chunk_tokens]
-        return self._runner.planned(request, self.decode_rank, *share_json(self._ranks, word))
+            word = self._runner.plan(request, self.decode_rank).to_wire(request.key)
+        return self._runner.planned(request, share_json(self._ranks, word))
 
     def _run(self, plan: PlannedPrompt) -> Prefill | None:
         """Prefill over the chain; a short prompt on the rank that decodes it, and on others nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +29,8 @@ class SharedPrefix:
         Of what compression has left: reads a layer's heads, each with tokens of its own; `layers` is empty then.
     compression : str
         And by which method and settings.
+    source : hashable, optional
+        Where it is stored: two with the same source are the same prefix.
     """
 
     ids: tuple[int, ...]
@@ -37,6 +39,7 @@ class SharedPrefix:
     read: ReadRows | None = None
     heads: ReadHeads | None = None
     compression: str = ""
+    source: Hashable = None
 
     @property
     def tokens(self) -> int:
@@ -47,6 +50,10 @@ class SharedPrefix:
     def held_bytes(self) -> int:
         """Memory it takes as long as it is there."""
         return sum(held.nbytes for held in (*self.layers, *self.states.values()) if held is not None)
+
+    def is_same(self, other: SharedPrefix | None) -> bool:
+        """Whether another is the same prefix, held or read once more."""
+        return other is self or (other is not None and self.source is not None and other.source == self.source)
 
     def copy_into(self, buffer: torch.Tensor, layer_idx: int) -> None:
         """Fill the first rows of a layer's buffer (capacity, elements)."""

@@ -5,19 +5,26 @@ It may have run out of memory, or been unable to read the stored beginning of th
 The other ranks wait for segments that this rank passes on, and for it to receive theirs. So it continues to receive, to
 pass on, and to send, through the last layer; its own segments then contain arbitrary data. At the end the ranks
 exchange their status, the last rank drops what it has computed, and the next prompt finds the chain unaffected.
+
+The status also says what a rank has computed: a digest of the prompt's token ids and plan. Ranks that have computed
+different prompts end the job.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from kvr_mpi.errors import DataError
+from kvr_mpi.errors import AgreementError, DataError
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.topology import Rotation
 
+# The status of a rank that has failed; of others it is a digest.
+FAILED = -1
 # The message begins so if it was the stored beginning of a prompt that could not be read.
 UNREADABLE = "what is stored of the prompt's beginning cannot be used"
 
@@ -60,10 +67,17 @@ def play_on(cache: SliceCache) -> None:
         layer.release(wait=True)
 
 
+def digest_of(ids: Sequence[int], bounds: Sequence[int], strategy: str) -> int:
+    """Return 63 bits of a hash of a prompt's token ids and of how it was cut."""
+    digest = hashlib.sha256(np.asarray(ids, "<i8").tobytes())
+    digest.update(f"{strategy} {list(bounds)}".encode())
+    return int.from_bytes(digest.digest()[:8], "little") >> 1
+
+
 def agree(
-    transfers: PromptTransfers | None, place: int, decode_place: int, device: torch.device, *, has_failed: bool
+    transfers: PromptTransfers | None, place: int, decode_place: int, device: torch.device, digest: int | None
 ) -> list[int]:
-    """Tell the decode rank whether this rank has failed; every rank calls it when its part is computed.
+    """Tell the decode rank what this rank has computed; every rank calls it when its part is computed.
 
     Status messages take the same way as segments, from each place of the slices to the next, up to the decode rank.
 
@@ -71,13 +85,21 @@ def agree(
     ----------
     place, decode_place : int
         Of this rank's slice, and of the decode rank's.
+    digest : int or None
+        Of `digest_of`; None if this rank has failed.
 
     Returns
     -------
     list of int
         On the decode rank, the places of all ranks that failed, first slice first; on the others, only their own place
         if they failed.
+
+    Raises
+    ------
+    AgreementError
+        On the decode rank, if another rank has computed another prompt.
     """
+    has_failed = digest is None
     if transfers is None:
         return [place] if has_failed else []
     forwarder, size = transfers.forwarder, transfers.forwarder.transport.size
@@ -97,11 +119,20 @@ def agree(
         receives.append(forwarder.receive(word, transfers.rank_of(place - 1), tag(source), after))
         words.append((way.rank_of(source), word))
     if after is not None:
-        forwarder.send(torch.full((1,), int(has_failed), dtype=torch.int64, device=device), after, tag(step))
+        status = FAILED if digest is None else digest
+        forwarder.send(torch.full((1,), status, dtype=torch.int64, device=device), after, tag(step))
         return [place] if has_failed else []
     for receive in receives:
         forwarder.wait(receive)
-    return sorted([place] * has_failed + [source for source, word in words if int(word)])
+    found = {source: int(word) for source, word in words}
+    for source, other in found.items():
+        if digest is not None and other not in (FAILED, digest):
+            raise AgreementError(
+                f"rank {transfers.rank_of(source)} of the chain has computed another prompt or another plan (digest "
+                f"{other:016x}) than rank {transfers.rank_of(place)} ({digest:016x}): the job ends before a wrong "
+                f"answer is stored; please report this"
+            )
+    return sorted([place] * has_failed + [source for source, other in found.items() if other == FAILED])
 
 
 def describe_failure(ranks: Sequence[int], computed: Sequence[int], failure: str | None, tokens: int, size: int) -> str:

@@ -30,7 +30,7 @@ from kvr_mpi.model.stage import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.all_gather import AllGather
 from kvr_mpi.prefill.compatibility import check_order, why_no_chunks
-from kvr_mpi.prefill.failure import UNREADABLE, agree, describe_failure, is_out_of_memory, is_spared, play_on
+from kvr_mpi.prefill.failure import UNREADABLE, agree, describe_failure, digest_of, is_out_of_memory, is_spared, play_on
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.prefill.ring import Ring
 from kvr_mpi.topology import Rotation
@@ -252,8 +252,10 @@ def prefill_by(
     logits, failure = _run_slice(loaded, ids, cache, forwarder, options)
     if failure is not None:  # and the error, with all that it held, is forgotten
         play_on(cache)
-    has_failed, decode_place = failure is not None, exchange.decode_rank
-    failed = agree(transfers, exchange.rank, decode_place, cache.device, has_failed=has_failed) if spares_chain else []
+    failed: list[int] = []
+    if spares_chain:
+        digest = None if failure is not None else digest_of(ids, partition.bounds, strategy)
+        failed = agree(transfers, exchange.rank, exchange.decode_rank, cache.device, digest)
     wait_for_compute(loaded.device)
     seconds = time.perf_counter() - began
     layer_times_s, waits = cache.layer_times_s, transfers.waits if transfers else None

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kvr_mpi.errors import DataError
+from kvr_mpi.errors import AgreementError, DataError
 from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.kv.shares import Share, SharesCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.stage import guarded
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.failure import UNREADABLE, is_out_of_memory
+from kvr_mpi.prefill.failure import UNREADABLE, digest_of, is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.gather import all_gather
@@ -161,7 +161,14 @@ def _run_row(
     ends = torch.tensor([stop - 1 for _, stop in cache.bounds], device=loaded.device)
     logits, short = run_shares(loaded, row, cache, ends)
     wait_for_compute(loaded.device)
-    failures: list[str | None] = share_json(chain, gather_json(chain, _failure_of(document, loaded)))
+    row_digest = digest_of(row[0].tolist(), [known], "stored")
+    found = share_json(chain, gather_json(chain, [_failure_of(document, loaded), row_digest]))
+    failures: list[str | None] = [one for one, _ in found]
+    if len({digest for _, digest in found}) > 1:
+        raise AgreementError(
+            f"ranks of a chain have run different questions about a stored document (digests {[d for _, d in found]}): "
+            f"the job ends before a wrong answer is stored; please report this"
+        )
     if (failure := next((one for one in failures if one is not None), None)) is not None:
         document.give_up(failure)
         return _Row(error=f"{UNREADABLE}: {failure}")

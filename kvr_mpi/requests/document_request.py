@@ -1,21 +1,17 @@
-"""One document on its way: its prompts, what was answered to them, and in the end its record.
+"""A document and its prompts of the moment, on the leader of a chain.
 
-Stands between the prompts and the waves that run them. A document is one prompt; one that is too long and may be split
-is several, whose answers make the next prompt, until one is left. Every rank of a chain goes the same way: what only
-one rank knows (an answer is decoded on one of them) is told to the others as a `PromptOutcome`.
+Most documents are one prompt. One that is too long and may be split is several prompts, whose answers make the next
+prompt, until one is left.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvr_mpi.decode.logprobs import TokenLogprobs
-from kvr_mpi.decode.sampling import Answer
-from kvr_mpi.decode.scoring import Score
 from kvr_mpi.documents import Document
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.documents.prompts import Frame, Prompt, encode_text, make_frame, split_text
@@ -23,10 +19,9 @@ from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.documents.templates import TEXT
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
-from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.requests.prompt_request import PromptOutcome, PromptRequest
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.stored.prompt import StoredPrefix
 
 # Rounds of answers about answers before a document is given up.
 MAX_REDUCTIONS = 8
@@ -51,6 +46,7 @@ class PromptConfig:
     questions : frames by the name of the prompt, if there are several about each document.
     generation : what is wanted of final answers only.
     score_column : field of a document's row with what is to be scored, if there is one.
+    seed : of the job's random numbers.
     """
 
     tokenizer: Any
@@ -61,6 +57,7 @@ class PromptConfig:
     questions: Mapping[str, Frame] = field(default_factory=dict)
     generation: OwnGeneration = AS_THE_JOB
     score_column: str | None = None
+    seed: int = 0
 
     def scoring(self, document: Document) -> PromptConfig:
         """Name the continuations of a document that are to be scored, and leave room for the longest.
@@ -117,25 +114,6 @@ class PromptConfig:
         return prompt.text[1] - any(not one.tail and not one.tail_gaps for one in alike)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptOutcome:
-    """What became of one prompt, as all ranks of its chain are told."""
-
-    error: str = ""
-    text: str = ""
-    tokens: int = 0
-    computed: int = 0  # of them
-    new_tokens: int = 0
-    prefill_s: float = 0.0
-    wait_s: float = 0.0
-    decode_s: float = 0.0
-    strategy: str = ""
-    compression: str = ""  # by which keys and values were dropped before decoding
-    retained_tokens: float = 0.0  # of a KV head, on average
-    retained_bytes: int = 0
-    cache: str = ""  # what a rolling one held
-
-
 @dataclass(slots=True)
 class DocumentRequest:
     """A document and its prompts of the moment.
@@ -147,8 +125,8 @@ class DocumentRequest:
     work : int
         How much work it is, in the job's unit, for the progress.
     prompts : list of Prompt
-    prefix : SharedPrefix or None
-        What they begin with, if its keys and values are there already.
+    stored : StoredPrefix or None
+        Where the keys and values are stored that its only prompt begins with, if they are.
     shared_tokens : int
         How many tokens of its only prompt other prompts about the same document begin with, too.
     """
@@ -157,7 +135,7 @@ class DocumentRequest:
     prompt_config: PromptConfig
     work: int
     prompts: list[Prompt] = field(default_factory=list)
-    prefix: SharedPrefix | None = None
+    stored: StoredPrefix | None = None
     shared_tokens: int = 0
     past: list[PromptOutcome] = field(default_factory=list)  # of earlier prompts
     _stage: int = 0
@@ -170,20 +148,37 @@ class DocumentRequest:
         return self.document.id
 
     @property
-    def new_tokens(self) -> int:
-        """Most tokens of an answer."""
-        return self.prompt_config.max_new_tokens
-
-    @property
-    def generation(self) -> OwnGeneration:
-        """How the prompts of the moment are answered: what is told of answers is told of the document's only."""
-        own = self.document.generation
-        return own.over(self.prompt_config.generation) if self.is_final else own
-
-    @property
     def is_final(self) -> bool:
         """Whether the answer to the prompt of the moment is the document's."""
         return len(self.prompts) == 1
+
+    def make_requests(self, keys: Iterator[str]) -> list[PromptRequest]:
+        """Make complete requests of the prompts of the moment, with the next of these keys."""
+        document, config = self.document, self.prompt_config
+        own = document.generation
+        generation = own.over(config.generation) if self.is_final else own
+        seed, about = seed_of(document, config.seed), about_record(document)
+        tokens = sum(prompt.tokens for prompt in self.prompts)
+        return [
+            PromptRequest(
+                next(keys),
+                document.id,
+                prompt,
+                config.max_new_tokens,
+                generation,
+                seed,
+                about,
+                document_work=self.work,
+                # A prompt of answers about parts is no work of the document's own tokens.
+                work=0 if self.past else self.work * prompt.tokens // tokens,
+                part=part,
+                is_final=self.is_final,
+                past=tuple(self.past) if self.is_final else (),
+                shared_tokens=self.shared_tokens,
+                stored=self.stored,
+            )
+            for part, prompt in enumerate(self.prompts)
+        ]
 
     def receive_outcome(self, part: int, outcome: PromptOutcome) -> bool:
         """Take what became of a part; with the last of them, make the next prompts and say so.
@@ -200,7 +195,7 @@ class DocumentRequest:
             return False
         answers = [self._received[number] for number in range(len(self.prompts))]
         self._received = {}
-        self.past += answers
+        self.past += [replace(answer, text="") for answer in answers]
         text = "\n\n".join(answer.text for answer in answers)
         ids = encode_text(self.prompt_config.tokenizer, text)
         if not text.strip() or len(ids) >= len(self._text_ids) or self._stage == MAX_REDUCTIONS:
@@ -211,130 +206,10 @@ class DocumentRequest:
         self.split_text(ids, self.prompt_config.reduce_frame)
         return True
 
-    def outcome(self, part: int, prefill: Prefill, answer: Answer) -> PromptOutcome:
-        """Sum up one prompt's answer."""
-        tokens, retained = self.prompts[part].tokens, prefill.retained
-        return PromptOutcome(
-            text=answer.text,
-            tokens=tokens,
-            computed=tokens - prefill.known_tokens,
-            new_tokens=answer.new_tokens,
-            prefill_s=prefill.seconds,
-            wait_s=prefill.wait_s,
-            decode_s=answer.seconds,
-            strategy=prefill.strategy,
-            compression="" if retained is None else retained.method,
-            retained_tokens=0.0 if retained is None else retained.tokens,
-            retained_bytes=0 if retained is None else retained.kv_bytes,
-            cache=prefill.rolling,
-        )
-
-    def begun_record(self, partition: Partition) -> Record:
-        """Say what is known of a document when its final prompt is prefilled, by the prompt's slices."""
-        prompt = self.prompts[0]
-        return replace(
-            error_record(self.document, ""),
-            slices=partition.bounds,
-            prompt_sha256=prompt.sha256,
-            prompt_tokens=prompt.tokens,
-        )
-
-    def record(self, prefill: Prefill, answer: Answer) -> Record:
-        """Say what is to be stored of a document, after its final prompt."""
-        prompt = self.prompts[0]
-        outcomes = [*self.past, self.outcome(0, prefill, answer)]
-        computed = sum(outcome.computed for outcome in outcomes)
-        seconds = sum(outcome.prefill_s for outcome in outcomes)
-        return replace(
-            error_record(self.document, ""),
-            status="done",
-            answer=answer.text,
-            token_ids=answer.token_ids,
-            **_told_of(answer),
-            slices=prefill.partition.bounds,
-            prompt_sha256=prompt.sha256,
-            prompt_tokens=sum(outcome.tokens for outcome in outcomes),
-            computed_tokens=computed,
-            dropped_tokens=prompt.dropped_tokens,
-            new_tokens=sum(outcome.new_tokens for outcome in outcomes),
-            finish_reason=answer.finish_reason,
-            strategy="+".join(dict.fromkeys(outcome.strategy for outcome in outcomes)),
-            ttft_s=seconds,
-            prefill_tokens_per_s=computed / seconds,
-            wait_s=sum(outcome.wait_s for outcome in outcomes),
-            decode_s=sum(outcome.decode_s for outcome in outcomes),
-            parts=len(outcomes),
-            compression=outcomes[-1].compression,
-            retained_tokens=sum(outcome.retained_tokens for outcome in outcomes),
-            retained_bytes=sum(outcome.retained_bytes for outcome in outcomes),
-            cache=outcomes[-1].cache,
-        )
-
     def split_text(self, ids: Sequence[int], frame: Frame) -> None:
         """Make prompts of parts of a text."""
         self._text_ids, self._stage = ids, self._stage + 1
         self.prompts = split_text(self.prompt_config.tokenizer, frame, ids)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptRequest:
-    """One prompt of a document.
-
-    key : tells it from all others of its chain, on every rank alike.
-    part : its place among the document's prompts of the moment.
-    """
-
-    key: str
-    document: DocumentRequest
-    part: int
-
-    @property
-    def prompt(self) -> Prompt:
-        """The prompt itself."""
-        return self.document.prompts[self.part]
-
-    @property
-    def work(self) -> int:
-        """This prompt's share of its document's work, by tokens of the document itself."""
-        document = self.document
-        if document.past:  # an answer about answers
-            return 0
-        return document.work * self.prompt.tokens // sum(prompt.tokens for prompt in document.prompts)
-
-
-def _told_of(answer: Answer) -> dict[str, Any]:
-    """Return the fields of a record that say more of an answer's tokens, if that was asked for."""
-    told: dict[str, Any] = {}
-    if answer.scores:
-        told["scores"] = json.dumps([_as_json(score) for score in answer.scores])
-    if answer.samples:
-        told["samples"] = json.dumps([_of_sample(sample) for sample in answer.samples])
-    if answer.logprobs is not None:
-        told |= _numbers(answer.logprobs)
-        texts = [one.logprobs.texts for one in answer.samples or (answer,) if one.logprobs is not None]
-        told["token_texts"] = json.dumps({str(token): text for some in texts for token, text in some.items()})
-    return told
-
-
-def _numbers(found: TokenLogprobs) -> dict[str, Any]:
-    return {"logprobs": found.logprobs, "top_tokens": found.top_tokens, "top_logprobs": found.top_logprobs}
-
-
-def _of_sample(answer: Answer) -> dict[str, Any]:
-    told = {"answer": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
-    return told if answer.logprobs is None else told | _numbers(answer.logprobs)
-
-
-def _as_json(score: Score) -> dict[str, Any]:
-    return {
-        "text": score.text,
-        "logprob": score.logprob,
-        "tokens": len(score.token_ids),
-        "logprob_per_token": score.logprob / len(score.token_ids),
-        "is_greedy": score.is_greedy,
-        "token_ids": score.token_ids,
-        "token_logprobs": score.logprobs,
-    }
 
 
 def _texts_of(column: str, value: Any) -> tuple[str, ...]:
@@ -349,18 +224,20 @@ def _texts_of(column: str, value: Any) -> tuple[str, ...]:
 
 
 def error_record(document: Document, reason: str) -> Record:
-    """Say what is to be stored of a document that cannot be done."""
+    """Make the record of a document that cannot be processed."""
+    about: dict[str, Any] = about_record(document)
+    return Record(document.id, "error", error=reason, **about)
+
+
+def about_record(document: Document) -> dict[str, str]:
+    """Return the fields of a document's record that are known before it runs: what it says of itself, and its hash."""
     columns = json.dumps(dict(document.passed)) if document.passed else ""
     if document.asked is None:
-        sha256 = hashlib.sha256(document.text.encode()).hexdigest()
-        return Record(document.id, "error", error=reason, columns=columns, document_sha256=sha256)
+        return {"columns": columns, "document_sha256": hashlib.sha256(document.text.encode()).hexdigest()}
     asked = document.asked
-    return Record(
-        document.id,
-        "error",
-        document=asked.document,
-        question=asked.question,
-        error=reason,
-        columns=columns,
-        document_sha256=asked.sha256,
-    )
+    return {
+        "document": asked.document,
+        "question": asked.question,
+        "columns": columns,
+        "document_sha256": asked.sha256,
+    }

@@ -13,15 +13,15 @@ from kvr_mpi.documents.conversations import encode_conversation
 from kvr_mpi.documents.prompts import Prompt, encode_text, fit_prompt
 from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.errors import DocumentError
-from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.requests.document_request import DocumentRequest, PromptConfig
+from kvr_mpi.stored.prompt import StoredPrefix
 
 NO_PROMPTS: Mapping[str, str] = MappingProxyType({})
-FindPrefix = Callable[[Sequence[int]], SharedPrefix | None]
+FindPrefix = Callable[[Sequence[int]], StoredPrefix | None]
 
 
 class Source(Protocol):
-    """Documents by number, the same on every rank."""
+    """Documents by number; only leaders of chains read them."""
 
     corpus: Corpus
 
@@ -47,7 +47,7 @@ class TextSource:
     prompt_config : PromptConfig
         How they are asked.
     find_prefix : callable, optional
-        Finds what is stored of a prompt's beginning, alike on every rank.
+        Finds what is stored of a prompt's beginning.
     prompts : mapping
         Templates by name, if there are several about each document.
     """
@@ -78,7 +78,7 @@ class TextSource:
         request = DocumentRequest(document, config, work)
         if document.messages:
             request.prompts = [_conversation(config, document)]
-            request.prefix = self._find_prefix(request.prompts[0].ids)
+            request.stored = self._find_prefix(request.prompts[0].ids)
             return request
         ids = encode_text(config.tokenizer, document.text)
         if not ids:
@@ -91,7 +91,7 @@ class TextSource:
         else:
             truncate = wanted.keep if wanted.too_long == "truncate" else None
             prompt = fit_prompt(config.frame, ids, truncate=truncate)
-            request.prompts, request.prefix = [prompt], self._find_prefix(prompt.ids)
+            request.prompts, request.stored = [prompt], self._find_prefix(prompt.ids)
             request.shared_tokens = config.shared_tokens(document, prompt)
         return request
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ from kvr_mpi.setup.rates import Say
 from kvr_mpi.setup.stages import JobRanks, join_stages
 from kvr_mpi.setup.stored_size import check_stored_size
 from kvr_mpi.store.folder import Index, check_writable, index_run, read_records, run_files
-from kvr_mpi.store.lock import Owner, session_of
+from kvr_mpi.store.lock import Owner
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.parts import PARTS
 from kvr_mpi.store.run import Run, known_corpus, open_run
@@ -104,22 +103,24 @@ def _run(
             f"all documents are prefilled again, since the rotary embedding ({kinds}) depends on the prompt's length"
         )
     run = on_root(world, lambda: held.enter_context(_open(folder, prepared, corpus, options, log)))
-    done = set(share_json(world, None if run is None else sorted(run.done | run.failed)))
+    # Rank 0 reads the folder; no other rank lists it, since two lists may differ.
+    session, ids = share_json(world, None if run is None else [run.session, sorted(run.done | run.failed)])
+    done = set(ids)
     todo = [number for number in corpus.share(spec.documents.share) if corpus.entries[number].id not in done]
     what = "questions about documents" if spec.questions else "documents"
     log.root(f"{what}: {len(corpus)}" + (f", {len(done)} of them already done" if done else ""))
     if spec.output.kv and spec.questions is None:
         about = share_json(world, on_root(world, lambda: check_stored_size(prepared, corpus, todo, folder)))
         log.root(about)
-    shares = share_out(prepared, corpus, todo, ranks.lane, log)
+    shares = share_out(prepared, corpus, todo, ranks, log)
     files = ProgressFiles(folder, log.line) if spec.report.metrics and world.rank == 0 else None
     name = f"{world.rank:04d}"
     counters = open_counters(world, FIRST_LIST + shares.slots)
     with (
-        open_states(folder, world, stop.deadline_s, log, spec.parallel.ranks_per_stage) as states,
-        open_trace(prepared, folder, ranks, log, states) as trace,
-        closing(ShardWriter(folder, name, prepared.header(), recorder=trace.recorder)) as writer,
-        _open_parts(prepared, folder, world) as parts,
+        open_states(folder, session, world, stop.deadline_s, log, spec.parallel.ranks_per_stage) as states,
+        open_trace(prepared, folder, session, ranks, log, states) as trace,
+        closing(ShardWriter(folder, name, prepared.header(), session, recorder=trace.recorder)) as writer,
+        _open_parts(prepared, folder, session, world) as parts,
         Progress(
             log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0, files=files
         ) as progress,
@@ -182,7 +183,7 @@ def _open_sink(
 
 
 @contextmanager
-def _open_parts(setup: JobSetup, folder: Path, world: Transport) -> Iterator[ShardWriter | None]:
+def _open_parts(setup: JobSetup, folder: Path, session: int, world: Transport) -> Iterator[ShardWriter | None]:
     """Open what this rank's slices of prompts are written with; None if no rank writes its own."""
     spec = setup.spec
     part = setup.loaded.part
@@ -192,7 +193,7 @@ def _open_parts(setup: JobSetup, folder: Path, world: Transport) -> Iterator[Sha
         yield None
         return
     (folder / PARTS).mkdir(exist_ok=True)
-    parts = ShardWriter(folder / PARTS, f"{world.rank:04d}", setup.header(), session_of(folder))
+    parts = ShardWriter(folder / PARTS, f"{world.rank:04d}", setup.header(), session)
     with closing(parts) as writer:
         yield writer
 
@@ -240,7 +241,7 @@ def open_source(setup: JobSetup, corpus: Corpus) -> Source:
     if setup.spec.questions is not None:
         return StoredSource(setup, corpus)
     if setup.beginnings is not None:
-        return TextSource(corpus, setup.prompt_config, partial(setup.beginnings.find, loaded=setup.loaded))
+        return TextSource(corpus, setup.prompt_config, setup.beginnings.find)
     return TextSource(corpus, setup.prompt_config, prompts=prompts_of(setup.spec))
 
 

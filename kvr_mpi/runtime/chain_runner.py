@@ -5,12 +5,13 @@ Stands between the batch, which handles documents, and the strategies, which onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from kvr_mpi.documents.prompts import Prompt
-from kvr_mpi.errors import DocumentError
+from kvr_mpi.errors import AgreementError, DocumentError
 from kvr_mpi.kv.cache import WriteLayer
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.transfers import Range
@@ -21,13 +22,14 @@ from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.registry import KVR, STRATEGIES
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.prefill.streaming import prefill_rolling
-from kvr_mpi.requests.document_request import PromptRequest
+from kvr_mpi.requests.prompt_request import PromptRequest
 from kvr_mpi.requests.shared_document import SharedDocument, why_not_shared
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.runtime.slice_planner import SlicePlanner
 from kvr_mpi.runtime.spread_documents import SpreadDocuments
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.setup.rates import Say
+from kvr_mpi.store.parts import PartIndexes
 from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
@@ -53,11 +55,12 @@ class ChainRunner:
         self.chain, self.first_rank = chain, ranks.start
         self._setup, self._spec, self._loaded = setup, setup.spec, setup.loaded
         self._free_bytes = setup.free_bytes[ranks]
-        self.seed = self._spec.generation.seed
         self.new_tokens = self._spec.generation.max_new_tokens  # of an answer, unless a row says otherwise
         self._slices = SlicePlanner(setup, chain, ranks, say)
         self._shares_nothing = why_not_shared(self._spec, self._loaded.model) is not None
         self._shared: SharedDocument | None = None
+        self._parts = PartIndexes()
+        self._opened: SharedPrefix | None = None  # the last one that is stored
         self.documents = SpreadDocuments(setup, chain)
 
     @property
@@ -78,11 +81,11 @@ class ChainRunner:
         return Forwarder(self.chain, device=self._loaded.device, recorder=recorder) if self.chain.size > 1 else None
 
     def plan(self, request: PromptRequest, decode_rank: int) -> PlannedPrompt:
-        """Decide how a prompt is run, with the last slice on `decode_rank`; only on the chain's first rank.
+        """Decide how a prompt is run, with the last slice on `decode_rank`; only on the chain's leader.
 
-        The others receive the plan instead of repeating this, since rounding may differ on another processor.
+        Other ranks receive the plan (`planned`) and derive nothing.
         """
-        prompt, prefix, new_tokens = request.prompt, self._prefix_of(request), request.document.new_tokens
+        prompt, prefix, new_tokens = request.prompt, self._prefix_of(request), request.new_tokens
         known, window = prefix.tokens if prefix else 0, self._setup.window_of(prompt)
         if (shared := self._plan_shared(request, decode_rank)) is not None:
             return shared
@@ -100,11 +103,11 @@ class ChainRunner:
 
     def _plan_shared(self, request: PromptRequest, decode_rank: int) -> PlannedPrompt | None:
         """Plan a prompt whose beginning is shared with other prompts; None if there is none, or no memory for it."""
-        document, prefix = request.document, self._prefix_of(request)
-        tokens, known = document.shared_tokens, prefix.tokens if prefix else 0
+        prefix = self._prefix_of(request)
+        tokens, known = request.shared_tokens, prefix.tokens if prefix else 0
         if self._shares_nothing or tokens <= known:
             return None
-        plan = PlannedPrompt(request.prompt, prefix, decode_rank, KVR, None, document.new_tokens, tokens)
+        plan = PlannedPrompt(request.prompt, prefix, decode_rank, KVR, None, request.new_tokens, tokens)
         if not self._goes_alone(tokens - known):
             strategy = self._slices.choose_strategy(tokens, known, 0)
             partition = self._slices.cut(strategy, tokens, known, decode_rank)
@@ -114,31 +117,40 @@ class ChainRunner:
 
     def pinned_rank(self, request: PromptRequest) -> int | None:
         """Say which rank holds the shared beginning or stored document that a prompt continues; None: any."""
-        shared, tokens = self._shared, request.document.shared_tokens
+        shared, tokens = self._shared, request.shared_tokens
         if shared and shared.ids == request.prompt.ids[:tokens]:
             return shared.decode_rank
-        return self.documents.pinned_rank(request.document.prefix)
+        return self.documents.pinned_rank(self._stored_prefix(request))
 
     def check_shareable(self, request: PromptRequest) -> None:
         """Refuse a prompt too short to give every rank a token (`SpreadDocuments.check_shareable`)."""
         if self.is_spread:
             self.documents.check_shareable(request.prompt, self._prefix_of(request))
 
-    def planned(
-        self,
-        request: PromptRequest,
-        decode_rank: int,
-        strategy: str,
-        bounds: Sequence[int] | None,
-        shared_tokens: int,
-        chunk_tokens: int | None,
-    ) -> PlannedPrompt:
-        """Make a prompt's plan from the decisions of the chain's first rank."""
-        partition = None if bounds is None else Partition(tuple(bounds))
-        prefix, new_tokens = self._prefix_of(request), request.document.new_tokens
-        way = STRATEGIES[strategy]
+    def planned(self, request: PromptRequest, plan: Mapping[str, Any]) -> PlannedPrompt:
+        """Read the leader's plan of a prompt, as `PlannedPrompt.to_wire` gave it.
+
+        Raises
+        ------
+        AgreementError
+            If it is the plan of another prompt, or this rank lacks what the plan builds on.
+        """
+        ids = request.prompt.sha256
+        if (plan["key"], plan["ids_sha256"]) != (request.key, ids):
+            raise AgreementError(
+                f"rank {self.first_rank + self.chain.rank} received the plan of prompt {plan['key']} (token ids "
+                f"{plan['ids_sha256'][:16]}) with prompt {request.key} of {request.document_id} (token ids {ids[:16]})"
+            )
+        bounds = plan["bounds"]
         return PlannedPrompt(
-            request.prompt, prefix, decode_rank, way, partition, new_tokens, shared_tokens, chunk_tokens
+            request.prompt,
+            self._prefix_of_tokens(request, plan["prefix_tokens"]),
+            plan["decode_rank"],
+            STRATEGIES[plan["strategy"]],
+            None if bounds is None else Partition(tuple(bounds)),
+            request.new_tokens,
+            plan["shared_tokens"],
+            plan["chunk_tokens"],
         )
 
     def why_too_large(self, plan: PlannedPrompt) -> str | None:
@@ -188,9 +200,9 @@ class ChainRunner:
 
     def kept_bytes(self, request: PromptRequest, decode_rank: int) -> list[int]:
         """Bytes each rank of the chain keeps of a prompt until it is answered."""
-        size, prefix = self.chain.size, request.document.prefix
+        size, prefix = self.chain.size, self._stored_prefix(request)
         if prefix is not None and self.documents.is_about(prefix):
-            tokens = request.prompt.tokens + request.document.new_tokens
+            tokens = request.prompt.tokens + request.new_tokens
             return self.documents.kept_bytes(prefix, tokens, decode_rank)
         whole = self.held_bytes(request)
         return [-(-whole // size) if self.is_spread else whole * (rank == decode_rank) for rank in range(size)]
@@ -198,7 +210,7 @@ class ChainRunner:
     def held_bytes(self, request: PromptRequest) -> int:
         """Bytes of a prompt's cache, with room for the answer: on the rank that decodes it, or on all together."""
         prompt, compression = request.prompt, self._setup.compression
-        whole = self._setup.kv_bytes(prompt.tokens + request.document.new_tokens)
+        whole = self._setup.kv_bytes(prompt.tokens + request.new_tokens)
         if compression is None:
             return whole
         return whole - compression.dropped_bytes(self._loaded, prompt.tokens, prompt.text)
@@ -308,9 +320,34 @@ class ChainRunner:
             return True
         return self._slices.is_too_short(tokens) or (size == 1 and 2 * tokens <= PACK_TOKENS)
 
+    def forget_stored(self) -> None:
+        """Close the file that the last prompt's beginning was read from."""
+        self._opened = None
+
     def _prefix_of(self, request: PromptRequest) -> SharedPrefix | None:
-        """Find the beginning of a prompt that has been computed already, if any."""
-        ids, known, window = request.prompt.ids, request.document.prefix, self._setup.window_of(request.prompt)
+        """Find the beginning of a prompt that has been computed already, if any; on the leader."""
+        ids, window = request.prompt.ids, self._setup.window_of(request.prompt)
         end = len(ids) if window is None else window[0]  # of what is known there are no queries
         fitting = (one for one in self._setup.prefixes if one.tokens <= end and ids[: one.tokens] == one.ids)
-        return known or next(fitting, None)
+        return self._stored_prefix(request) or next(fitting, None)
+
+    def _stored_prefix(self, request: PromptRequest) -> SharedPrefix | None:
+        """Open the stored beginning of a prompt, unless it is that of the last one."""
+        if request.stored is None:
+            return None
+        if self._opened is None or self._opened.source != request.stored:
+            self._opened = request.stored.open(request.prompt.ids, self._loaded, self._parts)
+        return self._opened
+
+    def _prefix_of_tokens(self, request: PromptRequest, tokens: int) -> SharedPrefix | None:
+        """Find the beginning of a prompt that the leader's plan builds on."""
+        if not tokens:
+            return None
+        ids, stored = request.prompt.ids[:tokens], self._stored_prefix(request)
+        found = next((one for one in (stored, *self._setup.prefixes) if one is not None and one.ids == ids), None)
+        if found is None:
+            raise AgreementError(
+                f"rank {self.first_rank + self.chain.rank} has not computed the first {tokens} tokens of prompt "
+                f"{request.key} of {request.document_id}, which the leader of its chain has"
+            )
+        return found

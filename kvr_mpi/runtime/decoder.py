@@ -1,7 +1,7 @@
 """What a rank decodes, whatever chains it was in when the prompts were prefilled, and where the answers go.
 
-An answer to a document's only prompt is its record. That to a part of a document is told to the other ranks of its
-chain, which make the next prompt of all of them (`PromptOutcome`).
+An answer to a document's only prompt is its record. That to a part of a document goes to the leader of the chain,
+which makes the next prompt of all of them (`PromptOutcome`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.model.stage import guarded
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.requests.document_request import PromptOutcome, PromptRequest, error_record
+from kvr_mpi.requests.prompt_request import PromptOutcome, PromptRequest
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.stopping import SharedStop
 from kvr_mpi.runtime.tally import Tally
@@ -85,7 +85,7 @@ class Decoder:
             return Held(self._batch.running, self._batch.held_bytes(document))
         return Held(self._batch.running, sum(map(bytes_of, self._batch.keys)))
 
-    def start(self, request: PromptRequest, prefill: Prefill, seed: int) -> None:
+    def start(self, request: PromptRequest, prefill: Prefill) -> None:
         """Take in a prompt after its prefill."""
         self._stop.announce()
         if self._spread_over is not None:  # only the rank with the last slice knows whether all came through
@@ -98,10 +98,10 @@ class Decoder:
         if self._compression is not None and not self._compress(self._compression, request, prefill):
             return
         if self._decodes and self._delivers(prefill):
-            self._sink.report_prefill(request.document.id, prefill, request.work)
-        if prefill.share is not None and not self._delivers(prefill) and request.document.is_final:
-            self._sink.write_share(request.document.begun_record(prefill.partition), prefill.share, request.prompt)
-        self._batch.add(request, prefill, request.prompt.ids, seed, request.document.generation)
+            self._sink.report_prefill(request.document_id, prefill, request.work)
+        if prefill.share is not None and not self._delivers(prefill) and request.is_final:
+            self._sink.write_share(request.begun_record(prefill.partition), prefill.share, request.prompt)
+        self._batch.add(request, prefill, request.prompt.ids, request.seed, request.generation)
         if not self._decodes:  # its record need not wait for the others
             self._step()
 
@@ -138,7 +138,7 @@ class Decoder:
     def _compress(self, compression: Compression, request: PromptRequest, prefill: Prefill) -> bool:
         """Let a prompt's cache keep what the method chooses; say whether there was memory for that."""
         try:
-            slack = request.document.new_tokens  # of a row, perhaps, and not the job's
+            slack = request.new_tokens  # of a row, perhaps, and not the job's
             with guarded(compression.stage):
                 prefill.retained = compression.compress(prefill.cache, request.prompt.text, slack=slack)
         except (RuntimeError, MemoryError) as error:
@@ -166,17 +166,15 @@ class Decoder:
             return
         self._tally.prompt_tokens += request.prompt.tokens - finished.prefill.known_tokens
         self._tally.new_tokens += answer.new_tokens
-        document = request.document
-        if document.is_final:
-            record = document.record(finished.prefill, answer)
-            self._sink.write_answer(record, document.work, finished.prefill, request.prompt)
+        if request.is_final:
+            record = request.record(finished.prefill, answer)
+            self._sink.write_answer(record, request.document_work, finished.prefill, request.prompt)
         else:
-            self._outcomes.append((request.key, document.outcome(request.part, finished.prefill, answer)))
+            self._outcomes.append((request.key, request.outcome(finished.prefill, answer)))
 
     def _fail(self, request: PromptRequest, reason: str) -> None:
-        """Take note of a prompt that failed on this rank."""
-        document = request.document
-        if document.is_final:
-            self._sink.write_record(error_record(document.document, reason), document.work)
+        """Record a prompt that failed on this rank."""
+        if request.is_final:
+            self._sink.write_record(request.error_record(reason), request.document_work)
         else:
             self._outcomes.append((request.key, PromptOutcome(error=reason)))

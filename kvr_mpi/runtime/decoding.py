@@ -15,7 +15,7 @@ from kvr_mpi.decode.head_parallel import HeadParallelBatch
 from kvr_mpi.decode.head_parallel_wave import HeadParallelWave
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.decode.shares_batch import SharesBatch
-from kvr_mpi.requests.document_request import PromptRequest
+from kvr_mpi.requests.prompt_request import PromptRequest
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.rounds import Round
 from kvr_mpi.runtime.worker import WorkerContext

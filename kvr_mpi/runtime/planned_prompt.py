@@ -1,8 +1,9 @@
-"""A prompt and how a chain runs it: between the plan of its first rank and the run of all of them."""
+"""A prompt and how a chain runs it: decided by the chain's leader, and sent to its other ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -13,7 +14,7 @@ from kvr_mpi.topology import Rotation
 
 @dataclass(frozen=True, slots=True)
 class PlannedPrompt:
-    """A prompt and how a chain runs it: made by its first rank, the same on every rank.
+    """A prompt and how a chain runs it: the same on every rank.
 
     prefix : what it begins with, if that has been computed already.
     decode_rank : the rank of the chain that has the last slice, and ends with logits and cache.
@@ -31,6 +32,19 @@ class PlannedPrompt:
     new_tokens: int
     shared_tokens: int = 0
     chunk_tokens: int | None = None
+
+    def to_wire(self, key: str) -> dict[str, Any]:
+        """Return plain values, from which every rank makes the same plan of the prompt with this key."""
+        return {
+            "key": key,
+            "ids_sha256": self.prompt.sha256,
+            "strategy": self.strategy.name,
+            "bounds": None if self.partition is None else self.partition.bounds,
+            "decode_rank": self.decode_rank,
+            "shared_tokens": self.shared_tokens,
+            "chunk_tokens": self.chunk_tokens,
+            "prefix_tokens": self.known_tokens,
+        }
 
     @property
     def known_tokens(self) -> int:
@@ -54,7 +68,8 @@ class PlannedPrompt:
 
     def goes_with(self, other: PlannedPrompt) -> bool:
         """Whether they go on from the same, in one packed row."""
-        return self.prefix is other.prefix and self.shared_ids == other.shared_ids
+        is_same = self.prefix is other.prefix if self.prefix is None else self.prefix.is_same(other.prefix)
+        return is_same and self.shared_ids == other.shared_ids
 
     @property
     def shared_ids(self) -> tuple[int, ...]:

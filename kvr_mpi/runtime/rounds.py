@@ -1,4 +1,4 @@
-"""Which documents the chains of a job begin with.
+"""Which documents the chains of a job begin with; rank 0 decides for all.
 
 A job is gone through in rounds: one, if all chains have one length; else one for each length, the longest first, so
 that a rank joins ever shorter chains and never waits for a rank that waits for another.
@@ -6,17 +6,19 @@ that a rank joins ever shorter chains and never waits for a rank that waits for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvr_mpi.documents import Corpus
 from kvr_mpi.preflight.checks import lay_out
 from kvr_mpi.report.log import Log
 from kvr_mpi.schedule.placement import deal
-from kvr_mpi.schedule.plan import agree, count_tokens, describe, plan_documents
+from kvr_mpi.schedule.plan import count_tokens, describe, plan_documents
 from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.setup.stages import JobRanks
 from kvr_mpi.topology import Topology
-from kvr_mpi.transport import Transport
+from kvr_mpi.transport import on_root, share_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,18 @@ class Round:
     topology: Topology
     lists: list[list[int]]
     works: dict[int, int]
+
+    def to_json(self) -> list[Any]:
+        """Return plain values, from which `from_json` makes the same round."""
+        topology = self.topology
+        sizes = [topology.ranks, topology.ranks_per_chain, topology.ranks_per_stage]
+        return [sizes, self.lists, list(self.works.items())]
+
+    @classmethod
+    def from_json(cls, plain: list[Any]) -> Round:
+        """Make a round of what `to_json` returned."""
+        sizes, lists, works = plain
+        return cls(Topology(*sizes), lists, dict(works))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +70,29 @@ class Shares:
         return sum(sum(part.works.values()) for part in self.rounds)
 
 
-def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Transport, log: Log) -> Shares:
-    """Share documents among chains: as planned, or so that all chains of one length have as much; every rank alike.
+def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: JobRanks, log: Log) -> Shares:
+    """Share documents among chains: as planned, or so that all chains of one length have as much.
 
-    `ranks` are those that documents are planned for, one of each stage.
+    Every rank calls this; rank 0 decides, and all ranks receive the same shares.
     """
+    world, lanes = ranks.world, ranks.lane.size
+    tokens = None
     if prepared.costs is not None and prepared.spec.planned:
-        return _planned(prepared, corpus, todo, ranks, log)
-    each = prepared.spec.parallel.ranks_per_stage
-    return Shares([_round(corpus, todo, lay_out(prepared.spec, ranks.size * each).by_stage)])
+        log.root("plan: counting tokens")
+        mine = (corpus.read(number) for number in todo[world.rank :: world.size])
+        tokens = count_tokens(prepared.loaded.tokenizer, mine, world)
+
+    def decide() -> list[Any]:
+        if tokens is not None:
+            shares = _planned(prepared, corpus, todo, tokens, lanes, log)
+        else:
+            each = prepared.spec.parallel.ranks_per_stage
+            shares = Shares([_round(corpus, todo, lay_out(prepared.spec, lanes * each).by_stage)])
+        rounds = [part.to_json() for part in shares.rounds]
+        return [rounds, list(shares.does_not_fit.items()), shares.predicted_s]
+
+    rounds, does_not_fit, predicted_s = share_json(world, on_root(world, decide))
+    return Shares([Round.from_json(part) for part in rounds], dict(does_not_fit), predicted_s)
 
 
 def _round(corpus: Corpus, todo: Sequence[int], topology: Topology) -> Round:
@@ -82,19 +110,18 @@ def _round(corpus: Corpus, todo: Sequence[int], topology: Topology) -> Round:
     return Round(topology, [[number for first in one for number in groups[first]] for one in ordered], works)
 
 
-def _planned(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], world: Transport, log: Log) -> Shares:
-    """Plan chains of all lengths."""
-    log.root("plan: counting tokens")
+def _planned(
+    prepared: JobSetup, corpus: Corpus, todo: Sequence[int], tokens: Mapping[str, int], ranks: int, log: Log
+) -> Shares:
+    """Plan chains of all lengths, for documents with so many tokens of text, by id."""
     numbers = {corpus.entries[number].id: number for number in todo}
-    mine = (corpus.read(number) for number in todo[world.rank :: world.size])
-    tokens = count_tokens(prepared.loaded.tokenizer, mine, world)
     texts = [(name, tokens[name]) for name in numbers]
-    plan = agree(world, plan_documents(prepared.spec, texts, world.size, prepared.forecast()))
+    plan = plan_documents(prepared.spec, texts, ranks, prepared.forecast())
     for line in describe(plan):
         log.root(f"plan: {line}")
     rounds = []
     for length in plan.chain_lengths:
-        topology = Topology(world.size, length)
+        topology = Topology(ranks, length)
         part = Round(topology, [[] for _ in range(topology.chains)], {})
         for place in sorted(plan.placements, key=lambda place: place.start_s):
             if place.ranks == length:

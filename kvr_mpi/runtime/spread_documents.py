@@ -50,7 +50,7 @@ class SpreadDocuments:
 
     def holds(self, prefix: SharedPrefix | None) -> bool:
         """Whether the chain is at the document that a prompt begins with."""
-        return self.held is not None and self.held.prefix is prefix
+        return self.held is not None and self.held.prefix.is_same(prefix)
 
     def is_other(self, prefix: SharedPrefix | None) -> bool:
         """Whether a prompt has the chain leave the document that it is at, or begin one."""

@@ -17,7 +17,6 @@ from kvr_mpi.documents import MAX_ID_CHARS, Asked, Corpus, CorpusFile, Document,
 from kvr_mpi.documents.questions import answer_id, check_length, parse_answer_id
 from kvr_mpi.errors import ConfigError, CorpusError, DataError, DocumentError
 from kvr_mpi.job import JobSpec
-from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.report.style import bytes_text
 from kvr_mpi.requests.document_request import DocumentRequest
@@ -27,7 +26,7 @@ from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.outputs import key_of, open_file, read_record
 from kvr_mpi.store.parts import PartIndexes, open_whole_kv
 from kvr_mpi.store.shares import find_runs, index_runs, tell_missing
-from kvr_mpi.stored.prompt import StoredPrompt, compressed_prefix_of, open_prompt, prefix_of
+from kvr_mpi.stored.prompt import StoredPrefix, StoredPrompt, open_prompt
 
 # How much work a loaded token is, of a prefilled one; for the progress and for sharing out.
 LOADED_WORK = 0.02
@@ -178,7 +177,7 @@ class StoredSource:
         self._ask: Mapping[str, str] = questions.ask
         self._loads = questions.reuse == "always"
         self._numbers = {entry.id: number for number, entry in enumerate(corpus.entries)}
-        self._open: tuple[StoredPrompt, SharedPrefix | None] | None = None  # the last one
+        self._open: tuple[StoredPrompt, StoredPrefix | None] | None = None  # the last one
         self._parts = PartIndexes()
         self._recomputes = bool(depends_on_length(setup.loaded.model))
 
@@ -193,37 +192,36 @@ class StoredSource:
         if document.error is not None:
             raise DocumentError(document.error)
         assert document.asked is not None
-        stored, prefix = self._find(document.id)
+        stored, source = self._find(document.id)
         _, name = parse_answer_id(document.id)
         prompt = self._setup.question_frames[name].after(stored.ids, stored.text, stored.record.dropped_tokens)
         document = replace(document, asked=replace(document.asked, sha256=stored.record.document_sha256))
-        return DocumentRequest(document, self._setup.prompt_config.scoring(document), work, [prompt], prefix)
+        return DocumentRequest(document, self._setup.prompt_config.scoring(document), work, [prompt], source)
 
-    def _find(self, answer: str) -> tuple[StoredPrompt, SharedPrefix | None]:
+    def _find(self, answer: str) -> tuple[StoredPrompt, StoredPrefix | None]:
         """Open the document of an answer, unless it is the last one that was."""
         entry = self.corpus.entries[self._numbers[answer]]
         document_id, name = parse_answer_id(answer)
         if self._open is None or self._open[0].record.id != document_id:
             self._open = None
-            path = Path(self.corpus.files[entry.file].path)
-            stored = open_prompt(path, key_of(document_id), self._parts)
-            prefix = self._prefix_of(stored, path) if self._loads else None
-            self._open = stored, prefix
+            path, key = self.corpus.files[entry.file].path, key_of(document_id)
+            stored = open_prompt(Path(path), key, self._parts)
+            self._open = stored, self._prefix_of(stored, path, key) if self._loads else None
         if _seal(self._open[0].kv.seal(), self._ask[name]) != entry.sha256:
             raise DocumentError(f"{document_id}: its stored keys and values have changed since the job began")
         return self._open
 
-    def _prefix_of(self, stored: StoredPrompt, path: Path) -> SharedPrefix | None:
-        """Make a prefix of a stored document's text; None if it has to be prefilled again."""
-        ids, loaded, compression = stored.ids[: stored.text[1]], self._setup.loaded, stored.kv.compression
-        if not compression:
-            return None if self._recomputes else prefix_of(ids, loaded, lambda: stored, path)
-        if self._recomputes:
+    def _prefix_of(self, stored: StoredPrompt, path: str, key: str) -> StoredPrefix | None:
+        """Say where a document's text is stored; None if it has to be prefilled again."""
+        compression = stored.kv.compression
+        if not self._recomputes:
+            return StoredPrefix(path, key, stored.text[1], stored.kv.seal(), compression)
+        if compression:
             raise DocumentError(
                 f"{stored.record.id}: its stored keys and values are compressed ({compression}), but depend on how the "
                 f"prompt continues, so they have to be computed again; set questions.reuse = 'never'"
             )
-        return compressed_prefix_of(ids, loaded, lambda: stored, path, compression)
+        return None
 
 
 def _look(index: Index, name: str, parts: PartIndexes, *, is_sharded: bool) -> StoredDocument:

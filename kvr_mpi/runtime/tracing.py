@@ -13,12 +13,11 @@ from pathlib import Path
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.log import Log
-from kvr_mpi.requests.document_request import PromptRequest
+from kvr_mpi.requests.prompt_request import PromptRequest
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.setup.stages import JobRanks
-from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.states import StateWriter, remove_states
 from kvr_mpi.store.traces import TracedPrompt, TraceHeader, TraceWriter, trace_files
 from kvr_mpi.topology import Rotation
@@ -63,14 +62,14 @@ class Trace:
 
     def begin_prompt(self, request: PromptRequest, plan: PlannedPrompt, chain: Transport, first_rank: int) -> None:
         """Say what the rank is at from now on: a prompt on a chain, or what several begin with."""
-        self.tell("prefilling", request.document.id)
+        self.tell("prefilling", request.document_id)
         if self._writer is None:
             return
         what = "shared" if plan.shared_tokens else "prompt"
         start, stop = _own_slice(plan, chain)
         self._begin(
             TracedPrompt(
-                document=request.document.id,
+                document=request.document_id,
                 part=request.part,
                 what=what,
                 tokens=plan.shared_tokens or plan.prompt.tokens,
@@ -86,7 +85,7 @@ class Trace:
 
     def begin_row(self, row: Sequence[tuple[PromptRequest, PlannedPrompt]], rank: int) -> None:
         """Say that the rank is at short prompts in one row, by itself."""
-        name = row[0][0].document.id + (f" and {len(row) - 1} more" if len(row) > 1 else "")
+        name = row[0][0].document_id + (f" and {len(row) - 1} more" if len(row) > 1 else "")
         self.tell("prefilling", name)
         if self._writer is None:
             return
@@ -122,10 +121,9 @@ class Trace:
 
 @contextmanager
 def open_states(
-    folder: Path, world: Transport, deadline_s: float | None, log: Log, ranks_per_stage: int = 1
+    folder: Path, session: int, world: Transport, deadline_s: float | None, log: Log, ranks_per_stage: int = 1
 ) -> Iterator[StateWriter]:
     """Tell what this rank is at, for ``kvr status``; every rank calls this, and none waits for another."""
-    session = session_of(folder)
     if world.rank == 0:
         remove_states(folder, but_of=session)
     writer = StateWriter(folder, world.rank, world.size, session, deadline_s, log.line, ranks_per_stage)
@@ -137,7 +135,7 @@ def open_states(
 
 @contextmanager
 def open_trace(
-    setup: JobSetup, folder: Path, ranks: JobRanks, log: Log, states: StateWriter | None = None
+    setup: JobSetup, folder: Path, session: int, ranks: JobRanks, log: Log, states: StateWriter | None = None
 ) -> Iterator[Trace]:
     """Record what this rank does, if the job asks for it; every rank calls this.
 
@@ -155,7 +153,7 @@ def open_trace(
     header = TraceHeader(
         rank=world.rank,
         size=world.size,
-        session=session_of(folder),
+        session=session,
         host=socket.gethostname(),
         device=setup.loaded.device.type,
         layers=layers,

@@ -1,4 +1,4 @@
-"""Which prompt comes next, on which rank it decodes, and when a wave ends.
+"""Which prompt comes next, on which rank it decodes, and when a wave ends: what the leader of a chain decides.
 
 A wave's prompts are prefilled one after the other, each with another rank last (the *decode rank*, which keeps its
 cache and decodes it), until the ranks' memory is full or nothing is left; then every rank decodes what it holds.
@@ -24,7 +24,7 @@ class Request(Protocol):
     """A prompt to be run."""
 
     @property
-    def document(self) -> object:
+    def document_id(self) -> str:
         """What it is of: prompts of one document are refused together."""
 
 
@@ -85,9 +85,7 @@ class EndWave:
 
 
 class WaveScheduler(Generic[R, P]):
-    """The prompts of one chain, and what its ranks hold; the same on every rank.
-
-    One rank decides; all of them carry the decision out here, so that they stay alike.
+    """The prompts of one chain that wait, and what its ranks hold; on its leader only.
 
     Parameters
     ----------
@@ -116,7 +114,7 @@ class WaveScheduler(Generic[R, P]):
         self._waiting: deque[R] = deque()
         self._held = [Held()] * size
         self._begun = 0
-        self._checked: object = None  # the document whose prompts are known to fit
+        self._checked: str | None = None  # the document whose prompts are known to fit
 
     @property
     def has_waiting(self) -> bool:
@@ -140,7 +138,7 @@ class WaveScheduler(Generic[R, P]):
     def decide(
         self, *, wave_s: float, has_documents: bool
     ) -> TakeDocument | RefuseDocument | PrefillPrompt[P] | EndWave:
-        """Say what comes next; nothing is changed by that but what has been looked up.
+        """Say what comes next; carry it out with `add`, `drop_document` or `start_next`.
 
         Parameters
         ----------
@@ -182,19 +180,19 @@ class WaveScheduler(Generic[R, P]):
         """The prompt that a decision is about."""
         return self._waiting[0]
 
-    def drop_document(self, document: object) -> None:
-        """Take away what is waiting of a document."""
-        self._waiting = deque(request for request in self._waiting if request.document is not document)
+    def drop_document(self, document_id: str) -> None:
+        """Remove what is waiting of a document."""
+        self._waiting = deque(request for request in self._waiting if request.document_id != document_id)
 
     def _why_too_large(self, request: R) -> str | None:
         """Say why a document's prompts, looked at together before the first is begun, fit on no empty chain."""
-        if self._checked is request.document:
+        if self._checked == request.document_id:
             return None
         last = len(self._held) - 1
-        for each in (other for other in self._waiting if other.document is request.document):
+        for each in (other for other in self._waiting if other.document_id == request.document_id):
             if reason := self._capacity.why_too_large(self._capacity.plan(each, last)):
                 return reason
-        self._checked = request.document
+        self._checked = request.document_id
         return None
 
     def _next_decode_rank(self) -> int:

@@ -7,10 +7,7 @@ scheduling; here is what is around it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, replace
 from typing import Any
 
 from kvr_mpi.documents import Document
@@ -18,7 +15,7 @@ from kvr_mpi.documents.prompts import Frame, count_parts, encode_text
 from kvr_mpi.duration import duration_text
 from kvr_mpi.job import JobSpec, PromptSection
 from kvr_mpi.schedule.forecast import Forecast
-from kvr_mpi.schedule.placement import Placement, Schedule, schedule
+from kvr_mpi.schedule.placement import Schedule, schedule
 from kvr_mpi.schedule.times import sampled
 from kvr_mpi.transport import Transport, gather_json, share_json
 
@@ -56,24 +53,6 @@ def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, 
         return forecast.document_s(tokens, length, ttft_s)
 
     return schedule(documents, ranks, seconds, fits, min_efficiency=spec.parallel.min_efficiency, smooth=False)
-
-
-def agree(world: Transport, plan: Schedule) -> Schedule:
-    """Make sure that all ranks have one plan.
-
-    They compute it from the same data. But hosts of different make may round a last digit differently, and ranks that
-    disagree would wait for each other for ever; then the first rank's plan is everyone's.
-    """
-    places = [astuple(place) for place in plan.placements]
-    digest = hashlib.sha256(json.dumps([places, plan.does_not_fit]).encode()).hexdigest()
-    digests = share_json(world, gather_json(world, digest))
-    if len(set(digests)) == 1:
-        return plan
-    shared = share_json(world, [places, plan.does_not_fit])
-    placements = tuple(Placement(*place) for place in shared[0])
-    return replace(
-        plan, placements=placements, does_not_fit=tuple((name, tokens, why) for name, tokens, why in shared[1])
-    )
 
 
 def describe(plan: Schedule) -> list[str]:

@@ -27,7 +27,8 @@ from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.prefill.memory_budget import Footprint
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.preflight.inputs import passed_columns, prompts_of
-from kvr_mpi.requests.document_request import PromptConfig, PromptRequest
+from kvr_mpi.requests.document_request import PromptConfig
+from kvr_mpi.requests.prompt_request import PromptRequest
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured, with_memory
 from kvr_mpi.setup.rates import Say as Say
 from kvr_mpi.store.outputs import Header
@@ -112,6 +113,7 @@ class JobSetup:
             prompts,
             self.spec.generation.of_answers,
             self.spec.generation.score_column,
+            self.spec.generation.seed,
         )
 
     @property

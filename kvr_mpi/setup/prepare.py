@@ -24,7 +24,7 @@ from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling, rolling_of
-from kvr_mpi.model import LoadedModel, hash_weights
+from kvr_mpi.model import LoadedModel, hash_weights, tokenizer_fingerprint
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import kernel_bytes
@@ -48,10 +48,11 @@ from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.setup.rates import Say as Say
 from kvr_mpi.setup.rates import costs_of, describe_rates, rates_of, table_of
 from kvr_mpi.setup.stages import JobRanks, describe_stages
+from kvr_mpi.store.outputs import software
 from kvr_mpi.stored.asking import frame_questions
 from kvr_mpi.stored.reuse import find_beginnings
 from kvr_mpi.topology import Topology, cores_per_rank, least_of_each
-from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
+from kvr_mpi.transport import Transport, check_alike, gather_json, on_root, share_json, together
 
 # Instructions shorter than this are computed with every prompt: to copy them would take as long.
 LEAST_PREFIX_TOKENS = 32
@@ -100,6 +101,21 @@ def prepare(
     for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression, why_alone)):
         say(line)
     sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_combined(spec) or why_alone))
+    check_alike(
+        world,
+        {
+            "the model's weights": loaded.fingerprint,
+            "the model's dtype": str(loaded.dtype),
+            "the tokenizer": tokenizer_fingerprint(loaded.tokenizer),
+            "the prompt's frame": str((frame, reduce_frame)),
+            "generation": str(generation.to_diff_dict()),
+            "compression": "" if compression is None else str(compression.identity),
+            "strategies that this model runs by": str([strategy.name for strategy in strategies]),
+            "what keeps prompts from being packed": str(why_alone),
+            "sharing of heads": str(sharing if sharing is None or isinstance(sharing, str) else type(sharing).__name__),
+            "software": str(software()),
+        },
+    )
     weights = _hash_weights(spec, machine, world, say)
     question_frames = together(world, partial(_question_frames, spec, loaded, weights, say))
     frames = _repeated_frames(spec, frame, reduce_frame, question_frames)

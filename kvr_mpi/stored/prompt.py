@@ -1,4 +1,7 @@
-"""One stored prompt, and its beginning as a prefix whose keys and values are loaded when they are needed."""
+"""One stored prompt, and its beginning as a prefix whose keys and values are loaded when they are needed.
+
+The leader of a chain finds a stored prompt and sends its `StoredPrefix`; each rank opens it and checks what it finds.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,49 @@ class StoredPrompt:
     text: tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class StoredPrefix:
+    """Where the keys and values of a prompt's first tokens are stored.
+
+    path, key : HDF5 file, and the document's group in it.
+    tokens : how many of the prompt's first tokens.
+    seal : hash of what is stored there (`WholeKV.seal`).
+    compression : by which method and settings its heads have dropped tokens; empty: they hold all.
+    """
+
+    path: str
+    key: str
+    tokens: int
+    seal: str
+    compression: str = ""
+
+    def open(self, ids: Sequence[int], loaded: LoadedModel, parts: PartIndexes) -> SharedPrefix:
+        """Make a prefix of what is stored, for a prompt with these ids; nothing is read before its first layer is.
+
+        A rank of a tensor-parallel group reads its own KV heads.
+
+        Whatever is wrong raises a `DataError` when the first layer is read: other tokens than these, other keys and
+        values than those of `seal`, another shape or type than the model's, or a block that fails its checksum.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            The prompt's.
+        loaded : LoadedModel
+        parts : PartIndexes
+            Where keys and values are, if every rank wrote its own.
+        """
+        ids = tuple(ids[: self.tokens])
+        open_layer = _opening(self, ids, loaded, parts)
+        if self.compression:
+            return SharedPrefix(
+                ids, (), heads=_head_reader(self, loaded, open_layer), compression=self.compression, source=self
+            )
+        read = _row_reader(self, loaded, open_layer)
+        layers = LoadedLayers(len(loaded.shape.layers), lambda number: read(number, 0, len(ids)), loaded.device)
+        return SharedPrefix(ids, layers, read=read, source=self)
+
+
 def open_prompt(path: Path, key: str, parts: PartIndexes) -> StoredPrompt:
     """Open a stored prompt.
 
@@ -61,44 +107,28 @@ def open_prompt(path: Path, key: str, parts: PartIndexes) -> StoredPrompt:
     return StoredPrompt((file, others), record, kv, tuple(kv.tokens.ids), kv.tokens.text)
 
 
-def prefix_of(
-    ids: Sequence[int], loaded: LoadedModel, open_stored: Callable[[], StoredPrompt], path: Path
-) -> SharedPrefix:
-    """Make a prefix of what is stored; nothing is looked at before its first layer is asked for.
-
-    A rank of a stage has its KV heads only; of what ranks wrote in pieces it reads those that have some of them.
-
-    Whatever is wrong with it comes out then, as a `DataError`: other tokens than these, keys and values of another
-    shape or type than the model's, blocks that are not what was written.
-
-    Parameters
-    ----------
-    ids : sequence of int
-        The tokens.
-    open_stored : callable
-        Gives the stored prompt that begins with them.
-    path : Path
-        Its file, for messages.
-    """
-    open_layer, heads = _opening(ids, loaded, open_stored), _own_heads(loaded)
+def _row_reader(
+    source: StoredPrefix, loaded: LoadedModel, open_layer: Callable[[int], WholeLayer | None]
+) -> Callable[[int, int, int], torch.Tensor | None]:
+    """Return what reads rows of a layer."""
+    heads = _own_heads(loaded)
 
     def read(number: int, first: int, last: int) -> torch.Tensor | None:
         layer = open_layer(number)
         if layer is None:
             return None
-        with explained(path):
+        with explained(Path(source.path)):
             keys, values = read_layer(layer, first, last, heads)
         return torch.cat([keys.flatten(1), values.flatten(1)], 1)
 
-    layers = LoadedLayers(len(loaded.shape.layers), lambda number: read(number, 0, len(ids)), loaded.device)
-    return SharedPrefix(tuple(ids), layers, read=read)
+    return read
 
 
-def compressed_prefix_of(
-    ids: Sequence[int], loaded: LoadedModel, open_stored: Callable[[], StoredPrompt], path: Path, compression: str
-) -> SharedPrefix:
-    """Make a prefix of what compression has left, as `prefix_of`: of each head the rows of these tokens."""
-    open_layer, own = _opening(ids, loaded, open_stored), slice(*(_own_heads(loaded) or (None,)))
+def _head_reader(
+    source: StoredPrefix, loaded: LoadedModel, open_layer: Callable[[int], WholeLayer | None]
+) -> Callable[[int], list[tuple[torch.Tensor, torch.Tensor]] | None]:
+    """Return what reads the rows that compression has kept of each head."""
+    own, path, tokens = slice(*(_own_heads(loaded) or (None,))), Path(source.path), source.tokens
 
     def read(number: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         layer = open_layer(number)
@@ -106,19 +136,19 @@ def compressed_prefix_of(
             return None
         with explained(path):
             if layer.rows is None:
-                keys, values = layer.read(0, len(ids))
+                keys, values = layer.read(0, tokens)
                 return list(zip(keys.unbind(1), values.unbind(1), strict=True))[own]
             keys, values = layer.read()
-        bounds = layer.rows.bounds_before(len(ids))
+        bounds = layer.rows.bounds_before(tokens)
         if any(first == last for first, last in bounds):
             raise DataError(
-                f"{path}: a head of layer {number} keeps none of the first {len(ids)} tokens, up to the end of the "
-                f"text, because its compression selected tokens of the question; to ask again, compress with observes "
-                f"= 'document'"
+                f"{path}: a head of layer {number} keeps none of the first {tokens} tokens, up to the end of the text, "
+                f"because its compression selected tokens of the question; to ask again, compress with observes = "
+                f"'document'"
             )
         return [(keys[first:last, 0], values[first:last, 0]) for first, last in bounds[own]]
 
-    return SharedPrefix(tuple(ids), (), heads=read, compression=compression)
+    return read
 
 
 def _own_heads(loaded: LoadedModel) -> tuple[int, int] | None:
@@ -127,14 +157,16 @@ def _own_heads(loaded: LoadedModel) -> tuple[int, int] | None:
 
 
 def _opening(
-    ids: Sequence[int], loaded: LoadedModel, open_stored: Callable[[], StoredPrompt]
+    source: StoredPrefix, ids: Sequence[int], loaded: LoadedModel, parts: PartIndexes
 ) -> Callable[[int], WholeLayer | None]:
-    """Find layers of a stored prompt, which is opened and looked at when the first is asked for."""
+    """Return what finds layers of a stored prompt, which is opened and checked when the first is asked for."""
     opened: list[StoredPrompt] = []
 
     def open_layer(number: int) -> WholeLayer | None:
         if not opened:
-            stored = open_stored()
+            stored = open_prompt(Path(source.path), source.key, parts)
+            if stored.kv.seal() != source.seal:
+                raise DataError(f"{stored.record.id}: its stored keys and values have changed since the job began")
             _check(stored, ids, loaded)
             opened.append(stored)
         return next((one for one in opened[0].kv.layers if one.number == number), None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import xxhash
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.job import JobSpec
-from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.store.hdf5 import group_in
@@ -27,39 +26,36 @@ from kvr_mpi.store.parts import PartIndexes, open_whole_kv
 from kvr_mpi.store.shares import find_runs, index_runs
 from kvr_mpi.store.stored_kv import BLOCK_TOKENS
 from kvr_mpi.stored.asking import check_made_by
-from kvr_mpi.stored.prompt import open_prompt, prefix_of
+from kvr_mpi.stored.prompt import StoredPrefix
 from kvr_mpi.transport import Transport, on_root, share_json, together
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBeginnings:
-    """What stored prompts begin with: the same on every rank, so that all of them find the same.
+    """What stored prompts begin with.
 
     files : paths.
-    documents : of each its file's number and its group's name.
+    documents : of each its file's number, its group's name, and the hash of what is stored (`WholeKV.seal`).
     hashes : of all tokens up to a block's end, and whose they are.
     passed_over : documents whose keys and values are not those that the model computes.
-    parts : where these are, if every rank wrote its own.
     """
 
     files: list[str]
-    documents: list[tuple[int, str]]
+    documents: list[tuple[int, str, str]]
     hashes: dict[str, int]
     passed_over: int = 0
-    parts: PartIndexes = field(default_factory=PartIndexes)
 
     def to_json(self) -> list[Any]:
         """Return what `StoredBeginnings` is made of."""
         return [self.files, self.documents, self.hashes, self.passed_over]
 
-    def find(self, ids: Sequence[int], loaded: LoadedModel) -> SharedPrefix | None:
+    def find(self, ids: Sequence[int]) -> StoredPrefix | None:
         """Find the longest stored beginning of a prompt, less one token at least; None if there is none."""
         for count, found in reversed(list(enumerate(hash_blocks(ids[: len(ids) - 1]), 1))):
             number = self.hashes.get(found)
             if number is not None:
-                file, key = self.documents[number]
-                path = Path(self.files[file])
-                return prefix_of(ids[: count * BLOCK_TOKENS], loaded, partial(open_prompt, path, key, self.parts), path)
+                file, key, seal = self.documents[number]
+                return StoredPrefix(self.files[file], key, count * BLOCK_TOKENS, seal)
         return None
 
 
@@ -93,7 +89,7 @@ def scan_beginnings(path: str) -> StoredBeginnings:
                 try:
                     with ExitStack() as others:
                         kv = open_whole_kv(group_in(documents, place.key), parts, others)
-                        whose = kv.tokens
+                        whose, seal = kv.tokens, kv.seal()
                 except DataError:
                     continue  # not used; `kvr inspect` says what is wrong with it
                 if kv.compression:  # an answer, and what is stored of it, would not say so
@@ -101,7 +97,7 @@ def scan_beginnings(path: str) -> StoredBeginnings:
                 elif whose is not None:
                     for each in hash_blocks(whose.ids):
                         found.hashes.setdefault(each, len(found.documents))
-                    found.documents.append((number, place.key))
+                    found.documents.append((number, place.key, seal))
     return replace(found, passed_over=passed_over)
 
 

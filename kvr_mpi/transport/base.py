@@ -7,10 +7,10 @@ wire is unpickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from kvr_mpi.errors import EXIT_BUG, KvrError, TransportError
+from kvr_mpi.errors import EXIT_BUG, EXIT_CONFIG, ConfigError, KvrError, TransportError
 
 if TYPE_CHECKING:
     import torch
@@ -160,6 +160,33 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
     if first is not None:
         raise FailedTogetherError(codes[first], failure if transport.rank == first else None) from failure
     return result
+
+
+def check_alike(transport: Transport, values: Mapping[str, str]) -> None:
+    """Fail on all ranks if a rank has another value of something than rank 0; every rank calls this.
+
+    Parameters
+    ----------
+    values : mapping
+        By the name that a message gives them.
+
+    Raises
+    ------
+    FailedTogetherError
+        On all ranks, with a `ConfigError` on rank 0 that names the rank and both values.
+    """
+    everyone = gather_json(transport, dict(values))
+    first = everyone[0] if everyone else {}
+    different = (
+        f"{name} is {theirs.get(name, '')[:80]!r} on rank {rank} and {mine[:80]!r} on rank 0; expected the same on all "
+        f"ranks: check that all nodes see the same files and the same installation"
+        for rank, theirs in enumerate(everyone)
+        for name, mine in first.items()
+        if theirs.get(name) != mine
+    )
+    failure = share_json(transport, next(different, None))
+    if failure is not None:
+        raise FailedTogetherError(EXIT_CONFIG, ConfigError(failure) if transport.rank == 0 else None)
 
 
 def host_by_host(transport: Transport, work: Callable[[], T]) -> T:

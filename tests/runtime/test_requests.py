@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+import json
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.documents import Corpus, Document
-from kvr_mpi.documents.prompts import Frame
+from kvr_mpi.documents.document import OwnGeneration
+from kvr_mpi.documents.prompts import Frame, Prompt
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.requests.document_request import DocumentRequest, PromptConfig, PromptOutcome, PromptRequest
+from kvr_mpi.requests.document_request import DocumentRequest, PromptConfig
+from kvr_mpi.requests.prompt_request import PromptOutcome, PromptRequest
 from kvr_mpi.requests.sources import TextSource
+from kvr_mpi.stored.prompt import StoredPrefix
 
 FRAME = Frame(head=(1, 2), tail=(3,), max_tokens=23)  # twenty tokens for the text
 SENTENCES = "The old bridge was inspected in March and found to be sound. " * 8
@@ -25,6 +32,10 @@ SENTENCES = "The old bridge was inspected in March and found to be sound. " * 8
 def request(tokenizer: Any, text: str, too_long: str = "error") -> DocumentRequest:
     config = PromptConfig(tokenizer, PromptSection(template="{text}", too_long=too_long), FRAME, FRAME, 8)
     return TextSource(Corpus((), ()), config).request(Document("a.txt", text), work=100)
+
+
+def requests(document: DocumentRequest) -> list[PromptRequest]:
+    return document.make_requests(map(str, itertools.count()))
 
 
 def prefill(tokens: int, seconds: float = 2.0) -> Prefill:
@@ -36,9 +47,9 @@ def test_a_document_is_one_prompt(tokenizer: Any) -> None:
     assert document.id == "a.txt" and document.is_final
     (prompt,) = document.prompts
     assert tokenizer.decode(prompt.ids[2:-1]) == "hello there"
-    one = PromptRequest("2.1", document, 0)
-    assert one.prompt is prompt and one.work == 100
-    record = document.record(prefill(8), Answer((7, 8), "hi", "stop", 1.5))
+    (one,) = requests(document)
+    assert one.prompt is prompt and one.work == one.document_work == 100 and one.is_final
+    record = one.record(prefill(8), Answer((7, 8), "hi", "stop", 1.5))
     assert (record.id, record.status, record.answer, record.token_ids) == ("a.txt", "done", "hi", (7, 8))
     assert (record.prompt_tokens, record.new_tokens, record.parts) == (prompt.tokens, 2, 1)
     assert (record.ttft_s, record.wait_s, record.decode_s) == (2.0, 0.5, 1.5)
@@ -55,16 +66,19 @@ def test_a_long_document_is_split_and_its_answers_are_read_again(tokenizer: Any)
     document = request(tokenizer, SENTENCES, too_long="split")
     parts = len(document.prompts)
     assert parts >= 3 and not document.is_final
-    works = [PromptRequest(str(part), document, part).work for part in range(parts)]
+    asked = requests(document)
+    works = [one.work for one in asked]
+    assert [one.part for one in asked] == list(range(parts)) and not any(one.is_final for one in asked)
     assert sum(works) <= 100 < sum(works) + parts
     for part in range(parts):
-        outcome = document.outcome(part, prefill(10), Answer((1,), "ab"[part % 2], "stop", 1.0))
+        outcome = asked[part].outcome(prefill(10), Answer((1,), "ab"[part % 2], "stop", 1.0))
         assert document.receive_outcome(part, outcome) == (part == parts - 1)
-    assert PromptRequest("x", document, 0).work == 0, "an answer about answers is no work of the document's"
     assert document.is_final
+    (final,) = requests(document)
+    assert final.work == 0, "an answer about answers is no work of the document's"
     (last,) = document.prompts
     assert tokenizer.decode(last.ids[2:-1]) == "\n\n".join("ab"[part % 2] for part in range(parts))
-    record = document.record(prefill(last.tokens), Answer((5,), "end", "length", 1.0))
+    record = final.record(prefill(last.tokens), Answer((5,), "end", "length", 1.0))
     assert record.parts == parts + 1 and record.answer == "end" and record.new_tokens == parts + 1
     assert record.ttft_s == pytest.approx(2.0 * (parts + 1))
 
@@ -81,3 +95,48 @@ def test_answers_that_do_not_get_shorter_end_the_document(tokenizer: Any) -> Non
     with pytest.raises(DocumentError, match="are not shorter than the text"):
         for part in range(len(document.prompts)):
             document.receive_outcome(part, replace(outcome))
+
+
+texts, small = st.text(max_size=20), st.integers(0, 10**6)
+own_generations = st.builds(
+    OwnGeneration,
+    max_new_tokens=st.none() | small,
+    temperature=st.none() | st.floats(0, 2),
+    stop=st.none() | st.lists(texts, max_size=3).map(tuple),
+    seed=st.none() | small,
+    score=st.none() | st.lists(texts, max_size=3).map(tuple),
+    json_schema=st.none() | texts,
+)
+outcomes = st.builds(PromptOutcome, text=texts, tokens=small, prefill_s=st.floats(0, 1e3), strategy=texts)
+prompts = st.builds(
+    Prompt,
+    ids=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50).map(tuple),
+    dropped_tokens=small,
+    text=st.tuples(small, small),
+)
+prompt_requests = st.builds(
+    PromptRequest,
+    key=texts,
+    document_id=texts,
+    prompt=prompts,
+    new_tokens=small,
+    generation=own_generations,
+    seed=st.integers(0, 2**56),
+    about=st.fixed_dictionaries({"columns": texts, "document_sha256": texts}),
+    document_work=small,
+    work=small,
+    part=small,
+    is_final=st.booleans(),
+    past=st.lists(outcomes, max_size=3).map(tuple),
+    shared_tokens=small,
+    stored=st.none() | st.builds(StoredPrefix, path=texts, key=texts, tokens=small, seal=texts, compression=texts),
+)
+
+
+@given(prompt_requests)
+def test_a_request_is_the_same_on_every_rank(request: PromptRequest) -> None:
+    plain, ids = request.to_wire()
+    received = PromptRequest.from_wire(json.loads(json.dumps(plain)), ids)
+    for field in fields(PromptRequest):
+        assert getattr(received, field.name) == getattr(request, field.name), field.name
+    assert received.error_record("why").document_sha256 == (request.about or {})["document_sha256"]

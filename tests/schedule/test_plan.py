@@ -15,9 +15,8 @@ from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Frame, encode_text, split_text
 from kvr_mpi.schedule.forecast import Forecast
 from kvr_mpi.schedule.placement import schedule
-from kvr_mpi.schedule.plan import agree, count_tokens, describe, plan_documents, prompt_tokens
-from kvr_mpi.transport import Transport
-from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.schedule.plan import count_tokens, describe, plan_documents, prompt_tokens
+from kvr_mpi.transport.local import run_local
 
 COSTS = Costs(
     layers=4,
@@ -102,22 +101,6 @@ def test_single_is_planned_without_chains(job: Path) -> None:
     texts = [("long", 900), ("short", 5)]
     assert plan_documents(spec_of(job), texts, 4, FORECAST).chain_lengths != (1,)
     assert plan_documents(spec_of(job, "parallel.strategy=single"), texts, 4, FORECAST).chain_lengths == (1,)
-
-
-def test_ranks_that_disagree_follow_the_first() -> None:
-    documents = [(f"{number}", 50 * number) for number in range(1, 9)]
-
-    def plan_on(rank: Transport, odd: int) -> Any:
-        slower = 2.0 if rank.rank == odd else 0.1  # as if this host rounded very differently
-        return schedule(documents, 4, lambda tokens, ranks: tokens / ranks + slower * ranks, lambda tokens, ranks: True)
-
-    def agreed(rank: LocalTransport) -> Any:
-        return agree(rank, plan_on(rank, 2))
-
-    first, second, odd, last = run_local(4, agreed)
-    assert first == second == last == plan_on(LocalTransport(), 2)
-    assert odd.placements == first.placements and odd.does_not_fit == first.does_not_fit
-    assert run_local(2, lambda rank: agree(rank, plan_on(rank, 9)))[0] == plan_on(LocalTransport(), 9)
 
 
 def test_description_names_times_and_alternatives() -> None:

@@ -23,7 +23,7 @@ from kvr_mpi.store.parts import PARTS, PartIndexes, part_record
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.stored_kv import CachedTokens
-from kvr_mpi.stored.prompt import open_prompt, prefix_of
+from kvr_mpi.stored.prompt import StoredPrefix, open_prompt
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
 
@@ -71,7 +71,8 @@ def test_to_the_bit_what_memory_gives(tmp_path: Path, name: str, bounds: tuple[i
     kept = run_local(partition.size, lambda chain: prefill_kvr(loaded, ids[:TOKENS], partition, chain, keeps_all=True))[
         -1
     ]
-    stored = prefix_of(ids[:TOKENS], loaded, lambda: open_prompt(file, "a", PartIndexes()), file)
+    seal = open_prompt(file, "a", PartIndexes()).kv.seal()
+    stored = StoredPrefix(str(file), "a", TOKENS, seal).open(ids, loaded, PartIndexes())
     one, other = (go_on(loaded, ids, each) for each in (prefix_of_cache(ids[:TOKENS], kept.cache), stored))
     assert one.logits is not None and other.logits is not None and torch.equal(one.logits, other.logits)
     for layer in range(len(one.cache.layers)):

@@ -1,0 +1,160 @@
+"""The leader of a chain: its first rank reads documents, makes prompts of them and decides which comes next.
+
+Only the leader holds the corpus, the queue and the prompts that wait. All that other ranks need is in its messages
+(``messages``), so that no rank can be one document ahead of another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+
+from kvr_mpi.decode.batch import MAX_SEQUENCES
+from kvr_mpi.errors import DataError, DocumentError
+from kvr_mpi.requests.document_request import DocumentRequest, error_record
+from kvr_mpi.requests.prompt_request import PromptOutcome, PromptRequest
+from kvr_mpi.requests.sources import Source
+from kvr_mpi.runtime.chain_runner import ChainRunner
+from kvr_mpi.runtime.messages import EndPrefill, Message, RunPrompt
+from kvr_mpi.runtime.pace import Pace
+from kvr_mpi.runtime.planned_prompt import PlannedPrompt
+from kvr_mpi.runtime.result_sink import ResultSink
+from kvr_mpi.runtime.stopping import SharedStop
+from kvr_mpi.runtime.tracing import Trace
+from kvr_mpi.runtime.waves import EndWave, Held, PrefillPrompt, RefuseDocument, TakeDocument, WaveScheduler
+from kvr_mpi.runtime.work_queue import WorkQueue
+
+
+class Leader:
+    """Reads documents for a chain and decides what it runs.
+
+    Parameters
+    ----------
+    runner : ChainRunner
+    queue : WorkQueue
+        Which documents this chain takes.
+    source : Source
+        Where documents come from.
+    sink : ResultSink
+    stop : SharedStop
+    trace : Trace
+    """
+
+    def __init__(
+        self, runner: ChainRunner, queue: WorkQueue, source: Source, sink: ResultSink, stop: SharedStop, trace: Trace
+    ) -> None:
+        self._runner, self._queue, self._source = runner, queue, source
+        self._sink, self._stop, self._trace = sink, stop, trace
+        self._pace = Pace(time.monotonic())
+        self._scheduler: WaveScheduler[PromptRequest, PlannedPrompt] = WaveScheduler(
+            runner.chain.size,
+            runner,
+            max_sequences=MAX_SEQUENCES,
+            decodes=runner.new_tokens > 0,
+            is_spread=runner.is_spread,
+        )
+        self._has_documents = True
+        self._keys = (f"{runner.first_rank}-{runner.chain.size}.{number}" for number in itertools.count(1))
+        self._split: dict[str, DocumentRequest] = {}  # documents in parts, by id
+        self._parts: dict[str, PromptRequest] = {}  # their prompts, by key, until the outcome is known
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there may be documents, prompts that wait, or parts whose answers make the next prompt."""
+        return self._has_more or bool(self._parts)
+
+    @property
+    def _has_more(self) -> bool:
+        return self._has_documents or self._scheduler.has_waiting
+
+    def begin_wave(self, held: Iterable[Held], outcomes: Iterable[tuple[str, PromptOutcome]]) -> None:
+        """Begin a wave, with what each rank still holds, and what became of parts of documents, by key."""
+        self._scheduler.begin_wave(held)
+        for key, outcome in outcomes:
+            self._receive_outcome(key, outcome)
+
+    def begin_prefill(self) -> None:
+        """Start the clock of a wave's prefill."""
+        self._pace.begin_wave(time.monotonic())
+
+    def next_message(self, put_off: int) -> Message:
+        """Decide what the chain does next.
+
+        Parameters
+        ----------
+        put_off : int
+            Prompts of this wave that wait to be prefilled in rows.
+        """
+        while True:
+            wave_s = time.monotonic() - self._pace.wave_began_s
+            decision = self._scheduler.decide(wave_s=wave_s, has_documents=self._has_documents)
+            match decision:
+                case TakeDocument():
+                    if not self._take_document(put_off):
+                        break
+                case RefuseDocument(reason):
+                    self._refuse_document(self._scheduler.next_request, reason)
+                case PrefillPrompt(plan):
+                    return RunPrompt(self._scheduler.start_next(plan.decode_rank), plan)
+                case EndWave():
+                    break
+        return EndPrefill(self._has_more, self.has_work)
+
+    def _take_document(self, put_off: int) -> bool:
+        """Take the next document; False if there is none, no time for it, or it should be left to other chains."""
+        self._stop.announce()
+        self._stop.listen()
+        following = self._queue.peek_document()
+        if following is not None and not self._queue.may_take(put_off):
+            return False
+        number = None
+        if following is not None:
+            seconds = self._pace.seconds_for(self._queue.work_of(following), time.monotonic())
+            number = self._queue.take_document() if self._stop.has_time_for(seconds) else None
+        if number is None:
+            self._has_documents = False
+            return False
+        self._open_document(number)
+        return True
+
+    def _open_document(self, number: int) -> None:
+        """Make a document's prompts; from now on it counts as begun."""
+        document, work = self._source.read(number), self._queue.work_of(number)
+        self._trace.tell("reading", document.id)
+        self._sink.begin_document(document.id)
+        self._pace.add_work(work)
+        try:
+            self._add_prompts(self._source.request(document, work))
+        except (DocumentError, DataError) as error:
+            self._sink.write_record(error_record(document, str(error)), work)
+
+    def _add_prompts(self, document: DocumentRequest) -> None:
+        requests = document.make_requests(self._keys)
+        for request in requests:
+            self._runner.check_shareable(request)
+        self._scheduler.add(requests)
+        self._split.pop(document.id, None)
+        if not document.is_final:
+            self._split[document.id] = document
+            self._parts |= {request.key: request for request in requests}
+
+    def _receive_outcome(self, key: str, outcome: PromptOutcome) -> None:
+        """Process the outcome of a part of a document."""
+        request = self._parts.pop(key, None)
+        if request is None:  # of a document that failed before
+            return
+        document = self._split[request.document_id]
+        try:
+            if document.receive_outcome(request.part, outcome):
+                self._add_prompts(document)
+        except DocumentError as error:
+            self._refuse_document(request, str(error))
+
+    def _refuse_document(self, request: PromptRequest, reason: str) -> None:
+        """Give up the document of a prompt."""
+        document_id = request.document_id
+        self._split.pop(document_id, None)
+        self._parts = {key: other for key, other in self._parts.items() if other.document_id != document_id}
+        self._scheduler.drop_document(document_id)
+        self._sink.write_record(request.error_record(reason), request.document_work)

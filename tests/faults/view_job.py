@@ -1,0 +1,119 @@
+"""``kvr-run`` on ranks of which one sees other files or another clock than the rest; KVR_TEST_VIEW says which and how.
+
+It is a JSON object: `rank`; `kind`; `name`, a part of the path that is seen so; `first` and `times`, of the accesses to
+it; `other`, a file that is seen in its place.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import h5py
+
+import kvr_mpi.setup.stored_size as stored_size
+import kvr_mpi.store.shards as shards
+from kvr_mpi.cli import kvr_run
+
+faulthandler.register(signal.SIGUSR1)
+shards.FLUSH_S = 0.02
+stored_size.DOUBT = float("inf")
+VIEW: dict[str, Any] = json.loads(os.environ.pop("KVR_TEST_VIEW", "{}"))
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+HOURS_S = 5 * 3600.0
+
+
+class View:
+    """What one rank sees of paths with a name in them; the others see what is there."""
+
+    def __init__(self, view: dict[str, Any]) -> None:
+        self._name, self._kind, self._other = view["name"], view["kind"], view.get("other", "")
+        self._first, self._times, self._seen = view["first"], view["times"], 0
+
+    def is_now(self, path: object, *kinds: str) -> bool:
+        """Whether an access to a path is one of those that see something else; counts those of these kinds."""
+        if self._kind not in kinds or isinstance(path, int) or self._name not in os.fsdecode(path):  # type: ignore[arg-type]
+            return False
+        self._seen += 1
+        return self._first < self._seen <= self._first + self._times
+
+    def opened(self, path: Any) -> Any:
+        """Return what is opened instead of a path."""
+        if self.is_now(path, "read-error"):
+            raise OSError(116, os.strerror(116), str(path))
+        if self.is_now(path, "missing"):
+            raise FileNotFoundError(2, os.strerror(2), str(path))
+        if self.is_now(path, "slow"):
+            time.sleep(0.3)
+        return self._other if self.is_now(path, "content") else path
+
+    def install(self) -> None:
+        """See the file system so from now on."""
+        real_open, real_stat, real_list, real_scan = os.open, os.stat, os.listdir, os.scandir
+
+        def see_open(path: Any, *args: Any, **kwargs: Any) -> int:
+            return real_open(self.opened(path), *args, **kwargs)
+
+        def see_stat(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+            if self.is_now(path, "missing"):
+                raise FileNotFoundError(2, os.strerror(2), str(path))
+            found = real_stat(path, *args, **kwargs)
+            if not self.is_now(path, "mtime"):
+                return found
+            when = found.st_mtime_ns + 10**12
+            return os.stat_result(found, {"st_mtime_ns": when, "st_mtime": when / 1e9})
+
+        def see_list(path: Any = ".") -> list[Any]:
+            return [name for name in real_list(path) if not self.is_now(os.fsdecode(name), "listing")]
+
+        @contextmanager
+        def see_scan(path: Any = ".") -> Iterator[Iterator[Any]]:
+            with real_scan(path) as entries:
+                yield (entry for entry in entries if not self.is_now(os.fsdecode(entry.name), "listing"))
+
+        class Scan:
+            """What `os.scandir` returns: an iterator that is a context manager, too."""
+
+            def __init__(self, path: Any = ".") -> None:
+                self._whole = see_scan(path)
+                self._entries = self._whole.__enter__()
+
+            def __iter__(self) -> Iterator[Any]:
+                return self._entries
+
+            def __next__(self) -> Any:
+                return next(self._entries)
+
+            def __enter__(self) -> Scan:
+                return self
+
+            def __exit__(self, *error: Any) -> None:
+                self._whole.__exit__(*error)
+
+            def close(self) -> None:
+                self._whole.__exit__(None, None, None)
+
+        class SeenFile(h5py.File):  # type: ignore[misc]
+            """An HDF5 file as this rank sees it."""
+
+            def __init__(seen, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:  # noqa: N805
+                super().__init__(self.opened(name) if mode == "r" else name, mode, *args, **kwargs)
+
+        os.open, os.stat, os.listdir, os.scandir = see_open, see_stat, see_list, Scan  # type: ignore[assignment,misc]
+        h5py.File = SeenFile
+
+
+rank = next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
+if VIEW and VIEW["rank"] == rank:
+    if VIEW["kind"] == "clock":
+        real_time = time.time
+        time.time = lambda: real_time() + (-1) ** VIEW["first"] * HOURS_S
+    else:
+        View(VIEW).install()
+kvr_run()

@@ -1,0 +1,106 @@
+"""Ranks that are about to compute different things end the job: no answer is stored under another document's name."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import prompt, tiny
+
+from kvr_mpi.errors import EXIT_BUG, EXIT_CONFIG, AgreementError
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.failure import digest_of
+from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_ring
+from kvr_mpi.requests.prompt_request import PromptRequest
+from kvr_mpi.runtime.planned_prompt import PlannedPrompt
+from kvr_mpi.transport import FailedTogetherError, Transport, check_alike
+from kvr_mpi.transport.local import run_local
+
+TOKENS = 48
+
+
+@pytest.mark.parametrize("strategy", ["kvr", "ring"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_with_another_prompt_of_the_same_length_is_found(strategy: str, rank: int) -> None:
+    loaded, ids = tiny("llama-gqa"), prompt(TOKENS)
+    prepare_model(loaded.model, chain=True)
+
+    def prefill(chain: Transport) -> str:
+        mine = [*ids[:-20], (ids[-20] + 1) % 50, *ids[-19:]] if chain.rank == rank else ids
+        options: Any = {"spares_chain": True, "last": 2}
+        try:
+            if strategy == "kvr":
+                prefill_kvr(loaded, mine, Partition.even(TOKENS, chain.size), chain, **options)
+            else:
+                prefill_ring(loaded, mine, chain, **options)
+        except AgreementError as error:
+            return str(error)
+        return ""
+
+    messages = run_local(3, prefill)
+    assert messages[:2] == ["", ""] and "has computed another prompt" in messages[2]
+    assert all(f"rank {named}" in messages[2] for named in ({0, 1, 2} & {rank, 2} if rank != 2 else {2}))
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1), st.lists(st.integers(0, 100)), st.data())
+def test_a_digest_depends_on_every_id_and_on_the_slices(ids: list[int], bounds: list[int], data: st.DataObject) -> None:
+    digest = digest_of(ids, bounds, "kvr")
+    assert 0 <= digest < 2**63 and digest == digest_of(tuple(ids), tuple(bounds), "kvr")
+    at = data.draw(st.integers(0, len(ids) - 1))
+    assert digest_of([*ids[:at], ids[at] ^ 1, *ids[at + 1 :]], bounds, "kvr") != digest
+    assert digest_of(ids, [*bounds, 1], "kvr") != digest and digest_of(ids, bounds, "ring") != digest
+    assert torch.full((1,), digest, dtype=torch.int64).item() == digest, "it travels as 64-bit integer"
+
+
+def test_ranks_that_loaded_different_things_end_together() -> None:
+    def compare(world: Transport) -> tuple[int, str]:
+        try:
+            check_alike(world, {"the tokenizer": "a" if world.rank != 2 else "b", "software": "1"})
+        except FailedTogetherError as error:
+            return error.exit_code, str(error)
+        return 0, ""
+
+    found = run_local(4, compare)
+    assert {code for code, _ in found} == {EXIT_CONFIG}
+    assert all(word in found[0][1] for word in ("the tokenizer", "'b' on rank 2", "'a' on rank 0"))
+    assert run_local(2, lambda world: check_alike(world, {"software": "1"})) == [None, None]
+
+
+def change_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the leader send the hash of other ids."""
+    whole = PlannedPrompt.to_wire
+    monkeypatch.setattr(PlannedPrompt, "to_wire", lambda plan, key: whole(plan, key) | {"ids_sha256": "0" * 64})
+
+
+def change_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the leader send the plan of another prompt."""
+    whole = PlannedPrompt.to_wire
+    monkeypatch.setattr(PlannedPrompt, "to_wire", lambda plan, key: whole(plan, key) | {"key": "of another"})
+
+
+def change_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the prompt arrive with another id in it."""
+    received = PromptRequest.from_wire
+
+    def receive(plain: Any, ids: bytes) -> PromptRequest:
+        request = received(plain, ids)
+        other = dataclasses.replace(request.prompt, ids=(*request.prompt.ids[:-1], request.prompt.ids[-1] ^ 1))
+        return dataclasses.replace(request, prompt=other)
+
+    monkeypatch.setattr(PromptRequest, "from_wire", receive)
+
+
+@pytest.mark.parametrize("change", [change_plan, change_key, change_prompt])
+def test_a_plan_of_another_prompt_ends_the_job(
+    job: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    change(monkeypatch)
+    run = run_here(2, [job])
+    assert run.returncode and f"exit code {EXIT_BUG}" in run.stderr and "received the plan of prompt" in run.stderr
+    assert "Traceback" not in run.stderr
