@@ -10,7 +10,8 @@
     └── ConfigError         78   the job, as written, cannot be run
         ├── CorpusError          ... because of its documents
         ├── ModelError           ... because of its model
-        ├── OutputError          ... because of its output folder
+        ├── OutputError          ... because of where it is to write
+        │   └── WriteError               ... which can no longer be written; what is stored is safe
         └── PartitionError       ... because of its slices
 
 A message says what happened, the value, the valid choices, and the next step.
@@ -119,7 +120,13 @@ class ModelError(ConfigError):
 
 
 class OutputError(ConfigError):
-    """The output folder exists already, or cannot be written."""
+    """A file or folder must not be written, since results would be lost, hidden or mixed, or cannot be."""
+
+
+class WriteError(OutputError):
+    """The output folder can no longer be written: its disk is full, or gone. What is stored is safe."""
+
+    meaning = "stopped before the end, since results cannot be written; --resume continues once they can"
 
 
 class PartitionError(ConfigError):

@@ -125,6 +125,10 @@ def check_prompts(spec: JobSpec) -> None:
             raise ConfigError(f"prompts: name = {name[:80]!r}; expected 1 to 64 letters, digits, ., - and _")
         if name in names[:number]:
             raise ConfigError(f"prompts: two prompts are named {name!r}; give each a different name")
+    asked: dict[str, str] = {}
+    for prompt in spec.prompts:
+        if (first := asked.setdefault(prompt.template, prompt.name)) != prompt.name:
+            raise ConfigError(f"prompts: {first!r} and {prompt.name!r} have the same template; leave one of them out")
     wrong = {
         "prompt.template": spec.prompt.template != TEXT,
         f"documents.format = {spec.documents.format!r}": spec.documents.format != "text",

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import h5py
 
 from kvr_mpi.disk import PART, truncate
-from kvr_mpi.errors import OutputError
+from kvr_mpi.errors import WriteError
 from kvr_mpi.store.hdf5 import create_hdf5
 from kvr_mpi.store.host_copies import Copied, copy_to_host, mark_copies
 from kvr_mpi.store.ledger import LedgerWriter
@@ -107,7 +107,7 @@ class LayersWriter:
 class ShardWriter:
     """Write finished documents of one rank.
 
-    Every call raises `OutputError` if something could not be written, now or since the last call; what was durable
+    Every call raises `WriteError` if something could not be written, now or since the last call; what was durable
     stays.
 
     Parameters
@@ -243,7 +243,7 @@ class ShardWriter:
             return error  # a bug, or a document of the same name
         free = self._free or self._space()
         reason = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
-        return OutputError(
+        return WriteError(
             f"output.path {str(self._folder)!r} cannot be written any more ({free} free there): {reason}. Everything "
             f"in its ledger is safe; free some space, or repair the disk, and continue with --resume"
         )

@@ -197,6 +197,7 @@ def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:
     [
         ({"a b": "{text}"}, (), "name = 'a b'"),
         ({"a": "no text"}, (), "prompts.a.template 'no text' contains {text} 0 times"),
+        ({"a": "{text}", "b": "{text}"}, (), "'a' and 'b' have the same template"),
         ({"a": "{text} {title}"}, (), "prompts.a.template '{text} {title}' has {title}"),
         (PROMPTS, ("output.kv=true",), "output.kv = true cannot be combined with [[prompts]]"),
         (PROMPTS, ("output.kv=sharded",), "output.kv = 'sharded' cannot be combined with [[prompts]]"),

@@ -18,7 +18,7 @@ from made_runs import HEADER, record, result_files, resume, stored_layers, write
 
 import kvr_mpi.store.shards as shards_module
 from kvr_mpi.disk import PART
-from kvr_mpi.errors import DataError, OutputError
+from kvr_mpi.errors import DataError, OutputError, WriteError, exit_line
 from kvr_mpi.store.folder import read_run, run_files
 from kvr_mpi.store.ledger import crc32_of, read_ledger
 from kvr_mpi.store.shards import ShardWriter
@@ -199,8 +199,9 @@ def test_a_folder_that_has_gone_is_said_at_the_next_call(tmp_path: Path) -> None
     folder.rmdir()
     writer.write(record("a"))
     for call in (writer.flush, lambda: writer.write(record("b")), lambda: writer.begin(["c"]), writer.close):
-        with pytest.raises(OutputError, match=r"cannot be written any more.*--resume"):
+        with pytest.raises(WriteError, match=r"cannot be written any more.*--resume") as caught:
             call()
+        assert "--resume continues" in exit_line(caught.value.exit_code, meaning=caught.value.meaning)
 
 
 def test_who_begins_what_is_in_the_ledger(tmp_path: Path) -> None:
