@@ -142,15 +142,9 @@ class ParallelSection(Section):
     min_efficiency: float = Field(
         0.5, ge=0, le=1, description="auto: minimum parallel efficiency of a chain, unless that slows the batch down"
     )
-    partition: Literal["equal_time", "even", "ratio", "table"] = Field("equal_time", description="how a prompt is cut")
-    ratios: list[Annotated[float, Field(gt=0)]] | None = Field(
-        None, description="weights of the slices, for partition = 'ratio'"
-    )
+    partition: Literal["equal_time", "even", "table"] = Field("equal_time", description="how a prompt is cut")
     table: str | None = Field(
         None, min_length=1, description="a file written by kvr search, or a folder of them, for partition = 'table'"
-    )
-    table_force: bool = Field(
-        False, description="use a table even if it is for another model, dtype, device or number of ranks"
     )
     chunk_tokens: ChunkTokens = Field(
         "auto", description="compute slices in chunks of this many tokens; auto: only if memory is short"
@@ -180,9 +174,7 @@ class ParallelSection(Section):
         return value
 
     @model_validator(mode="after")
-    def _ratios_or_table(self) -> ParallelSection:
-        if (self.partition == "ratio") != (self.ratios is not None):
-            raise ValueError("parallel.partition = 'ratio' needs parallel.ratios = [...], and the other way round")
+    def _table_where_it_is_used(self) -> ParallelSection:
         if (self.partition == "table") != (self.table is not None):
             raise ValueError(
                 "parallel.partition = 'table' needs parallel.table = 'tables/...', and the other way round"
@@ -192,16 +184,15 @@ class ParallelSection(Section):
                 f"parallel.chunk_tokens is for chains, and strategy = {self.strategy!r} takes no chunks: choose "
                 f"strategy = 'kvr' or 'auto', or leave it out"
             )
-        if self.strategy == "ring" and (self.ratios is not None or self.table is not None):
+        if self.strategy == "ring" and self.table is not None:
             raise ValueError(
-                "parallel.ratios and parallel.table are for chains: a ring's slices are even; choose strategy = 'kvr' "
-                "or 'auto', or another partition"
+                "parallel.table is for chains: a ring's slices are even; choose strategy = 'kvr' or 'auto', or another "
+                "partition"
             )
         is_planned = self.strategy != "single" and self.ranks_per_chain == "auto"
-        if is_planned and (self.ratios is not None or self.table is not None):
+        if is_planned and self.table is not None:
             raise ValueError(
-                "parallel.ratios and parallel.table are for chains of one length; with ranks_per_chain = 'auto' choose "
-                "another partition"
+                "parallel.table is for chains of one length; with ranks_per_chain = 'auto' choose another partition"
             )
         return self
 

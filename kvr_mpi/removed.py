@@ -2,6 +2,9 @@
 
 # section.key of a job, or section.key=value where only that value is gone.
 KEYS: dict[str, str] = {
+    "parallel.partition=ratio": 'Use "equal_time" (the default), "even", or a "table" of kvr search.',
+    "parallel.ratios": "Leave it out; slices take equal time, or those of a table that kvr search measured.",
+    "parallel.table_force": "Leave it out; create a table for this model and machine with kvr search.",
     "model.kernels=compiled": "Leave it out; the default uses the fastest kernels measured on this machine.",
     "questions.reuse=auto": "Leave it out to load what is stored, or set 'never' to prefill the documents again.",
     "parallel.transport=gloo": 'Use "mpi" between CPUs, which "auto" chooses.',

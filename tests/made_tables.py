@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from kvr_mpi.costs.costmodel import best_split, chain_seconds
 from kvr_mpi.costs.layer_costs import Costs
+from kvr_mpi.model.load import load_outline
+from kvr_mpi.tuning.identity import processor_name
 from kvr_mpi.tuning.table import Entry, Key, ModelIdentity, Provenance, Rates, Table
 
 # SmolLM2 on a core of a small machine.
@@ -57,3 +60,11 @@ def a_table(contexts: tuple[int, ...] = (1024, 2048, 4096), ranks: int = 2, slow
         split, seconds = best_split(COSTS, tokens, ranks, quantum=16)
         entries.append(an_entry(split.bounds, ttft_s=seconds * slower))
     return Table(key=a_key(ranks=ranks), rates=Rates.of(COSTS), entries=tuple(entries))
+
+
+def fitting(table: Table, model: Path) -> Table:
+    """The same for a model in a folder, on ranks of this machine that have a thread each (``parallel.threads``)."""
+    fingerprint = load_outline(str(model), dtype="float32", offline=True, cache_dir=model).fingerprint
+    identity = ModelIdentity(name="models/Tiny", fingerprint=fingerprint, architecture="LlamaForCausalLM")
+    device = f"{processor_name()}, 1 thread(s)"
+    return table.model_copy(update={"key": a_key(model=identity, device=device, ranks=table.key.ranks)})

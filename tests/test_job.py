@@ -81,11 +81,10 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     ranks_per_chain = 2
     ranks_per_stage = 2
     min_efficiency = 0.25
-    partition = "ratio"
-    ratios = [2, 1.5]
+    partition = "table"
+    table = "tables"
     memory_gib = 1.5
     chunk_tokens = 512
-    table_force = true
     threads = 4
     transport = "staged"
     [output]
@@ -105,10 +104,9 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     given = {key for key, _, source in show_job(spec, sources) if source != "default"}
     given |= {"generation.score", "generation.score_column"}  # instead of an answer
     given.add("generation.json_schema")  # cannot be combined with stop
-    given.add("parallel.table")  # goes with another partition, and not with ratios
     assert given == {key for key, _, _ in show_job(spec, sources)}  # a key added to the job is added here
     assert spec.documents.path == ["a", "b/*.txt"]
-    assert spec.parallel.ratios == [2.0, 1.5]
+    assert spec.parallel.table == "tables"
 
 
 def test_only_what_was_set_goes_to_the_generation_config(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ from kvr_mpi.job import JobSpec, load_job, show_job
         ("output.path=2024-05-01", r"= datetime\.date\(2024, 5, 1\): .*valid string"),
         ("parallel.ranks_per_chain=some", "= 'some': .*valid integer"),
         ("parallel.ranks_per_chain=some", "= 'some': .*'all'"),
-        ("parallel.ratios=3", "= 3: .*valid list"),
     ],
 )
 def test_a_value_of_another_type_is_never_made_to_fit(tmp_path: Path, setting: str, expected: str) -> None:
@@ -49,7 +48,7 @@ def test_a_value_of_another_type_is_never_made_to_fit(tmp_path: Path, setting: s
         ("prompt.too_long", ("error", "truncate", "split")),
         ("prompt.keep", ("head", "tail", "middle")),
         ("parallel.strategy", ("kvr", "ring", "auto", "single")),
-        ("parallel.partition", ("equal_time", "even", "ratio")),
+        ("parallel.partition", ("equal_time", "even", "table")),
     ],
 )
 def test_a_wrong_choice_lists_the_choices(tmp_path: Path, key: str, choices: tuple[str, ...]) -> None:
@@ -114,22 +113,6 @@ def test_a_section_that_is_a_value_is_refused(tmp_path: Path) -> None:
 def test_an_empty_stop_string_is_refused(tmp_path: Path) -> None:
     assert re.search(
         r"generation\.stop = \['END', ''\]: an empty stop", refusal(write_job(tmp_path), "generation.stop=['END', '']")
-    )
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        "partition = 'ratio'",
-        "ratios = [1, 2]",
-        "partition = 'even'\nratios = [1, 2]",
-        "partition = 'equal_time'\nratios = [1]",
-    ],
-)
-def test_ratios_and_their_partition_go_together(tmp_path: Path, more: str) -> None:
-    message = refusal(write_job(tmp_path, f"[parallel]\n{more}"))
-    assert re.search(
-        r"job\.toml: .*parallel\.partition = 'ratio' needs parallel\.ratios = .* the other way round", message
     )
 
 

@@ -66,7 +66,7 @@ class SearchOptions:
     type=click.Path(path_type=Path),
     help="Folder or .json file to write.",
 )
-@click.option("--replace", is_flag=True, help="Replace an existing table instead of merging into it.")
+@click.option("--replace", is_flag=True, help="Replace an existing table.")
 @click.option(
     "--check",
     "trials",
@@ -99,7 +99,7 @@ def search(**given: Any) -> int:
         from kvr_mpi.transport import on_root, together
         from kvr_mpi.tuning.cores import pinned
         from kvr_mpi.tuning.measure import follow, leading
-        from kvr_mpi.tuning.table import check_name
+        from kvr_mpi.tuning.table import check_name, save_table
         from kvr_mpi.tuning.tabulate import Wish, check_contexts, tabulate
 
         log = Log(world.rank)
@@ -123,29 +123,15 @@ def search(**given: Any) -> int:
             log.root(f"{size} ranks of {key.device}; {_say_costs(costs)}")
             with leading(loaded, chain) as run:
                 wish = Wish(lengths, cast('Literal["refit", "grid", "model"]', options.method), options.max_runs)
-                for found in tabulate(wish, costs, key, provenance, run, log.root):
-                    table = target.write(found)
-                _say_written(table, found, target, log.root)
+                for table in tabulate(wish, costs, key, provenance, run, log.root):
+                    save_table(table, target)
+                log.root(f"fitted: {_say_costs(table.rates.costs())}")
+                searched = ", ".join(str(entry.context_tokens) for entry in table.entries)
+                log.root(f"{target}: entries for {searched} tokens")
                 holds = options.trials is None or _check(table, lengths, run, options.trials, log.root)
         return 0 if holds else EXIT_MISSED
 
     return guarded(world, work)
-
-
-@dataclass(frozen=True)
-class _Target:
-    """Where the table goes, and what is there."""
-
-    path: Path
-    there: Table | None
-
-    def write(self, found: Table) -> Table:
-        """Merge what was found into what is there, and write it."""
-        from kvr_mpi.tuning.table import merge_tables, save_table
-
-        table = merge_tables(self.there, found)[0] if self.there else found
-        save_table(table, self.path)
-        return table
 
 
 def _who(
@@ -161,20 +147,16 @@ def _who(
     return key, provenance_of(chain, shlex.join(["kvr", *sys.argv[1:]]), library_version())
 
 
-def _target(output: Path, key: Key, replace: bool) -> _Target:
+def _target(output: Path, key: Key, replace: bool) -> Path:
     """Find the file, and refuse to spend time on what could not be written in the end."""
-    from kvr_mpi.errors import ConfigError
-    from kvr_mpi.tuning.table import check_place, differences_of, file_name, load_table
+    from kvr_mpi.errors import OutputError
+    from kvr_mpi.tuning.table import check_place, file_name
 
     path = output if output.suffix == ".json" else output / file_name(key)
-    there = load_table(path) if path.exists() and not replace else None
-    if there is not None and (differences := differences_of(there.key, key)):
-        raise ConfigError(
-            f"table {str(path)!r} was measured for something else: {'; '.join(differences)}; choose another "
-            f"--hardware or --output, or overwrite it with --replace"
-        )
+    if path.exists() and not replace:
+        raise OutputError(f"table {str(path)!r} exists already; choose another --hardware or --output, or --replace it")
     check_place(path)
-    return _Target(path, there)
+    return path
 
 
 def _costs(loaded: LoadedModel, chain: Transport, profile: str | None) -> Costs:
@@ -197,15 +179,6 @@ def _say_costs(costs: Costs) -> str:
         f"per layer {1e6 * token_s:.1f} us per token, {1e9 * costs.pair_s:.2f} ns per query-key pair; link "
         f"{costs.link_bytes_per_s / 1e9:.2f} GB/s, {1e6 * costs.link_latency_s:.1f} us"
     )
-
-
-def _say_written(table: Table, found: Table, target: _Target, say: Callable[[str], None]) -> None:
-    from kvr_mpi.tuning.table import merge_tables
-
-    for line in merge_tables(target.there, found)[1] if target.there else ():
-        say(line)
-    say(f"fitted: {_say_costs(table.rates.costs())}")
-    say(f"{target.path}: entries for {', '.join(str(entry.context_tokens) for entry in table.entries)} tokens")
 
 
 def _check(table: Table, lengths: list[int], run: Run, trials: int, say: Callable[[str], None]) -> bool:

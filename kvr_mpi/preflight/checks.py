@@ -95,13 +95,6 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
             f"parallel.ranks_per_stage = {stage}: chains of {size} rank(s) cannot be divided into stages of {stage}; "
             f"choose one of {fitting}, or start chains x stages x {stage} ranks"
         )
-    ratios = spec.parallel.ratios
-    if ratios is not None and len(ratios) * stage != size:
-        of = f"a chain of {size} ranks" if stage == 1 else f"a chain of {size} ranks in stages of {stage}"
-        raise ConfigError(
-            f"parallel.ratios = {ratios}: {len(ratios)} weights for {of}; expected one per "
-            f"{'rank' if stage == 1 else 'stage'}"
-        )
     return size
 
 
@@ -147,12 +140,12 @@ def _check_table(spec: JobSpec, ranks: int) -> None:
     if not tables:
         raise ConfigError(f"parallel.table = {str(path)!r}: no *.json in this folder; create a table with kvr search")
     size = ranks if parallel.ranks_per_chain == "all" else parallel.ranks_per_chain
-    if parallel.strategy == "single" or parallel.table_force or any(table.key.ranks == size for _, table in tables):
+    if parallel.strategy == "single" or any(table.key.ranks == size for _, table in tables):
         return
     found = " | ".join(f"{file.name} is for {table.key.ranks} ranks" for file, table in tables[:8])
     raise ConfigError(
         f"parallel.table = {str(path)!r} has no table for chains of {size} rank(s): {found}. Start as many ranks as a "
-        f"table is for, create one with kvr search, or name one file and set parallel.table_force = true"
+        f"table is for, or create one with kvr search"
     )
 
 

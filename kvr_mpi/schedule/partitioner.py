@@ -41,7 +41,7 @@ class Partitioner:
         decode_rank : int
             The rank of the chain that has the last slice; the one after it, cyclically, has the first.
         """
-        if self.parallel.ratios is None and self.table is not None:
+        if self.table is not None:
             return self._look_up(self.table, tokens)
         return self.propose(tokens, decode_rank, before)
 
@@ -52,8 +52,6 @@ class Partitioner:
             # Every token also attends to the known ones, which adds the same cost to each.
             rates = [Rates(rate.token_s + rate.pair_s * before, rate.pair_s) for rate in self.rates]
             return Partition.by_ratio(tokens, equal_time(tokens, [*rates[first:], *rates[:first]]), QUANTUM_TOKENS)
-        if parallel.ratios is not None:
-            return Partition.by_ratio(tokens, parallel.ratios, QUANTUM_TOKENS)
         if self.table is not None:
             return choose_slices(self.table, tokens, self.chain.size).partition
         return Partition.even(tokens, self.chain.size)

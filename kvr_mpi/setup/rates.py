@@ -66,10 +66,8 @@ def table_of(
     if parallel.table is None or chain.size == 1:
         return None
     here, path = key_of(loaded, chain), Path(parallel.table)
-    table, differences = together(world, lambda: find_table(path, here, force=parallel.table_force))
+    table = together(world, lambda: find_table(path, here))
     say(f"slices from the table of {table.key.model.name} on {table.key.hardware}, {describe_range(table)}")
-    if differences:
-        say(f"warning: used despite differences (parallel.table_force): {'; '.join(differences)}")
     rates = measure_rates(loaded, lane)[lane.rank - chain.rank :][: chain.size]
     if (drift := describe_drift(table, rates)) is not None:
         say(f"warning: {drift}; search again: kvr search")

@@ -15,7 +15,7 @@ from kvr_mpi.costs.costmodel import best_split, chain_seconds
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.tuning.grid import interpolate
-from kvr_mpi.tuning.table import Entry, Key, Table, differences_of, load_table, table_files
+from kvr_mpi.tuning.table import Entry, Key, Table, load_table, table_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +82,15 @@ def _nearest(entries: Sequence[Entry], tokens: int) -> list[Entry]:
     return below + above
 
 
-def _differences(table: Table, here: Key) -> list[str]:
-    return differences_of(table.key, here, ("dtype", "device", "ranks"))
-
-
-def find_table(path: Path, here: Key, *, force: bool = False) -> tuple[Table, list[str]]:
-    """Load the table for what is here: a file, or the one of a folder that fits.
+def find_table(path: Path, here: Key) -> Table:
+    """Load the table for what is here.
 
     Parameters
     ----------
     path : Path
-        A table, or a folder of tables.
+        A table, or a folder of tables, of which one has to fit.
     here : Key
         What it is to be used for. A machine is known by what its ranks compute with, whatever it was called.
-    force : bool
-        Take a table for something else, and say in what it differs.
-
-    Returns
-    -------
-    (Table, list of str)
-        And in what it differs, if forced.
 
     Raises
     ------
@@ -111,16 +100,25 @@ def find_table(path: Path, here: Key, *, force: bool = False) -> tuple[Table, li
     found = [(file, load_table(file)) for file in table_files(path)]
     if not found:
         raise ConfigError(f"parallel.table = {str(path)!r}: no *.json in this folder; create a table with kvr search")
-    fitting = [(file, table) for file, table in found if not _differences(table, here)]
+    fitting = [(file, table) for file, table in found if not _differences(table.key, here)]
     if len(fitting) == 1:
-        return fitting[0][1], []
+        return fitting[0][1]
     if fitting:
         names = ", ".join(file.name for file, _ in fitting)
         raise ConfigError(f"parallel.table = {str(path)!r}: several tables fit ({names}); choose one of these files")
-    reasons = [f"{file.name}: {'; '.join(_differences(table, here))}" for file, table in found]
-    if force and len(found) == 1:
-        return found[0][1], reasons
+    reasons = [f"{file.name}: {'; '.join(_differences(table.key, here))}" for file, table in found]
     raise ConfigError(
-        f"parallel.table = {str(path)!r} does not fit: {' | '.join(reasons[:8])}. Create one here with kvr search, or "
-        f"name one file and set parallel.table_force = true"
+        f"parallel.table = {str(path)!r} does not fit: {' | '.join(reasons[:8])}. Create one here with kvr search"
     )
+
+
+def _differences(table: Key, here: Key) -> list[str]:
+    """Say in what two keys differ: a model is known by its weights."""
+    pairs = [(name, getattr(table, name), getattr(here, name)) for name in ("dtype", "device", "ranks")]
+    if table.model.fingerprint != here.model.fingerprint:
+        pairs.insert(0, ("model", _model(table), _model(here)))
+    return [f"{name} is {theirs!r}, here it is {ours!r}" for name, theirs, ours in pairs if theirs != ours]
+
+
+def _model(key: Key) -> str:
+    return f"{key.model.name} ({key.model.architecture}, {key.model.fingerprint[:12]})"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import pairwise
@@ -52,7 +52,7 @@ class ModelIdentity(Part):
 
 
 class Key(Part):
-    """What a table holds for. Two tables with the same key can be merged."""
+    """What a table holds for."""
 
     model: ModelIdentity
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -263,67 +263,9 @@ def _partial_file(path: Path) -> Iterator[tuple[Path, IO[str]]]:
         raise OutputError(f"table {str(path)!r} cannot be written: {error}; choose another --output") from error
 
 
-def merge_tables(old: Table, new: Table) -> tuple[Table, list[str]]:
-    """Join two tables of the same key: of two entries for one length the better known one stays.
-
-    Better known is what was measured over what was only predicted, and then what is newer; the same holds for the
-    rates. In whatever order tables are merged, the result is the same.
-
-    Returns
-    -------
-    (Table, list of str)
-        And for every length that both have, which entry stayed and why.
-
-    Raises
-    ------
-    ConfigError
-        If their keys differ, saying in what.
-    """
-    if differences := differences_of(old.key, new.key):
-        raise ConfigError(f"only tables for the same setup can be merged: {'; '.join(differences)}")
-    entries = {entry.context_tokens: entry for entry in old.entries}
-    said = []
-    for entry in new.entries:
-        other = entries.get(entry.context_tokens)
-        if other is None or _rank(entry) > _rank(other):
-            entries[entry.context_tokens] = entry
-        if other is not None and other != entry:
-            stays, goes = (entry, other) if entries[entry.context_tokens] is entry else (other, entry)
-            said.append(f"{entry.context_tokens} tokens: kept {_label(stays)}, dropped {_label(goes)}")
-    rates = max(new, old, key=_rank_of_rates).rates
-    return Table(key=new.key, rates=rates, entries=tuple(entries[length] for length in sorted(entries))), said
-
-
-def differences_of(table: Key, here: Key, names: Sequence[str] = ("dtype", "hardware", "device", "ranks")) -> list[str]:
-    """Say in what two keys differ: a model is known by its weights, and what else counts is listed in `names`."""
-    pairs = [(name, getattr(table, name), getattr(here, name)) for name in names]
-    if table.model.fingerprint != here.model.fingerprint:
-        pairs.insert(0, ("model", _model(table), _model(here)))
-    return [f"{name} is {theirs!r}, here it is {ours!r}" for name, theirs, ours in pairs if theirs != ours]
-
-
 def table_files(path: Path) -> Iterable[Path]:
     """List the file itself, or the tables in a folder."""
     return sorted(path.glob("*.json")) if path.is_dir() else [path]
-
-
-def _model(key: Key) -> str:
-    return f"{key.model.name} ({key.model.architecture}, {key.model.fingerprint[:12]})"
-
-
-def _rank(entry: Entry) -> tuple[bool, str, float, str]:
-    """How well an entry is known; what follows the date only settles which of two equals it is."""
-    return entry.ttft_s is not None, entry.provenance.date, -entry.seconds, entry.model_dump_json()
-
-
-def _rank_of_rates(table: Table) -> tuple[bool, str, str]:
-    measured, date, *_ = max(_rank(entry) for entry in table.entries)
-    return measured, date, table.rates.model_dump_json()
-
-
-def _label(entry: Entry) -> str:
-    known = "predicted" if entry.ttft_s is None else "measured"
-    return f"{entry.partition} ({entry.method}, {known} {entry.seconds:.3f} s, {entry.provenance.date})"
 
 
 def _short(values: Iterable[int]) -> str:

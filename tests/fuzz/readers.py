@@ -53,8 +53,7 @@ temperature = 0.5
 stop = ["END", "\\n\\n"]
 [parallel]
 ranks_per_chain = 2
-partition = "ratio"
-ratios = [2.0, 1]
+partition = "even"
 [output]
 path = "out"
 kv = true

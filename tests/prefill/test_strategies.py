@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from made_jobs import TEXT, answers, with_settings
-from made_tables import COSTS, a_table, an_entry
+from made_tables import COSTS, a_table, an_entry, fitting
 from models import prompt, tiny
 from pipelines import Failing
 
@@ -142,15 +142,17 @@ def test_memory_that_is_full_begins_a_new_wave_of_rings(
 
 
 @pytest.mark.slow
-def test_auto_takes_what_a_table_forecasts_to_be_faster(job: Any, expected: Any, tmp_path: Path, run_here: Any) -> None:
+def test_auto_takes_what_a_table_forecasts_to_be_faster(
+    job: Any, expected: Any, tmp_path: Path, tiny_model_dir: Path, run_here: Any
+) -> None:
     """Slices of 19 to 1 leave the second rank with nothing to do; on a slow link a ring waits in every layer."""
     path = job(LENGTHS)
     uneven = [an_entry((0, tokens * 19 // 20, tokens)) for tokens in (128, 512)]
     best, slow = a_table(contexts=(128, 256, 512)), Rates.of(replace(COSTS, link_bytes_per_s=1e8))
     for chosen, changes in (("ring", {"entries": tuple(uneven)}), ("kvr", {"rates": slow})):
         table = best.model_copy(update=changes)
-        save_table(table, tmp_path / "table.json")
-        settings = ("partition=table", f"table={tmp_path / 'table.json'}", "table_force=true", "strategy=auto")
+        save_table(fitting(table, tiny_model_dir), tmp_path / "table.json")
+        settings = ("partition=table", f"table={tmp_path / 'table.json'}", "threads=1", "strategy=auto")
         run = run_here(2, [path, "--overwrite", *with_settings(*(f"parallel.{setting}" for setting in settings))])
         assert run.returncode == 0, run.stderr
         assert answers(tmp_path / "job") == expected
@@ -294,7 +296,7 @@ def test_plans_name_the_strategy(job: Any, monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_a_rings_slices_are_even(job: Any, run_here: Any) -> None:
-    settings = with_settings("parallel.strategy=ring", "parallel.partition=ratio", "parallel.ratios=[2, 1]")
+    settings = with_settings("parallel.strategy=ring", "parallel.partition=table", "parallel.table=tables")
     run = run_here(2, [job([1]), *settings])
     assert run.returncode == 78 and "a ring's slices are even" in run.stderr
 

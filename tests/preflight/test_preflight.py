@@ -142,7 +142,6 @@ def test_a_table_for_other_chains_is_refused(job: Path, tmp_path: Path, ranks: i
     assert a_table().key.ranks == 2
     check(job, *settings)
     check(job, *settings, "parallel.ranks_per_chain=2", ranks=4)
-    check(job, *settings, "parallel.table_force=true", ranks=ranks)
     told = refusal(job, *settings, ranks=ranks)
     assert f"chains of {ranks} rank(s)" in told and "is for 2 ranks" in told
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from constants import Kvr
 from made_jobs import TEXT, answers, last_line, with_settings
+from made_tables import a_table, an_entry, fitting
 
 from kvr_mpi.compress.registry import METHODS, Method, Parameters, _evenly
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
+from kvr_mpi.tuning.table import save_table
 
 SMALL = ("compress.method=ada-snapkv", "compress.budget=64", "compress.window=16", "compress.kernel=3")
 
@@ -38,12 +40,16 @@ def tokens(records: dict[str, Record]) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.slow
-def test_answers_do_not_depend_on_the_number_of_ranks(compressed: Any) -> None:
+def test_answers_do_not_depend_on_the_number_of_ranks(compressed: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
     truth = compressed(1, *SMALL)
     whole = compressed(1)
     assert tokens(compressed(3, *SMALL)) == tokens(truth)
     assert tokens(compressed(2, *SMALL, "parallel.strategy=ring")) == tokens(truth)
-    uneven = compressed(2, *SMALL, "parallel.partition=ratio", "parallel.ratios=[30, 1]")
+    bounds = [(0, tokens * 30 // 31, tokens) for tokens in (64, 4096)]
+    table = a_table().model_copy(update={"entries": tuple(map(an_entry, bounds))})
+    save_table(fitting(table, tiny_model_dir), tmp_path / "table.json")
+    by_table = ("parallel.partition=table", f"parallel.table={tmp_path / 'table.json'}", "parallel.threads=1")
+    uneven = compressed(2, *SMALL, *by_table)
     assert tokens(uneven) == tokens(truth)
     longest = max(uneven.values(), key=lambda record: record.prompt_tokens)
     assert longest.slices[2] - longest.slices[1] == 16, "the last slice was shorter than the window"

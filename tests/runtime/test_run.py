@@ -19,7 +19,7 @@ def test_any_number_of_ranks_gives_the_same_answers(job: Path, tmp_path: Path, m
     runs = {
         "alone": (1, ["parallel.strategy=single"]),
         "chain": (2, []),
-        "uneven": (3, ["parallel.partition=ratio", "parallel.ratios=[5, 3, 1]"]),
+        "even": (3, ["parallel.partition=even"]),
         "chains": (4, ["parallel.ranks_per_chain=2", "parallel.partition=equal_time"]),
     }
     found = {}
@@ -33,7 +33,7 @@ def test_any_number_of_ranks_gives_the_same_answers(job: Path, tmp_path: Path, m
         assert [file.name for file in folder.glob("*.h5*")] == ["results.h5"]
     assert len(found["alone"]) == 5
     assert all(len(tokens) == 8 for tokens in found["alone"].values())
-    assert found["chain"] == found["uneven"] == found["chains"] == found["alone"]
+    assert found["chain"] == found["even"] == found["chains"] == found["alone"]
 
 
 @pytest.mark.slow

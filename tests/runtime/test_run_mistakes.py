@@ -45,7 +45,6 @@ WRONG = [
     (["--set", "model.device=cuda"], 78, ["model.device = 'cuda'", "no GPU"]),
     (["--set", "generation.max_tokens=3"], 78, ["unknown key", "did you mean 'max_new_tokens'"]),
     (["--set", "parallel.ranks_per_chain=3"], 78, ["ranks_per_chain = 3", "[1, 2]"]),
-    (["--set", "parallel.partition=ratio", "--set", "parallel.ratios=[1.0]"], 78, ["1 weights for a chain of 2"]),
     (["--set", "output.path={tmp}/job.toml/out"], 78, ["output.path", "cannot be written"]),
     (["--set", "nonsense"], 78, ["expected section.key=value"]),
 ]

@@ -81,7 +81,7 @@ def check_same(folder: Path, truth: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        (3, ("parallel.partition=ratio", "parallel.ratios=[5, 3, 1]")),
+        (3, ("parallel.partition=equal_time",)),
         pytest.param(4, ("parallel.ranks_per_chain=2",), marks=pytest.mark.slow),
         pytest.param(1, (), marks=pytest.mark.long),
     ],
@@ -187,7 +187,7 @@ def test_a_part_that_is_lost_is_made_again(
 @pytest.mark.parametrize(
     ("kind", "ranks", "more"),
     [
-        ("llama-gqa", 4, ("parallel.partition=ratio", "parallel.ratios=[4, 3, 2, 1]", "parallel.chunk_tokens=32")),
+        ("llama-gqa", 4, ("parallel.chunk_tokens=32",)),
         ("mistral-window", 3, ()),
         ("gemma2-softcap", 2, ()),
         ("llama4-chunks", 3, ()),

@@ -102,13 +102,6 @@ def test_ranks_that_stages_do_not_divide_are_refused(job: Path, ranks: int, stag
         lay_out(spec_of(job, f"parallel.ranks_per_stage={stage}"), ranks)
 
 
-def test_one_weight_a_stage(job: Path) -> None:
-    weights = ("parallel.partition=ratio", "parallel.ratios=[1, 2]", "parallel.ranks_per_stage=2")
-    assert lay_out(spec_of(job, *weights), 4).stages == 2
-    with pytest.raises(ConfigError, match="in stages of 2; expected one per stage"):
-        lay_out(spec_of(job, *weights), 8)
-
-
 def test_a_job_of_stages_is_planned_as_one_of_stages(job: Path, tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     made = plan_job(spec_of(job, "parallel.ranks_per_stage=2"), machine, 8, "h100-80gb")

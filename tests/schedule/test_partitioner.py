@@ -21,11 +21,6 @@ def test_even_slices() -> None:
     assert partitioner(4, partition="even").cut(1024, 0, 0).lengths == (256,) * 4
 
 
-def test_slices_by_ratio() -> None:
-    found = partitioner(2, partition="ratio", ratios=[3, 1]).cut(1024, 1, 0)
-    assert found.lengths == (768, 256)
-
-
 def test_a_slow_rank_has_a_short_slice_wherever_its_place_is() -> None:
     fast, slow = Rates(1e-6, 1e-12), Rates(4e-6, 4e-12)
     cut = partitioner(3, [fast, slow, fast], partition="equal_time").cut

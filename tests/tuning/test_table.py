@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from made_tables import COSTS, a_key, a_table, an_entry
+from made_tables import COSTS, a_key, a_table
 
 from kvr_mpi.costs.costmodel import best_split, chain_seconds
 from kvr_mpi.errors import ConfigError, DataError, OutputError
@@ -20,14 +20,10 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.tuning.lookup import QUANTUM_TOKENS, choose_slices, find_table
 from kvr_mpi.tuning.table import (
     MAX_FILE_BYTES,
-    ModelIdentity,
-    Rates,
-    Table,
     check_name,
     check_place,
     file_name,
     load_table,
-    merge_tables,
     save_table,
 )
 
@@ -140,71 +136,6 @@ def test_names_that_are_no_part_of_a_file_name_are_refused(name: str) -> None:
         check_name("--hardware", name)
 
 
-entries = st.builds(
-    lambda tokens, cut, ttft_s, day: an_entry((0, cut, 64 * tokens), ttft_s, f"2026-11-{day:02d}T10:00:00Z"),
-    st.integers(1, 4),
-    st.integers(1, 63),
-    st.none() | st.sampled_from([1.0, 2.0]),
-    st.integers(1, 3),
-)
-
-
-@st.composite
-def some_tables(draw: st.DrawFn) -> Table:
-    chosen = {entry.context_tokens: entry for entry in draw(st.lists(entries, min_size=1, max_size=4))}
-    rates = Rates.of(COSTS).model_copy(update={"pair_s": draw(st.sampled_from([1e-8, 2e-8, 3e-8]))})
-    return Table(key=a_key(), rates=rates, entries=tuple(chosen[tokens] for tokens in sorted(chosen)))
-
-
-def joined(one: Table, other: Table) -> Table:
-    return merge_tables(one, other)[0]
-
-
-@given(some_tables(), some_tables())
-def test_merging_keeps_the_better_known_and_says_so(one: Table, other: Table) -> None:
-    merged, said = merge_tables(one, other)
-    assert Table.model_validate_json(merged.model_dump_json()) == merged
-    both = {entry.context_tokens: [entry] for entry in one.entries}
-    for entry in other.entries:
-        both.setdefault(entry.context_tokens, []).append(entry)
-    assert [entry.context_tokens for entry in merged.entries] == sorted(both)
-    for entry in merged.entries:
-        assert entry in both[entry.context_tokens]
-        for rival in both[entry.context_tokens]:
-            assert (entry.ttft_s is not None, entry.provenance.date) >= (
-                rival.ttft_s is not None,
-                rival.provenance.date,
-            )
-    differing = [tokens for tokens, pair in both.items() if len(pair) == 2 and pair[0] != pair[1]]
-    assert [int(line.split()[0]) for line in said] == [
-        entry.context_tokens for entry in other.entries if entry.context_tokens in differing
-    ]
-
-
-@given(some_tables(), some_tables(), some_tables())
-@settings(max_examples=50)
-def test_the_order_of_merging_does_not_matter(a: Table, b: Table, c: Table) -> None:
-    assert joined(a, b).entries == joined(b, a).entries
-    assert joined(joined(a, b), c).entries == joined(a, joined(b, c)).entries
-    assert joined(a, a) == a
-
-
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"dtype": "bfloat16"}, "dtype is 'float32', here it is 'bfloat16'"),
-        ({"hardware": "there"}, "hardware is 'here', here it is 'there'"),
-        ({"device": "two cores"}, "device is 'a core'"),
-        ({"model": ModelIdentity(name="Other", fingerprint="e" * 64, architecture="Gpt")}, "Other (Gpt, eeeeeeeeeeee)"),
-    ],
-)
-def test_tables_of_different_things_are_not_merged(changes: dict[str, Any], word: str) -> None:
-    table = a_table()
-    with pytest.raises(ConfigError) as error:
-        merge_tables(table, table.model_copy(update={"key": a_key(**changes)}))
-    assert word in str(error.value)
-
-
 def test_an_entry_is_taken_as_it_is() -> None:
     table = a_table()
     for entry in table.entries:
@@ -263,27 +194,22 @@ def test_the_fitting_table_of_a_folder_is_found(tmp_path: Path) -> None:
     for ranks in (2, 3, 4):
         table = a_table(ranks=ranks)
         save_table(table, tmp_path / file_name(table.key))
-    found, differences = find_table(tmp_path, a_key(ranks=3, hardware="unnamed"))
-    assert found.key.ranks == 3 and not differences
+    assert find_table(tmp_path, a_key(ranks=3, hardware="unnamed")).key.ranks == 3
     with pytest.raises(ConfigError, match="ranks is 2, here it is 5.*ranks is 4, here it is 5"):
         find_table(tmp_path, a_key(ranks=5))
-    with pytest.raises(ConfigError, match="name one file"):
-        find_table(tmp_path, a_key(ranks=5), force=True)
     save_table(a_table(ranks=3), tmp_path / "copy.json")
     with pytest.raises(ConfigError, match=r"several tables fit \(Tiny-float32_here_p3.json, copy.json\)"):
         find_table(tmp_path, a_key(ranks=3))
 
 
-def test_a_foreign_table_is_used_only_if_forced(tmp_path: Path) -> None:
+def test_a_foreign_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     save_table(a_table(), path)
     here = a_key(dtype="bfloat16", device="an H200", ranks=4)
     with pytest.raises(ConfigError) as error:
         find_table(path, here)
-    for word in ("dtype is 'float32'", "device is 'a core', here it is 'an H200'", "ranks is 2", "table_force"):
+    for word in ("dtype is 'float32'", "device is 'a core', here it is 'an H200'", "ranks is 2"):
         assert word in str(error.value)
-    table, differences = find_table(path, here, force=True)
-    assert table == a_table() and "an H200" in differences[0]
 
 
 def test_an_empty_folder_and_a_damaged_one_are_said_so(tmp_path: Path) -> None:
