@@ -53,9 +53,9 @@ def main(arguments: Sequence[str]) -> None:
     ids = [(7 * at * at + 3 * at) % 4096 + 5 for at in range(wanted.tokens)]
     partition = Partition.even(wanted.tokens, world.size)
     with tempfile.TemporaryDirectory() as folder:
-        recorder, origin = Recorder(is_on=True), time.perf_counter()
-        header = TraceHeader(world.rank, world.size, 1, "here", "cpu", layers, time.time())
-        writer = TraceWriter(Path(folder), header, recorder, origin=origin, limit_bytes=1 << 26, say=print)
+        recorder, offset_s = Recorder(is_on=True), time.time() - time.perf_counter()
+        header = TraceHeader(world.rank, world.size, 1, "here", "cpu", layers)
+        writer = TraceWriter(Path(folder), header, recorder, offset_s=offset_s, limit_bytes=1 << 26, say=print)
         forwarders = Forwarder(world, recorder=Recorder()), Forwarder(world, recorder=recorder)
 
         def prefill(is_traced: bool) -> tuple[float, float]:

@@ -16,6 +16,7 @@ KEYS: dict[str, str] = {
 
 # A command, or a command and its option: "COMMAND --option".
 COMMANDS: dict[str, str] = {
+    "report --trace-json": "Open the files in RUN/trace at ui.perfetto.dev.",
     "import": "Copy the run's folder; kvr ask and documents.reuse read it where it is.",
     "bench": "in a clone of the repository, run `python -m benchmarks first-token`, `corpus` or `fairkv`.",
     "simulate": "use `kvr plan --tokens 64k --hardware h200 --ranks 8`; in a clone of the repository, "

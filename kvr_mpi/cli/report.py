@@ -18,28 +18,19 @@ from kvr_mpi.cli.writing import writing
     type=click.Path(dir_okay=False, path_type=Path),
     help="HTML file to write.  [default: report.html in RUN]",
 )
-@click.option(
-    "--trace-json",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also write the ranks' trace as one JSON file for ui.perfetto.dev or chrome://tracing.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace existing files; report.html in RUN always is.")
-def report(path: Path, output: Path | None, trace_json: Path | None, overwrite: bool) -> None:
+@click.option("--overwrite", is_flag=True, help="Replace an existing file; report.html in RUN always is.")
+def report(path: Path, output: Path | None, overwrite: bool) -> None:
     """Write a page about RUN, the output folder of a run or a result file, even while the job is running.
 
     The page is one HTML file that needs no network: where the time went (if the job had report.trace = true), slices,
     times, failures and memory, and all answers to browse and search. It notes in one line what the run did not record.
     """
     from kvr_mpi.disk import replacing
-    from kvr_mpi.report.perfetto import write_perfetto
     from kvr_mpi.report.run_page import page_of
     from kvr_mpi.store.targets import check_file
 
     target = output or (path if path.is_dir() else path.parent) / "report.html"
     check_file(target, overwrite=overwrite or (output is None and path.is_dir()), reads=[path])
-    if trace_json is not None:
-        check_file(trace_json, overwrite=overwrite, reads=[path])
     with writing(target):
         page, skipped = page_of(path)
         for line in skipped:
@@ -47,6 +38,3 @@ def report(path: Path, output: Path | None, trace_json: Path | None, overwrite: 
         with replacing(target) as stream:
             stream.write(page)
         click.echo(f"{target}: {len(page) / 1e6:.2f} MB; open it in a browser")
-        if trace_json is not None:
-            spans, ranks = write_perfetto(path if path.is_dir() else path.parent, trace_json, skipped.append)
-            click.echo(f"{trace_json}: {spans} spans of {ranks} rank(s); open it at ui.perfetto.dev")

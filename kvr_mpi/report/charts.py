@@ -77,10 +77,10 @@ def draw_timeline(timeline: Timeline) -> Chart:
             took = duration_text(span.ended_s - span.began_s)
             if span.kind in ("wait", "send wait") and ended - began > 0.3:
                 colour = "wait" if span.kind == "wait" else "held"
-                whom = f" for rank {lane.peer_of(span)}" if span.peer >= 0 else " for the link"
+                whom = f" for rank {span.peer}" if span.peer >= 0 else " for the link"
                 drawing.rect(began, top + 4, ended - began, 24, colour, f"layer {span.layer}: waited {took}{whom}")
             elif span.kind in ("send", "forward") and span.layer >= 0:
-                whom = f"to rank {lane.peer_of(span)}"
+                whom = f"to rank {span.peer}"
                 told = f"layer {span.layer}: {span.kind} {whom}, {bytes_text(span.amount)} in {took}"
                 drawing.rect(began, top + 30, max(0.6, ended - began), 5, "sent", told)
     first_token = x(timeline.seconds)

@@ -15,7 +15,7 @@ class ReportSettings(BaseModel):
         description="keep progress.json and metrics.prom (Prometheus text) up to date; write metrics.json at the end",
     )
     trace: bool = Field(
-        False, description="record what every rank does and when, in trace.json, which Perfetto and Chrome can open"
+        False, description="record what every rank does and when, in a file per rank that Perfetto and Chrome can open"
     )
     trace_mib: int = Field(
         64, ge=1, description="maximum size of the trace in MiB, over all ranks and resumed jobs; a full trace ends"

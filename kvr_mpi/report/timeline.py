@@ -38,10 +38,6 @@ class Lane:
         """Of all stages of the job, one after the other."""
         return place_in_stage(self.rank, self.header.ranks_per_stage)[0]
 
-    def peer_of(self, span: Span) -> int:
-        """Say which rank of the job a span is about."""
-        return self.header.peer_of(self.prompt, span.peer)
-
     @property
     def waited_s(self) -> float:
         """Time of waiting, for others' keys and values or for the link."""
@@ -97,18 +93,15 @@ class TracedRun:
     """
 
     timelines: list[Timeline] = field(default_factory=list)
-    packed: int = 0
     incomplete: int = 0
     backwards: int = 0
     clock_error_s: float = 0.0
     layers: int = 0
     devices: set[str] = field(default_factory=set)
-    sessions: set[int] = field(default_factory=set)
     names: dict[int, str] = field(default_factory=dict)
     full: int = 0
     damaged: int = 0
     memory: dict[int, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
-    decode_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
 
 def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
@@ -119,7 +112,6 @@ def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
         header = trace.header
         run.layers = max(run.layers, header.layers)
         run.devices.add(header.device)
-        run.sessions.add(header.session)
         run.names[header.rank] = header.name
         run.full += trace.is_full
         run.damaged += trace.damaged
@@ -128,16 +120,12 @@ def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
         of_prompt: dict[int, list[Span]] = defaultdict(list)
         for span in trace.spans:
             of_prompt[span.prompt].append(span)
-            if span.kind == "decode":
-                run.decode_s[header.rank] += span.ended_s - span.began_s
         seen: Counter[tuple[str, int, str]] = Counter()
         for number, prompt in sorted(trace.prompts.items()):
             name = prompt.document, prompt.part, prompt.what
             seen[name] += 1  # the parts of a text are followed by a prompt about their answers
             prefill = next((span for span in of_prompt[number] if span.kind == "prefill"), None)
-            if prompt.what == "packed":
-                run.packed += prefill is not None and place_in_stage(header.rank, header.ranks_per_stage)[1] == 0
-            elif prefill is not None:
+            if prefill is not None and prompt.what != "packed":
                 key = header.session, prompt.first_rank, prompt.ranks, *name, seen[name]
                 lanes[key][header.rank] = Lane(header, prompt, prefill, of_prompt[number])
     for found in lanes.values():
@@ -159,13 +147,13 @@ def _backwards(timeline: Timeline, error_s: float) -> int:
     for lane in timeline.lanes:
         for span in lane.spans:
             if span.kind in ("send", "forward") and span.layer >= 0:
-                key = span.layer, lane.rank, lane.peer_of(span)
+                key = span.layer, lane.rank, span.peer
                 begun[key] = min(begun.get(key, math.inf), span.began_s)
     ended: dict[tuple[int, int, int], float] = {}
     for lane in timeline.lanes:
         for span in lane.spans:
             if span.kind == "receive" and span.layer >= 0:
-                key = span.layer, lane.peer_of(span), lane.rank
+                key = span.layer, span.peer, lane.rank
                 ended[key] = max(ended.get(key, -math.inf), span.ended_s)
     # A few microseconds are lost in writing.
     return sum(ended[key] + error_s + 1e-5 < began for key, began in begun.items() if key in ended)

@@ -22,7 +22,6 @@ from kvr_mpi.preflight.checks import lay_out
 from kvr_mpi.preflight.inputs import prompts_of, row_format
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.metrics import ProgressFiles, write_metrics
-from kvr_mpi.report.perfetto import describe_trace
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.requests.document_request import error_record
@@ -304,14 +303,10 @@ def _conclude(run: Run | None, spec: JobSpec, left: int, stop: Stop, log: Log) -
     assert run is not None, "on rank 0"
     folder = Path(spec.output.path)
     if left:
-        if spec.report.trace and not stop.is_over:
-            log.line(describe_trace(folder))
         run.close()
         log.line(exit_line(EXIT_STOPPED, f"{left} document(s) left: {stop.reason}"))
         return EXIT_STOPPED
     run.check(anew=True)  # merging replaces files: never in another folder
-    if spec.report.trace:
-        log.line(describe_trace(folder))
     result = merge_run(folder, lambda: stop.heard or stop.is_over, log.line)
     run.close()
     index = index_run(folder) if run_files(folder) else Index({})  # a share may be empty

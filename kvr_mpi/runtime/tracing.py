@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from kvr_mpi.costs.solve import Rates
@@ -112,7 +111,7 @@ class Trace:
     def _begin(self, prompt: TracedPrompt) -> None:
         assert self._writer is not None
         self.recorder.prompt = self._prompts
-        self._writer.line({"prompt": self._prompts, **asdict(prompt)})
+        self._writer.add_prompt(self._prompts, prompt)
         self._prompts += 1
 
     def _seconds(self, tokens: int, before: int) -> float:
@@ -146,7 +145,6 @@ def open_trace(
         yield Trace(Recorder(), states=states)
         return
     left = share_json(world, on_root(world, lambda: wanted.trace_mib * 2**20 - _written_bytes(folder)))
-    origin = time.perf_counter()
     # By a rolling cache a token attends to fewer than there are before it, and a rank has no one slice.
     rates = setup.rates[ranks.lane.rank] if setup.rates and setup.rolling is None else None
     layers = len(setup.loaded.shape.layers)
@@ -157,7 +155,6 @@ def open_trace(
         host=socket.gethostname(),
         device=setup.loaded.device.type,
         layers=layers,
-        origin_s=time.time(),
         token_s=0.0 if rates is None else rates.token_s,
         pair_s=0.0 if rates is None else rates.pair_s,
         ranks_per_stage=setup.spec.parallel.ranks_per_stage,
@@ -167,13 +164,21 @@ def open_trace(
         yield Trace(Recorder(), states=states)
         return
     recorder = Recorder(is_on=True)
-    writer = TraceWriter(folder, header, recorder, origin=origin, limit_bytes=left // world.size, say=log.line)
-    _compare_clocks(world, writer, header, origin)
-    log.root(f"recording a trace of all ranks, up to {left / 2**20:.1f} MiB in {writer.path.parent}")
+    offset_s = time.time() - time.perf_counter()  # so that nobody sets the clock while the job runs
+    skew = _measure_skew(world, header.host, offset_s)
+    offset_s -= skew.ahead_s
+    limit = left // world.size
+    writer = TraceWriter(folder, header, recorder, offset_s=offset_s, limit_bytes=limit, say=log.line)
+    writer.add_clock(0.0, skew.error_s)
+    log.root(
+        f"recording a trace, up to {left / 2**20:.1f} MiB: open the files in {writer.path.parent} at ui.perfetto.dev, "
+        f"or see `kvr report {folder}`"
+    )
     try:
         yield Trace(recorder, writer, layers, rates, states)
         world.barrier()
-        _compare_clocks(world, writer, header, origin)
+        skew = _measure_skew(world, header.host, offset_s)
+        writer.add_clock(skew.ahead_s, skew.error_s)
     finally:
         writer.close()
 
@@ -182,24 +187,24 @@ def _written_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in trace_files(folder))
 
 
-def _compare_clocks(world: Transport, writer: TraceWriter, header: TraceHeader, origin: float) -> None:
-    """Write down how far this rank's clock is ahead of rank 0's; of each host one rank is asked."""
-    hosts: list[str] = share_json(world, gather_json(world, header.host))
-    origins: list[float] = share_json(world, gather_json(world, header.origin_s - origin))
-    asked = [hosts.index(host) for host in dict.fromkeys(hosts)][1:]
+def _measure_skew(world: Transport, host: str, offset_s: float) -> Skew:
+    """Measure how far this rank's clock is ahead of rank 0's; of each host one rank is asked.
 
-    def clock() -> float:  # one that nobody sets while the job runs
-        return header.origin_s - origin + time.perf_counter()
-
-    found = measure_skews(world, asked, _wait, clock)
+    Parameters
+    ----------
+    offset_s : float
+        What its clock is ahead of ``time.perf_counter``, which ranks of a host have in common.
+    """
+    hosts: list[str] = share_json(world, gather_json(world, host))
+    offsets: list[float] = share_json(world, gather_json(world, offset_s))
+    asked = [hosts.index(name) for name in dict.fromkeys(hosts)][1:]
+    found = measure_skews(world, asked, _wait, lambda: time.perf_counter() + offset_s)
     told: list[tuple[float, float]] = share_json(
         world, [(found[rank].ahead_s, found[rank].error_s) for rank in asked] if world.rank == 0 else None
     )
     skews = {0: Skew(0.0, 0.0)} | {rank: Skew(*each) for rank, each in zip(asked, told, strict=True)}
-    first = hosts.index(header.host)
-    # Ranks of a host have one clock that only runs forward; where each set its origin is known.
-    ahead_s = skews[first].ahead_s + origins[world.rank] - origins[first]
-    writer.line({"clock": [writer.now_us(), ahead_s, skews[first].error_s]})
+    first = hosts.index(host)
+    return Skew(skews[first].ahead_s + offset_s - offsets[first], skews[first].error_s)
 
 
 def _wait(request: Request, who: str) -> None:

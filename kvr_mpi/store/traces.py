@@ -1,15 +1,17 @@
 """A run's traces: what every rank did when, a file a rank and job, in the run's folder ``trace``.
 
-    SESSION-RANK.jsonl     a JSON value a line: first an object, the header; then
-        [kind, began, took, prompt, layer, peer, amount]   a `Span`, in microseconds since the header's origin
-        {"prompt": number, ...}                            what the rank calls by this number from now on
-        {"clock": [at, ahead_s, error_s]}                  the rank's clock against rank 0's (``transport.clocks``)
-        {"memory": [at, bytes]}                            what the rank's process takes
-        {"full": bytes}                                    no more is written: the trace has its size
-        {"ended": at}                                      the rank came to the end of its work
+    SESSION-RANK.json      trace events in the JSON array format of Chrome and Perfetto, one a line. The array is never
+                           closed, as the format allows: of a job that was killed all is there but the last seconds
 
-Written while the job runs, whole lines at a time: of a job that was killed all is there but the last seconds. A job
-that goes on with a run adds files of its own.
+Times are microseconds of Unix time, on rank 0's clock as far as it was known when the job began. A process is a rank of
+a job, a thread a kind of work. Metadata events that viewers pass over say more:
+
+    kvr_trace              the version of the format, and a `TraceHeader`; the first event
+    prompt                 a `TracedPrompt`, and what the rank calls it (number)
+    clock                  how far the rank's clock is ahead of rank 0's, and to how many seconds that is known
+    full, ended            no more is written: the trace has its size; the rank came to the end of its work
+
+A job that goes on with a run adds files of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ import os
 import re
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
+
+import numpy as np
 
 from kvr_mpi.disk import create, read_regular
 from kvr_mpi.errors import DataError
@@ -34,23 +37,38 @@ from kvr_mpi.topology import in_lane_of, rank_name
 from kvr_mpi.trace import Kind, Recorder, Span
 
 TRACES = "trace"
-# What a job tells of itself beside its results: all traces as one, and where it is.
-TRACE_FILE = "trace.json"
+# What a job tells of itself beside its results.
 PROGRESS_FILE, PROMETHEUS_FILE, METRICS_FILE = "progress.json", "metrics.prom", "metrics.json"
-FORMAT = "kvr-trace", 1
-FILE_NAME = re.compile(r"(\d{4,})-(\d{4,})\.jsonl")
+HEADER, VERSION = "kvr_trace", 2
+FILE_NAME = re.compile(r"(\d{4,})-(\d{4,})\.json")
 # How often what was recorded is written.
 FLUSH_S = 2.0
 # More than any trace: its size is at most `report.trace_mib`.
 FILE_BYTES = 1 << 32
-KINDS = get_args(Kind)
+# In which row of its rank a span is drawn; what may overlap with others of its row gets one of LANES rows.
+ROWS: dict[Kind, int] = {
+    "prefill": 1,
+    "layer": 1,
+    "wait": 1,
+    "send wait": 1,
+    "decode": 1,
+    "write": 2,
+    "send": 10,
+    "forward": 30,
+    "receive": 50,
+}
+ROW_NAMES = {1: "compute", 2: "write", 10: "send", 30: "forward", 50: "receive"}
+LANES = 20
+# Prompts that spans may still be noted of.
+RECENT_PROMPTS = 4096
+OPENING = b"[\n"
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
 class TraceHeader:
     """What a trace says of its rank.
 
-    origin_s : Unix time of the origin, by the rank's own clock.
     token_s, pair_s : what slices were cut by (``costs.solve.Rates``); 0: by something else.
     ranks_per_stage : of the job.
     """
@@ -61,7 +79,6 @@ class TraceHeader:
     host: str
     device: str
     layers: int
-    origin_s: float
     token_s: float = 0.0
     pair_s: float = 0.0
     ranks_per_stage: int = 1
@@ -70,10 +87,6 @@ class TraceHeader:
     def name(self) -> str:
         """Of the rank."""
         return rank_name(self.rank, self.ranks_per_stage)
-
-    def peer_of(self, prompt: TracedPrompt, peer: int) -> int:
-        """Say which rank of the job a span of a prompt names: of another stage the one with the same heads."""
-        return in_lane_of(self.rank, prompt.first_rank + peer, self.ranks_per_stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +140,8 @@ class TraceWriter:
     ----------
     folder : Path
         Of the run.
-    origin : float
-        ``time.perf_counter`` at the header's origin.
+    offset_s : float
+        Unix time of rank 0's clock, less ``time.perf_counter``.
     limit_bytes : int
         Most of the file.
     say : callable
@@ -141,81 +154,135 @@ class TraceWriter:
         header: TraceHeader,
         recorder: Recorder,
         *,
-        origin: float,
+        offset_s: float,
         limit_bytes: int,
         say: Callable[[str], None],
     ) -> None:
-        self._recorder, self._origin, self._left, self._say = recorder, origin, limit_bytes, say
-        self._limit = limit_bytes
+        self._header, self._recorder, self._offset_s, self._say = header, recorder, offset_s, say
+        self._limit = self._left = limit_bytes
+        self._process = header.session * 1_000_000 + header.rank
+        self._prompts: dict[int, TracedPrompt] = {}
+        self._row_ends: dict[int, float] = {}
         (folder / TRACES).mkdir(exist_ok=True)
-        self.path = folder / TRACES / f"{header.session:04d}-{header.rank:04d}.jsonl"
+        self.path = folder / TRACES / f"{header.session:04d}-{header.rank:04d}.json"
         self._handle = create(self.path)
-        self._lines: list[dict[str, Any]] = [dict([FORMAT]) | asdict(header)]
-        self._closed = threading.Event()
+        self._events: list[dict[str, Any]] = []
+        self._add(HEADER, {"version": VERSION, **asdict(header)})
+        job = f", job {header.session}" if header.session > 1 else ""
+        self._add("process_name", {"name": f"{header.name} ({header.host}, {header.device}){job}"})
+        self._add("process_sort_index", {"sort_index": self._process})
+        self._write(OPENING)
         self._flush()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="trace")
         self._thread.start()
 
-    def line(self, value: dict[str, Any]) -> None:
-        """Add a line that is no span."""
-        self._lines.append(value)
+    def add_prompt(self, number: int, prompt: TracedPrompt) -> None:
+        """Say what the rank calls by this number from now on."""
+        self._prompts[number] = prompt
+        self._prompts.pop(number - RECENT_PROMPTS, None)
+        self._add("prompt", {"number": number, **asdict(prompt)})
 
-    def now_us(self) -> int:
-        """Microseconds since the origin."""
-        return round(1e6 * (time.perf_counter() - self._origin))
+    def add_clock(self, ahead_s: float, error_s: float) -> None:
+        """Say how far the rank's clock is ahead of rank 0's, beyond what `offset_s` makes up for."""
+        self._add("clock", {"ahead_s": ahead_s, "error_s": error_s})
 
     def close(self) -> None:
         """Write what is left."""
         self._closed.set()
         self._thread.join()
         self._flush()
-        self.line({"ended": self.now_us()})
+        self._add("ended", {})
         self._flush()
         os.close(self._handle)
+
+    def _add(self, name: str, values: dict[str, Any], thread: int = 0) -> None:
+        self._events.append(self._event("M", name, time.perf_counter(), thread) | {"args": values})
+
+    def _event(self, phase: str, name: str, at_s: float, thread: int = 0) -> dict[str, Any]:
+        at_us = round(1e6 * (at_s + self._offset_s))
+        return {"ph": phase, "name": name, "pid": self._process, "tid": thread, "ts": at_us}
 
     def _run(self) -> None:
         while not self._closed.wait(FLUSH_S):
             self._flush()
 
     def _flush(self) -> None:
-        spans, count = self._recorder.take(), len(self._lines)
-        lines = [json.dumps(line, separators=(",", ":")) for line in self._lines[:count]]
-        del self._lines[:count]
+        spans = self._recorder.take()
+        drawn = [self._as_line(span) for span in sorted(spans, key=lambda span: (span.began_s, -span.ended_s))]
+        count = len(self._events)
+        lines = [f"{_encode(event)},\n" for event in self._events[:count]]
+        del self._events[:count]
         if self._left <= 0:
             return
-        lines += [self._as_text(span) for span in spans]
         if self._recorder.is_on:
-            lines.append(f'{{"memory":[{self.now_us()},{_resident_bytes()}]}}')
+            memory = self._event("C", "memory", time.perf_counter())
+            lines.append(f"{_encode(memory | {'args': {'resident bytes': _resident_bytes()}})},\n")
+        lines += drawn
         fitting = _fitting(lines, self._left)
         is_full = fitting < len(lines)
         if is_full:
-            lines[fitting:] = [json.dumps({"full": self._limit})]
-        data = "".join(f"{line}\n" for line in lines).encode()
+            full = self._event("M", "full", time.perf_counter()) | {"args": {"bytes": self._limit}}
+            lines[fitting:] = [f"{_encode(full)},\n"]
+        if self._write("".join(lines).encode()) and is_full:
+            self._end(
+                f"the trace has reached its limit of {self._limit / 2**20:.1f} MiB, and ends here (report.trace_mib)"
+            )
+
+    def _write(self, data: bytes) -> bool:
         self._left -= len(data)
         try:
             write_all(self._handle, data)
         except OSError as error:
             self._end(f"the trace can no longer be written: {error.strerror or error}")
-            return
-        if is_full:
-            self._end(
-                f"the trace has reached its limit of {self._limit / 2**20:.1f} MiB, and ends here (report.trace_mib)"
-            )
+            return False
+        return True
 
     def _end(self, why: str) -> None:
         self._recorder.is_on, self._left = False, 0
         self._say(f"{self.path}: {why}")
 
-    def _as_text(self, span: Span) -> str:
-        began = round(1e6 * (span.began_s - self._origin))
-        took = round(1e6 * (span.ended_s - span.began_s))
-        return f'["{span.kind}",{began},{took},{span.prompt},{span.layer},{span.peer},{span.amount}]'
+    def _as_line(self, span: Span) -> str:
+        """Make an event of a span; peers are ranks of the job there."""
+        prompt, values, title = self._prompts.get(span.prompt), list[str](), f'"{span.kind}"'
+        if span.kind == "layer":
+            title = f'"layer {span.layer}"'
+        elif span.kind == "prefill" and prompt is not None:
+            title = _encode(f"prefill {prompt.document}")
+            values = [f'"tokens":{prompt.tokens},"slice":[{prompt.start},{prompt.stop}],"strategy":"{prompt.strategy}"']
+        if span.prompt >= 0:
+            values.append(f'"prompt":{span.prompt}')
+        if span.layer >= 0:
+            values.append(f'"layer":{span.layer}')
+        if span.peer >= 0:
+            first = 0 if prompt is None else prompt.first_rank
+            peer = in_lane_of(self._header.rank, first + span.peer, self._header.ranks_per_stage)
+            values.append(f'"peer":{peer}')
+        if span.amount:
+            values.append(f'"{"answers" if span.kind == "decode" else "bytes"}":{span.amount}')
+        began_us = round(1e6 * (span.began_s + self._offset_s))
+        took_us = round(1e6 * (span.ended_s - span.began_s))
+        return (
+            f'{{"ph":"X","name":{title},"cat":"{span.kind}","pid":{self._process},"tid":{self._row_of(span)},'
+            f'"ts":{began_us},"dur":{took_us},"args":{{{",".join(values)}}}}},\n'
+        )
+
+    def _row_of(self, span: Span) -> int:
+        """Find a row where a span overlaps with no other; rows that are new are given their names."""
+        row = ROWS[span.kind]
+        if row >= LANES // 2:
+            lanes = range(row, row + LANES - 1)
+            row = next((one for one in lanes if self._row_ends.get(one, -math.inf) <= span.began_s), row)
+        if row not in self._row_ends:
+            self._add("thread_name", {"name": ROW_NAMES[ROWS[span.kind]]}, row)
+        self._row_ends[row] = max(span.ended_s, self._row_ends.get(row, span.ended_s))
+        return row
 
 
 def _fitting(lines: list[str], size_bytes: int) -> int:
     """How many of the lines go into so many bytes."""
     for number, line in enumerate(lines):
-        size_bytes -= len(line) + 1
+        size_bytes -= len(line)
         if size_bytes < 0:
             return number
     return len(lines)
@@ -239,7 +306,7 @@ def trace_files(folder: Path) -> list[Path]:
 
 def remove_traces(folder: Path) -> None:
     """Delete a run's traces and what its job told of itself, and nothing else."""
-    for name in (TRACE_FILE, PROGRESS_FILE, PROMETHEUS_FILE, METRICS_FILE):
+    for name in (PROGRESS_FILE, PROMETHEUS_FILE, METRICS_FILE):
         (folder / name).unlink(missing_ok=True)
     files = trace_files(folder)
     for path in files:
@@ -260,7 +327,7 @@ def read_traces(folder: Path, skipped: Callable[[str], None] | None = None) -> I
     Raises
     ------
     DataError
-        If a file cannot be read, is none of ours, or is of a newer version.
+        If a file cannot be read, is none of ours, or is of another version.
     """
     for path in trace_files(folder):
         try:
@@ -283,70 +350,69 @@ def _read_lines(path: Path) -> list[bytes]:
 
 def _read_trace(path: Path, lines: list[bytes]) -> RankTrace | None:
     """Read a trace; None if the job was killed before it had begun."""
-    if not lines or not lines[0].endswith(b"\n"):
+    if lines and not lines[-1].endswith(b"\n"):  # the job was killed in the middle of it
+        del lines[-1]
+    if not lines or lines == [OPENING]:
         return None
-    trace = RankTrace(_read_header(path, lines[0]))
+    trace = RankTrace(_read_header(path, *lines[:2]))
     clocks: list[tuple[float, float, float]] = []
-    for line in lines[1:]:
-        if not line.endswith(b"\n"):  # the job was killed in the middle of it
-            break
+    for line in lines[2:]:
         try:
-            _add_line(trace, clocks, json.loads(line))
+            _add_event(trace, clocks, json.loads(line.removesuffix(b",\n")))
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError):
             trace.damaged += 1
     return _aligned(trace, sorted(clocks))
 
 
-def _read_header(path: Path, line: bytes) -> TraceHeader:
-    name, version = FORMAT
+def _read_header(path: Path, opening: bytes, line: bytes = b"") -> TraceHeader:
     try:
-        values = json.loads(line)
-        found = values.pop(name)
-        if isinstance(found, int) and found > version:
-            raise DataError(f"{path} is a trace of version {found}; this kvr-mpi reads up to {version}: upgrade it")
+        event = json.loads(line.removesuffix(b",\n"))
+        values = event["args"]
+        found = values.pop("version")
+        if opening != OPENING or event["name"] != HEADER:
+            raise ValueError(opening)
+        if found != VERSION:
+            raise DataError(f"{path} is a trace of version {found}; this kvr-mpi reads version {VERSION} only")
         header = TraceHeader(**values)
         for each in (header.rank, header.size, header.session, header.layers, header.ranks_per_stage):
             _whole(each)
-        for value in (header.origin_s, header.token_s, header.pair_s):
+        for value in (header.token_s, header.pair_s):
             _finite(value)
-        if header.ranks_per_stage < 1:
-            raise ValueError(header.ranks_per_stage)
-        if found != version or not (isinstance(header.host, str) and isinstance(header.device, str)):
-            raise ValueError(found)
+        if header.ranks_per_stage < 1 or not (isinstance(header.host, str) and isinstance(header.device, str)):
+            raise ValueError(header)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{path} is not a trace of a kvr-mpi run, or is damaged: its first line is {line[:60]!r}"
+            f"{path} is not a trace of a kvr-mpi run, or is damaged: it begins with {(opening + line)[:60]!r}"
         ) from error
     return header
 
 
-def _add_line(trace: RankTrace, clocks: list[tuple[float, float, float]], value: Any) -> None:
-    """Take in a line, if its values are of the types they are to have; times are since the origin."""
-    if isinstance(value, list):
-        kind, began, took, *others = value
-        prompt, layer, peer, amount = map(_whole, others)
-        if kind not in KINDS or _finite(took) < 0:
+def _add_event(trace: RankTrace, clocks: list[tuple[float, float, float]], event: dict[str, Any]) -> None:
+    """Take in an event, if its values are of the types they are to have."""
+    at_s, name, values = _finite(event["ts"]) / 1e6, event["name"], event["args"]
+    if event["ph"] == "X":
+        kind, took_s = event["cat"], _finite(event["dur"]) / 1e6
+        if kind not in ROWS or took_s < 0:
             raise ValueError(kind)
-        began_s = _finite(began) / 1e6
-        trace.spans.append(Span(kind, began_s, began_s + took / 1e6, prompt, layer, peer, amount))
-    elif "prompt" in value:
-        number = _whole(value.pop("prompt"))
-        told = TracedPrompt(**value)
+        whole = {key: _whole(values[key]) for key in ("prompt", "layer", "peer") if key in values}
+        amount = _whole(values.get("bytes", values.get("answers", 0)))
+        trace.spans.append(Span(kind, at_s, at_s + took_s, **whole, amount=amount))
+    elif event["ph"] == "C":
+        trace.memory.append((at_s, _whole(values["resident bytes"])))
+    elif name == "prompt":
+        number = _whole(values.pop("number"))
+        told = TracedPrompt(**values)
         for text in (told.document, told.what, told.strategy):
             text.encode()
         for each in (told.part, told.tokens, told.start, told.stop, told.first_rank, told.ranks, told.decode_rank):
             _whole(each)
         _finite(told.predicted_s)
         trace.prompts[number] = told
-    elif "clock" in value:
-        at, ahead_s, error_s = map(_finite, value["clock"])
-        clocks.append((at / 1e6, ahead_s, error_s))
-    elif "memory" in value:
-        at, size = value["memory"]
-        trace.memory.append((_finite(at) / 1e6, _whole(size)))
+    elif name == "clock":
+        clocks.append((at_s, _finite(values["ahead_s"]), _finite(values["error_s"])))
     else:
-        trace.is_full |= "full" in value
-        trace.has_ended |= "ended" in value
+        trace.is_full |= name == "full"
+        trace.has_ended |= name == "ended"
 
 
 def _whole(value: Any) -> int:
@@ -356,27 +422,25 @@ def _whole(value: Any) -> int:
 
 
 def _finite(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e15:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e17:
         raise TypeError(value)
     return float(value)
 
 
 def _aligned(trace: RankTrace, clocks: list[tuple[float, float, float]]) -> RankTrace:
-    """Turn times since the rank's origin into those of rank 0's clock: straight lines between the comparisons."""
-    ats = [at for at, _, _ in clocks]
+    """Take off what the rank's clock has drifted from rank 0's: straight lines between the comparisons."""
+    if not clocks:
+        return trace
+    ats, aheads, errors = zip(*clocks, strict=True)
 
-    def on_rank_0(at: float) -> float:
-        ahead = 0.0
-        if clocks:
-            after = min(bisect_left(ats, at), len(clocks) - 1)
-            (t0, a0, _), (t1, a1, _) = clocks[max(0, after - 1)], clocks[after]
-            share = min(1.0, max(0.0, (at - t0) / (t1 - t0))) if t1 > t0 else 0.0
-            ahead = a0 + share * (a1 - a0)
-        return trace.header.origin_s + at - ahead
+    def on_rank_0(at: list[float]) -> list[float]:
+        found: list[float] = (np.asarray(at) - np.interp(at, ats, aheads)).tolist()
+        return found
 
-    trace.spans = [
-        span._replace(began_s=on_rank_0(span.began_s), ended_s=on_rank_0(span.ended_s)) for span in trace.spans
-    ]
-    trace.memory = [(on_rank_0(at), size) for at, size in trace.memory]
-    trace.clock_error_s = max((error for _, _, error in clocks), default=math.inf)
+    began, ended = (on_rank_0([getattr(span, name) for span in trace.spans]) for name in ("began_s", "ended_s"))
+    times = zip(trace.spans, began, ended, strict=True)
+    trace.spans = [span._replace(began_s=first, ended_s=last) for span, first, last in times]
+    sizes = [size for _, size in trace.memory]
+    trace.memory = list(zip(on_rank_0([at for at, _ in trace.memory]), sizes, strict=True))
+    trace.clock_error_s = max(errors)
     return trace

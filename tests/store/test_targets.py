@@ -89,7 +89,7 @@ OWN = (
     ".lock-000001",
     "progress.json",
     "parts/notes.txt",
-    "trace/0001-0000.jsonl",
+    "trace/0001-0000.json",
 )
 
 
@@ -101,12 +101,9 @@ def test_no_command_writes_a_file_of_a_run(run: Path, tmp_path: Path, run_kvr: K
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and ".lock" not in path.name}
     for command in (
         ("report", run, "-o", target),
-        ("report", run, "-o", tmp_path / "page.html", "--trace-json", target),
         ("merge", run, "-o", target),
         ("export", run, "-o", target),
         ("export", run, "--format", "openai-batch", "-o", tmp_path / "answers.jsonl", "--errors", target),
-        ("simulate", "--csv", target),
-        ("simulate", "--plot", target),
     ):
         code, _, err = run_kvr(*command, *["--overwrite"] * (run in command))
         assert code == EXIT_CONFIG and "file of the run" in err, err
