@@ -5,7 +5,7 @@ lists what is there once, so that any document can be read again by any rank. Wh
 with it and does not stop the others.
 """
 
-from kvr_mpi.documents.corpus import Corpus, CorpusFile, Entry, read_corpus, scan_corpus
+from kvr_mpi.documents.corpus import Corpus, CorpusFile, Entry, numbers_of, read_corpus, scan_corpus
 from kvr_mpi.documents.document import Asked, Document
 from kvr_mpi.documents.files import MAX_ID_CHARS, first_rows, is_table
 from kvr_mpi.documents.paths import SUFFIXES, find_files
@@ -23,6 +23,7 @@ __all__ = [
     "find_files",
     "first_rows",
     "is_table",
+    "numbers_of",
     "read_corpus",
     "scan_corpus",
 ]

@@ -89,12 +89,7 @@ class Corpus:
 
     def share(self, documents: slice) -> list[int]:
         """Return the numbers of some documents' entries, given as a slice of documents: those of one stay together."""
-        each = len(self.prompts) or 1
-        return [
-            document * each + prompt
-            for document in range(len(self.entries) // each)[documents]
-            for prompt in range(each)
-        ]
+        return numbers_of(len(self.entries), len(self.prompts), documents)
 
     def read(self, index: int) -> Document:
         """Read one document; quick if asked for in ascending order.
@@ -164,8 +159,14 @@ class Corpus:
             ),
             RowFormat.from_json(stored["rows"] if "rows" in stored else stored),
             stored["limit"],
-            tuple(stored.get("prompts", ())),
+            tuple(stored["prompts"]),
         )
+
+
+def numbers_of(entries: int, prompts: int, documents: slice) -> list[int]:
+    """Return the numbers of some documents' entries, if each document has one, or one for each of several prompts."""
+    each = prompts or 1
+    return [document * each + prompt for document in range(entries // each)[documents] for prompt in range(each)]
 
 
 def scan_corpus(

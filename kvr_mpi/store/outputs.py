@@ -170,6 +170,14 @@ def drop_record(file: h5py.File, document_id: str) -> None:
         del file["documents"][key_of(document_id)]
 
 
+def check_program(file: h5py.File) -> None:
+    """Raise `ForeignError` if an HDF5 file was written by another program."""
+    if "schema" not in file.attrs or read_attribute(file, "schema", str) != SCHEMA:
+        raise ForeignError(
+            f"{file.filename} is an HDF5 file, but not written by kvr-mpi (expected the attribute schema = {SCHEMA!r})"
+        )
+
+
 @contextmanager
 def open_file(path: Path) -> Iterator[h5py.File]:
     """Open one of our files for reading, having looked at what it says it is.
@@ -180,10 +188,7 @@ def open_file(path: Path) -> Iterator[h5py.File]:
         If it is missing, damaged, foreign, or of another schema version; also for what is found while it is open.
     """
     with open_hdf5(path) as file:
-        if "schema" not in file.attrs or read_attribute(file, "schema", str) != SCHEMA:
-            raise ForeignError(
-                f"{path} is an HDF5 file, but not written by kvr-mpi (expected the attribute schema = {SCHEMA!r})"
-            )
+        check_program(file)
         version = read_attribute(file, "schema_version", int)
         if version != SCHEMA_VERSION:
             remedy = "upgrade kvr-mpi" if version > SCHEMA_VERSION else "process its documents again"

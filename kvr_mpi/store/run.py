@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from kvr_mpi.disk import PART, RUN_FILE, read_regular, replacing
-from kvr_mpi.documents import Corpus
+from kvr_mpi.documents import Corpus, numbers_of
 from kvr_mpi.errors import DataError, ForeignError, OutputError
 from kvr_mpi.store.folder import check_fresh, check_writable, clear_results, list_documents
+from kvr_mpi.store.hdf5 import open_hdf5
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.ledger import LedgerWriter, ShardLine, crc32_of, seal, sync, unseal
 from kvr_mpi.store.lock import Lock, Owner, Say
-from kvr_mpi.store.outputs import Header, check_record, document_groups, open_file, read_header
+from kvr_mpi.store.outputs import Header, check_program, check_record, document_groups, open_file, read_header
 from kvr_mpi.store.parts import PARTS, incomplete, parts_of, remove_parts
 from kvr_mpi.store.survey import DAMAGED, RESULTS, Survey, foreign, is_ours, order, survey
 from kvr_mpi.store.traces import remove_traces
@@ -116,6 +117,7 @@ def open_run(
         if others:
             say(f"files in {str(folder)!r} that are not from kvr-mpi are left alone: {_some(others)}")
         if mode == "overwrite":
+            _refuse_foreign(folder)
             _clear(folder)
         elif mode == "new":
             check_fresh(folder)
@@ -146,20 +148,23 @@ def known_corpus(folder: Path) -> Corpus | None:
 
 def wanted_documents(folder: Path) -> list[str] | None:
     """Return the ids of the documents that the run's latest job is to do; None if that is not known."""
-    begun = begun_with(folder)
-    return None if begun is None else [begun[0].entries[number].id for number in begun[0].share(begun[1])]
+    stored = _read_header(folder)
+    if stored is None:
+        return None
+    ids, prompts = stored["corpus"]["ids"], stored["corpus"]["prompts"]
+    return [ids[number] for number in numbers_of(len(ids), len(prompts), share_of(stored))]
 
 
 def is_of_job(folder: Path, job: str) -> bool:
     """Whether the results in a folder are of this job of the batch system, and of none after it."""
-    stored = _read_run_file(folder)
-    return stored is not None and job != "" and stored[0].get("job") == job
+    stored = _read_header(folder)
+    return stored is not None and job != "" and stored["job"] == job
 
 
 def share_in(folder: Path) -> tuple[int, int] | None:
     """Say which share of its corpus a run is, and of how many; None if it is all of it, or that is not known."""
-    stored = _read_run_file(folder)
-    share = ALL if stored is None else share_of(stored[0])
+    stored = _read_header(folder)
+    share = ALL if stored is None else share_of(stored)
     return None if share.step == 1 else (share.start, share.step)
 
 
@@ -274,6 +279,18 @@ def _set_aside(file: Path) -> Path:
     return kept
 
 
+def _refuse_foreign(folder: Path) -> None:
+    """Refuse to delete what another program wrote under a name of ours."""
+    for name in survey(folder).unrecorded:
+        try:
+            with open_hdf5(folder / name) as file:
+                check_program(file)
+        except ForeignError:
+            raise
+        except DataError:
+            continue  # damaged
+
+
 def _clear(folder: Path) -> None:
     """Delete what a run left, and nothing else."""
     (folder / RUN_FILE).unlink(missing_ok=True)
@@ -314,12 +331,21 @@ def _share_text(share: slice) -> str:
 
 def _read_run_file(folder: Path) -> tuple[dict[str, Any], Corpus] | None:
     """Return what the file says, and its documents; None if it is missing, damaged, or says something else."""
+    stored = _read_header(folder)
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        if stored is not None:
+            return stored, Corpus.from_json(stored["corpus"])
+    return None
+
+
+def _read_header(folder: Path) -> dict[str, Any] | None:
+    """Return what the file says, without looking at each document: an array's status reads one for each share."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         stored = unseal(read_regular(folder / RUN_FILE, RUN_FILE_BYTES))
         if stored is not None and isinstance(stored["identity"], dict):
-            "".join(stored["corpus"]["ids"]).encode()  # text, all of them
+            "".join([stored["job"], *stored["corpus"]["ids"], *stored["corpus"]["prompts"]]).encode()  # all of it text
             share_of(stored)
-            return stored, Corpus.from_json(stored["corpus"])
+            return stored
     return None
 
 

@@ -113,10 +113,11 @@ def test_foreign_files_are_named_and_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [RESULTS, "shard-0001-0000-00000.h5"])
-def test_a_foreign_file_with_our_name_stops_a_resume_and_is_not_touched(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("mode", ["resume", "overwrite"])
+def test_a_foreign_file_with_our_name_stops_a_job_and_is_not_touched(tmp_path: Path, name: str, mode: str) -> None:
     content = foreign(tmp_path / name)
     with pytest.raises(DataError, match=f"{name}.*not written by kvr-mpi"):
-        take(tmp_path)
+        take(tmp_path, mode=mode)
     assert (tmp_path / name).read_bytes() == content
 
 
