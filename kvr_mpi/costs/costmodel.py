@@ -38,7 +38,7 @@ def chain_seconds(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cu
     return float(chains_seconds(costs, np.asarray([lengths], dtype=float), relay)[0])
 
 
-def chains_seconds(costs: Costs, splits: Array, relay: RelayKind = "cut-through", layers: int | None = None) -> Array:
+def chains_seconds(costs: Costs, splits: Array, relay: RelayKind = "cut-through") -> Array:
     """Time to the first token of many splits at once.
 
     Parameters

@@ -38,6 +38,8 @@ DRIFT_FREEDOM, REWEIGHTINGS = 3.0, 3
 BUSY_SD, TTFT_SD = 0.01, 0.02
 # How far the cost model may be off, where it is weighed against a measured time.
 MODEL_SD = 0.02
+# A step that gains less ends the fit.
+FIT_TOLERANCE = 1e-6
 RATES = 5  # parameters before those of ranks and runs
 
 Say = Callable[[str], None]
@@ -126,29 +128,25 @@ def fit(start: Costs, observations: Sequence[Observation]) -> Costs:
     )
     found: Array = np.zeros(len(deviations))
     for _ in range(REWEIGHTINGS):
-        found = _descend(start, observations, found, deviations)
+        found = _solve(start, observations, found, deviations)
         unlikely = (found[rates:] / DRIFT_SD) ** 2
         deviations[rates:] = DRIFT_SD * np.sqrt((DRIFT_FREEDOM + unlikely) / (DRIFT_FREEDOM + 1))
     return _scaled(start, found[:rates])
 
 
-def _descend(start: Costs, observations: Sequence[Observation], theta: Array, deviations: Array) -> Array:
-    """Least squares by Gauss and Newton; a step that leads up (the model has kinks) is halved."""
-    found, step, best = theta, np.zeros_like(theta), math.inf
-    for _ in range(20):
-        misses, slopes = _misses(start, observations, theta)
-        misses = np.concatenate([misses, theta / deviations])
-        loss = float(misses @ misses)
-        if loss > best * (1 - 1e-6):
-            if np.abs(step).max() < 1e-3:
-                break
-            step = step / 2
-        else:
-            best, found = loss, theta
-            slopes = np.concatenate([slopes, np.diag(1 / deviations)])
-            step = np.asarray(np.linalg.lstsq(slopes, -misses, rcond=None)[0], dtype=np.float64)
-        theta = found + step
-    return found
+def _solve(start: Costs, observations: Sequence[Observation], theta: Array, deviations: Array) -> Array:
+    """Least squares of the misses and of what leaves the prior."""
+    from scipy.optimize import least_squares
+
+    weights = 1 / deviations
+    solved = least_squares(
+        lambda tried: np.concatenate([_misses(start, observations, tried), tried * weights]),
+        theta,
+        jac=lambda tried: np.concatenate([_slopes(start, observations, tried), np.diag(weights)]),
+        x_scale=deviations,
+        ftol=FIT_TOLERANCE,
+    )
+    return np.asarray(solved.x)
 
 
 def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:
@@ -170,36 +168,42 @@ def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:
     return np.asarray(busy_s)
 
 
-def _misses(start: Costs, observations: Sequence[Observation], theta: Array) -> tuple[Array, Array]:
-    """How far the fit is off, in standard deviations, and how that changes with every parameter."""
-    ranks = observations[0].partition.size
-    rates = theta[: RATES + ranks]
-    drifts = theta[RATES + ranks :]
+def _logs(costs: Costs, observations: Sequence[Observation]) -> tuple[Array, Array]:
+    """Logarithms of what every rank (runs, ranks) and every chain (runs,) takes by the cost model."""
+    busy = np.log([busy_seconds(costs, seen.partition.lengths) for seen in observations])
+    return busy, np.log([chain_seconds(costs, seen.partition.lengths) for seen in observations])
 
-    def logs(moved: Array, chains: Array | None = None) -> tuple[Array, Array]:
-        costs = _scaled(start, moved)
-        busy = np.log([busy_seconds(costs, seen.partition.lengths) for seen in observations])
-        if chains is None:
-            chains = np.log([chain_seconds(costs, seen.partition.lengths) for seen in observations])
-        return busy, chains
 
-    def flat(busy: Array, chains: Array) -> Array:
-        return np.concatenate([busy / BUSY_SD, chains[:, None] / TTFT_SD], axis=1).ravel()
+def _in_deviations(busy: Array, chains: Array) -> Array:
+    return np.concatenate([busy / BUSY_SD, chains[:, None] / TTFT_SD], axis=1).ravel()
 
-    busy, chains = logs(rates)
+
+def _misses(start: Costs, observations: Sequence[Observation], theta: Array) -> Array:
+    """How far the fit is off, in standard deviations: runs x (ranks, and the chain)."""
+    rates, drifts = np.split(theta, [RATES + observations[0].partition.size])
+    busy, chains = _logs(_scaled(start, rates), observations)
     seen_busy = np.log([np.maximum(seen.busy_s, 1e-9) for seen in observations])
     seen_chains = np.log([seen.ttft_s for seen in observations])
-    misses = flat(busy + drifts[:, None] - seen_busy, chains + drifts - seen_chains)
+    return _in_deviations(busy + drifts[:, None] - seen_busy, chains + drifts - seen_chains)
+
+
+def _slopes(start: Costs, observations: Sequence[Observation], theta: Array) -> Array:
+    """How `_misses` changes with every parameter."""
+    ranks = observations[0].partition.size
+    rates = theta[: RATES + ranks]
+    busy, chains = _logs(_scaled(start, rates), observations)
     columns, small = [], 1e-4
     for at in range(len(rates)):
-        moved = rates.copy()
-        moved[at] += small
-        # What one rank's speed does to the chain is left to its busy time: it saves a run of the model per rank.
-        columns.append((flat(*logs(moved, None if at < RATES else chains)) - flat(busy, chains)) / small)
-    for run in range(len(observations)):
-        only = np.eye(len(observations))[run]
-        columns.append(flat(np.tile(only[:, None], ranks), only))
-    return misses, np.stack(columns, axis=1)
+        costs = _scaled(start, rates + small * (np.arange(len(rates)) == at))
+        if at < RATES:
+            moved_busy, moved_chains = _logs(costs, observations)
+        else:  # what one rank's speed does to the chain is left to its busy time: it saves a run of the model per rank
+            moved_busy = np.log([busy_seconds(costs, seen.partition.lengths) for seen in observations])
+            moved_chains = chains
+        columns.append(_in_deviations(moved_busy - busy, moved_chains - chains) / small)
+    for only in np.eye(len(observations)):
+        columns.append(_in_deviations(np.tile(only[:, None], ranks), only))
+    return np.stack(columns, axis=1)
 
 
 def _fillable(costs: Costs) -> Costs:

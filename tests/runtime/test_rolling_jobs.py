@@ -139,7 +139,6 @@ def test_no_memory_for_a_step_is_one_documents_error(
         (("parallel.strategy=single",), "parallel.strategy = 'single'"),
         (("parallel.strategy=ring",), "parallel.strategy = 'ring'"),
         (("parallel.ranks_per_chain=2",), "parallel.ranks_per_chain = 2"),
-        (("parallel.partition=ratio", "parallel.ratios=[2,1]"), "parallel.partition = 'ratio'"),
         (("parallel.partition=table", "parallel.table=x"), "parallel.partition = 'table'"),
         (("parallel.chunk_tokens=32",), "parallel.chunk_tokens = 32"),
         (("compress.method=streaming-llm", "compress.budget=64"), "[compress]"),

@@ -152,9 +152,9 @@ def test_a_lookup_table_of_this_model_says_what_things_cost(
         (["--ranks", "2", "--set", "parallel.ranks_per_chain=some"], 78, ["'auto'", "'some'"]),
         (["--ranks", "2", "--set", "parallel.ranks_per_chain=0"], 78, ["'all', 'auto' or a number of at least 1"]),
         (
-            ["--ranks", "2", "--set", "parallel.partition=ratio", "--set", "parallel.ratios=[1, 2]"],
+            ["--ranks", "2", "--set", "parallel.partition=table", "--set", "parallel.table=x"],
             78,
-            ["parallel.ratios", "'auto'"],
+            ["parallel.table", "'auto'"],
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

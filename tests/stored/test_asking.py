@@ -88,7 +88,7 @@ def ask_fresh(job: Path, folder: Path, run_here: Any, *settings: str) -> dict[st
 @pytest.mark.parametrize(
     ("name", "dtype", "ranks", "more"),
     [
-        ("llama-gqa", "float32", 3, ("parallel.partition=ratio", "parallel.ratios=[5, 3, 1]")),
+        ("llama-gqa", "float32", 3, ("parallel.partition=equal_time",)),
         pytest.param("mistral-window", "float32", 2, (), marks=pytest.mark.slow),
         pytest.param("qwen2-some-windows", "float32", 4, ("parallel.ranks_per_chain=2",), marks=pytest.mark.long),
         pytest.param("gemma2-softcap", "float32", 2, ("parallel.strategy=ring",), marks=pytest.mark.long),

@@ -49,7 +49,7 @@ def grown(job: Path, tmp_path: Path, run_here: Any) -> Path:
     [
         (1, ()),
         pytest.param(2, (), marks=pytest.mark.slow),
-        (3, ("parallel.partition=ratio", "parallel.ratios=[5, 3, 1]")),
+        (3, ("parallel.partition=equal_time",)),
         pytest.param(2, ("parallel.strategy=ring",), marks=pytest.mark.slow),
     ],
 )
