@@ -66,6 +66,9 @@ class DocumentsSection(Section):
     id_field: str = Field("id", description="field of a row with the document's id")
     text_field: str = Field("text", description="field of a row with the document's text")
     messages_field: str = Field("messages", description="field of a row with the conversation")
+    other_files: Literal["list", "error"] = Field(
+        "list", description="files of other types in a folder of documents: name them in the log, or refuse the job"
+    )
     limit: int | None = Field(None, ge=1, description="process only this many documents, the first ones")
     shard: str | None = Field(None, description="'i/n': every n-th document, from the i-th (0 to n - 1)")
     reuse: str | None = Field(

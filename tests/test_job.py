@@ -38,6 +38,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     text_field = "body"
     format = "messages"
     messages_field = "talk"
+    other_files = "error"
     limit = 3
     shard = "1/4"
     reuse = "runs/old"

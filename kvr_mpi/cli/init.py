@@ -92,7 +92,7 @@ def init(
     """  # noqa: D301
     from kvr_mpi.cli.environment import is_offline
     from kvr_mpi.errors import OutputError
-    from kvr_mpi.preflight.checks import check_job
+    from kvr_mpi.preflight.checks import check_job, describe_others, find_others
 
     if job.exists():
         raise OutputError(f"{job} exists, and is not overwritten; choose another name")
@@ -107,6 +107,8 @@ def init(
     }
     text, spec = _write(job, wanted)
     check_job(spec, 1, goes_on=False, offline=is_offline())
+    if others := find_others(spec):
+        click.echo(describe_others(others))
     with writing(job), job.open("x", encoding="utf-8") as stream:
         stream.write(text)
     # In a folder of its own: a run of two documents cannot be resumed with all of them.

@@ -71,6 +71,7 @@ def plan(
     """  # noqa: D301
     from dataclasses import asdict
 
+    from kvr_mpi.preflight.checks import describe_others
     from kvr_mpi.transport.mpi import launched_size
 
     if (job is None) == (tokens is None):
@@ -93,6 +94,7 @@ def plan(
             "nodes": nodes.nodes,
             **used,
             "decoding": decoding,
+            "other_files": made.others,
         }
         click.echo(json.dumps(told, indent=1))
         return
@@ -100,7 +102,10 @@ def plan(
     click.echo(f"costs      {forecast.source}")
     if forecast.rolling is not None:
         click.echo(f"cache      {forecast.rolling.name}")
-    click.echo(f"corpus     {len(made.texts)} documents, {made.counted}\n")
+    click.echo(f"corpus     {len(made.texts)} documents, {made.counted}")
+    if made.others:
+        click.echo(f"           {describe_others(made.others)}")
+    click.echo("")
     if made.ranks_per_stage > 1:
         click.echo(f"each rank below is a stage of {made.ranks_per_stage} ranks: {made.ranks} ranks in total\n")
     _print_rows(found, forecast, limit_rows)

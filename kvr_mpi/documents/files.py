@@ -27,6 +27,11 @@ PARQUET_ROWS, PARQUET_BYTES = 16, 64 << 20  # in memory together
 SAMPLE_ROWS, SAMPLE_BYTES = 20, 8 << 20
 SURROGATE = re.compile("[\ud800-\udfff]")
 # Control characters, marks that turn the direction of what is written, line ends that are no line feed, surrogates.
+# How files of the types that end up among texts most often begin: PDF, ZIP (.docx, .xlsx), gzip, HDF5, images.
+BINARY = (b"%PDF-", b"PK\x03\x04", b"\x1f\x8b", b"\x89HDF", b"\x89PNG", b"\xff\xd8\xff", b"\xd0\xcf\x11\xe0")
+# All but the control characters that no text has; so many of those make a file binary.
+TEXT_BYTES = bytes([*b"\b\t\n\v\f\r\x1b", *range(32, 127), *range(128, 256)])
+MOST_CONTROLS = 0.01
 BAD_IN_ID = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
@@ -57,8 +62,18 @@ def _read_text(file: Path, name: str, rows: RowFormat) -> Iterator[tuple[int, Do
     try:
         yield 0, rows.text_file(name, read_text(file))
     except UnicodeDecodeError as error:
+        if _is_binary(error.object):
+            yield 0, Document(name, error=f"{file} is a binary file, not text; convert it to text, or remove it")
+            return
         what = f"byte {error.object[error.start]:#04x} at position {error.start}"
         yield 0, Document(name, error=f"{file} is not UTF-8: {what}; re-encode it")
+
+
+def _is_binary(data: bytes) -> bool:
+    """Whether bytes are no text in any encoding: text has few control characters, UTF-16 begins with its mark."""
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return False
+    return data.startswith(BINARY) or len(data.translate(None, TEXT_BYTES)) > MOST_CONTROLS * len(data)
 
 
 def read_text(file: Path) -> str:

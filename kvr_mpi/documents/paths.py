@@ -9,6 +9,7 @@ import errno
 import glob
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
@@ -44,6 +45,26 @@ def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
         except (OSError, RuntimeError) as error:  # a name too long, an unknown ~user
             raise CorpusError(f"documents.path {pattern!r} cannot be looked up: {error}") from error
     return list(found.values())
+
+
+def other_files(paths: Iterable[str]) -> list[str]:
+    """List the files in the folders named by some paths that no document is read from; none that is hidden.
+
+    A glob or a file name that leads to such a file is an error of `find_files`.
+    """
+    found: dict[str, str] = {}
+    for base in (Path(pattern).expanduser() for pattern in paths):
+        if base.is_dir():
+            for above, names, _ in _folders_in(str(base)):
+                for file in (os.path.join(base, above, name) for name in names if not _is_read(name)):
+                    found.setdefault(os.path.abspath(file), file)
+    return sorted(found.values())
+
+
+def describe_types(files: Iterable[str]) -> str:
+    """Count files by type, the most frequent first: ``12 .docx, 3 .pdf``."""
+    counts = Counter(os.path.splitext(file)[1].lower() or "without a suffix" for file in files)
+    return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])))
 
 
 def _match(pattern: str) -> list[tuple[str, str]]:
@@ -116,7 +137,13 @@ def suffix_of(file: Path) -> str | None:
 
 def _names_in(base: str) -> list[str]:
     """Names of all corpus files below a folder, relative to it, in the order of their parts; none that is hidden."""
-    found = []
+    # A folder with such a name, too: that it is none that can be read is then said.
+    found = [above + name for above, *both in _folders_in(base) for names in both for name in names if _is_read(name)]
+    return sorted(found, key=lambda name: name.split("/"))
+
+
+def _folders_in(base: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield the way to a folder and to each below it, and names of its files and folders, none of them hidden."""
     for folder, inner, names in os.walk(base):
         if is_output_folder(folder, names):
             if folder == base:
@@ -128,11 +155,11 @@ def _names_in(base: str) -> list[str]:
             continue
         inner[:] = [name for name in inner if not name.startswith(".")]
         above = os.path.relpath(folder, base) + "/" if folder != base else ""
-        # A folder with such a name, too: that it is none that can be read is then said.
-        for name in (*names, *inner):
-            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
-                found.append(above + name)
-    return sorted(found, key=lambda name: name.split("/"))
+        yield above, [name for name in names if not name.startswith(".")], inner
+
+
+def _is_read(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES)
 
 
 def _matches_of(pattern: str) -> list[str]:

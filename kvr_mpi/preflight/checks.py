@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.documents import find_files, first_rows, is_table
+from kvr_mpi.documents import SUFFIXES, describe_types, find_files, first_rows, is_table, other_files
 from kvr_mpi.documents.templates import check_system, parse_template
 from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, OutputError
 from kvr_mpi.job import JobSpec, ModelSection
@@ -31,6 +31,8 @@ from kvr_mpi.tuning.table import load_table, table_files
 
 # Files that are looked into for the text field before it is held to be wrong.
 SAMPLED_FILES = 8
+# Most files of other types that are named.
+NAMED_FILES = 50
 # What a row holds, by documents.format: the setting that names its field, the field if it has one name, and its type.
 CONTENT: dict[str, tuple[str, str, type]] = {
     "text": ("text_field", "", str),
@@ -121,6 +123,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         partial(_check_model, spec.model, offline if spec.model.offline is None else spec.model.offline),
         *([] if spec.model.adapter is None else [partial(check_adapter, spec.model.adapter)]),
         *(partial(_check_documents, spec, path) for path in spec.documents.path if spec.questions is None),
+        partial(find_others, spec),
         partial(_check_output, spec, goes_on),
     ]
     for check in checks:
@@ -314,6 +317,34 @@ def _check_documents(spec: JobSpec, path: str) -> None:
             f"{str(files[0])!r}{f' and {len(files[:SAMPLED_FILES]) - 1} more file(s)' if len(files) > 1 else ''}; "
             f"the fields are {', '.join(sorted(names)[:20])}{hint}"
         )
+
+
+def find_others(spec: JobSpec) -> list[str]:
+    """List the files in the folders of a job's documents that no document is read from.
+
+    Raises
+    ------
+    CorpusError
+        If there are any, and the job wants that to be an error.
+    """
+    others = other_files(spec.documents.path) if spec.questions is None else []
+    if others and spec.documents.other_files == "error":
+        raise CorpusError(
+            f"documents.other_files = 'error': {describe_others(others)}; convert them to {', '.join(SUFFIXES)}, move "
+            f"them, or set documents.other_files = 'list'. They are {name_files(others)}"
+        )
+    return others
+
+
+def describe_others(files: Sequence[str]) -> str:
+    """Count such files by type."""
+    return f"no document is read from {len(files)} file(s) of other types ({describe_types(files)})"
+
+
+def name_files(files: Sequence[str]) -> str:
+    """Name files, but not more than a person reads."""
+    more = f", and {len(files) - NAMED_FILES} more" if len(files) > NAMED_FILES else ""
+    return ", ".join(map(repr, files[:NAMED_FILES])) + more
 
 
 def _check_apart(spec: JobSpec, path: str, files: Sequence[Path]) -> None:

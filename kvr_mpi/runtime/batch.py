@@ -18,7 +18,7 @@ from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_STOPPED, ConfigError, Co
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import choose_device
 from kvr_mpi.model.rope import depends_on_length
-from kvr_mpi.preflight.checks import lay_out
+from kvr_mpi.preflight.checks import describe_others, find_others, lay_out, name_files
 from kvr_mpi.preflight.inputs import prompts_of, row_format
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.metrics import ProgressFiles, write_metrics
@@ -232,6 +232,8 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
         for line in stored.describe():
             log.line(line)
         return stored.corpus.to_json()
+    if others := find_others(spec):
+        log.line(f"{describe_others(others)}: {name_files(others)}")
     return scan_documents(spec, None if options.overwrite else known_corpus(folder)).to_json()
 
 

@@ -18,7 +18,7 @@ from kvr_mpi.kv.rolling import check_held, rolling_of
 from kvr_mpi.model import Outline, load_outline
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.tensor_parallel import why_not_by_config
-from kvr_mpi.preflight.checks import lay_out
+from kvr_mpi.preflight.checks import find_others, lay_out
 from kvr_mpi.preflight.decode_checks import why_not_combined
 from kvr_mpi.preflight.inputs import parse_templates, row_format
 from kvr_mpi.preflight.own_way_checks import check_cache
@@ -34,6 +34,8 @@ from kvr_mpi.topology import whole_stages
 class PlannedJob:
     """A job's plan and what it was made from; `counted` says how the tokens of `texts` were.
 
+    `others` are the files of other types in the folders of documents.
+
     Where a stage is several ranks it is what the plan takes for a rank.
     """
 
@@ -43,6 +45,7 @@ class PlannedJob:
     texts: list[tuple[str, int]]
     counted: str
     schedule: Schedule
+    others: list[str]
 
     @property
     def written_s(self) -> float | None:
@@ -104,9 +107,10 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
     frame = frame_of(spec, outline.tokenizer, outline.shape, spec.prompt.template)
     stages = ranks if spec.parallel.ranks_per_stage == 1 else lay_out(spec, ranks).by_stage.ranks
     forecast = forecast_of(spec, outline, frame, stages, hardware)
+    others = find_others(spec)
     found = _count(spec, outline.tokenizer, exact)
     schedule = plan_documents(spec, found.texts, stages, forecast)
-    return PlannedJob(spec, outline, forecast, found.texts, found.how, schedule)
+    return PlannedJob(spec, outline, forecast, found.texts, found.how, schedule, others)
 
 
 def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -27,16 +28,19 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_job_says_what_was_wanted_and_runs(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
+    (place / "my corpus" / "skip.docx").write_text("")
     words = ["init", "minutes.toml", "--corpus", "my corpus", "--model", tiny_model_dir, "--ask", ASKED]
     code, out, err = run_kvr(*words)
-    assert (code, err) == (EXIT_OK, "") and "mpirun -n 2 kvr-run minutes.toml" in out
+    assert (code, err) == (EXIT_OK, "") and "mpirun -n 2 kvr-run minutes.toml" in out and "1 .docx" in out
     # A run of two documents cannot go on with all of them: what is tried out is not where the job will write.
     assert "--set documents.limit=2 --set output.path=runs/minutes-try\n" in out
     spec, _ = load_job(Path("minutes.toml"), (), {})
     assert spec.documents.path == ["my corpus"] and spec.model.path == str(tiny_model_dir)
     assert spec.prompt.template == f"{ASKED}\n\n{{text}}" and spec.output.path == "runs/minutes"
     code, out, err = run_kvr("plan", "minutes.toml", "--ranks", "2", "--hardware", "h200")
-    assert code == EXIT_OK and "a.txt" in out, err
+    assert code == EXIT_OK and "a.txt" in out and "1 .docx" in out, err
+    code, out, _ = run_kvr("plan", "minutes.toml", "--ranks", "2", "--hardware", "h200", "--json")
+    assert json.loads(out)["other_files"] == ["my corpus/skip.docx"]
     before = Path("minutes.toml").read_bytes()
     code, _, err = run_kvr(*words)
     assert (

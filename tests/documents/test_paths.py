@@ -13,7 +13,7 @@ from made_corpora import WRITERS, errors_of, read, read_one
 from made_runs import record, take
 from made_runs import write as write_shard
 
-from kvr_mpi.documents import SUFFIXES, Document, find_files, scan_corpus
+from kvr_mpi.documents import SUFFIXES, Document, describe_types, find_files, other_files, scan_corpus
 from kvr_mpi.errors import EXIT_CONFIG, ConfigError, CorpusError
 
 
@@ -217,3 +217,29 @@ def test_globs_follow_links_to_other_folders(tmp_path: Path) -> None:
     (tmp_path / "docs" / "a.txt").write_text("a")
     (tmp_path / "docs" / "link").symlink_to(tmp_path / "far")
     assert [document.text for document in read(tmp_path / "docs" / "**" / "*.txt")] == ["a", "d"]
+
+
+def test_files_of_other_types_below_folders_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub" / "deep").mkdir(parents=True)
+    (tmp_path / ".hidden").mkdir()
+    for name in (
+        "a.txt",
+        "sub/b.md",
+        "c.PDF",
+        "sub/skip.docx",
+        "sub/deep/more.docx",
+        "sub/README",
+        ".d.pdf",
+        ".hidden/e.pdf",
+    ):
+        (tmp_path / name).write_text("text")
+    others = other_files(["sub", str(tmp_path), "a.txt", "*.txt"])
+    assert sorted(os.path.relpath(file) for file in others) == [
+        "c.PDF",
+        "sub/README",
+        "sub/deep/more.docx",
+        "sub/skip.docx",
+    ]
+    assert describe_types(others) == "2 .docx, 1 .pdf, 1 without a suffix"
+    assert other_files(["a.txt"]) == other_files(["**/*.md"]) == []

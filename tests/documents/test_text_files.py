@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from made_corpora import errors_of, read, read_one, unicode_text
 
-from kvr_mpi.documents import Document
+from kvr_mpi.documents import Document, read_corpus
 
 
 @settings(max_examples=50)
@@ -80,3 +80,25 @@ def test_a_file_name_that_is_not_unicode_is_an_error_record(tmp_path: Path) -> N
     documents = read(tmp_path)
     assert [document.id for document in documents if document.error is None] == ["sound.txt"]
     assert len(documents) == 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj", b"PK\x03\x04\x14\x00\xff", b"\x89PNG\r\n\x1a\n", bytes(range(256)) * 4],
+)
+def test_a_binary_file_is_said_to_be_one(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "a.txt").write_bytes(data)
+    (found,) = read_corpus([str(tmp_path)])
+    assert found.error is not None and "binary" in found.error and "re-encode" not in found.error
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "cp437", "shift_jis"])
+def test_text_in_another_encoding_is_not_taken_for_binary(tmp_path: Path, encoding: str) -> None:
+    text = (
+        "Der Kapitän sah das \tzweite Boot nicht.\r\n"
+        if encoding != "shift_jis"
+        else "船長は二隻目の船を見なかった。\n"
+    )
+    (tmp_path / "a.txt").write_bytes((text * 20).encode(encoding))
+    (found,) = read_corpus([str(tmp_path)])
+    assert found.error is not None and "re-encode" in found.error
