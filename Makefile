@@ -6,8 +6,10 @@ MPI    ?= mpich
 RANKS  ?= 2
 VENV   ?= .venv
 WORKERS ?= 2
+# Of `make test`: tests with this mark.
+TESTS  ?= quick
 # Of `make test-long`: which parts, and how much of each.
-PARTS  ?= tests faults many fuzz architectures versions
+PARTS  ?= tests seeds faults many fuzz architectures versions
 SEEDS  ?= 1-100
 DOCUMENTS ?= 50000
 FILES  ?= 10000
@@ -37,9 +39,9 @@ on_ranks := first-token corpus fairkv ask chunks handoff trace
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
 	@echo "make lint      format, lint and types"
-	@echo "make test      lint and tests (installs first; about ten minutes)"
-	@echo "make test-all  the slow tests too (about half an hour)"
-	@echo "make test-long  hours: all tests; jobs killed, starved and damaged at random (SEEDS=$(SEEDS)); a great many documents"
+	@echo "make test      lint, and the tests that show that this machine runs the program (installs first; five minutes)"
+	@echo "make test-all  all tests but those that take hours (about half an hour)"
+	@echo "make test-long  hours: all tests; property tests by 20 seeds, in 20 orders; jobs killed, starved and damaged at random (SEEDS=$(SEEDS)); a great many documents"
 	@echo "               (DOCUMENTS=$(DOCUMENTS)); damaged files (FILES=$(FILES)); jobs of every architecture (NAMES=bart,lfm2: of"
 	@echo "               some); other versions of Python (VERSIONS=\"$(VERSIONS)\"). PARTS=\"$(PARTS)\""
 	@echo "make test-gpu  what only a GPU can show, on one or more of them; writes a report to send in (half an hour; ARGS=--help)"
@@ -70,7 +72,7 @@ lint: $(stamp)
 	$(in_venv) mypy
 
 test: lint
-	$(in_venv) python -m pytest $(spread) -m "not slow and not long"
+	$(in_venv) python -m pytest $(spread) -m "$(TESTS)"
 
 test-all: lint
 	$(in_venv) python -m pytest $(spread) -m "not long" --durations=40
@@ -78,12 +80,14 @@ test-all: lint
 # pythonX.Y of each version has to be on the path; each gets an environment of its own.
 test-long: lint
 	$(if $(filter tests,$(PARTS)),$(in_venv) python -m pytest)
-	$(if $(filter faults,$(PARTS)),$(in_venv) KVR_TEST_WARM=1 KVR_TEST_SEEDS=$(SEEDS) python -m pytest -n $(WORKERS) tests/faults/test_faults.py)
+	$(if $(filter seeds,$(PARTS)),set -e; for seed in $$(seq 20); do \
+	    $(in_venv) KVR_TEST_SEED=$$seed python -m pytest -m hypothesis --hypothesis-seed=$$seed; done)
+	$(if $(filter faults,$(PARTS)),$(in_venv) KVR_TEST_SEEDS=$(SEEDS) python -m pytest -n $(WORKERS) tests/faults/test_faults.py)
 	$(if $(filter many,$(PARTS)),$(in_venv) KVR_TEST_DOCUMENTS=$(DOCUMENTS) python -m pytest -s tests/faults/test_many_documents.py)
 	$(if $(filter fuzz,$(PARTS)),$(in_venv) PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} python tests/fuzz/driver.py $(FILES) $(ARGS))
 	$(if $(filter architectures,$(PARTS)),$(in_venv) KVR_TEST_ARCHITECTURES=$(NAMES) python -m pytest -n $(WORKERS) tests/runtime/test_every_architecture.py)
 	$(if $(filter versions,$(PARTS)),set -e; for version in $(VERSIONS); do \
-	    $(MAKE) test PYTHON=python$$version VENV=$(VENV)-$$version; done)
+	    $(MAKE) test TESTS="not slow and not long" PYTHON=python$$version VENV=$(VENV)-$$version; done)
 
 test-gpu: $(stamp)
 	$(in_venv) python tests/gpu/run_all.py $(ARGS)

@@ -33,6 +33,13 @@ settings.load_profile("kvr-mpi")
 FIRST = {"slurm"}
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file without a quick test if these are all that is asked for: that takes longer than some of them."""
+    if config.option.markexpr != "quick" or not collection_path.name.startswith("test_"):
+        return None
+    return True if "mark.quick" not in collection_path.read_text() else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put first what takes longest, or draw the order of the files, and of the tests in each."""
     tests = Path(__file__).parent

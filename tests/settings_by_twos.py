@@ -90,7 +90,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("reuse", f"{ASKING} questions-sharded", "documents.reuse cannot be combined with questions"),
     ("reuse", "prompts", r"documents.reuse cannot be combined with \[\[prompts\]\]"),
     (f"{LOADING} questions-sharded", COMPRESSED, "compression also needs the queries"),
-    (f"{LOADING} questions-sharded", "adapter", "did not compute the keys and values .* other weights"),
+    (f"{LOADING} questions-sharded", "adapter", "did not compute the keys and values .* different weights"),
     (f"{ASKING} questions-sharded", "split", "prompt.too_long cannot be combined with questions"),
     (f"{ASKING} questions-sharded", "prompts", r"cannot be combined with \[\[prompts\]\]"),
     (f"{ASKING} questions-sharded", "ring single", "strategy = '(ring|single)' cannot be combined with questions"),

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from kvr_mpi.errors import EXIT_CONFIG, ConfigError, PartitionError
 from kvr_mpi.partition import Partition
 
+pytestmark = pytest.mark.quick
+
 positive = st.floats(min_value=1e-6, max_value=1e6)
 
 

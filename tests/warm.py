@@ -45,7 +45,7 @@ MOST_FILES = 64
 @contextmanager
 def server() -> Iterator[list[str]]:
     """Start a server; yields what to start by `mpirun` before a Python program's name: without one just Python."""
-    if not _can_watch():
+    if not can_watch():
         yield [sys.executable]
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +61,7 @@ def server() -> Iterator[list[str]]:
             run.wait()
 
 
-def _can_watch() -> bool:
+def can_watch() -> bool:
     """Whether the system tells how a process ends that is no child of whoever asks; some containers do not."""
     try:
         os.close(os.pidfd_open(os.getpid()))

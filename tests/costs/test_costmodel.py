@@ -36,6 +36,8 @@ from kvr_mpi.costs.workload import named_workload
 from kvr_mpi.errors import PartitionError
 from kvr_mpi.partition import Partition
 
+pytestmark = pytest.mark.quick
+
 A100_LLAMA = costs_of(named_workload("Llama 7B"), load_hardware("a100-80gb"))
 H100_LLAMA = costs_of(named_workload("Llama 3.1 8B 1M"), load_hardware("h100-80gb"))
 RELAYS: tuple[RelayKind, ...] = ("cut-through", "store-and-forward")

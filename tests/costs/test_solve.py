@@ -12,6 +12,8 @@ from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.errors import PartitionError
 from kvr_mpi.partition import Partition
 
+pytestmark = pytest.mark.quick
+
 tokens = st.integers(1, 200_000)
 ranks = st.integers(1, 16)
 token_s = st.floats(1e-9, 1e-2)

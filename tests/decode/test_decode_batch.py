@@ -114,6 +114,7 @@ def test_an_answer_is_made_to_end_where_the_model_says_so() -> None:
     assert len(found.token_ids) == NEW_TOKENS - 1 and found.finish_reason == "stop"
 
 
+@pytest.mark.quick
 @settings(max_examples=8)
 @given(st.permutations(range(6)), st.integers(1, 6), st.integers(0, 2**50))
 def test_samples_do_not_depend_on_company(order: list[int], count: int, seed: int) -> None:
@@ -357,6 +358,7 @@ def test_a_model_that_does_not_run_packed_steps_one_by_one(name: str) -> None:
         assert answer is not None and answer.token_ids == truth
 
 
+@pytest.mark.quick
 def test_smollm_answers_real_texts_together(smollm: LoadedModel) -> None:
     texts = [
         "The harbour master wrote down every ship that came in, and",

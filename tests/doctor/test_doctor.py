@@ -41,6 +41,7 @@ def test_doctor_under_mpirun(size: int, mpirun: Any, kvr: Path, tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.quick
 def test_doctor_alone_says_what_fails(kvr: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     command = [kvr, "doctor", "--output-dir", "/proc"]

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from warm import rank_for
+from warm import can_watch, rank_for
 
 DAMAGES = ("none", "none", "cut", "flip", "remove", "junk", "clock")
 # Name: signals, one after another, and what a job told so may end with (None: anything).
@@ -25,9 +25,8 @@ SIGNALS: dict[str, tuple[signal.Signals, ...]] = {
     "usr2, then term": (signal.SIGUSR2, signal.SIGTERM),
 }
 ACTIONS = ("kill",) * 5 + tuple(SIGNALS) + ("remove", "read-only", "swap", "swap", "rival")
-# Ranks are forked from a process that has imported everything (``warm``), and start in so many seconds.
-IS_WARM = os.environ.get("KVR_TEST_WARM") == "1"
-START_S = {False: 4.0, True: 1.0}
+# In which ranks start: forked from a process that has imported everything (``warm``), if that can be.
+START_S = 1.0 if can_watch() else 4.0
 CLOCKS = ("", "", "", "0 -7200", "1 -3600", "1 86400", "0.5 -1000000000")  # seconds after which it jumps, and how far
 
 
@@ -70,7 +69,7 @@ def wait_for_moment(process: subprocess.Popen[str], output: Path, chance: random
     """Wait until a job starts, works, writes a shard or merges, as a seed says; or until it ends."""
     kind = chance.choice(["start", "work", "write", "write", "merge"])
     shards = chance.randrange(0, 4) if kind in ("work", "write") else 0
-    wait_s = chance.uniform(0, START_S[IS_WARM]) if kind == "start" else chance.uniform(0, 0.01)
+    wait_s = chance.uniform(0, START_S) if kind == "start" else chance.uniform(0, 0.01)
     before = len(list(output.glob("shard-*.h5")))
 
     def is_time() -> bool:

@@ -1,7 +1,5 @@
-"""A batch survives anything: see ``harness``. `make test` runs a few cases, `make test-long PARTS=faults` those of
-`SEEDS=1-1000`.
-
-One case again: ``make test-long PARTS=faults SEEDS=17``.
+"""A batch survives anything: see ``harness``. `make test` runs one case, `make test-all` fifty, and
+``make test-long PARTS=faults SEEDS=1-1000`` those of these seeds, or ``SEEDS=17`` one.
 """
 
 from __future__ import annotations
@@ -13,17 +11,14 @@ from typing import Any
 
 import harness
 import pytest
-from disturb import IS_WARM
 from harness import make_reference, run_case, write_job, write_questions
 from made_jobs import answers as answers_in
 from warm import server
 
-# "1-1000" or "3,17"; of these, or else of the first hundred, the quick ones are run by `make test`.
+# "1-1000" or "3,17".
 SEEDS = os.environ.get("KVR_TEST_SEEDS", "")
-QUICK = (4,)
-CASES = 105
-QUICK_ASKING, CASES_ASKING = (4,), 30
-CASES_SHARDED = CASES_ASKING_TOGETHER = 30
+CASES, CASES_ASKING, CASES_SHARDED, CASES_ASKING_TOGETHER = 30, 8, 6, 6
+QUICK = 4
 
 
 def seeds(text: str) -> list[int]:
@@ -34,12 +29,9 @@ def seeds(text: str) -> list[int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def start() -> Iterator[None]:
-    """Let ranks be forked from a process that has imported everything, if that is wanted."""
-    if IS_WARM:
-        with server() as starter:
-            harness.starter[:] = starter
-            yield
-    else:
+    """Let ranks be forked from a process that has imported everything."""
+    with server() as starter:
+        harness.starter[:] = starter
         yield
 
 
@@ -84,22 +76,22 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> P
     return write_job(tmp_path_factory.mktemp("sharded"), tiny_model_dir, kv='"sharded"')
 
 
-def cases(quick: tuple[int, ...], count: int) -> list[Any]:
+def cases(count: int, quick: int = 0) -> list[Any]:
     return [
-        pytest.param(seed, id=f"seed{seed}", marks=() if SEEDS or seed in quick else pytest.mark.long)
+        pytest.param(seed, id=f"seed{seed}", marks=pytest.mark.quick if seed == quick else ())
         for seed in seeds(SEEDS or f"1-{count}")
     ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", cases(QUICK, CASES))
+@pytest.mark.parametrize("seed", cases(CASES, QUICK))
 def test_nothing_is_lost_double_different_or_unreadable(seed: int, job: Path, reference: Path, tmp_path: Path) -> None:
     case = run_case(seed, job, reference, tmp_path)
     print("; ".join(case.story))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", cases(QUICK_ASKING, CASES_ASKING))
+@pytest.mark.parametrize("seed", cases(CASES_ASKING))
 def test_answers_about_stored_documents_are_not_lost_either(
     seed: int, questions: Path, answers: Path, tmp_path: Path
 ) -> None:
@@ -108,7 +100,7 @@ def test_answers_about_stored_documents_are_not_lost_either(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", cases((), CASES_SHARDED))
+@pytest.mark.parametrize("seed", cases(CASES_SHARDED))
 def test_parts_of_every_rank_are_not_lost_either(seed: int, sharded: Path, reference: Path, tmp_path: Path) -> None:
     """Keys and values stay spread over the ranks, each of which writes its own."""
     case = run_case(seed, sharded, reference, tmp_path)
@@ -116,7 +108,7 @@ def test_parts_of_every_rank_are_not_lost_either(seed: int, sharded: Path, refer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", cases((), CASES_ASKING_TOGETHER))
+@pytest.mark.parametrize("seed", cases(CASES_ASKING_TOGETHER))
 def test_answers_by_ranks_that_hold_documents_together_are_not_lost_either(
     seed: int, questions_together: Path, answers_together: Path, answers: Path, tmp_path: Path
 ) -> None:

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from kvr_mpi.kv import attention
 from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, attend_window
 
+pytestmark = pytest.mark.quick
+
 
 def reference(
     query: torch.Tensor,

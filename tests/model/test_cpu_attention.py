@@ -26,6 +26,8 @@ from kvr_mpi.prefill.packed import decode_packed
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
 
+pytestmark = pytest.mark.quick
+
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C++ compiler")
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -55,6 +55,7 @@ def linears(model: torch.nn.Module) -> int:
     return sum(type(module) is torch.nn.Linear for module in model.modules())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 48), (1, 2, 48), (1, 77, 48), (3, 48), (2, 5, 7, 48)])

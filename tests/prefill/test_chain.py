@@ -52,6 +52,7 @@ def test_logits_tokens_and_kv_equal_one_process(name: str) -> None:
         assert greedy(loaded.model, found, NEW_TOKENS) == truth_tokens, bounds
 
 
+@pytest.mark.quick
 @settings(max_examples=25)
 @given(st.data())
 def test_every_partition_is_exact(data: st.DataObject) -> None:
@@ -65,6 +66,7 @@ def test_every_partition_is_exact(data: st.DataObject) -> None:
     torch.testing.assert_close(found, truth, atol=1e-4, rtol=0)
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 def test_smollm_equals_one_process(smollm: LoadedModel) -> None:
     ids = smollm.tokenizer("The harbour master wrote down every ship that came in. " * 40)["input_ids"][:400]

@@ -45,7 +45,7 @@ SLOW, LONG = pytest.mark.slow, pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "transport"),
     [
-        (2, "mpi"),
+        pytest.param(2, "mpi", marks=pytest.mark.quick),
         pytest.param(3, "gloo", marks=SLOW),
         pytest.param(4, "mpi", marks=LONG),
         pytest.param(2, "gloo", marks=LONG),

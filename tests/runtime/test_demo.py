@@ -71,6 +71,20 @@ def test_shipped_jobs_are_valid(path: Path) -> None:
     assert tomllib.loads(path.read_text())["output"]["path"] == f"runs/{path.stem}"
 
 
+@pytest.mark.quick
+def test_the_demo_runs_with_less_of_it(tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
+    settings = ["documents.limit=2", "prompt.max_tokens=400", "prompt.too_long=truncate"]
+    settings += [f"output.path={tmp_path}", "generation.max_new_tokens=12"]
+    run = mpirun(2, [kvr_run, ROOT / "jobs" / "demo.toml", *(p for s in settings for p in ("--set", s))], cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    records = list(read_run(tmp_path))
+    assert len(records) == 2
+    for record in records:
+        assert 300 < record.prompt_tokens <= 400  # cut between words
+        assert record.slices[-1] == record.prompt_tokens and len(record.slices) == 3
+        assert record.answer.strip() and record.new_tokens == 12
+
+
 @pytest.mark.long
 def test_prefill_only_job_runs(tmp_path: Path, mpirun: Any, kvr_run: Path) -> None:
     options = ["--set", "documents.limit=1", "--set", f"output.path={tmp_path}", "--set", "prompt.max_tokens=300"]

@@ -30,6 +30,7 @@ documents = st.lists(st.integers(0, 1_000_000), max_size=60).map(numbered)
 chains = st.integers(1, 12)
 
 
+@pytest.mark.quick
 @given(documents, chains)
 def test_every_document_is_on_exactly_one_chain(todo: list[tuple[str, int]], chains: int) -> None:
     shares = deal(todo, chains)
@@ -110,6 +111,7 @@ def chains_of(plan: Schedule) -> dict[str, tuple[int, int]]:
     return {place.id: (place.first_rank, place.ranks) for place in plan.placements}
 
 
+@pytest.mark.quick
 @given(corpora, many_ranks, abilities)
 def test_a_plan_has_every_document_once_and_every_rank_in_one_place(
     documents: list[tuple[str, int]], ranks: int, fits: Any
@@ -132,6 +134,7 @@ def test_a_plan_has_every_document_once_and_every_rank_in_one_place(
     assert [place.ranks for place in plan.placements] == sorted((p.ranks for p in plan.placements), reverse=True)
 
 
+@pytest.mark.quick
 @given(corpora, many_ranks, abilities, st.randoms(use_true_random=False))
 def test_every_rank_plans_the_same(documents: list[tuple[str, int]], ranks: int, fits: Any, random: Random) -> None:
     shuffled = list(documents)
@@ -180,6 +183,7 @@ def test_a_chain_that_is_not_worth_it_is_not_taken() -> None:
     assert [(place.ranks, place.reason) for place in needed] == [(2, "does not fit on fewer ranks")] * 2
 
 
+@pytest.mark.quick
 @given(corpora, many_ranks)
 def test_bounds_are_bounds_and_no_fixed_length_is_better(documents: list[tuple[str, int]], ranks: int) -> None:
     plan = schedule(documents, ranks, seconds, anything_fits)

@@ -20,6 +20,8 @@ import kvr_mpi.store.lock as lock_module
 from kvr_mpi.errors import EXIT_CONFIG, OutputError
 from kvr_mpi.store.lock import Lock, LockState, Owner, is_alive, read_lock, session_of, this_process
 
+pytestmark = pytest.mark.quick
+
 ELSEWHERE = Owner("node17", "another-boot pid:[1]", 4242, 99, "1234", 0)
 
 

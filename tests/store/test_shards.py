@@ -23,6 +23,8 @@ from kvr_mpi.store.folder import read_run, run_files
 from kvr_mpi.store.ledger import crc32_of, read_ledger
 from kvr_mpi.store.shards import ShardWriter
 
+pytestmark = pytest.mark.quick
+
 
 def wait_for(condition: Any, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds

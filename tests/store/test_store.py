@@ -44,6 +44,8 @@ from kvr_mpi.store.outputs import (
 from kvr_mpi.store.record import ASKED_FOR, DATASETS
 from kvr_mpi.store.shards import ShardWriter
 
+pytestmark = pytest.mark.quick
+
 HEADER = Header(
     identity={"model": "0123abcd", "prompt": {"template": "Summarise: {text}\n", "keep": "head"}, "kv": True},
     model={"name": "tiny-é", "architecture": "LlamaForCausalLM", "dtype": "bfloat16"},

@@ -17,7 +17,10 @@ PROGRAMS = TESTS / "programs"
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    [(2, "auto"), *(pytest.param(3, name, marks=pytest.mark.slow) for name in ("mpi", "staged", "gloo"))],
+    [
+        pytest.param(2, "auto", marks=pytest.mark.quick),
+        *(pytest.param(3, name, marks=pytest.mark.slow) for name in ("mpi", "staged", "gloo")),
+    ],
 )
 def test_ranks_keep_their_promises(mpirun: Any, ranks: int, name: str) -> None:
     run = mpirun(ranks, [sys.executable, PROGRAMS / "mpi_transport.py", name])
@@ -30,8 +33,8 @@ def test_ranks_keep_their_promises(mpirun: Any, ranks: int, name: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "rounds", "name"),
     [
-        (2, 20, "mpi"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(4, 12, "staged")]),
+        *(pytest.param(*case, marks=pytest.mark.quick) for case in [(2, 20, "mpi"), (4, 12, "mpi")]),
+        (4, 12, "staged"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [

@@ -105,6 +105,7 @@ def test_no_more_memory_is_taken_than_pays(loaded: Any, gains: Any, tmp_path: Pa
     assert kernel_bytes(loaded.model) == 0
 
 
+@pytest.mark.quick
 @needs_onednn
 def test_measured_for_real_a_chain_equals_plain_transformers(loaded: Any, tmp_path: Path) -> None:
     truth = single(loaded, prompt(60)).logits
