@@ -25,7 +25,7 @@ export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe = 1
 
 comma   := ,
-extras  := gguf,parquet,plots,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
+extras  := gguf,parquet,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
 stamp   := $(VENV)/.installed-$(MPI)
 # Tests of one file go to one worker.
 spread  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder

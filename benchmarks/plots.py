@@ -6,6 +6,7 @@ An SVG file turns dark with the page that it is in, or the reader's system; othe
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,10 @@ from typing import Any
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.report.style import (
     COLOURS,
-    DASHES,
-    log_ticks,
     nice_ticks,
     percent_text,
     plain_number,
     ramp,
-    token_ticks,
     tokens_text,
 )
 
@@ -28,6 +26,8 @@ OURS = {"auto": "sent", "kvr-e": "soft", "kvr": "ours", "kvr-s": "ours"}
 MARKERS = "ovs^DPX"
 # More ranks than a plot of slices has.
 MOST_SHADES = 65
+# Lines of rivals, which share a colour.
+DASHES = ((), (6, 3), (2, 2), (8, 2, 2, 2), (1, 3))
 
 
 def plot_bench(rows: Sequence[dict[str, Any]], path: Path, about: str = "") -> None:
@@ -263,6 +263,26 @@ def _label_seconds(axes: Any, seconds: Sequence[float]) -> None:
         axes.set_ylim(low, high)
 
 
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers on a logarithmic axis: 1, 2, 5, 10, 20; fewer where that is too many."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        found = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
+        found = [value for value in found if low * 0.999 <= value <= high * 1.001]
+        if len(found) <= 9:
+            break
+    return found
+
+
+def token_ticks(low: float, high: float) -> list[float]:
+    """Powers of two on a logarithmic axis of lengths: 1k, 2k, 4k."""
+    powers = range(math.floor(math.log2(max(1, low))), math.ceil(math.log2(max(1, high))) + 1)
+    found = [2.0**power for power in powers if low * 0.999 <= 2.0**power <= high * 1.001]
+    while len(found) > 9:
+        found = found[::2]
+    return found
+
+
 def _set_ticks(axis: Any, ticks: Sequence[float], labels: Sequence[str]) -> None:
     """Have these ticks and no others, between them none either."""
     axis.set_ticks(ticks, labels=labels)
@@ -274,7 +294,7 @@ def _canvas(panels: int = 1) -> tuple[Any, list[Any]]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; `pip install kvr-mpi[plots]`") from error
+        raise ConfigError("--plot needs matplotlib: `pip install matplotlib`") from error
     figure = Figure(figsize=(7 + 4 * (panels - 1), 4.5), dpi=140, layout="constrained", facecolor=COLOURS["page"][0])
     found = list(figure.subplots(1, panels, squeeze=False)[0])
     for axes in found:

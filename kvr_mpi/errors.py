@@ -45,6 +45,13 @@ def exit_line(code: int, about: str = "", meaning: str = "") -> str:
     return f"exit code {code}: {meaning}" + (f"; {about}" if about else "")
 
 
+def printable(text: str, keep: str = "\n\t") -> str:
+    """Escape every character that would steer a terminal, but for those that are kept."""
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode() for char in text
+    )
+
+
 class KvrError(Exception):
     """Base of every error with a message meant for the user."""
 
@@ -52,11 +59,8 @@ class KvrError(Exception):
     meaning = ""  # in the last line of a job; default: the exit code's
 
     def __str__(self) -> str:
-        """Return the message with everything escaped that would steer a terminal: it may quote any file."""
-        text = super().__str__()
-        return "".join(
-            char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
-        )
+        """Return the message, which may quote any file, as `printable`."""
+        return printable(super().__str__())
 
 
 class DocumentError(KvrError):

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 OPTION = re.compile("[a-z][a-z0-9-]*")
-CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def fill_in(script: str, options: Mapping[str, str], arguments: Sequence[str], folder: Path) -> str:
@@ -45,7 +44,7 @@ def _directive(key: str, value: str) -> str:
         raise ConfigError(
             f"--sbatch --{key!r}: expected one of sbatch's long options, such as --sbatch=--partition=gpu"
         )
-    if CONTROL.search(value):
+    if not value.isprintable():
         hint = "start this from another folder" if key == "chdir" else "remove them"
         raise ConfigError(f"--{key}={value!r} contains control characters, which could run as a command: {hint}")
     return f"#SBATCH --{key}" + (f"={shlex.quote(value)}" if value else "")

@@ -69,7 +69,8 @@ def _show_run(path: Path, as_json: bool, verify: bool) -> None:
 
 
 def _show_errors(path: Path, as_json: bool, verify: bool) -> None:
-    from kvr_mpi.report.table import printable, reason_lines
+    from kvr_mpi.errors import printable
+    from kvr_mpi.report.table import reason_lines
     from kvr_mpi.store.folder import index_run, read_records
     from kvr_mpi.store.summary import count_reasons, reason_of
 
@@ -85,7 +86,7 @@ def _show_errors(path: Path, as_json: bool, verify: bool) -> None:
 
 
 def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> None:
-    from kvr_mpi.report.table import printable
+    from kvr_mpi.errors import printable
     from kvr_mpi.store.folder import find_record
     from kvr_mpi.store.hdf5 import group_in
     from kvr_mpi.store.outputs import open_file, read_record
@@ -126,7 +127,7 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
         click.echo(f"{'kv':21} {len(layers)} layers, keys {first['keys']}, values {first['values']}, {first['dtype']}")
     click.echo(f"{'group':21} {file}:/documents/{key}")
     if record.status == "done":
-        click.echo("\n" + printable(_told_whole(record)))
+        click.echo("\n" + printable(_told_whole(record).replace("\r\n", "\n")))
 
 
 def _told_whole(record: Record) -> str:

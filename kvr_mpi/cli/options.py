@@ -27,9 +27,6 @@ transport_option = click.option(
     show_default=True,
     help="What carries keys and values between ranks; auto tests what works here, and reports its choice.",
 )
-plot_option = click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (.png, .svg or .pdf)."
-)
 
 
 def command(name: str | None = None) -> Callable[[Callable[..., Any]], click.Command]:

@@ -211,7 +211,7 @@ def _print_rows(found: Schedule, forecast: Forecast, limit: int) -> None:
     from rich.text import Text
 
     from kvr_mpi.duration import duration_text
-    from kvr_mpi.report.table import printable
+    from kvr_mpi.errors import printable
 
     table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
     table.add_column("document", no_wrap=True, overflow="ellipsis", min_width=12, max_width=28)

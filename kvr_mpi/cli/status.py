@@ -83,8 +83,8 @@ def _show(rows: list[tuple[str, str]]) -> None:
 def _lines(found: Status) -> list[tuple[str, str]]:
     from datetime import datetime
 
+    from kvr_mpi.errors import printable
     from kvr_mpi.report.style import bytes_text
-    from kvr_mpi.report.table import printable
 
     work = "running" if found.alive else "not running"
     rows = [
@@ -118,7 +118,7 @@ def _rank_lines(found: Status) -> list[tuple[str, str]]:
         return []
     from collections import Counter
 
-    from kvr_mpi.report.log import printable
+    from kvr_mpi.errors import printable
     from kvr_mpi.topology import rank_name
 
     newest, states = max(each.written_at_s for each in found.ranks), {each.rank: each for each in found.ranks}

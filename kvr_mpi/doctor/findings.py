@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvr_mpi.errors import EXIT_CONFIG, EXIT_NO_TRANSPORT, EXIT_OK
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_NO_TRANSPORT, EXIT_OK, printable
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -74,8 +74,8 @@ def to_lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """Text without what would steer a terminal: environments and libraries say what they like."""
-    return "".join(char if char.isprintable() else " " for char in text)
+    """Text in one line: environments and libraries say what they like."""
+    return printable(" ".join(text.split()))
 
 
 def number_ranges(numbers: Sequence[int]) -> str:

@@ -7,21 +7,9 @@ they lie by head: each head's keys together, then its values.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from kvr_mpi.model import LayerShape
-
-
-class KVLayout(Protocol):
-    """The keys and values of a layer, whatever lies where."""
-
-    def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a range of tokens, as views (1, kv_heads, tokens, head_dim)."""
-
-    def write(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put in keys and values (1, kv_heads, tokens, head_dim) from a token on."""
 
 
 class UniformLayout:

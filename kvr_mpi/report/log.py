@@ -8,11 +8,6 @@ from datetime import datetime
 from typing import TextIO
 
 
-def printable(text: str, keep: str = "\n\t") -> str:
-    """Text without what would steer a terminal."""
-    return "".join(char for char in text if char.isprintable() or char in keep)
-
-
 class Log:
     """Lines on standard error.
 

@@ -16,7 +16,8 @@ from rich.progress import (
 )
 
 from kvr_mpi.duration import duration_text
-from kvr_mpi.report.log import Log, printable
+from kvr_mpi.errors import printable
+from kvr_mpi.report.log import Log
 from kvr_mpi.report.metrics import ProgressFiles
 from kvr_mpi.store.outputs import Record
 

@@ -25,8 +25,6 @@ COLOURS = {
     "page": ("#FFFFFF", "#14181D"),
     "card": ("#F6F8FA", "#1C222A"),
 }
-# Lines of rivals, which share a colour.
-DASHES = ((), (6, 3), (2, 2), (8, 2, 2, 2), (1, 3))
 KILO = 1024
 
 
@@ -69,26 +67,6 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers on a logarithmic axis: 1, 2, 5, 10, 20; fewer where that is too many."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    for factors in ((1, 2, 5), (1, 3), (1,)):
-        found = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
-        found = [value for value in found if low * 0.999 <= value <= high * 1.001]
-        if len(found) <= 9:
-            break
-    return found
-
-
-def token_ticks(low: float, high: float) -> list[float]:
-    """Powers of two on a logarithmic axis of lengths: 1k, 2k, 4k."""
-    powers = range(math.floor(math.log2(max(1, low))), math.ceil(math.log2(max(1, high))) + 1)
-    found = [2.0**power for power in powers if low * 0.999 <= 2.0**power <= high * 1.001]
-    while len(found) > 9:
-        found = found[::2]
-    return found
 
 
 def even_token_ticks(high: float, count: int = 6) -> list[float]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvr_mpi.report.log import printable
+from kvr_mpi.errors import printable
 
 # Room beside the axes.
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 40

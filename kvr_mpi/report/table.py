@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvr_mpi.report.log import printable
+from kvr_mpi.errors import printable
 from kvr_mpi.store.folder import Index
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.store.summary import Summary

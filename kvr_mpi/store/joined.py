@@ -45,11 +45,6 @@ class JoinedLayer:
         return join_head_rows([piece.rows for piece in self.pieces[0] if piece.rows is not None])
 
     @property
-    def heads_dim(self) -> int:
-        """Along which dimension the heads of a row of pieces follow each other."""
-        return HEADS_DIM if self.rows is None else TOKENS_DIM
-
-    @property
     def number(self) -> int:
         """Of the layer."""
         return self.pieces[0][0].number

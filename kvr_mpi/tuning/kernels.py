@@ -40,7 +40,6 @@ from kvr_mpi.tuning.pieces import (
 
 # A way is taken from this gain on; a second copy of weights is made if it gains so much at some number of rows.
 LEAST_GAIN, LEAST_COPY_GAIN = 1.03, 1.1
-COPIES = (NARROW, PREPACKED)
 # All copies may take this share of the memory that is left.
 COPY_SHARE = 0.25
 # Models with fewer features than this gain nothing worth a compiler.

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plots import plot_bench, plot_extension
+from benchmarks.plots import log_ticks, plot_bench, plot_extension, token_ticks
 from kvr_mpi.report.style import (
     bytes_text,
     even_token_ticks,
-    log_ticks,
     nice_ticks,
     percent_text,
     plain_number,
     ramp,
-    token_ticks,
     tokens_text,
 )
 

@@ -23,7 +23,6 @@ class PyKvrMpi(PythonPackage):
     variant("json", default=False, description="Answers by a JSON schema")
     variant("lora", default=False, description="LoRA adapters")
     variant("parquet", default=True, description="Documents in Parquet files")
-    variant("plots", default=False, description="Plots of benches")
 
     depends_on("python@3.11:3.13", type=("build", "run"))
     depends_on("py-setuptools@77:", type="build")
@@ -46,4 +45,3 @@ class PyKvrMpi(PythonPackage):
         depends_on("py-llguidance@1.3:", when="+json")
         depends_on("py-peft@0.18:", when="+lora")
         depends_on("py-pyarrow@18:", when="+parquet")
-        depends_on("py-matplotlib@3.9:", when="+plots")
