@@ -6,6 +6,8 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
+import click
+
 from kvr_mpi.errors import EXIT_USAGE, KvrError
 
 # Name: (module with a function `main`, what it does).
@@ -60,9 +62,15 @@ def main(words: Sequence[str]) -> int:
     if name not in BENCHMARKS:
         print(f"python -m benchmarks {name!r}: expected one of {', '.join(BENCHMARKS)}", file=sys.stderr)
         return EXIT_USAGE
-    run: Callable[[Sequence[str]], int | None] = importlib.import_module(f"benchmarks.{BENCHMARKS[name][0]}").main
+    run: click.Command | Callable[[Sequence[str]], int | None]
+    run = importlib.import_module(f"benchmarks.{BENCHMARKS[name][0]}").main
     try:
+        if isinstance(run, click.Command):
+            return run.main(list(words[1:]), f"python -m benchmarks {name}", standalone_mode=False) or 0
         return run(words[1:]) or 0
+    except click.ClickException as error:
+        error.show()
+        return EXIT_USAGE
     except KvrError as error:
         print(f"python -m benchmarks {name}: {error}", file=sys.stderr)
         return error.exit_code

@@ -7,7 +7,6 @@ processes have one. The truth comes from a fresh copy, too: some rotary embeddin
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,11 +16,11 @@ import torch
 
 from benchmarks.tiny import PAD
 from kvr_mpi.errors import DocumentError, KvrError
-from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model, run_plain
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.exactness import Answer, allowed_error, copy_layers, first_difference, follow
 from kvr_mpi.prefill.one_prompt import (
     PLAIN,
     Prefill,
@@ -31,10 +30,9 @@ from kvr_mpi.prefill.one_prompt import (
     prefill_ring,
     prefill_single,
     prefill_tsp,
-    run_next,
 )
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
-from kvr_mpi.prefill.self_check import allowed_error, check_chain, why_not_packed
+from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 NOISE = allowed_error(torch.float32)  # of the spread, as in `kvr verify`
@@ -79,16 +77,6 @@ class Findings:
                 self.wrong[name] = wrong
             else:
                 self.exact.append(name)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Logits after a prompt, its keys and values, greedy tokens, and the logits after each of these."""
-
-    logits: torch.Tensor
-    kv: list[tuple[torch.Tensor, torch.Tensor] | None]
-    tokens: list[int]
-    steps: list[torch.Tensor]
 
 
 def describe(error: BaseException) -> str:
@@ -211,7 +199,7 @@ def _with_prefix(ids: Sequence[int], loaded: LoadedModel, rank: LocalTransport) 
 def _differs(case: Case, ranks: Sequence[LoadedModel], truth: Answer) -> str | None:
     """Run a case on threads, decode where its cache is, and say where that differs from the truth."""
     prefills = run_local(case.size, lambda rank: case.run(ranks[rank.rank], rank))
-    return difference(_decode(ranks[case.decode_rank].model, prefills[case.decode_rank], case.tokens), truth)
+    return difference(follow(ranks[case.decode_rank].model, prefills[case.decode_rank], case.tokens), truth)
 
 
 def _plain(model: Any, ids: Sequence[int], tokens: int, first: int | None = None) -> Answer:
@@ -219,59 +207,20 @@ def _plain(model: Any, ids: Sequence[int], tokens: int, first: int | None = None
     model, cpu = copy.deepcopy(model), torch.device("cpu")
     prepare_model(model, chain=False)
     if first is None:
-        return _decode(model, prefill_single(model, ids, cpu), tokens)
+        return follow(model, prefill_single(model, ids, cpu), tokens)
     cache = plain_cache(model)
     with torch.inference_mode():
         for part in (ids[:first], ids[first:]):
             logits = run_plain(model, torch.tensor([part]), cache)
-    return _decode(model, Prefill(Partition((0, len(ids))), cache, logits, seconds=0.0, strategy=PLAIN), tokens)
-
-
-@torch.inference_mode()
-def _decode(model: Any, prefill: Prefill, count: int) -> Answer:
-    """Copy what a prefill left, and decode greedily after it."""
-    assert prefill.logits is not None
-    kv, logits, tokens, steps = _copy_kv(prefill.cache), prefill.logits, list[int](), list[torch.Tensor]()
-    for _ in range(count):
-        tokens.append(int(logits.argmax()))
-        logits = run_next(model, prefill, torch.tensor([[tokens[-1]]]))
-        steps.append(logits)
-    return Answer(prefill.logits, kv, tokens, steps)
-
-
-def _copy_kv(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    pairs = [layer_kv(cache, layer) for layer in range(len(getattr(cache, "layers", ())))]
-    return [pair and (pair[0].clone(), pair[1].clone()) for pair in pairs]
+    return follow(model, Prefill(Partition((0, len(ids))), cache, logits, seconds=0.0, strategy=PLAIN), tokens)
 
 
 def difference(found: Answer, truth: Answer) -> str | None:
     """Say where an answer first differs from the truth, and by what share of the spread; None if it does not."""
-    for name, one, other in _pairs(found, truth):
-        error = _error(one, other)
-        if error > NOISE:
-            return f"{name} by {error:.1e}"
+    wrong = first_difference(found, truth, NOISE)
+    if wrong is not None:
+        return f"{wrong[0]} by {wrong[1]:.1e}"
     return None if found.tokens == truth.tokens[: len(found.tokens)] else "greedy tokens"
-
-
-def _pairs(found: Answer, truth: Answer) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """List what is to be compared, as it comes about; keys and values where both have them."""
-    pairs = [("logits", found.logits, truth.logits)]
-    for layer, (mine, theirs) in enumerate(zip(found.kv, truth.kv, strict=False)):
-        if mine is None or theirs is None:
-            continue
-        for name, one, other in zip(("keys", "values"), mine, theirs, strict=True):
-            kept = min(one.shape[0], other.shape[0])  # a window's cache has its last tokens only
-            if one.shape[1:] == other.shape[1:] and kept:
-                pairs.append((f"{name} of layer {layer}", one[-kept:], other[-kept:]))
-    for at, (one, other) in enumerate(zip(found.steps, truth.steps, strict=False)):
-        pairs.append((f"logits after token {at} of the answer", one, other))
-    return pairs
-
-
-def _error(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """Largest difference as a share of the truth's spread; infinite if there is NaN."""
-    worst = float((found - truth).abs().max()) / max(float(truth.max() - truth.min()), 1e-6)
-    return math.inf if math.isnan(worst) else worst
 
 
 def _note_packed(findings: Findings, loaded: LoadedModel, model: Any, vocab: int) -> None:
@@ -295,7 +244,7 @@ def _packed(loaded: LoadedModel, model: Any, vocab: int, *, head: list[int], tok
     truths = [_plain(model, ids, tokens) for ids in prompts]
     prefix = compute_prefix(loaded, head) if head else None
     rows = prefill_packed(loaded, prompts, reserve_tokens=tokens, prefix=prefix)
-    answers = [Answer(row.logits, _copy_kv(row.cache), [], []) for row in rows if row.logits is not None]
+    answers = [Answer(row.logits, copy_layers(row.cache), [], []) for row in rows if row.logits is not None]
     cache = PackedCache([row.cache for row in rows], [1] * len(rows))
     for step in range(tokens):
         logits = decode_packed(loaded, cache, [truth.tokens[step] for truth in truths])

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, run_next
+from kvr_mpi.prefill.exactness import follow
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
 from kvr_mpi.transport.local import run_local
 
 NEW_TOKENS = 32
@@ -18,14 +17,7 @@ NEW_TOKENS = 32
 
 def greedy(model: Any, prefill: Prefill, count: int) -> list[int]:
     """Decode the likeliest tokens after a prefill."""
-    tokens: list[int] = []
-    logits = prefill.logits
-    with torch.inference_mode():
-        for _ in range(count):
-            assert logits is not None
-            tokens.append(int(logits.argmax()))
-            logits = run_next(model, prefill, torch.tensor([[tokens[-1]]]))
-    return tokens
+    return follow(model, prefill, count).tokens
 
 
 def single(loaded: LoadedModel, ids: Sequence[int]) -> Prefill:

@@ -23,9 +23,10 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.graph_capture import Capture, Compute, GraphCapture, Replay, call_again
 from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.one_prompt import run_next
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
-from kvr_mpi.prefill.self_check import FAILURES, allowed_error, error_share
+from kvr_mpi.prefill.self_check import FAILURES
 
 # Rows of the documents of an extent: few numbers, since a graph is of one, and a row that is empty costs little beside
 # reading the weights.

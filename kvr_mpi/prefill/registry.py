@@ -176,8 +176,8 @@ class Strategy:
 
     def _error(self, loaded: LoadedModel, tokens: int, chunk_tokens: int | None = None) -> tuple[float, float]:
         """Run it on three threads, and tell how far it is from one, and what rounding explains."""
+        from kvr_mpi.prefill.exactness import allowed_error, error_share
         from kvr_mpi.prefill.one_prompt import prefill_kvr
-        from kvr_mpi.prefill.self_check import allowed_error, error_share
         from kvr_mpi.transport.local import LocalTransport, run_local
 
         ids = loaded.shape.sample_ids(tokens)

@@ -7,14 +7,13 @@ shows only in long prompts is compared without running them: rotary embeddings (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.shares import SharesCache
@@ -23,6 +22,7 @@ from kvr_mpi.model.attention_hook import prepare_model, run_plain
 from kvr_mpi.model.kernels import forget_kernels
 from kvr_mpi.model.rope import check_rotary
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.exactness import Answer, allowed_error, error_share, first_difference, follow
 from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, run_next
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed, why_never_packed
 from kvr_mpi.prefill.stored_shares import run_shares
@@ -49,20 +49,6 @@ FAILURES = (
 )
 
 Say = Callable[[str], None]
-
-
-def allowed_error(dtype: torch.dtype) -> float:
-    """Room for the rounding of a type, as a share of the logits' spread; a wrong position or mask is far off."""
-    return {torch.float32: 1e-4, torch.float16: 2e-2}.get(dtype, 1e-1)
-
-
-def error_share(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """Largest difference of logits, as a share of the true ones' spread; NaN if anything is."""
-    if not truth.numel():
-        return 0.0
-    found, truth = found.float(), truth.float()
-    spread = max(float(truth.max() - truth.min()), 1e-6)
-    return float((found - truth).abs().max()) / spread
 
 
 def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None = None) -> LoadedModel:
@@ -97,7 +83,7 @@ def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None 
     if loaded.shape.why_single is not None:
         raise ModelError(f"{loaded.shape.architecture}: {loaded.shape.why_single}; use strategy = 'single' for it")
     try:
-        truth = _truth(loaded, ids)
+        truth = _follow(loaded, prefill_single(loaded.model, ids, loaded.device))
     except FAILURES as error:
         raise ModelError(
             f"{loaded.shape.architecture}: transformers' own code fails on {count} tokens "
@@ -123,7 +109,7 @@ def check_chain(loaded: LoadedModel, tokens: int | None = None, say: Say | None 
     return loaded
 
 
-def _check_whole(loaded: LoadedModel, ids: Sequence[int], truth: _Truth) -> None:
+def _check_whole(loaded: LoadedModel, ids: Sequence[int], truth: Answer) -> None:
     """Check chains of the model's own attention, at last without kernels of ours."""
     partitions = (Partition((0, 1, len(ids) - 1, len(ids))), Partition((0, len(ids) // 2, len(ids))))
     try:
@@ -136,7 +122,7 @@ def _check_whole(loaded: LoadedModel, ids: Sequence[int], truth: _Truth) -> None
             _compare(loaded, ids, partition, truth)
 
 
-def _check_in_parts(loaded: LoadedModel, ids: Sequence[int], truth: _Truth) -> LoadedModel:
+def _check_in_parts(loaded: LoadedModel, ids: Sequence[int], truth: Answer) -> LoadedModel:
     """Check chains that take attention over."""
     prepare_model(loaded.model, chain=True)
     tokens = len(ids)
@@ -194,10 +180,10 @@ def _goes_on_from_cache(loaded: LoadedModel, ids: Sequence[int]) -> bool:
     return error_share(found, truth) <= allowed_error(loaded.dtype)
 
 
-def _compare(loaded: LoadedModel, ids: Sequence[int], partition: Partition, truth: _Truth) -> None:
+def _compare(loaded: LoadedModel, ids: Sequence[int], partition: Partition, truth: Answer) -> None:
     """Run a chain of threads, and raise `ModelError` unless it gives the true logits, and what they were made of."""
     try:
-        found = run_local(
+        prefill = run_local(
             partition.size,
             lambda rank: prefill_kvr(loaded, ids, partition, rank, keeps_all=True, reserve_tokens=1),
             loaded.device,
@@ -205,59 +191,19 @@ def _compare(loaded: LoadedModel, ids: Sequence[int], partition: Partition, trut
     except (ModelError, *FAILURES) as error:
         reason = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
         raise ModelError(reason) from error
-    assert found.logits is not None and truth.prefill.logits is not None
-    pairs = [("the logits", found.logits, truth.prefill.logits)]
-    for layer_idx in range(len(loaded.shape.layers)):
-        for what, mine, theirs in held_pairs(found.cache, truth.prefill.cache, layer_idx):
-            pairs.append((f"{what} of layer {layer_idx}", mine, theirs))
-    _hold(pairs, len(ids), loaded.dtype)
-    _hold([("the logits of a decoded token", _decode(loaded, found), truth.decoded)], len(ids), loaded.dtype)
+    allowed = allowed_error(loaded.dtype)
+    wrong = first_difference(_follow(loaded, prefill), truth, allowed)
+    if wrong is not None:
+        what, share = wrong
+        raise ModelError(
+            f"on {len(ids)} tokens {what} of a chain differ from those of plain transformers by {share:.1e} of their "
+            f"spread (allowed {allowed:.0e})"
+        )
 
 
-def _hold(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]], tokens: int, dtype: torch.dtype) -> None:
-    allowed = allowed_error(dtype)
-    for what, mine, theirs in pairs:
-        share = error_share(mine, theirs)
-        if not share <= allowed:
-            raise ModelError(
-                f"on {tokens} tokens {what} of a chain differ from those of plain transformers by {share:.1e} of their "
-                f"spread (allowed {allowed:.0e})"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Truth:
-    """What plain transformers makes of a prompt, and of a token after it."""
-
-    prefill: Prefill
-    decoded: torch.Tensor
-
-
-def _truth(loaded: LoadedModel, ids: Sequence[int]) -> _Truth:
-    again = prefill_single(loaded.model, ids, loaded.device)  # its cache is changed by decoding
-    decoded = _decode(loaded, again)
-    return _Truth(prefill_single(loaded.model, ids, loaded.device), decoded)
-
-
-@torch.inference_mode()
-def _decode(loaded: LoadedModel, prefill: Prefill) -> torch.Tensor:
-    token = loaded.shape.sample_ids(1, first=NEXT_TOKEN)
-    return run_next(loaded.model, prefill, torch.tensor([token], device=loaded.device))
-
-
-def held_pairs(found: Any, truth: Any, layer_idx: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield what two caches hold of a layer, side by side: keys, values, and states, with a name."""
-    mine, theirs = layer_kv(found, layer_idx), layer_kv(truth, layer_idx)
-    if mine is not None and theirs is not None:
-        for what, one, other in zip(("keys", "values"), mine, theirs, strict=True):
-            kept = min(one.shape[0], other.shape[0])  # of a window only the last tokens may be held
-            yield what, one[one.shape[0] - kept :], other[other.shape[0] - kept :]
-    for kind in ("conv", "recurrent"):
-        states = getattr(found.layers[layer_idx], f"{kind}_states", {})
-        for index, state in states.items():
-            other = getattr(truth.layers[layer_idx], f"{kind}_states")[index]
-            if state is not None and other is not None:
-                yield f"the {kind} states", state, other
+def _follow(loaded: LoadedModel, prefill: Prefill) -> Answer:
+    """Decode one token after a prefill, the same whatever it gave."""
+    return follow(loaded.model, prefill, 1, loaded.shape.sample_ids(1, first=NEXT_TOKEN))
 
 
 def why_not_packed(loaded: LoadedModel, arena: PagedArena | None = None) -> str | None:
@@ -316,10 +262,10 @@ def why_not_spread(loaded: LoadedModel) -> str | None:
 
     try:
         alone = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=1)
-        truth, found = _decode(loaded, alone), run_local(2, decode, loaded.device)[-1]
+        truth, found = _follow(loaded, alone).steps[0], run_local(2, decode, loaded.device)[-1]
     except (ModelError, *FAILURES) as error:
         return f"{type(error).__name__}: {error}"
-    share, allowed = float("nan") if found is None else error_share(found[0], truth), allowed_error(loaded.dtype)
+    share, allowed = math.inf if found is None else error_share(found[0].cpu(), truth), allowed_error(loaded.dtype)
     if share <= allowed:
         return None
     return f"logits of a decoded token differ by {share:.1e} of their spread (allowed {allowed:.0e})"

@@ -20,9 +20,10 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import Partition, cut_range
+from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
-from kvr_mpi.prefill.self_check import FAILURES, allowed_error, error_share
+from kvr_mpi.prefill.self_check import FAILURES
 from kvr_mpi.transport.local import LocalTransport
 
 # Of the check before a job, and of each of its steps.

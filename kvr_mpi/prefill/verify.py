@@ -15,23 +15,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvr_mpi.kv.contents import layer_kv
-from kvr_mpi.model import LayerShape, LoadedModel
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.compatibility import why_no_chunks
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_single, run_next
+from kvr_mpi.prefill.exactness import Answer, allowed_error, differences, follow
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_single
 from kvr_mpi.prefill.registry import STRATEGIES, Strategy
-from kvr_mpi.prefill.self_check import allowed_error
-from kvr_mpi.transport import Transport, share_json
+from kvr_mpi.transport import Transport, gather_json, share_json
 
 NEW_TOKENS = 32
-# Of the logits' or the keys' spread: what float32 sums in another order may differ by (2.4e-5 was seen with
-# SmolLM2 at 1024 tokens; leaving out one token of the prefix of a tiny model is off by 3e-2 and more).
 NOISE = allowed_error(torch.float32)
 SHORT_TYPE_FACTOR = 1.5
-LOGITS_TAG, TOKENS_TAG, KEYS_TAG, VALUES_TAG = range(4)
+TAG = 0
 
 Run = Callable[[Sequence[int]], Prefill]
 
@@ -43,27 +40,15 @@ class Finding:
     strategy: str
     tokens: int
     logits_error: float  # largest difference, as a share of the truth's spread
-    kv_error: float
+    kv_error: float  # of keys, values and states
     same_tokens: bool
     allowed: float
 
     @property
     def holds(self) -> bool:
-        """Whether everything agrees as it should; NaN agrees with nothing."""
+        """Whether everything agrees as it should."""
         exact = self.logits_error <= self.allowed and self.kv_error <= self.allowed
         return exact and self.same_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """Logits, greedy tokens, and what each layer with keys and values holds of the last tokens it sees.
-
-    Keys and values are (tokens, kv_heads, head_dim).
-    """
-
-    logits: torch.Tensor
-    tokens: torch.Tensor
-    kv: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: int = 0) -> Iterator[Finding]:
@@ -88,9 +73,9 @@ def verify(loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: 
         prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
         for name, decode_rank, strategy in _strategies(loaded, world, tokens, draw):
             prefill = strategy(ids)
-            result = _result(loaded, prefill) if world.rank == decode_rank else None
+            answer = follow(loaded.model, prefill, NEW_TOKENS) if world.rank == decode_rank else None
             del prefill
-            found = _to_root(result, loaded, world, decode_rank, tokens)
+            found = _to_root(answer, world, decode_rank)
             finding = None
             if found is not None and truth is not None and plain is not None:
                 finding = _compare(name, tokens, found, truth, plain)
@@ -143,87 +128,46 @@ def _cuts(tokens: int, size: int, draw: random.Random) -> dict[str, Partition]:
     return partitions
 
 
-def _plain(loaded: LoadedModel, ids: Sequence[int]) -> _Result:
+def _plain(loaded: LoadedModel, ids: Sequence[int]) -> Answer:
     prepare_model(loaded.model, chain=False)
-    return _result(loaded, prefill_single(loaded.model, ids, loaded.device))
+    return follow(loaded.model, prefill_single(loaded.model, ids, loaded.device), NEW_TOKENS)
 
 
-@torch.inference_mode()
-def _result(loaded: LoadedModel, prefill: Prefill) -> _Result:
-    """Copy the keys and values, then decode greedily after them."""
-    assert prefill.logits is not None
-    kv = []
-    for layer_idx, layer in enumerate(loaded.shape.layers):
-        pair = layer_kv(prefill.cache, layer_idx) if layer.elements else None
-        if pair is not None:
-            kept = _kept(layer, prefill.partition.tokens)
-            kv.append((pair[0][-kept:].cpu().clone(), pair[1][-kept:].cpu().clone()))
-    logits, written = prefill.logits, []
-    for _ in range(NEW_TOKENS):
-        written.append(int(logits.argmax()))
-        logits = run_next(loaded.model, prefill, torch.tensor([[written[-1]]], device=loaded.device))
-    return _Result(prefill.logits.cpu(), torch.tensor(written), kv)
-
-
-def _kept(layer: LayerShape, tokens: int) -> int:
-    """Tokens of which plain transformers still has a layer's keys and values: all, or those before a window's last."""
-    return tokens if layer.visibility.size is None else min(tokens, layer.visibility.size - 1)
-
-
-def _to_root(
-    result: _Result | None, loaded: LoadedModel, world: Transport, decode_rank: int, tokens: int
-) -> _Result | None:
-    """Bring the decode rank's result to rank 0."""
+def _to_root(answer: Answer | None, world: Transport, decode_rank: int) -> Answer | None:
+    """Bring the decode rank's answer to rank 0; every rank calls this."""
+    tensors = [] if answer is None else [answer.logits, *(held for layer in answer.layers for held in layer.values())]
+    mine = None
+    if answer is not None:
+        kinds = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
+        mine = [answer.tokens, [list(layer) for layer in answer.layers], kinds]
+    told = gather_json(world, mine)
     if decode_rank == 0 or world.rank not in (0, decode_rank):
-        return result
-    if result is not None:
-        sends = [world.isend(result.logits, 0, LOGITS_TAG), world.isend(result.tokens, 0, TOKENS_TAG)]
-        for keys, values in result.kv:
-            sends += [world.isend(keys.contiguous(), 0, KEYS_TAG), world.isend(values.contiguous(), 0, VALUES_TAG)]
-        for send in sends:
+        return answer
+    if answer is not None:
+        for send in [world.isend(tensor.contiguous(), 0, TAG) for tensor in tensors]:
             send.wait()
         return None
-    logits, written = torch.empty(loaded.shape.vocab_size), torch.empty(NEW_TOKENS, dtype=torch.int64)
-    kv = []
-    for layer in loaded.shape.layers:
-        if not layer.elements:
-            continue
-        shape = _kept(layer, tokens), layer.num_kv_heads
-        kv.append(
-            (
-                torch.empty(*shape, layer.key_dim, dtype=loaded.dtype),
-                torch.empty(*shape, layer.value_dim, dtype=loaded.dtype),
-            )
-        )
-    receives = [world.irecv(logits, decode_rank, LOGITS_TAG), world.irecv(written, decode_rank, TOKENS_TAG)]
-    for keys, values in kv:
-        receives += [world.irecv(keys, decode_rank, KEYS_TAG), world.irecv(values, decode_rank, VALUES_TAG)]
-    for receive in receives:
+    assert told is not None, "on rank 0"
+    tokens, names, kinds = told[decode_rank]
+    tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in kinds]
+    for receive in [world.irecv(tensor, decode_rank, TAG) for tensor in tensors]:
         receive.wait()
-    return _Result(logits, written, kv)
+    logits, *rest = tensors
+    held = iter(rest)
+    return Answer(logits, [{name: next(held) for name in layer} for layer in names], tokens, [])
 
 
-def _compare(name: str, tokens: int, found: _Result, truth: _Result, plain: _Result) -> Finding:
-    allowed, same_tokens = NOISE, bool(torch.equal(found.tokens, truth.tokens))
+def _compare(name: str, tokens: int, found: Answer, truth: Answer, plain: Answer) -> Finding:
+    allowed, same_tokens = NOISE, found.tokens == truth.tokens
     if plain is not truth:  # a shorter type: tokens may differ, and so may transformers' own
-        allowed = SHORT_TYPE_FACTOR * max(_error(plain.logits, truth.logits), _kv_error(plain, truth))
-        same_tokens = True
-    return Finding(name, tokens, _error(found.logits, truth.logits), _kv_error(found, truth), same_tokens, allowed)
+        allowed, same_tokens = SHORT_TYPE_FACTOR * max(_errors(plain, truth)), True
+    return Finding(name, tokens, *_errors(found, truth), same_tokens, allowed)
 
 
-def _kv_error(found: _Result, truth: _Result) -> float:
-    errors = []
-    for mine, theirs in zip(found.kv, truth.kv, strict=True):
-        for tensor, expected in zip(mine, theirs, strict=True):
-            kept = expected.shape[0]  # a plain sliding-window cache keeps only its last tokens
-            errors.append(_error(tensor[tensor.shape[0] - kept :], expected))
-    return max(errors)
-
-
-def _error(found: torch.Tensor, truth: torch.Tensor) -> float:
-    spread = max(float(truth.float().max() - truth.float().min()), 1e-6)
-    worst = (found.float() - truth.float()).abs().max()
-    return float(worst) / spread
+def _errors(found: Answer, truth: Answer) -> tuple[float, float]:
+    """Return the errors of logits, and of keys, values and states; 0 where a model's layers hold none."""
+    (_, logits), *held = differences(replace(found, steps=[]), truth)
+    return logits, max((share for _, share in held), default=0.0)
 
 
 def _in_float32(loaded: LoadedModel) -> LoadedModel:

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
+from constants import ROOT
 
 from benchmarks.forecast import main as forecast
 from benchmarks.paper import main as paper
@@ -204,3 +205,9 @@ def test_a_thousand_ranks_need_no_model_library() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "[]"
+
+
+def test_a_benchmark_ends_with_the_exit_code_of_its_error() -> None:
+    for words, code in ((["paper"], 0), (["paper", "--no"], 2), (["paper", "--score", "none.csv"], 65), (["none"], 2)):
+        ended = subprocess.run([sys.executable, "-m", "benchmarks", *words], capture_output=True, cwd=ROOT)
+        assert ended.returncode == code, ended.stderr

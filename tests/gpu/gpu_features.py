@@ -20,9 +20,9 @@ from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
-from kvr_mpi.prefill.self_check import allowed_error, error_share
 from kvr_mpi.prefill.streaming import prefill_streaming
 from kvr_mpi.transport.local import LocalTransport
 

@@ -18,9 +18,9 @@ from kvr_mpi.kv.loading import LAYERS_AHEAD, LAYERS_KEPT, LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
-from kvr_mpi.prefill.self_check import allowed_error, error_share
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import Record, write_record
 from kvr_mpi.store.stored_kv import CachedTokens

@@ -15,8 +15,8 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.stage_weights import why_not_staged
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.exactness import error_share
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.prefill.self_check import error_share
 from kvr_mpi.setup.stages import JobRanks
 
 PROMPT = [(position * position * 7 + 31 * position + 3) % 190 + 6 for position in range(40)]

@@ -8,20 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from chains import NEW_TOKENS, chain, greedy, single
+from chains import NEW_TOKENS, chain, single
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE, prompt, tiny
 
 from kvr_mpi.errors import ModelError, PartitionError, TransportError
-from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.exactness import allowed_error, first_difference, follow
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import LocalTransport, run_local
 
+NOISE = allowed_error(torch.float32)
 TOKENS = 60
 BOUNDS = [(0, 60), (0, 30, 60), (0, 44, 60), (0, 1, 59, 60), (0, 20, 40, 60), (0, 58, 59, 60), (0, 23, 38, 50, 60)]
 
@@ -31,25 +32,11 @@ BOUNDS = [(0, 60), (0, 30, 60), (0, 44, 60), (0, 1, 59, 60), (0, 20, 40, 60), (0
 )
 def test_logits_tokens_and_kv_equal_one_process(name: str) -> None:
     loaded, ids = tiny(name), prompt(TOKENS)
-    truth = single(loaded, ids)
-    assert truth.logits is not None
-    layers = [idx for idx, layer in enumerate(loaded.shape.layers) if layer.elements]
-    truth_kv = {layer: layer_kv(truth.cache, layer) for layer in layers}
-    truth_logits = truth.logits
-    truth_tokens = greedy(loaded.model, truth, NEW_TOKENS)
+    truth = follow(loaded.model, single(loaded, ids), NEW_TOKENS)
     for bounds in BOUNDS:
-        found = chain(loaded, ids, bounds, NEW_TOKENS)
-        assert found.logits is not None
-        torch.testing.assert_close(found.logits, truth_logits, atol=1e-4, rtol=0, msg=lambda text: f"{bounds}: {text}")  # noqa: B023
-        for layer, expected in truth_kv.items():
-            kv = layer_kv(found.cache, layer)
-            assert kv is not None and expected is not None
-            for mine, theirs in zip(kv, expected, strict=True):
-                kept = theirs.shape[0]  # a plain sliding-window cache keeps only its last tokens
-                kept = min(kept, mine.shape[0])  # and ours those that its slice sees: of chunks perhaps fewer
-                assert kept and mine.shape[0] <= TOKENS
-                torch.testing.assert_close(mine[-kept:], theirs[-kept:], atol=1e-4, rtol=0)
-        assert greedy(loaded.model, found, NEW_TOKENS) == truth_tokens, bounds
+        found = follow(loaded.model, chain(loaded, ids, bounds, NEW_TOKENS), NEW_TOKENS)
+        assert first_difference(found, truth, NOISE) is None, bounds
+        assert found.tokens == truth.tokens, bounds
 
 
 @pytest.mark.quick
@@ -70,14 +57,11 @@ def test_every_partition_is_exact(data: st.DataObject) -> None:
 @pytest.mark.slow
 def test_smollm_equals_one_process(smollm: LoadedModel) -> None:
     ids = smollm.tokenizer("The harbour master wrote down every ship that came in. " * 40)["input_ids"][:400]
-    truth = single(smollm, ids)
-    assert truth.logits is not None
-    logits, tokens = truth.logits, greedy(smollm.model, truth, NEW_TOKENS)
+    truth = follow(smollm.model, single(smollm, ids), NEW_TOKENS)
     for bounds in [(0, 250, 400), (0, 1, 399, 400), (0, 150, 260, 340, 400)]:
-        found = chain(smollm, ids, bounds, NEW_TOKENS)
-        assert found.logits is not None
-        torch.testing.assert_close(found.logits, logits, atol=1e-4, rtol=0)
-        assert greedy(smollm.model, found, NEW_TOKENS) == tokens
+        found = follow(smollm.model, chain(smollm, ids, bounds, NEW_TOKENS), NEW_TOKENS)
+        assert first_difference(found, truth, NOISE) is None, bounds
+        assert found.tokens == truth.tokens, bounds
 
 
 @pytest.mark.slow

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from models import tiny
 
-from kvr_mpi.prefill import all_gather, relay, ring
+from benchmarks.architectures import Entry, build
+from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.model import probe_shape
+from kvr_mpi.prefill import all_gather, exactness, relay, ring
+from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.prefill.verify import verify
 from kvr_mpi.transport.local import run_local
 
@@ -54,3 +61,29 @@ def test_verify_notices_a_lost_token(broken: bool, monkeypatch: pytest.MonkeyPat
     held = {found.strategy.split()[0]: found.holds for found in others}
     assert held == {"kvr": not broken, "tsp-dense": True, "tsp-causal": not broken, "ring": not broken}
     assert chunked == [not broken]
+
+
+def test_verify_runs_models_whose_layers_hold_no_keys() -> None:
+    model = build(Entry("mamba2", "mamba2"))
+    loaded = replace(tiny("llama-gqa"), model=model, shape=probe_shape(model.config, torch.float32))
+    loaded = check_chain(loaded)
+    findings = run_local(2, lambda rank: list(verify(loaded, rank, [40])))[0]
+    assert findings and all(finding.holds for finding in findings)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_verify_notices_nan_in_any_layer(layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = exactness.copy_layers
+
+    def with_nan(cache: Any) -> Any:
+        layers = copied(cache)
+        if isinstance(cache, SliceCache):
+            layers[layer]["keys"][3] = float("nan")
+        return layers
+
+    monkeypatch.setattr(exactness, "copy_layers", with_nan)
+    loaded = tiny("llama-gqa")
+    findings = run_local(2, lambda rank: list(verify(loaded, rank, [40])))[0]
+    assert findings and not any(finding.holds for finding in findings)
+    with pytest.raises(ModelError, match=f"keys of layer {layer} of a chain differ"):
+        check_chain(loaded)

@@ -1,0 +1,115 @@
+"""Whether a prompt that was computed in any way gives what plain transformers gives: the one comparison of the project.
+
+The self-check before every batch, ``kvr verify``, the sweep of architectures and the tests all compare `Answer`s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvr_mpi.kv.contents import layer_kv
+from kvr_mpi.prefill.one_prompt import Prefill, run_next
+
+KEYS, VALUES = "keys", "values"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a prefill left, and what was decoded after it; all of it copied to the host.
+
+    logits : (vocab_size,), after the prompt.
+    layers : what each layer holds, by name: keys and values (tokens, kv_heads, head_dim), states of recurrent layers.
+    tokens : decoded after the prompt.
+    steps : logits after each of these.
+    """
+
+    logits: torch.Tensor
+    layers: list[dict[str, torch.Tensor]]
+    tokens: list[int]
+    steps: list[torch.Tensor]
+
+
+@torch.inference_mode()
+def follow(model: Any, prefill: Prefill, count: int, given: Sequence[int] = ()) -> Answer:
+    """Copy what a prefill left, and decode after it.
+
+    Parameters
+    ----------
+    count : int
+        Of tokens, greedily.
+    given : sequence of int
+        Tokens to feed instead of the likeliest, as far as they go.
+    """
+    assert prefill.logits is not None, "the rank that ends with the cache"
+    logits, tokens, steps = prefill.logits, list[int](), list[torch.Tensor]()
+    layers = copy_layers(prefill.cache)
+    for at in range(count):
+        tokens.append(given[at] if at < len(given) else int(logits.argmax()))
+        logits = run_next(model, prefill, torch.tensor([[tokens[-1]]], device=logits.device))
+        steps.append(_copy(logits))
+    return Answer(_copy(prefill.logits), layers, tokens, steps)
+
+
+def copy_layers(cache: Any) -> list[dict[str, torch.Tensor]]:
+    """Copy what every layer of a cache holds (`Answer.layers`)."""
+    found = []
+    for layer_idx, layer in enumerate(getattr(cache, "layers", ())):
+        pair = layer_kv(cache, layer_idx)
+        held = {} if pair is None else {KEYS: pair[0], VALUES: pair[1]}
+        for kind in ("conv", "recurrent"):
+            states = getattr(layer, f"{kind}_states", {})
+            held |= {f"{kind} states {index}": state for index, state in states.items() if state is not None}
+        found.append({name: _copy(tensor) for name, tensor in held.items()})
+    return found
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def allowed_error(dtype: torch.dtype) -> float:
+    """Room for the rounding of a type, as a share of the spread; a wrong position or mask is far off.
+
+    In float32 sums in another order differ by up to 2.4e-5 (SmolLM2 at 1024 tokens); without one token of the prefix, a
+    tiny model is off by 3e-2 and more.
+    """
+    return {torch.float32: 1e-4, torch.float16: 2e-2}.get(dtype, 1e-1)
+
+
+def error_share(found: torch.Tensor, truth: torch.Tensor) -> float:
+    """Largest difference as a share of the truth's spread; infinite if either holds NaN, or the shapes differ."""
+    if found.shape != truth.shape:
+        return math.inf
+    if not truth.numel():
+        return 0.0
+    found, truth = found.float(), truth.float()
+    share = float((found - truth).abs().max()) / max(float(truth.max() - truth.min()), 1e-6)
+    return math.inf if math.isnan(share) else share
+
+
+def differences(found: Answer, truth: Answer) -> Iterator[tuple[str, float]]:
+    """Yield what is compared, in the order in which it comes about, with its `error_share`.
+
+    Of keys and values, the last tokens that both hold: a window's cache may hold no others. What only one of them holds
+    is left out, and so are steps that only one of them has.
+    """
+    yield "the logits", error_share(found.logits, truth.logits)
+    for layer_idx, (mine, theirs) in enumerate(zip(found.layers, truth.layers, strict=True)):
+        for name in (name for name in mine if name in theirs):
+            one, other = mine[name], theirs[name]
+            if name in (KEYS, VALUES):
+                kept = min(one.shape[0], other.shape[0])
+                one, other = one[one.shape[0] - kept :], other[other.shape[0] - kept :]
+            yield f"{name} of layer {layer_idx}", error_share(one, other)
+    for at, (one, other) in enumerate(zip(found.steps, truth.steps, strict=False)):
+        yield f"the logits after token {at} of the answer", error_share(one, other)
+
+
+def first_difference(found: Answer, truth: Answer, allowed: float) -> tuple[str, float] | None:
+    """Say what differs first by more than is allowed, and by what share of its spread; None if nothing does."""
+    return next(((what, share) for what, share in differences(found, truth) if not share <= allowed), None)
