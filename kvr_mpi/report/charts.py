@@ -26,6 +26,8 @@ LANE = 46.0
 # Points of a line, and dots, beyond which some are left out: a drawing that nobody can tell from the whole.
 MOST_POINTS = 400
 MOST_DOTS = 1200
+# A prompt of which less was computed does not show how long one of its length takes.
+LEAST_COMPUTED = 0.9
 # Prompts in so many groups of like length, for their slices.
 MOST_GROUPS = 24
 
@@ -237,9 +239,9 @@ def draw_slices(records: Sequence[Record]) -> Chart:
 def draw_first_token(records: Sequence[Record]) -> Chart:
     """Draw the time to the first token over the prompt's length."""
     name = "ttft"
-    timed = [one for one in records if one.ttft_s > 0 and one.prompt_tokens > 0 and one.parts == 1]
+    timed = [one for one in records if _is_comparable(one)]
     if not timed:
-        return _missing(name, "Time to the first token: no document was prefilled in one prompt.")
+        return _missing(name, "Time to the first token: no document was prefilled whole, in one prompt.")
     drawing = Drawing(WIDTH, HEIGHT, "time to first token over prompt length")
     tokens, seconds = max(one.prompt_tokens for one in timed) * 1.04, max(one.ttft_s for one in timed) * 1.06
     x, y = Scale(0, tokens, LEFT, WIDTH - RIGHT), Scale(0, seconds, HEIGHT - BOTTOM, TOP)
@@ -251,13 +253,21 @@ def draw_first_token(records: Sequence[Record]) -> Chart:
         ranks = max(1, len(one.slices) - 1)
         told = f"{one.id}: {one.prompt_tokens:,} tokens on {_ranks(ranks)}, {duration_text(one.ttft_s)}"
         drawing.dot(x(one.prompt_tokens), y(one.ttft_s), colours[ranks], told)
-    rate = statistics.median(one.prompt_tokens / one.ttft_s for one in timed)
+    rate = statistics.median(one.computed_tokens / one.ttft_s for one in timed)
     middle = statistics.median(one.ttft_s for one in timed)
     title = f"The first token came after {duration_text(middle)} (the median), at {plain_number(rate)} prompt tokens/s"
     legend = tuple((colours[size], _ranks(size)) for size in sizes[:5])
+    reused = sum(one.ttft_s > 0 and one.parts == 1 and not _is_comparable(one) for one in records)
+    note = f" {reused} more reused keys and values, and are not comparable." if reused else ""
     return Chart(
-        name, title, drawing, f"One dot per document, {len(timed)} in total.", legend if len(sizes) > 1 else ()
+        name, title, drawing, f"One dot per prompt, {len(timed)} in total.{note}", legend if len(sizes) > 1 else ()
     )
+
+
+def _is_comparable(record: Record) -> bool:
+    """Whether a record shows how long a prompt of its length takes: it is one prompt, and most of it was computed."""
+    computed = record.computed_tokens >= LEAST_COMPUTED * record.prompt_tokens
+    return record.ttft_s > 0 and record.prompt_tokens > 0 and record.parts == 1 and computed
 
 
 def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[float, float]) -> Chart:
@@ -265,7 +275,7 @@ def draw_speedup(records: Sequence[Record], run: TracedRun | None, rates: tuple[
     name = "speedup"
     groups: dict[int, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for one in records:
-        if one.ttft_s > 0 and one.parts == 1 and one.prompt_tokens:
+        if _is_comparable(one):
             groups[one.prompt_tokens.bit_length()][max(1, len(one.slices) - 1)].append(one)
     best = max(groups.values(), key=lambda by_ranks: (len(by_ranks), sum(map(len, by_ranks.values()))), default={})
     if len(best) < 2:

@@ -21,7 +21,7 @@ PREFIX = "kvr_"
 HELP = {
     "documents": "documents that this job has to process",
     "documents_done": "documents finished since this job began, including those with error records",
-    "tokens_done": "tokens in prompts and answers of documents finished since this job began",
+    "tokens_done": "tokens computed for prompts and answers of documents finished since this job began",
     "work_done_share": "fraction of the job's work that is done, by length of the documents",
     "work_prefilled_share": "fraction of the job's work that is prefilled",
     "elapsed_s": "seconds since the first document was started",

@@ -109,7 +109,7 @@ class Progress:
         prefilled : int
             Work of the whole job that is prefilled, done or not.
         tokens : int
-            Of the prompts and answers of all documents that are done.
+            Computed, of the prompts and answers of all documents that are done.
         """
         self._tokens = tokens
         left = self._left(done, work, prefilled)

@@ -15,7 +15,7 @@ class Tally:
     phase_s: float = 0.0  # in prefill phases
     busy_s: float = 0.0  # of them, computing
     decode_s: float = 0.0
-    prompt_tokens: int = 0  # of prompts that were decoded here
+    prompt_tokens: int = 0  # computed, of prompts that were decoded here
     new_tokens: int = 0
 
     def add(self, other: Tally) -> None:

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from made_runs import STAMP, take, write
 
 from kvr_mpi.cli import group
 from kvr_mpi.errors import DataError
-from kvr_mpi.report.charts import draw_progress
+from kvr_mpi.report.charts import draw_first_token, draw_progress, draw_speedup
 from kvr_mpi.report.page import PAGE_BYTES, RunFacts, make_page, pack_answers
 from kvr_mpi.report.run_page import page_of
 from kvr_mpi.report.timeline import read_timelines
@@ -59,7 +60,8 @@ class Elements(HTMLParser):
 def done(name: str, **more: Any) -> Record:
     given: dict[str, Any] = {"prompt_tokens": 900, "slices": (0, 600, 900), "ttft_s": 1.5, "strategy": "kvr"}
     given |= {"answer": f"about {name}", "new_tokens": 3, "finished_at": STAMP}
-    return Record(name, "done", **{**given, **more})
+    values = {**given, **more}
+    return Record(name, "done", **{"computed_tokens": values["prompt_tokens"], **values})
 
 
 def page_with(records: Sequence[Record]) -> bytes:
@@ -168,6 +170,23 @@ def test_of_a_job_that_was_killed_early_there_is_its_trace(tmp_path: Path) -> No
     record_run(tmp_path, ["a"])
     page = page_of(tmp_path)[0].decode()
     assert "nothing is stored yet" in page and "a: 900 tokens over 2 ranks took 2.50 s" in page
+
+
+def test_prompts_that_reused_most_of_their_tokens_are_compared_with_none() -> None:
+    """Two prompts about each document: the second finds the document's keys and values, and runs on one rank."""
+    first = [done(f"{name} first", ttft_s=9.0) for name in "abc"]
+    second = [done(f"{name} second", computed_tokens=13, slices=(0, 900), ttft_s=0.5) for name in "abc"]
+    charts = draw_first_token([*first, *second]), draw_speedup([*first, *second], None, (0.0, 0.0))
+    assert charts[0].title == draw_first_token(first).title and charts[0].drawing is not None
+    assert charts[1].drawing is None
+    assert all(
+        chart(second).drawing is None for chart in (draw_first_token, partial(draw_speedup, run=None, rates=(0, 0)))
+    )
+    # A template's beginning, which is computed once for all documents, is a small part of a prompt.
+    few = [done("d", computed_tokens=880, slices=(0, 900), ttft_s=18.0), *first]
+    assert "2 ranks are 2.0 times as fast as 1" in draw_speedup(few, None, (0.0, 0.0)).title
+    rate = draw_first_token([done("d", computed_tokens=880, ttft_s=2.0)]).title
+    assert "440" in rate and "450" not in rate, "what was computed, by the seconds"
 
 
 @pytest.mark.parametrize("damage", ["no trace\n", "[\n{},\n", "a link"])
