@@ -18,7 +18,7 @@ from kvr_mpi.cli.writing import writing
     type=click.Path(dir_okay=False, path_type=Path),
     help="HTML file to write.  [default: report.html in RUN]",
 )
-@click.option("--overwrite", is_flag=True, help="Replace an existing file; report.html in RUN always is.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file; a run's own report.html always is.")
 def report(path: Path, output: Path | None, overwrite: bool) -> None:
     """Write a page about RUN, the output folder of a run or a result file, even while the job is running.
 
@@ -27,10 +27,12 @@ def report(path: Path, output: Path | None, overwrite: bool) -> None:
     """
     from kvr_mpi.disk import replacing
     from kvr_mpi.report.run_page import page_of
+    from kvr_mpi.store.shares import is_run
     from kvr_mpi.store.targets import check_file
 
     target = output or (path if path.is_dir() else path.parent) / "report.html"
-    check_file(target, overwrite=overwrite or (output is None and path.is_dir()), reads=[path])
+    is_own = output is None and target.parent.is_dir() and is_run(target.parent)
+    check_file(target, overwrite=overwrite or is_own, reads=[path])
     with writing(target):
         page, skipped = page_of(path)
         for line in skipped:

@@ -121,8 +121,8 @@ def test_a_file_is_replaced_only_if_asked(run: Path, tmp_path: Path, run_kvr: Kv
         code, _, err = run_kvr(*command)
         assert code == EXIT_CONFIG and "add --overwrite" in err and target.read_text() == "a document"
         assert run_kvr(*command, "--overwrite")[0] == EXIT_OK and target.read_bytes() != b"a document"
-    for _ in range(2):  # the run's own page
-        assert run_kvr("report", run)[0] == EXIT_OK
+    for path in (run, run, next(run.glob("*.h5"))):  # the run's own page
+        assert run_kvr("report", path)[0] == EXIT_OK
     assert [each.id for each in read_run(run)] == [*"abcd"]
 
 
