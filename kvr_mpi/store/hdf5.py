@@ -30,6 +30,8 @@ CLASSES: dict[type, tuple[int, Any]] = {
 CHUNK_BYTES = 1 << 20
 # No chunk and no text is larger, or what claims to be one would be inflated to any size.
 LARGEST_BYTES = 64 << 20
+# A long text is stored in pieces of this size, all of them together no larger than the most that is read.
+PIECE_BYTES, MOST_TEXT_BYTES = LARGEST_BYTES, 1 << 30
 # A group keeps so many attributes in its header, which has a checksum and is read at once.
 COMPACT_ATTRIBUTES = 64
 
@@ -93,10 +95,49 @@ def create_group(parent: h5py.Group, name: str) -> h5py.Group:
 
 
 def write_attribute(item: Any, name: str, value: str | int | float) -> None:
-    """Add an attribute; text with a fixed length."""
+    """Add an attribute; text with a fixed length.
+
+    Raises
+    ------
+    DataError
+        If it is longer than what is read.
+    """
     data = fixed_text(value) if isinstance(value, str) else np.array(value, CLASSES[type(value)][1])
+    if data.nbytes > LARGEST_BYTES:
+        raise DataError(f"{_name(item)}: {name} has {data.nbytes} bytes; no more than {LARGEST_BYTES} can be stored")
     kind = h5py.h5t.py_create(data.dtype, logical=True)
     h5py.h5a.create(item.id, name.encode(), kind, h5py.h5s.create(h5py.h5s.SCALAR)).write(data)
+
+
+def write_text(group: h5py.Group, name: str, value: str) -> None:
+    """Write a text as a dataset: of one element, or of several if it is longer than a chunk may be.
+
+    Raises
+    ------
+    DataError
+        If it is longer than what is read.
+    """
+    data = stored_text(value).encode()
+    if len(data) > MOST_TEXT_BYTES:
+        raise DataError(f"{_name(group)}: {name} has {len(data)} bytes; no more than {MOST_TEXT_BYTES} can be stored")
+    size = min(max(1, len(data)), PIECE_BYTES)
+    pieces = max(1, math.ceil(len(data) / size))
+    padded = np.frombuffer(data.ljust(pieces * size, b"\0"), dtype=f"S{size}")
+    write_dataset(group, name, padded.astype(h5py.string_dtype("utf-8", size)))
+
+
+def read_text(dataset: h5py.Dataset, limit: int) -> str:
+    """Read a text that `write_text` wrote, which has at most so many bytes.
+
+    Raises
+    ------
+    DataError
+        If it is longer.
+    """
+    most = min(limit, MOST_TEXT_BYTES) + (0 if dataset.size == 1 else PIECE_BYTES)  # the last piece is filled up
+    if not dataset.size or size_bytes(dataset) > most:
+        raise DataError(f"{_name(dataset)} has {size_bytes(dataset)} bytes; the record announces {limit}")
+    return b"".join(dataset[()].tolist()).decode()
 
 
 def write_dataset(group: h5py.Group, name: str, data: Any, kind: Any = None) -> None:

@@ -49,18 +49,18 @@ import numpy as np
 from kvr_mpi import __version__
 from kvr_mpi.errors import DataError, ForeignError
 from kvr_mpi.store.hdf5 import (
-    LARGEST_BYTES,
+    MOST_TEXT_BYTES,
     attribute_names,
     create_group,
     dataset_in,
-    fixed_text,
     group_in,
     open_hdf5,
     read_attribute,
-    size_bytes,
+    read_text,
     stored_text,
     write_attribute,
     write_dataset,
+    write_text,
 )
 from kvr_mpi.store.kv import open_kv, strange_members, write_kv
 from kvr_mpi.store.record import ARRAYS as ARRAYS
@@ -154,7 +154,7 @@ def write_record(
             write_dataset(group, name, np.asarray(values[name], dtype=np.float64 if name in REALS else np.int64))
     for name in TEXTS:
         if name in values:
-            write_dataset(group, name, fixed_text(values[name]).reshape(1))
+            write_text(group, name, values[name])
     kv_bytes, kv_sha256 = write_kv(group, layers, tokens)
     announced = (len(values["answer"].encode()), len(values["token_ids"]), kv_bytes, kv_sha256)
     values |= dict(zip(ANNOUNCED, announced, strict=True))
@@ -253,14 +253,8 @@ def _read_datasets(group: h5py.Group, values: Mapping[str, Any]) -> dict[str, An
             found[name] = dataset[()].tolist()
     for name in TEXTS:
         if name in group:
-            dataset, limit = dataset_in(group, name, "S", (1,)), LARGEST_BYTES
-            if name == "answer":
-                limit = min(max(1, values["answer_bytes"]), LARGEST_BYTES)
-            if size_bytes(dataset) > limit or dataset.size != 1:
-                raise DataError(
-                    f"{_where(dataset)} has {size_bytes(dataset)} bytes; the record announces one of {limit}"
-                )
-            found[name] = dataset[0].decode()
+            limit = max(1, values["answer_bytes"]) if name == "answer" else MOST_TEXT_BYTES
+            found[name] = read_text(dataset_in(group, name, "S", (1,)), limit)
     return found
 
 

@@ -6,6 +6,7 @@ and in its metadata, as JSON, what the results say of the document and of the ru
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     import torch
 
 SUFFIX, ABOUT = ".safetensors", "kvr-mpi"
+# File systems take no longer names; so much is kept of one that is longer.
+MOST_NAME_BYTES, KEPT_OF_NAME = 255, 150
 
 
 def export_kv(index: Index, ids: Iterable[str], folder: Path, *, overwrite: bool = False) -> Iterator[tuple[str, Path]]:
@@ -63,7 +66,7 @@ def export_kv(index: Index, ids: Iterable[str], folder: Path, *, overwrite: bool
 
             tensors["token_ids"] = torch.tensor(whose.ids)
             about["text"] = list(whose.text)
-        file = folder / (place.key + SUFFIX)
+        file = folder / file_name(place.key)
         if file.exists() and not overwrite:
             raise OutputError(f"{file} exists; add --overwrite, or choose another folder")
         part = file.with_name(file.name + PART)
@@ -76,6 +79,16 @@ def export_kv(index: Index, ids: Iterable[str], folder: Path, *, overwrite: bool
             part.unlink(missing_ok=True)
             raise OutputError(f"{file} cannot be written: {error}") from error
         yield name, file
+
+
+def file_name(key: str) -> str:
+    """Name a document's file by its key; a key too long for a file name is cut, and known by its checksum.
+
+    In a key ``%`` begins two hexadecimal digits, so that no other document's name has ``%-``.
+    """
+    if len(key + SUFFIX + PART) <= MOST_NAME_BYTES:
+        return key + SUFFIX
+    return f"{key[:KEPT_OF_NAME]}%-{hashlib.sha256(key.encode()).hexdigest()}{SUFFIX}"
 
 
 def _tensors(layers: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -159,6 +159,25 @@ def test_records_side_by_side_in_a_file_stay_apart(
     assert all(same(got[record.id], as_stored(record)) for record in records)
 
 
+@settings(max_examples=60)
+@given(record=RECORD, size=st.integers(1, 9))
+def test_texts_longer_than_a_chunk_may_be_come_back(record: Record, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patched, memory_file() as file:
+        patched.setattr("kvr_mpi.store.hdf5.PIECE_BYTES", size)
+        write_record(file, record)
+        ((group, _, _),) = document_groups(file)
+        got = read_record(group)
+    assert same(got.as_dict(), as_stored(record))
+
+
+def test_what_could_not_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvr_mpi.store.hdf5.MOST_TEXT_BYTES", 100)
+    monkeypatch.setattr("kvr_mpi.store.hdf5.LARGEST_BYTES", 10_000)
+    for record in (Record("a", "done", answer=101 * "x"), Record("b", "done", columns=10_001 * "x")):
+        with memory_file() as file, pytest.raises(DataError, match="can be stored"):
+            write_record(file, record)
+
+
 def test_long_texts_come_back_even_after_a_merge(tmp_path: Path) -> None:
     record = Record("long", "error", error="e" * 200_000, answer="ä" * 300_000, strategy="s" * 70_000)
     write_shard(tmp_path, record, [])

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from made_runs import record, stored_layers, take, write
 from safetensors import safe_open
 
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
 from kvr_mpi.store.folder import read_run
-from kvr_mpi.store.outputs import open_file, read_header
+from kvr_mpi.store.outputs import key_of, open_file, read_header
+from kvr_mpi.store.tensors import file_name
 
 
 @pytest.fixture
@@ -53,6 +56,25 @@ def test_what_goes_out_is_what_is_stored(run: Path, tmp_path: Path, run_kvr: Any
             record = known[about["record"]["id"]]
             assert about["record"] == json.loads(json.dumps(record.as_dict()))
             assert about["identity"] == header.identity and about["text"] == [1, 3]
+
+
+def test_documents_with_long_names_have_files_of_their_own(tmp_path: Path, run_kvr: Any) -> None:
+    folder, names = tmp_path / "run", ["é" * 200 + end for end in "ab"] + ["x" * 400]
+    take(folder, mode="new").close()
+    write(folder, "0000", [record(name) for name in names], kv=True)
+    ids = set()
+    for file in exported(folder, tmp_path / "kv", run_kvr):
+        with safe_open(file, framework="pt") as made:
+            ids.add(json.loads(made.metadata()["kvr-mpi"])["record"]["id"])
+    assert ids == set(names)
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=300), min_size=2, max_size=2))
+def test_no_two_documents_have_the_same_file(ids: list[str]) -> None:
+    imitation = file_name(key_of(ids[0])).removesuffix(".safetensors")
+    names = {one: file_name(key_of(one)) for one in (*ids, imitation)}
+    assert len(set(names.values())) == len(names)
+    assert all(len(name.encode()) <= 250 and "/" not in name for name in names.values())
 
 
 def test_nothing_is_overwritten_unasked(run: Path, tmp_path: Path, run_kvr: Any) -> None:
