@@ -45,16 +45,7 @@ ROOMS = [
 # Rooms that may name these libraries; anything else goes through them.
 CONTACTS = {
     "mpi4py": {"transport/mpi.py", "transport/mpi_query.py", "transport/counters.py"},
-    "h5py": {
-        "store/arrays.py",
-        "store/filters.py",
-        "store/hdf5.py",
-        "store/kv.py",
-        "store/outputs.py",
-        "store/shards.py",
-        "store/merge.py",
-        "doctor/folder.py",
-    },
+    "h5py": {"store"},
     # The caches are one rank's of one prompt; a row of several prompts has to look like a cache to the model, too.
     "transformers.cache_utils": {"kv/cache.py", "kv/layer.py", "kv/states.py", "kv/row.py"},
     "click": {"cli"},
@@ -130,6 +121,24 @@ def test_libraries_are_met_in_one_place() -> None:
         if (name == library or name.startswith(library + "."))
         and not {str(path.relative_to(PACKAGE)), room(path)} & allowed
     ]
+    assert not wrong
+
+
+def test_the_environment_is_handed_down() -> None:
+    """Outside the commands only a parameter's default, or a main program, names it."""
+    wrong = []
+    for path in files():
+        tree = ast.parse(path.read_text())
+        allowed = {
+            id(part)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.arguments) or (isinstance(node, ast.If) and "__main__" in ast.unparse(node.test))
+            for part in ast.walk(node)
+        }
+        for node in ast.walk(tree) if room(path) != "cli" else ():
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and id(node) not in allowed:
+                if ast.unparse(node.value) == "os":
+                    wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert not wrong
 
 

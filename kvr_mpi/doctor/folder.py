@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import h5py
 import numpy as np
 
 from kvr_mpi.doctor.deadlines import gather_tried, within
 from kvr_mpi.doctor.facts import RankFacts
 from kvr_mpi.doctor.findings import Finding, fail, ok, some, warn
-from kvr_mpi.store.hdf5 import open_hdf5
+from kvr_mpi.store.hdf5 import create_hdf5, hdf5_build, open_hdf5, write_dataset
 from kvr_mpi.transport import Transport, share_json
 
 T = TypeVar("T")
@@ -32,8 +31,7 @@ VALUES = 1 << 18
 
 def check_hdf5() -> list[Finding]:
     """Name h5py and HDF5; either build will do, since every rank writes files of its own."""
-    kind = "with MPI" if h5py.get_config().mpi else "serial, which is sufficient"
-    return [ok("hdf5", f"h5py {h5py.version.version}, HDF5 {h5py.version.hdf5_version}, built {kind}")]
+    return [ok("hdf5", hdf5_build())]
 
 
 def existing_folder(path: Path) -> Path:
@@ -75,8 +73,8 @@ def write_and_read(folder: Path, stem: str) -> bool:
     part, path = folder / f"{stem}.h5.part", folder / f"{stem}.h5"
     values = np.arange(VALUES, dtype=np.int64)
     try:
-        with h5py.File(part, "x") as file:  # takes HDF5's lock, as every writer does
-            file["values"] = values
+        with create_hdf5(part) as file:
+            write_dataset(file, "values", values)
         for target in (part, folder):
             handle = os.open(target, os.O_RDONLY)
             try:

@@ -36,6 +36,12 @@ PIECE_BYTES, MOST_TEXT_BYTES = LARGEST_BYTES, 1 << 30
 COMPACT_ATTRIBUTES = 64
 
 
+def hdf5_build() -> str:
+    """Name h5py and HDF5, and how they were built."""
+    kind = "with MPI" if h5py.get_config().mpi else "serial, which is sufficient"
+    return f"h5py {h5py.version.version}, HDF5 {h5py.version.hdf5_version}, built {kind}"
+
+
 @contextmanager
 def open_hdf5(path: Path) -> Iterator[h5py.File]:
     """Open a file for reading; whatever goes wrong while it is open is a `DataError` that names it."""

@@ -13,7 +13,7 @@ import signal
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +79,9 @@ def open_attention(cache_dir: Path, say: Say, *, compiles: bool, limit_s: float 
     return library
 
 
-def _compile(file: Path, say: Say, limit_s: float) -> None:
+def _compile(file: Path, say: Say, limit_s: float, environ: Mapping[str, str] = os.environ) -> None:
     """Compile the kernel into the cache, or say why not; leave a note there if a compiler failed."""
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         say(f"{NOT_COMPILED}: no compiler found ({', '.join(COMPILERS)}), and CXX is not set")
         return
