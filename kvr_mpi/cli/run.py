@@ -173,7 +173,9 @@ def run_on(world: Transport, name: str, told: RunArguments, load: Callable[[], t
     overwrite = told.overwrite and not resume
     told_s = None if told.time_limit is None else time.time() + parse_duration(told.time_limit)
     on_root(world, lambda: check_job(spec, world.size, goes_on=overwrite or resume, offline=is_offline()))
-    Log(world.rank).root(f"{name}: found in order; starting {world.size} rank(s)")
+    Log(world.rank).root(
+        f"{name} is valid; starting {world.size} rank(s), each of which imports torch and transformers"
+    )
     # Only now what takes seconds to import.
     from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.report.progress import wants_bar

@@ -104,8 +104,7 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
     Path
         The folder, in float32.
     """
-    gguf = Path(source.location) / str(source.gguf_file)
-    folder = cache_dir / f"{gguf.stem}-{_hash_files([gguf])[:16]}"
+    folder = converted_folder(source, cache_dir)
     if (folder / "config.json").is_file():
         return folder
     import torch
@@ -116,7 +115,7 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
     partial.mkdir()  # with the modes of one's own umask, so that colleagues can read a shared cache
     try:
         # The conversion draws a bar of its own, which has no place in a batch log.
-        with explained(str(gguf)), BUILDING, contextlib.redirect_stderr(io.StringIO()):
+        with explained(str(source.path)), BUILDING, contextlib.redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
                 source.location, gguf_file=source.gguf_file, dtype=torch.float32, local_files_only=True
             )
@@ -133,6 +132,11 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def converted_folder(source: ModelSource, cache_dir: Path) -> Path:
+    """Return where a GGUF file's safetensors are, or will be once it is converted."""
+    return cache_dir / f"{source.path.stem}-{_hash_files([source.path])[:16]}"
 
 
 def locate(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling, rolling_of
-from kvr_mpi.model import LoadedModel, hash_weights, tokenizer_fingerprint
+from kvr_mpi.model import LoadedModel, converted_folder, find_model, hash_weights, tokenizer_fingerprint
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import kernel_bytes
@@ -182,11 +183,20 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
     arguments["offline"] = machine.offline if source.offline is None else source.offline
     arguments |= {"cache_dir": machine.cache_dir, "device_index": world.local_rank}
     kernels = "plain" if spec.parallel.strategy == "single" else source.kernels
-    say(f"loading {source.path}")
+    conversion = on_root(world, lambda: _conversion(source.path, machine.cache_dir))
+    say(f"loading {source.path}{conversion or ''}")
     loaded = load_on_all(world, source.path, kernels=kernels, say=say, stage=ranks.stage, **arguments)
     say(_describe(spec, loaded, ranks.lane, chain))
     describe_stages(ranks, loaded, say)
     return loaded
+
+
+def _conversion(path: str, cache_dir: Path) -> str:
+    """Say that a GGUF file is not converted yet, which takes longer than all loading after it."""
+    source = find_model(path)
+    if source.gguf_file is None or converted_folder(source, cache_dir).is_dir():
+        return ""
+    return f", which is converted to safetensors first, once: a minute for small models (kept in {cache_dir})"
 
 
 def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transport) -> str:

@@ -76,7 +76,6 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
     """
     if any(share_json(world, gather_json(world, loaded.device.type != "cpu"))):
         return
-    say("model loaded; measuring kernels for this processor, unless measured before")
     attention = host_by_host(world, lambda: _open_attention(loaded, cache_dir, say, compiles=world.local_rank == 0))
     with torch.inference_mode():
         room, products = COPY_SHARE * free_bytes, None if attention is None else attention.products
@@ -88,6 +87,8 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         holds_for = _holds_for(pieces, attention)
         file = cache_dir / "kernels" / f"{xxhash.xxh3_64_hexdigest(holds_for.encode())}.json"
         known = _read(file, holds_for, pieces)
+        if known is None:
+            say("measuring kernels for this model on this processor, once: some seconds")
         mine = together(world, partial(_known_or_measured, known, pieces))
         views = share_json(world, gather_json(world, [socket.gethostname(), mine]))
         gains = _middle(mine, [found for host, found in views if host == socket.gethostname()])

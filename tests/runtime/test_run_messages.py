@@ -19,7 +19,7 @@ from kvr_mpi.cli import group
 
 @pytest.mark.slow
 def test_log_lines_are_whole_and_say_who_and_how_long(job: Path, mpirun: Any, kvr_run: Path) -> None:
-    end = str(int(time.time()) + 3600)
+    end = str(int(time.time()) + 36_000)
     run = mpirun(2, [kvr_run, job], env={"SLURM_JOB_END_TIME": end})
     assert run.returncode == 0, run.stderr
     assert "\r" not in run.stderr
@@ -29,21 +29,24 @@ def test_log_lines_are_whole_and_say_who_and_how_long(job: Path, mpirun: Any, kv
     )
     for line in lines:
         assert line.startswith("[20") and ("rank 1" not in line or f"rank 1 {os.uname().nodename}]" in line)
-        assert "/5 doc-" in line and "elapsed 0:0" in line and "wall time left 0:5" in line
+        assert "/5 doc-" in line and re.search(r"elapsed \d.*, wall time left \d", line)
     (last,) = (line for line in lines if " 5/5 doc-" in line)
     assert last.split("|")[1].count("done") == 1
 
 
-def test_each_phase_has_its_line_before_it_begins(job: Path, run_here: Any) -> None:
+def test_each_phase_has_its_line_before_it_begins(
+    job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVR_CACHE", str(tmp_path / "cache"))  # in which nothing is known
     template = "Here is what somebody wrote down. Read it to its end, and then write a summary of it. " * 3
     settings = ["parallel.partition=equal_time", "model.device=cpu", f"prompt.template={template} {{text}}"]
     run = run_here(2, [job, *(part for setting in settings for part in ("--set", setting))])
     assert run.returncode == 0, run.stderr
     phases = [
-        "found in order; starting 2 rank(s)",
+        "is valid; starting 2 rank(s)",
         "reading the documents",
         "loading ",
-        "loaded; measuring kernels",
+        "measuring kernels",
         "checking with a few tokens",
         "computing the instructions",
         "measuring the speed",
