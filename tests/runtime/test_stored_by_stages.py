@@ -61,7 +61,7 @@ def asked(job: Path, tmp_path: Path, run_here: Any) -> Callable[..., dict[str, t
 def stored_in_pieces(stored: Run, ranks: int, *settings: str) -> Path:
     """Run the job, and leave what its ranks wrote as if it were too large to be merged."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvr_mpi.runtime.batch.merge_run", lambda folder, stop: folder)
+        patch.setattr("kvr_mpi.runtime.batch.merge_run", lambda folder, stop, say: folder)
         return stored(ranks, STAGES, *settings, name="pieces")
 
 
