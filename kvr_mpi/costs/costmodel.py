@@ -8,12 +8,11 @@ attention; one process.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kvr_mpi.costs.descent import descend, exchanged, neighbours
 from kvr_mpi.costs.events import cut_through, store_and_forward
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates, equal_time
@@ -198,6 +197,16 @@ def _shaped(costs: Costs, tokens: int, ranks: int, shape: Array) -> Array:
     return np.asarray(lengths * tokens / lengths.sum())
 
 
+def ttft_star(single_s: float, ranks: int) -> float:
+    """Lower bound TTFT*(p) = TTFT(1) / 2 (1/p + 1/p^2) (eq. 3); more than p times faster than one process.
+
+    It holds where attention is all there is, and one process computes the whole square C x C (eager). Token work
+    shrinks with 1/p only, and a flash kernel leaves the triangle out on one process, too: use `lower_bound_seconds`
+    there.
+    """
+    return single_s / 2 * (1 / ranks + 1 / ranks**2)
+
+
 def lower_bound_seconds(costs: Costs, tokens: float, ranks: int) -> float:
     """Time below which no split of a chain gets: computing shared out equally, and nothing to wait for.
 
@@ -209,3 +218,46 @@ def lower_bound_seconds(costs: Costs, tokens: float, ranks: int) -> float:
     layer_s = first * (costs.qkv_token_s + costs.rest_token_s + first * _dense(costs) * costs.pair_s) / speed
     layers = costs.layers - (ranks > 1)
     return max(layers * layer_s, costs.layers * costs.launch_floor_s)
+
+
+def exchanged(lengths: Array, step: float) -> Array:
+    """Make the splits in which one slice gives `step` tokens to another."""
+    ranks = len(lengths)
+    givers, takers = np.nonzero(~np.eye(ranks, dtype=bool))
+    moves = np.zeros((len(givers), ranks))
+    rows = np.arange(len(givers))
+    moves[rows, givers], moves[rows, takers] = -step, step
+    found: Array = lengths + moves
+    return found[(found >= 1).all(axis=1)]
+
+
+def neighbours(lengths: Array, scale: float) -> Array:
+    """Make the splits in which a share of a mean slice moves from one slice to another, or to or from all others."""
+    ranks = len(lengths)
+    step = scale * lengths.sum() / ranks
+    others = np.eye(ranks) - (1 - np.eye(ranks)) * lengths / (lengths.sum() - lengths[:, None])
+    found: Array = lengths + np.concatenate([step * others, -step * others])
+    return np.concatenate([exchanged(lengths, step), found[(found >= 1).all(axis=1)]])
+
+
+def descend(
+    seconds_of: Callable[[Array], Array],
+    near: Callable[[Array, float], Array],
+    start: Array,
+    *,
+    rounds: int,
+    smallest: float,
+) -> Array:
+    """Go to the best neighbour while there is a better one, else halve the scale, down to the smallest."""
+    best, best_s, scale = start, float(seconds_of(start[None])[0]), 1.0
+    for _ in range(rounds):
+        tried = near(best, scale)
+        seconds = seconds_of(tried) if len(tried) else np.array([math.inf])
+        found = int(np.argmin(seconds))
+        if seconds[found] < best_s * (1 - 1e-9):
+            best, best_s = tried[found], float(seconds[found])
+        else:
+            scale /= 2
+            if scale < smallest:
+                break
+    return best

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvr_mpi.costs.layer_costs import Costs
-from kvr_mpi.transport.reduce import SMALL_BYTES
+from kvr_mpi.transport.collectives import SMALL_BYTES
 
 # Sums a layer ends in, after attention and after the MLP; and those that choose a step's tokens and tell them.
 SUMS_OF_LAYER, SUMS_OF_STEP = 2, 2

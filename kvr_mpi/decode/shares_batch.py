@@ -25,7 +25,7 @@ from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.self_check import why_not_spread
 from kvr_mpi.prefill.stored_shares import run_shares
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.gather import all_gather
+from kvr_mpi.transport.collectives import all_gather
 
 K = TypeVar("K")
 _Running = tuple[K, Prefill, Share, DecodeSequence]

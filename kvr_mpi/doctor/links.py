@@ -1,4 +1,4 @@
-"""The chain's links and the stages' sums, measured through the transport that a job uses, and judged."""
+"""The chain's links, the stages' sums, and the hosts' clocks, measured through a job's transport, and judged."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from kvr_mpi.doctor.deadlines import wait_for, within
-from kvr_mpi.doctor.findings import Finding, fail, number_ranges, some, warn
+from kvr_mpi.doctor.facts import RankFacts, group_hosts
+from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, some, warn
 from kvr_mpi.topology import place_in_stage
-from kvr_mpi.transport import Request, Transport
+from kvr_mpi.transport import Request, Transport, clocks
 from kvr_mpi.transport.links import Effort, measure_links
 
 # So many times as long as a message may take is a whole measurement given.
@@ -233,3 +234,48 @@ def _judge(check: str, measured: Sequence[Measured], describe: Callable[[Sequenc
             )
             findings.append(warn(check, text, HOST_REMEDY))
     return findings
+
+
+# Log lines, deadlines and file times are compared across hosts.
+TIMEOUT_S = 20.0
+MAX_SKEW_S = 1.0
+
+
+def first_on_each_host(facts: Sequence[RankFacts]) -> list[int]:
+    """Return one rank of every host but rank 0's."""
+    return [ranks[0].rank for ranks in list(group_hosts(facts).values())[1:]]
+
+
+def measure_skews(transport: Transport, ranks: Sequence[int]) -> dict[int, float]:
+    """Estimate, on rank 0, how far each rank's clock is ahead, in seconds; every rank calls it.
+
+    Raises
+    ------
+    SilentError
+    """
+    has_begun = False
+
+    def wait(request: Request, who: str) -> None:
+        nonlocal has_begun
+        is_first, has_begun = not has_begun and transport.rank != 0, True  # others may be asked before
+        wait_for(request, TIMEOUT_S * (1 + len(ranks) if who == "rank 0" else 1), who, asleep=is_first)
+
+    return {rank: skew.ahead_s for rank, skew in clocks.measure_skews(transport, ranks, wait).items()}
+
+
+def check_clocks(skews_s: Mapping[int, float], facts: Sequence[RankFacts]) -> list[Finding]:
+    """Judge the skews."""
+    if not skews_s:
+        return [ok("clocks", "one host, one clock")]
+    rank = max(skews_s, key=lambda rank: abs(skews_s[rank]))
+    skew_s, host = skews_s[rank], next(one.host for one in facts if one.rank == rank)
+    text = f"{host} is {abs(skew_s):.3f} s {'ahead of' if skew_s > 0 else 'behind'} {facts[0].host}, the largest skew"
+    if abs(skew_s) <= MAX_SKEW_S:
+        return [ok("clocks", text)]
+    return [
+        warn(
+            "clocks",
+            text,
+            "ask the administrators to check chrony or ntpd; until then, times from different hosts cannot be compared",
+        )
+    ]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvr_mpi.doctor import clocks, devices, folder, links, ranks, trial
+from kvr_mpi.doctor import devices, folder, links, ranks, trial
 from kvr_mpi.doctor.deadlines import SilentError, gather_tried, meet, within
 from kvr_mpi.doctor.facts import RANK_FACTS, RankFacts, group_hosts, look_at_rank, unknown_rank
 from kvr_mpi.doctor.findings import Finding, fail, warn
@@ -133,9 +133,9 @@ def _shared_folder(scene: Scene) -> list[Finding]:
 
 def _clocks(scene: Scene) -> list[Finding]:
     meet(scene.transport, scene.request.patience_s)
-    chosen: list[int] = share_json(scene.transport, clocks.first_on_each_host(scene.facts) if scene.facts else [])
-    skews_s = clocks.measure_skews(scene.transport, chosen)
-    return clocks.check_clocks(skews_s, scene.facts) if scene.transport.rank == 0 else []
+    chosen: list[int] = share_json(scene.transport, links.first_on_each_host(scene.facts) if scene.facts else [])
+    skews_s = links.measure_skews(scene.transport, chosen)
+    return links.check_clocks(skews_s, scene.facts) if scene.transport.rank == 0 else []
 
 
 def _slurm(scene: Scene) -> list[Finding]:

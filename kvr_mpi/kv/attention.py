@@ -21,7 +21,7 @@ import torch
 from kvr_mpi.kv.flex import NotCompiledError, attend_flex, suits_flex
 from kvr_mpi.model.attention_hook import AttentionParams, HeldHead
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.gather import all_gather
+from kvr_mpi.transport.collectives import all_gather
 
 # Widest head that flash attention takes.
 FLASH_HEAD_DIM = 256

@@ -28,7 +28,7 @@ from kvr_mpi.prefill.compatibility import why_no_chunks
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.transport.base import LAYERS_AHEAD
-from kvr_mpi.transport.pretended import PretendedChain
+from kvr_mpi.transport.local import PretendedChain
 
 # Activations of one layer are those of any other; the second layer runs while the first's are gone.
 LAYERS = 2

@@ -21,7 +21,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import UNREADABLE, digest_of, is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
 from kvr_mpi.transport import Transport, gather_json, share_json
-from kvr_mpi.transport.gather import all_gather
+from kvr_mpi.transport.collectives import all_gather
 
 
 def share_out_stored(known: int, tokens: int, size: int) -> Partition:

@@ -20,10 +20,8 @@ from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, Outpu
 from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
 from kvr_mpi.model.adapter import check_adapter
-from kvr_mpi.preflight.decode_checks import check_decode
+from kvr_mpi.preflight.combinations import check_cache, check_decode, check_stages
 from kvr_mpi.preflight.inputs import check_answers, check_format, check_prompts, check_schema, templates_of
-from kvr_mpi.preflight.own_way_checks import check_cache
-from kvr_mpi.preflight.stage_checks import check_stages
 from kvr_mpi.store.folder import check_fresh
 from kvr_mpi.store.targets import check_output_folder
 from kvr_mpi.topology import Topology, divides

@@ -29,7 +29,7 @@ from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
 from kvr_mpi.prefill.packed import PACK_TOKENS
 from kvr_mpi.prefill.registry import KVR, Strategy, candidates, choose_chunks, fastest
 from kvr_mpi.prefill.relay import Relay
-from kvr_mpi.schedule.times import Seconds
+from kvr_mpi.schedule.placement import Seconds
 from kvr_mpi.tuning.lookup import choose_slices
 from kvr_mpi.tuning.table import FOLDER, Table, load_table, table_files
 

@@ -15,8 +15,7 @@ from kvr_mpi.documents.prompts import Frame, count_parts, encode_text
 from kvr_mpi.duration import duration_text
 from kvr_mpi.job import JobSpec, PromptSection
 from kvr_mpi.schedule.forecast import Forecast
-from kvr_mpi.schedule.placement import Schedule, schedule
-from kvr_mpi.schedule.times import sampled
+from kvr_mpi.schedule.placement import Schedule, sampled, schedule
 from kvr_mpi.transport import Transport, gather_json, share_json
 
 

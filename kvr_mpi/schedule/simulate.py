@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvr_mpi.costs.costmodel import RelayKind, best_split, lower_bound_seconds
-from kvr_mpi.costs.equations import ttft_star
+from kvr_mpi.costs.costmodel import RelayKind, best_split, lower_bound_seconds, ttft_star
 from kvr_mpi.costs.hardware import Hardware, load_hardware
 from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.workload import SHAPES, Workload, named_workload, workload_of

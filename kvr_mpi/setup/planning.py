@@ -19,10 +19,8 @@ from kvr_mpi.model import Outline, load_outline
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.tensor_parallel import why_not_by_config
 from kvr_mpi.preflight.checks import find_others, lay_out
-from kvr_mpi.preflight.decode_checks import why_not_combined
+from kvr_mpi.preflight.combinations import check_cache, check_stages, why_not_combined
 from kvr_mpi.preflight.inputs import parse_templates, row_format
-from kvr_mpi.preflight.own_way_checks import check_cache
-from kvr_mpi.preflight.stage_checks import check_stages
 from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of
 from kvr_mpi.schedule.placement import Schedule
 from kvr_mpi.schedule.plan import plan_documents

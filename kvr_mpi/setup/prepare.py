@@ -23,6 +23,8 @@ from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
+from kvr_mpi.kv.attention import why_no_flex
+from kvr_mpi.kv.flex import compiles
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.model import LoadedModel, converted_folder, find_model, hash_weights, tokenizer_fingerprint
@@ -37,12 +39,11 @@ from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
 from kvr_mpi.prefill.registry import AUTO, KVR, Strategy, candidates, check_takes_chunks
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
-from kvr_mpi.preflight.decode_checks import why_not_combined
+from kvr_mpi.preflight.combinations import why_not_combined
 from kvr_mpi.preflight.inputs import prompts_of
 from kvr_mpi.requests.shared_document import describe_sharing
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
 from kvr_mpi.setup.arena import graph_bytes, open_arena, open_graphs
-from kvr_mpi.setup.gpu_attention import describe_portable
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.setup.job_setup import EXAMPLE_TOKENS, JobSetup, Machine
 from kvr_mpi.setup.loading import load_on_all
@@ -394,3 +395,19 @@ def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int, sharing: HeadS
         return int(spec.parallel.memory_gib * GIB)
     twin = twin_bytes(loaded) if isinstance(sharing, HeadSharing) else 0
     return max(0, int(MEMORY_SHARE * free_bytes(loaded.device, sharers)) - twin)
+
+
+def describe_portable(loaded: LoadedModel) -> Iterator[str]:
+    """Say why soft-capped attention goes the portable way, in float32, where FlexAttention was to be expected."""
+    config, device = loaded.model.config.get_text_config(), loaded.device
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap is None or device.type != "cuda" or loaded.dtype == torch.float32:
+        return
+    layer = next(layer for layer in loaded.shape.layers if layer.elements)
+    dims = layer.key_dim, layer.value_dim
+    if not compiles(device):
+        why: str | None = "torch has no compiler for this GPU (triton), or it is older than Ampere"
+    else:  # asked by the self-check before, and so known
+        why = why_no_flex(device, loaded.dtype, config.num_attention_heads, layer.num_kv_heads, dims, softcap)
+    if why is not None:
+        yield f"soft-capped attention is computed in blocks, in float32, which is slower than FlexAttention: {why}"

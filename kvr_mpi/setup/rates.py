@@ -14,8 +14,7 @@ from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.transport import Transport, together
 from kvr_mpi.tuning.identity import key_of
 from kvr_mpi.tuning.lookup import describe_range, find_table
-from kvr_mpi.tuning.measure import measure_costs
-from kvr_mpi.tuning.probe import measure_rates
+from kvr_mpi.tuning.measure import measure_costs, measure_rates
 from kvr_mpi.tuning.table import Table
 
 Say = Callable[[str], None]

@@ -22,7 +22,7 @@ from kvr_mpi.setup.rates import Say
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.choose import warm_up
-from kvr_mpi.transport.gather import all_gather
+from kvr_mpi.transport.collectives import all_gather
 
 # Sums are timed for one token and for so many, so often.
 TIMED_TOKENS, TIMED_SUMS = 1024, 5

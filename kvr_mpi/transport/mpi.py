@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.base import LAYERS_AHEAD, Request, Transport, as_bytes
+from kvr_mpi.transport.collectives import all_reduce
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.transport.mpi_query import library_version
-from kvr_mpi.transport.reduce import all_reduce
 
 if TYPE_CHECKING:
     import torch

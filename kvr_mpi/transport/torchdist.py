@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.base import LAYERS_AHEAD, Request, Transport, as_bytes, share_json, together
-from kvr_mpi.transport.reduce import all_reduce
+from kvr_mpi.transport.collectives import all_reduce
 
 if TYPE_CHECKING:
     import torch

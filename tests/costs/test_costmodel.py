@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.equations import balanced_bound, chain_traffic, even_bound, even_chain_traffic, tsp_traffic
 from kvr_mpi.costs.costmodel import (
     RelayKind,
     best_split,
@@ -21,13 +22,6 @@ from kvr_mpi.costs.costmodel import (
     search_split,
     single_seconds,
     tsp_seconds,
-)
-from kvr_mpi.costs.equations import (
-    balanced_bound,
-    chain_traffic,
-    even_bound,
-    even_chain_traffic,
-    tsp_traffic,
     ttft_star,
 )
 from kvr_mpi.costs.hardware import load_hardware

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvr_mpi.costs.decoding import LEAST_GAIN, DecodeCosts, Wave, choose_decoding
-from kvr_mpi.transport.reduce import SMALL_BYTES
+from kvr_mpi.transport.collectives import SMALL_BYTES
 
 COSTS = DecodeCosts(
     step_s=0.06,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from made_facts import only, place
 
-from kvr_mpi.doctor import clocks, folder
+from kvr_mpi.doctor import folder, links
 from kvr_mpi.doctor.findings import Finding
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -40,10 +40,10 @@ def test_shared_folder(tmp_path: Path) -> None:
 
 def test_clocks() -> None:
     facts = [place(0), place(1), place(2, "node2")]
-    assert clocks.first_on_each_host(facts) == [2]
-    assert only(clocks.check_clocks({}, facts[:2])).status == "ok"
-    assert only(clocks.check_clocks({2: 0.2}, facts)).status == "ok"
-    found = only(clocks.check_clocks({2: -3.5}, facts))
+    assert links.first_on_each_host(facts) == [2]
+    assert only(links.check_clocks({}, facts[:2])).status == "ok"
+    assert only(links.check_clocks({2: 0.2}, facts)).status == "ok"
+    found = only(links.check_clocks({2: -3.5}, facts))
     assert found.status == "warn" and "node2 is 3.500 s behind node1" in found.found
-    skews_s = run_local(3, lambda world: clocks.measure_skews(world, [1, 2]))[0]
+    skews_s = run_local(3, lambda world: links.measure_skews(world, [1, 2]))[0]
     assert set(skews_s) == {1, 2} and all(abs(skew_s) < 30 for skew_s in skews_s.values())

@@ -20,8 +20,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
-from kvr_mpi.transport.local import LocalTransport
-from kvr_mpi.transport.pretended import PretendedChain
+from kvr_mpi.transport.local import LocalTransport, PretendedChain
 
 FLASH, PORTABLE = ("llama-gqa", "mistral-window"), ("gemma2-softcap",)
 

@@ -23,8 +23,8 @@ from kvr_mpi.model.graph_capture import WARM_UPS, GraphCapture, call_again
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
-from kvr_mpi.setup import gpu_attention
-from kvr_mpi.setup.gpu_attention import describe_portable
+from kvr_mpi.setup import prepare
+from kvr_mpi.setup.prepare import describe_portable
 from kvr_mpi.transport.local import LocalTransport
 
 
@@ -314,15 +314,15 @@ def test_a_layer_of_bent_scores_waits_for_nothing(gpu: FakeGpu, flexible: Preten
 
 def test_what_goes_the_portable_way_is_said(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     bent, asked = gpu.model("gemma2-softcap", 2), list[Any]()
-    monkeypatch.setattr(gpu_attention, "compiles", lambda device: False)
+    monkeypatch.setattr(prepare, "compiles", lambda device: False)
     assert "no compiler for this GPU" in next(describe_portable(bent))
 
     def why(*given: Any) -> str:
         asked.append(given)
         return "its outputs differ"
 
-    monkeypatch.setattr(gpu_attention, "compiles", lambda device: True)
-    monkeypatch.setattr(gpu_attention, "why_no_flex", why)
+    monkeypatch.setattr(prepare, "compiles", lambda device: True)
+    monkeypatch.setattr(prepare, "why_no_flex", why)
     assert "than FlexAttention: its outputs differ" in next(describe_portable(bent))
     assert asked == [(GPU, torch.bfloat16, 6, 2, (8, 8), 50.0)]
     on_cpu = replace(bent, device=torch.device("cpu"))

@@ -16,7 +16,7 @@ from made_jobs import TEXT, answers, last_line, spec_of, with_settings
 from kvr_mpi.cli.plan import plan as plan_command
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import load_job
-from kvr_mpi.preflight.own_way_checks import check_cache
+from kvr_mpi.preflight.combinations import check_cache
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
 

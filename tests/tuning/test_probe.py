@@ -9,8 +9,8 @@ from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.transport.local import LocalTransport, run_local
-from kvr_mpi.tuning import probe
-from kvr_mpi.tuning.probe import measure_rates
+from kvr_mpi.tuning import measure
+from kvr_mpi.tuning.measure import measure_rates
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "falcon-mqa"])
@@ -32,7 +32,7 @@ def test_ranks_agree_on_the_rates() -> None:
 
 
 def test_the_pretended_chain_has_sent_everything() -> None:
-    chain = probe.PretendedChain()
+    chain = measure.PretendedChain()
     buffer = torch.ones(4)
     chain.irecv(buffer, 0, 0).wait()
     assert chain.rank == 1 and buffer.sum() == 0
@@ -41,17 +41,17 @@ def test_the_pretended_chain_has_sent_everything() -> None:
 def test_whole_periods_of_layers_are_timed() -> None:
     """Where every fourth layer attends, and the others keep a state, three layers would say nothing of attention."""
     attention, recurrent = LayerShape(2, 8, 8), LayerShape(states=(StateShape("recurrent", 0, (1, 2, 8, 8)),))
-    assert probe._layers_timed([attention] * 30) == 3
-    assert probe._layers_timed(([recurrent] * 3 + [attention]) * 9) == 4
-    assert probe._layers_timed(([recurrent] * 5 + [attention]) * 4) == 6
-    assert probe._layers_timed([recurrent, attention, recurrent]) == 2
-    assert probe._layers_timed([attention]) == 0
+    assert measure._layers_timed([attention] * 30) == 3
+    assert measure._layers_timed(([recurrent] * 3 + [attention]) * 9) == 4
+    assert measure._layers_timed(([recurrent] * 5 + [attention]) * 4) == 6
+    assert measure._layers_timed([recurrent, attention, recurrent]) == 2
+    assert measure._layers_timed([attention]) == 0
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("most", [None, 1 << 20, 4096, 512, 3, 2, 1])
 def test_the_probe_stays_within_the_context(device: str, most: int | None) -> None:
-    tokens, prefix = probe._probe_lengths(device, most)
+    tokens, prefix = measure._probe_lengths(device, most)
     assert tokens > 0 and prefix > 0 and tokens + prefix <= max(2, most or 1 << 20)
     if most is None:
         assert (tokens, prefix) == ((768, 3072) if device == "cpu" else (8192, 16384))

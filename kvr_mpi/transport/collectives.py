@@ -1,4 +1,4 @@
-"""Sums over all ranks, made of messages from rank to rank, so that every transport has them.
+"""Sums over all ranks, and every rank's tensor on every rank, made of messages, so that every transport has them.
 
 What is small goes from every rank to every other: one message's time; each sums what came, in the order of ranks. What
 is larger goes round a ring: each rank sums one part of the tensor as it comes, then the sums go round (Patarasuk and
@@ -13,15 +13,36 @@ from typing import TYPE_CHECKING
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.topology import following, others_before, preceding
-from kvr_mpi.transport.gather import all_gather
 
 if TYPE_CHECKING:
     import torch
 
     from kvr_mpi.transport.base import Transport
 
+
+from typing import TYPE_CHECKING
+
+from kvr_mpi.topology import others_after
+
+# Below what every MPI allows; nothing else of these ranks has it.
+GATHER_TAG = 32_001
+
+
+def all_gather(transport: Transport, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return every rank's contiguous tensor, in rank order; all have the same shape, and every rank calls this."""
+    import torch
+
+    rank, size = transport.rank, transport.size
+    found = [tensor if each == rank else torch.empty_like(tensor) for each in range(size)]
+    requests = [transport.irecv(found[source], source, GATHER_TAG) for source in others_before(rank, size)]
+    requests += [transport.isend(tensor, dest, GATHER_TAG) for dest in others_after(rank, size)]
+    for request in requests:
+        request.wait()
+    return found
+
+
 # Below what every MPI allows; nothing else of these ranks is to be on its way meanwhile.
-TAG = 32_000
+SUM_TAG = 32_000
 # Up to here a message takes as long as an empty one, roughly.
 SMALL_BYTES = 64 << 10
 
@@ -75,7 +96,7 @@ def _sum_all(transport: Transport, total: torch.Tensor) -> None:
 
 def _exchange(transport: Transport, sent: torch.Tensor, dest: int, received: torch.Tensor, source: int) -> None:
     """Send and receive at once; empty parts stay at home, on both ends."""
-    requests = [transport.irecv(received, source, TAG)] if received.numel() else []
-    requests += [transport.isend(sent, dest, TAG)] if sent.numel() else []
+    requests = [transport.irecv(received, source, SUM_TAG)] if received.numel() else []
+    requests += [transport.isend(sent, dest, SUM_TAG)] if sent.numel() else []
     for request in requests:
         request.wait()
