@@ -47,8 +47,6 @@ class ModelSection(Section):
         "measured", description="on CPUs: the fastest kernels measured on this machine; plain: the model's own code"
     )
     adapter: str | None = Field(None, min_length=1, description="folder of a LoRA adapter, merged when it is loaded")
-    revision: str | None = Field(None, description="branch, tag or commit on the hub")
-    offline: bool | None = Field(None, description="never ask the hub; default: true under SLURM")
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the model; cannot be set by an environment variable"
     )
@@ -203,9 +201,8 @@ class ParallelSection(Section):
 class QuestionsSection(Section):
     """What is asked of documents whose keys and values are stored: `documents.path` is then the run that has them."""
 
-    ask: list[str] | dict[str, str] = Field([], description="questions, or questions by name")
-    file: str | None = Field(
-        None, min_length=1, description="a file with one question per line, or .jsonl with id and question"
+    ask: list[str] | dict[str, str] | str = Field(
+        [], description="questions, questions by name, or a file: one per line, or .jsonl with question and id"
     )
     template: str = Field("\n\n{question}", description="text that follows the document")
     documents: list[str] | None = Field(None, description="ids of documents to ask about; default: all in the run")

@@ -2,6 +2,17 @@
 
 # section.key of a job, or section.key=value where only that value is gone.
 KEYS: dict[str, str] = {
+    "generation.no_repeat_ngram_size": "Set it in the model's generation_config.json, or use repetition_penalty.",
+    "questions.file": "Set questions.ask to the file.",
+    "cache.approximation": "Set cache.kind = 'streaming-llm'.",
+    "cache.sinks": "Leave it out; cache.kind = 'streaming-llm' keeps the first 4 tokens.",
+    "model.offline": "Leave it out; HF_HUB_OFFLINE=1 or 0 in the environment decides.",
+    "model.revision": "Download it (hf download ID --revision REVISION --local-dir FOLDER), and name the folder.",
+    "report.trace_mib": "Leave it out; the traces of a run take at most 256 MiB.",
+    "compress.beta": "Leave it out; pyramidkv and headkv use the values of their papers (20 and 1.2).",
+    "compress.floor": "Leave it out; ada-snapkv guarantees every head 0.2 of the budget, as kvpress does.",
+    "compress.kernel": "Leave it out; scores are pooled over 5 neighbouring tokens, as in kvpress.",
+    "compress.sinks": "Leave it out; streaming-llm keeps the first 4 tokens, as in its paper.",
     "parallel.partition=ratio": 'Use "equal_time" (the default), "even", or a "table" of kvr search.',
     "parallel.ratios": "Leave it out; slices take equal time, or those of a table that kvr search measured.",
     "parallel.table_force": "Leave it out; create a table for this model and machine with kvr search.",

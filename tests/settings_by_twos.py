@@ -14,7 +14,7 @@ NAMED = [{"name": name, "template": f"{{text}} {name}?"} for name in ("first", "
 SCHEMA = (
     '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": false}'
 )
-SMALL = {"compress.method": "ada-snapkv", "compress.budget": 32, "compress.window": 8, "compress.kernel": 3}
+SMALL = {"compress.method": "ada-snapkv", "compress.budget": 32, "compress.window": 8}
 OBSERVED = {**SMALL, "compress.observes": "document"}
 QUESTIONS = {
     "documents.path": "{stored}",

@@ -29,8 +29,6 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     device = "cpu"
     adapter = "lora"
     kernels = "plain"
-    revision = "main"
-    offline = true
     trust_remote_code = true
     [documents]
     path = ["a", "b/*.txt"]
@@ -57,7 +55,6 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     top_p = 0.9
     min_p = 0.05
     repetition_penalty = 1.1
-    no_repeat_ngram_size = 3
     min_new_tokens = 1
     max_new_tokens = 64
     stop = ["END"]
@@ -66,11 +63,9 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     logprobs = true
     top_logprobs = 5
     [cache]
-    kind = "rolling"
+    kind = "streaming-llm"
     tokens = 100
     step_tokens = 10
-    approximation = "streaming-llm"
-    sinks = 2
     [decode]
     mode = "head-parallel"
     placement = "equal"
@@ -96,7 +91,6 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     [report]
     metrics = true
     trace = true
-    trace_mib = 8
     [[prompts]]
     name = "p"
     template = "{text} p?"

@@ -30,7 +30,7 @@ from kvr_mpi.job import JobSpec, load_job, show_job
         ("documents.path=~/corpus/*.txt", ["~/corpus/*.txt"]),
         ("documents.path=['a b', 'c']", ["a b", "c"]),
         ("model.path=Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
-        ("model.revision='0123'", "0123"),
+        ("model.adapter='0123'", "0123"),
         ("prompt.template={text}", "{text}"),
         ("prompt.template=Sum up {text} in a = b form", "Sum up {text} in a = b form"),
         ("prompt.template='Sum up: {text} '", "Sum up: {text} "),

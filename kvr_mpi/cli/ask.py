@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,12 +92,10 @@ def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str,
     with open_file(files[-1]) as stored:
         made_by = read_header(stored).model
     questions: dict[str, Any] = {
-        "ask": list(wishes["questions"]),
+        "ask": _named(wishes["questions"], wishes["file"]),
         "reuse": wishes["reuse"],
         "sharded": wishes["sharded"],
     }
-    if wishes["file"] is not None:
-        questions["file"] = wishes["file"]
     if wishes["documents"]:
         questions["documents"] = list(wishes["documents"])
     raw: dict[str, Any] = {
@@ -109,6 +108,18 @@ def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str,
     if wishes["max_new_tokens"] is not None:
         raw["generation"] = {"max_new_tokens": wishes["max_new_tokens"]}
     return make_job(raw, Path("kvr ask"), settings)
+
+
+def _named(questions: Sequence[str], file: str | None) -> dict[str, str] | list[str]:
+    """Put the questions together with those of a file."""
+    from kvr_mpi.documents.questions import number_questions, read_questions
+
+    if file is None:
+        return list(questions)
+    given, more = number_questions(questions), read_questions(Path(file))
+    if twice := given.keys() & more.keys():
+        raise click.UsageError(f"{file} and --question both have a question {min(twice)!r}: name those of the file")
+    return {**given, **more}
 
 
 def _describe(spec: JobSpec) -> None:

@@ -23,7 +23,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "`XDG_CACHE_HOME` or in `~/.cache`",
         "CXX": "the C++ compiler for the attention kernels of CPUs; default: `c++`, `g++` or `clang++`",
         "OMP_NUM_THREADS": "CPU threads per rank, unless `parallel.threads` is set; default: its share of the cores",
-        "HF_HUB_OFFLINE": "1: use models from local files only, which is the default under SLURM",
+        "HF_HUB_OFFLINE": "1: use models from local files only, which is the default under SLURM; 0: ask the hub",
         "SLURM_JOB_END_TIME": "time when the job has to end (Unix time), unless `--time-limit` is given; set by SLURM "
         "or the job script",
         "CUDA_MODULE_LOADING": "`EAGER` unless set otherwise, so that no kernel is loaded while a transfer waits",
@@ -92,8 +92,9 @@ TRUE_VALUES = ("1", "ON", "YES", "TRUE")
 
 
 def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the hub is not to be asked."""
-    return "SLURM_JOB_ID" in environ or environ.get("HF_HUB_OFFLINE", "").upper() in TRUE_VALUES
+    """Whether the hub is not to be asked: as ``HF_HUB_OFFLINE`` says; if it says nothing, under SLURM."""
+    value = environ.get("HF_HUB_OFFLINE", "")
+    return value.upper() in TRUE_VALUES if value else "SLURM_JOB_ID" in environ
 
 
 def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import torch
 
+# As in kvpress.
+FLOOR = 0.2
 
-def adakv_counts(scores: torch.Tensor, each: int, floor: float) -> torch.Tensor:
+
+def adakv_counts(scores: torch.Tensor, each: int, floor: float = FLOOR) -> torch.Tensor:
     """Say how many candidates each head of one layer keeps, by their scores (kv_heads, candidates).
 
     Parameters

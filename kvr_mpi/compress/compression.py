@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from kvr_mpi.compress.budget import Budget
-from kvr_mpi.compress.head_profile import HEADKV_BETA, HeadProfile, read_profile
+from kvr_mpi.compress.head_profile import HeadProfile, read_profile
+from kvr_mpi.compress.registry import SINKS
 from kvr_mpi.compress.scores import top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.compress.streaming_llm import recency_scores
@@ -140,13 +141,13 @@ class Compression:
         start, stop = window
         each = self.settings.kept_of(stop) - self.settings.observed_tokens
         budget = Budget(each, start, len(self.layers), self.kv_heads)
-        counts, own = self.settings.rule.share_out(budget, self.settings, self.profile), slice(*self._own)
+        counts, own = self.settings.rule.share_out(budget, self.settings.window, self.profile), slice(*self._own)
         retained: Retained = [None] * len(cache.layers)
         for place, layer_idx in enumerate(self.layers):
             scores = self._scores(cache, layer_idx, window)
             shares = torch.from_numpy(counts[place]).to(scores.device)
             if self.settings.rule.compete is not None:
-                shares = self.settings.rule.compete(self._of_all_heads(scores), each, self.settings)
+                shares = self.settings.rule.compete(self._of_all_heads(scores), each)
             always = torch.arange(start, cache.length, device=scores.device)
             retained[layer_idx] = [torch.cat([chosen, always]) for chosen in top_tokens(scores, shares[own])]
         return retained
@@ -182,12 +183,12 @@ class Compression:
         start, stop = window
         first, last = self._own
         if not self.settings.rule.observes:
-            return recency_scores(start, self.settings.sinks, last - first, cache.device)
+            return recency_scores(start, SINKS, last - first, cache.device)
         observed = cache.observation
         if observed is None or observed.window != window or layer_idx not in observed.layers:
             raise ValueError(f"layer {layer_idx} has not observed tokens {start} to {stop}")
         seen, (keys, _) = observed.layers[layer_idx], cache.layers[layer_idx].rows(0, stop)
-        return window_scores(seen.query, keys, seen.params, start=start, kernel=self.settings.kernel)
+        return window_scores(seen.query, keys, seen.params, start=start)
 
 
 def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compression:
@@ -237,9 +238,7 @@ def _profile_for(settings: CompressSettings, loaded: LoadedModel, layers: int, k
         return None
     window = settings.window
     # Only what is beyond the window counts, in proportion: any budget above it gives the same shares.
-    profile = read_profile(
-        Path(settings.profile), budget=2 * window, kv_heads=kv_heads, beta=settings.beta or HEADKV_BETA, window=window
-    )
+    profile = read_profile(Path(settings.profile), budget=2 * window, kv_heads=kv_heads, window=window)
     check_profile(f"compress.profile = {settings.profile!r}", profile, loaded, layers, kv_heads)
     return profile
 

@@ -14,7 +14,7 @@ from kvr_mpi.compress.budget import Budget, TokenCounts
 PYRAMID_BETA = 20.0
 
 
-def pyramidkv_counts(budget: Budget, beta: float) -> TokenCounts:
+def pyramidkv_counts(budget: Budget, beta: float = PYRAMID_BETA) -> TokenCounts:
     """Say how many candidates each head keeps (layers, kv_heads)."""
     least = budget.each / beta
     most = min(2 * budget.each - least, budget.candidates)

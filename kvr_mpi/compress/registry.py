@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # settings are checked without torch
     import torch
@@ -17,26 +17,12 @@ if TYPE_CHECKING:  # settings are checked without torch
     from kvr_mpi.compress.head_profile import HeadProfile
 
 
-class Parameters(Protocol):
-    """What a job sets of the methods' own parameters (`parameters.CompressSettings`)."""
-
-    @property
-    def window(self) -> int:
-        """Tokens whose queries choose."""
-
-    @property
-    def floor(self) -> float:
-        """Share of the budget that is safe in every head."""
-
-    @property
-    def beta(self) -> float | None:
-        """How uneven shares are; None: the method's own."""
-
-
-# (budget, parameters, profile) to the candidates each head keeps (layers, kv_heads); the same for every text.
-ShareOut = Callable[["Budget", Parameters, "HeadProfile | None"], "TokenCounts"]
-# (scores (kv_heads, candidates), mean count, parameters) to the candidates each head of one layer keeps (kv_heads,).
-Compete = Callable[["torch.Tensor", int, Parameters], "torch.Tensor"]
+# StreamingLLM's first tokens, as in its paper.
+SINKS = 4
+# (budget, window, profile) to the candidates each head keeps (layers, kv_heads); the same for every text.
+ShareOut = Callable[["Budget", int, "HeadProfile | None"], "TokenCounts"]
+# (scores (kv_heads, candidates), mean count) to the candidates each head of one layer keeps (kv_heads,).
+Compete = Callable[["torch.Tensor", int], "torch.Tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +51,27 @@ class Method:
     needs_profile: bool = False
 
 
-OBSERVING = ("window", "kernel")
-
-
-def _evenly(budget: Budget, parameters: Parameters, profile: HeadProfile | None) -> TokenCounts:
+def _evenly(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
     return budget.evenly()
 
 
-def _pyramid(budget: Budget, parameters: Parameters, profile: HeadProfile | None) -> TokenCounts:
-    from kvr_mpi.compress.pyramidkv import PYRAMID_BETA, pyramidkv_counts
+def _pyramid(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
+    from kvr_mpi.compress.pyramidkv import pyramidkv_counts
 
-    return pyramidkv_counts(budget, parameters.beta or PYRAMID_BETA)
+    return pyramidkv_counts(budget)
 
 
-def _by_profile(budget: Budget, parameters: Parameters, profile: HeadProfile | None) -> TokenCounts:
+def _by_profile(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
     from kvr_mpi.compress.headkv import headkv_counts
 
     assert profile is not None, "it is read when the job is set up"
-    return headkv_counts(budget, profile, parameters.window)
+    return headkv_counts(budget, profile, window)
 
 
-def _compete(scores: torch.Tensor, each: int, parameters: Parameters) -> torch.Tensor:
+def _compete(scores: torch.Tensor, each: int) -> torch.Tensor:
     from kvr_mpi.compress.adakv import adakv_counts
 
-    return adakv_counts(scores, each, parameters.floor)
+    return adakv_counts(scores, each)
 
 
 METHODS: Mapping[str, Method] = {
@@ -99,7 +82,7 @@ METHODS: Mapping[str, Method] = {
             "the first tokens and the most recent ones",
             "arXiv:2309.17453",
             _evenly,
-            ("sinks",),
+            (),
             observes=False,
         ),
         Method(
@@ -107,14 +90,14 @@ METHODS: Mapping[str, Method] = {
             "the tokens that the window attends to most, the same number in every head",
             "arXiv:2404.14469",
             _evenly,
-            OBSERVING,
+            ("window",),
         ),
         Method(
             "pyramidkv",
             "as snapkv, but more in lower layers",
             "arXiv:2406.02069",
             _pyramid,
-            (*OBSERVING, "beta"),
+            ("window",),
             over_layers=True,
         ),
         Method(
@@ -122,7 +105,7 @@ METHODS: Mapping[str, Method] = {
             "as snapkv, but the heads of a layer share one budget",
             "arXiv:2407.11550",
             _evenly,
-            (*OBSERVING, "floor"),
+            ("window",),
             compete=_compete,
         ),
         Method(
@@ -130,7 +113,7 @@ METHODS: Mapping[str, Method] = {
             "as snapkv, but more in heads that retrieve, according to a profile",
             "arXiv:2410.19258",
             _by_profile,
-            (*OBSERVING, "beta", "profile"),
+            ("window", "profile"),
             over_layers=True,
             needs_profile=True,
         ),

@@ -12,9 +12,12 @@ import torch
 
 from kvr_mpi.model.attention_hook import AttentionParams
 
+# Neighbouring tokens whose scores are pooled, as in kvpress; odd.
+KERNEL = 5
+
 
 def window_scores(
-    query: torch.Tensor, keys: torch.Tensor, params: AttentionParams, *, start: int, kernel: int
+    query: torch.Tensor, keys: torch.Tensor, params: AttentionParams, *, start: int, kernel: int = KERNEL
 ) -> torch.Tensor:
     """Score the tokens before a window.
 

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from kvr_mpi.compress.registry import METHODS, Method
+from kvr_mpi.compress.registry import METHODS, SINKS, Method
 
 # Settings that only some methods read (`Method.reads`); another's would be ignored, and so are refused.
-OWN_SETTINGS = ("window", "kernel", "floor", "sinks", "beta", "profile")
+OWN_SETTINGS = ("window", "profile")
 
 
 class CompressSettings(BaseModel):
@@ -25,12 +25,6 @@ class CompressSettings(BaseModel):
         description="where the observation window is: at the end of the prompt, or at the end of the document's text",
     )
     window: int = Field(64, ge=1, description="size of the observation window; its tokens are always kept")
-    kernel: int = Field(5, ge=1, description="number of neighbouring tokens whose scores are pooled; odd")
-    floor: float = Field(0.2, ge=0, le=1, description="ada-snapkv: fraction of the budget guaranteed to every head")
-    sinks: int = Field(4, ge=0, description="streaming-llm: number of first tokens that are kept")
-    beta: float | None = Field(
-        None, ge=1, description="pyramidkv: mean count over the last layer's (20); headkv: 1 / share by scores (1.2)"
-    )
     profile: str | None = Field(None, min_length=1, description="headkv: a file with scores or counts for this model")
 
     @field_validator("method")
@@ -38,13 +32,6 @@ class CompressSettings(BaseModel):
     def _known(cls, value: str) -> str:
         if value not in METHODS:
             raise ValueError(f"expected one of {', '.join(map(repr, METHODS))}")
-        return value
-
-    @field_validator("kernel")
-    @classmethod
-    def _odd(cls, value: int) -> int:
-        if value % 2 == 0:
-            raise ValueError("expected an odd number: a token's neighbours on both sides")
         return value
 
     @model_validator(mode="after")
@@ -60,15 +47,15 @@ class CompressSettings(BaseModel):
         if foreign:
             raise ValueError(
                 f"compress.{foreign[0]} is not used with method = {method.name!r}, which uses "
-                f"{', '.join(method.reads)}, budget, compression_ratio and observes; leave it out"
+                f"{', '.join((*method.reads, 'budget', 'compression_ratio'))} and observes; leave it out"
             )
         if method.needs_profile != (self.profile is not None):
             raise ValueError(f"compress.method = {method.name!r} needs compress.profile = 'FILE': scores of its heads")
         if self.budget is not None and self.budget < self.always_kept:
-            what = "window" if method.observes else "sinks"
+            remedy = "raise it, or lower compress.window" if method.observes else "raise it"
             raise ValueError(
                 f"compress.budget = {self.budget} is less than the {self.always_kept} tokens that every head keeps "
-                f"anyway (compress.{what}); raise it, or lower compress.{what}"
+                f"anyway; {remedy}"
             )
         return self
 
@@ -85,7 +72,7 @@ class CompressSettings(BaseModel):
     @property
     def always_kept(self) -> int:
         """Tokens that every head keeps: the window, or sinks and the last token."""
-        return self.window if self.rule.observes else self.sinks + 1
+        return self.window if self.rule.observes else SINKS + 1
 
     def kept_of(self, tokens: int) -> int:
         """Say how many of so many tokens a KV head keeps on average: all of them, if the budget is no smaller."""

@@ -36,7 +36,6 @@ class GenerationSection(BaseModel):
     repetition_penalty: float | None = Field(
         None, gt=0, description="above 1: tokens that have already occurred become less likely"
     )
-    no_repeat_ngram_size: int | None = Field(None, ge=0, description="no sequence of this many tokens occurs twice")
     min_new_tokens: int | None = Field(None, ge=0, description="minimum length of an answer")
     max_new_tokens: int = Field(128, ge=0, description="maximum length of an answer; 0: prefill only")
     stop: list[str] = Field([], description="the answer ends before the first of these strings")
@@ -96,7 +95,7 @@ class GenerationSection(BaseModel):
             raise ValueError(
                 "generation.json_schema is for answers, but max_new_tokens = 0 asks for none: change one of them"
             )
-        for key in ("stop", "no_repeat_ngram_size", "min_new_tokens"):
+        for key in ("stop", "min_new_tokens"):
             if self.json_schema is not None and getattr(self, key):
                 raise ValueError(
                     f"generation.{key} cannot be combined with generation.json_schema: it would end or change an "

@@ -30,7 +30,7 @@ def read_questions(path: Path) -> dict[str, str]:
     ConfigError
         If the file cannot be read, has none, or a name twice.
     """
-    key = f"questions.file = {str(path)!r}"
+    key = f"the file of questions {str(path)!r}"
     try:
         with open_regular(path) as stream:
             data = stream.read(MAX_FILE_BYTES + 1)

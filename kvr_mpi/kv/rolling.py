@@ -269,7 +269,7 @@ def rolling_of(settings: CacheSettings) -> Rolling | None:
     """Make what a job asks for; None: a whole cache."""
     if not settings.is_rolling:
         return None
-    return Rolling(settings.tokens, settings.step_tokens, settings.approximation, settings.sinks)
+    return Rolling(settings.tokens, settings.step_tokens, STREAMING_LLM if settings.kind == STREAMING_LLM else None)
 
 
 def check_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
@@ -296,6 +296,6 @@ def check_held(shape: ModelShape, rolling: Rolling, *, in_parts: bool) -> None:
         if not rolling.holds(layer.visibility):
             raise ModelError(
                 f"{shape.architecture}: layer {number} sees {layer.visibility}, but a rolling cache keeps only the "
-                f"last {rolling.cache_tokens}, so answers would differ. Raise cache.tokens, or set cache.approximation "
-                f"= {STREAMING_LLM!r}"
+                f"last {rolling.cache_tokens}, so answers would differ. Raise cache.tokens, or set cache.kind = "
+                f"{STREAMING_LLM!r}"
             )

@@ -59,7 +59,6 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     offline: bool = False,
-    revision: str | None = None,
     trust_remote_code: bool = False,
     cache_dir: Path,
     device_index: int = 0,
@@ -86,7 +85,7 @@ def load_model(
     ModelError
         If the model is missing, incomplete, damaged or of no known architecture.
     """
-    source, options = locate(path, offline, revision, trust_remote_code, cache_dir)
+    source, options = locate(path, offline, trust_remote_code, cache_dir)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -139,12 +138,11 @@ def load_outline(
     *,
     dtype: str = "auto",
     offline: bool = False,
-    revision: str | None = None,
     trust_remote_code: bool = False,
     cache_dir: Path,
 ) -> Outline:
     """Load configuration and tokenizer only; parameters and errors are those of `load_model`."""
-    source, options = locate(path, offline, revision, trust_remote_code, cache_dir)
+    source, options = locate(path, offline, trust_remote_code, cache_dir)
     import torch
     from transformers import AutoConfig, AutoTokenizer
 

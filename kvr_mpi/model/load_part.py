@@ -36,7 +36,7 @@ def load_part(
     ModelError
         If it is not known how to divide this model, or it cannot be loaded.
     """
-    source, options = locate(path, True, None, False, cache_dir)
+    source, options = locate(path, True, False, cache_dir)
     if source.is_hub:
         raise ModelError(
             f"model.path {path!r} is an id on the hub, but the ranks of a stage read slices of files in a folder: "

@@ -139,20 +139,17 @@ def converted_folder(source: ModelSource, cache_dir: Path) -> Path:
     return cache_dir / f"{source.path.stem}-{_hash_files([source.path])[:16]}"
 
 
-def locate(
-    path: str, offline: bool, revision: str | None, trust_remote_code: bool, cache_dir: Path
-) -> tuple[ModelSource, dict[str, Any]]:
+def locate(path: str, offline: bool, trust_remote_code: bool, cache_dir: Path) -> tuple[ModelSource, dict[str, Any]]:
     """Find a model's files, converted if need be, and the options transformers reads them with."""
     source = find_model(path)
     if source.gguf_file:
         source = ModelSource(str(convert_gguf(source, cache_dir)))
-    options: dict[str, Any] = {"revision": revision or "main"} if source.is_hub else {}
-    options |= {"local_files_only": offline or not source.is_hub, "trust_remote_code": trust_remote_code}
+    options = {"local_files_only": offline or not source.is_hub, "trust_remote_code": trust_remote_code}
     return source, options
 
 
 def fingerprint_of(source: ModelSource, config: Any) -> str:
-    """Identity of the weights: the same on every host, different for another model or revision."""
+    """Identity of the weights: the same on every host, different for another model ."""
     if source.is_hub:
         commit = getattr(config, "_commit_hash", None)
         return hashlib.sha256(json.dumps([source.location, commit]).encode()).hexdigest()
@@ -160,14 +157,14 @@ def fingerprint_of(source: ModelSource, config: Any) -> str:
     return _hash_files([folder / "config.json", *folder.glob("*.safetensors")])
 
 
-def hash_weights(path: str, *, offline: bool, revision: str | None, cache_dir: Path, trust_remote_code: bool) -> str:
+def hash_weights(path: str, *, offline: bool, cache_dir: Path, trust_remote_code: bool) -> str:
     """Hash all of a model's weights and its configuration, which takes as long as reading them.
 
     `LoadedModel.fingerprint` looks at the ends of the files only. A model of the hub is known by its commit.
     """
     import xxhash
 
-    source, options = locate(path, offline, revision, trust_remote_code, cache_dir)
+    source, options = locate(path, offline, trust_remote_code, cache_dir)
     if source.is_hub:
         from transformers import AutoConfig
 

@@ -118,7 +118,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         partial(check_answers, spec),
         partial(check_schema, spec),
         partial(_check_columns, spec),
-        partial(_check_model, spec.model, offline if spec.model.offline is None else spec.model.offline),
+        partial(_check_model, spec.model, offline),
         *([] if spec.model.adapter is None else [partial(check_adapter, spec.model.adapter)]),
         *(partial(_check_documents, spec, path) for path in spec.documents.path if spec.questions is None),
         partial(find_others, spec),
@@ -235,12 +235,12 @@ def _check_cached(model: ModelSection) -> None:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+        found = try_to_load_from_cache(model.path, "config.json")
     except ValueError as error:
         raise ModelError(f"model.path {model.path!r} is neither a file nor a valid id on the hub: {error}") from error
     if not isinstance(found, str):
         raise ModelError(
-            f"model.path {model.path!r} cannot be loaded: access to the hub is off (model.offline, or SLURM), and the "
+            f"model.path {model.path!r} cannot be loaded: access to the hub is off (HF_HUB_OFFLINE, or SLURM), and the "
             f"model is not in the local cache; download it on a machine with internet (into HF_HOME), or give a folder"
         )
 

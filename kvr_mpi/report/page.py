@@ -247,7 +247,7 @@ def _warnings(run: TracedRun | None) -> list[str]:
             f"so the timelines cannot be trusted. kvr doctor checks the clocks."
         )
     if run.full:
-        lines.append(f"The trace of {run.full} rank(s) is full and ends early (report.trace_mib).")
+        lines.append(f"The trace of {run.full} rank(s) is full and ends early.")
     if run.damaged:
         lines.append(f"{plain_number(run.damaged)} damaged lines of the trace are left out.")
     if run.incomplete:

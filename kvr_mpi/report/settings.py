@@ -17,6 +17,3 @@ class ReportSettings(BaseModel):
     trace: bool = Field(
         False, description="record what every rank does and when, in a file per rank that Perfetto and Chrome can open"
     )
-    trace_mib: int = Field(
-        64, ge=1, description="maximum size of the trace in MiB, over all ranks and resumed jobs; a full trace ends"
-    )

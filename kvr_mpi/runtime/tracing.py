@@ -18,7 +18,7 @@ from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.setup.stages import JobRanks
 from kvr_mpi.store.states import StateWriter, remove_states
-from kvr_mpi.store.traces import TracedPrompt, TraceHeader, TraceWriter, trace_files
+from kvr_mpi.store.traces import TRACE_BYTES, TracedPrompt, TraceHeader, TraceWriter, trace_files
 from kvr_mpi.topology import Rotation
 from kvr_mpi.trace import Recorder, Span
 from kvr_mpi.transport import Request, Transport, gather_json, on_root, share_json
@@ -144,7 +144,7 @@ def open_trace(
     if not wanted.trace:
         yield Trace(Recorder(), states=states)
         return
-    left = share_json(world, on_root(world, lambda: wanted.trace_mib * 2**20 - _written_bytes(folder)))
+    left = share_json(world, on_root(world, lambda: TRACE_BYTES - _written_bytes(folder)))
     # By a rolling cache a token attends to fewer than there are before it, and a rank has no one slice.
     rates = setup.rates[ranks.lane.rank] if setup.rates and setup.rolling is None else None
     layers = len(setup.loaded.shape.layers)
@@ -160,7 +160,7 @@ def open_trace(
         ranks_per_stage=setup.spec.parallel.ranks_per_stage,
     )
     if left <= 0:
-        log.root(f"no trace: the traces of earlier jobs fill the {wanted.trace_mib} MiB allowed (report.trace_mib)")
+        log.root(f"no trace: the traces of earlier jobs fill the {TRACE_BYTES >> 20} MiB allowed")
         yield Trace(Recorder(), states=states)
         return
     recorder = Recorder(is_on=True)

@@ -93,8 +93,7 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
     outline = load_outline(
         source.path,
         dtype=source.dtype,
-        offline=machine.offline if source.offline is None else source.offline,
-        revision=source.revision,
+        offline=machine.offline,
         trust_remote_code=source.trust_remote_code,
         cache_dir=machine.cache_dir,
     )

@@ -180,9 +180,8 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
     threads = spec.parallel.threads or machine.threads
     torch.set_num_threads(threads or cores_per_rank(machine.cores, world.local_size))
     source = spec.model
-    arguments: dict[str, Any] = source.model_dump(exclude={"path", "offline", "kernels"})
-    arguments["offline"] = machine.offline if source.offline is None else source.offline
-    arguments |= {"cache_dir": machine.cache_dir, "device_index": world.local_rank}
+    arguments: dict[str, Any] = source.model_dump(exclude={"path", "kernels"})
+    arguments |= {"offline": machine.offline, "cache_dir": machine.cache_dir, "device_index": world.local_rank}
     kernels = "plain" if spec.parallel.strategy == "single" else source.kernels
     conversion = on_root(world, lambda: _conversion(source.path, machine.cache_dir))
     say(f"loading {source.path}{conversion or ''}")
@@ -273,9 +272,8 @@ def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -
     if not spec.output.kv and spec.questions is None and spec.documents.reuse is None:
         return ""
     say("hashing the weights, to identify the model of stored keys and values")
-    options = spec.model.model_dump(include={"revision", "trust_remote_code"})
-    offline = machine.offline if spec.model.offline is None else spec.model.offline
-    hashing = partial(hash_weights, spec.model.path, offline=offline, cache_dir=machine.cache_dir, **options)
+    options = spec.model.model_dump(include={"trust_remote_code"})
+    hashing = partial(hash_weights, spec.model.path, offline=machine.offline, cache_dir=machine.cache_dir, **options)
     return str(share_json(world, on_root(world, lambda: with_adapter(hashing(), spec.model.adapter))))
 
 
@@ -340,7 +338,7 @@ def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | Non
             prove_rolling(loaded, rolling)
             say(f"prompts use a {rolling.name}; each rank has documents of its own")
     except ModelError as error:
-        raise ConfigError(f"cache.kind = 'rolling' (cache.tokens, cache.approximation): {error}") from error
+        raise ConfigError(f"cache.kind = {spec.cache.kind!r}, cache.tokens = {spec.cache.tokens}: {error}") from error
     return rolling
 
 

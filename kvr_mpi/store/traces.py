@@ -43,8 +43,8 @@ HEADER, VERSION = "kvr_trace", 2
 FILE_NAME = re.compile(r"(\d{4,})-(\d{4,})\.json")
 # How often what was recorded is written.
 FLUSH_S = 2.0
-# More than any trace: its size is at most `report.trace_mib`.
-FILE_BYTES = 1 << 32
+# Most of a run's traces, over all ranks and resumed jobs; no file is larger.
+TRACE_BYTES = FILE_BYTES = 256 << 20
 # In which row of its rank a span is drawn; what may overlap with others of its row gets one of LANES rows.
 ROWS: dict[Kind, int] = {
     "prefill": 1,
@@ -225,9 +225,7 @@ class TraceWriter:
             full = self._event("M", "full", time.perf_counter()) | {"args": {"bytes": self._limit}}
             lines[fitting:] = [f"{_encode(full)},\n"]
         if self._write("".join(lines).encode()) and is_full:
-            self._end(
-                f"the trace has reached its limit of {self._limit / 2**20:.1f} MiB, and ends here (report.trace_mib)"
-            )
+            self._end(f"the trace has reached its limit of {self._limit / 2**20:.1f} MiB, and ends here")
 
     def _write(self, data: bytes) -> bool:
         self._left -= len(data)

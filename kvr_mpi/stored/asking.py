@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.documents.questions import checked, number_questions, read_questions, words_after
 from kvr_mpi.errors import ConfigError, DataError, OutputError
-from kvr_mpi.job import JobSpec, ParallelSection, PromptSection, QuestionsSection
+from kvr_mpi.job import JobSpec, ParallelSection, PromptSection
 from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.schedule.forecast import frame_of
 from kvr_mpi.store.lock import is_alive
@@ -37,7 +37,7 @@ def complete_questions(spec: JobSpec) -> JobSpec:
     questions = spec.questions
     if questions is None:
         return spec
-    ask = _named(questions)
+    ask = _named(questions.ask)
     for text in ask.values():
         words_after(questions.template, text)
     if changed := [key for key in STORED if getattr(spec.prompt, key) != PromptSection.model_fields[key].default]:
@@ -72,7 +72,7 @@ def complete_questions(spec: JobSpec) -> JobSpec:
         update={
             "model": spec.model.model_copy(update={"dtype": dtype}),
             "prompt": prompt,
-            "questions": questions.model_copy(update={"ask": ask, "file": None}),
+            "questions": questions.model_copy(update={"ask": ask}),
             "parallel": _together(spec.parallel) if questions.sharded else _alone(spec.parallel),
         }
     )
@@ -155,17 +155,11 @@ def check_made_by(key: str, paths: Sequence[str], spec: JobSpec, loaded: LoadedM
         )
 
 
-def _named(questions: QuestionsSection) -> dict[str, str]:
-    """Put together the questions of the job and of its file."""
-    ask = questions.ask if isinstance(questions.ask, dict) else number_questions(questions.ask)
-    if questions.file is None:
-        return checked(ask, "questions.ask")
-    more = read_questions(Path(questions.file))
-    if twice := ask.keys() & more.keys():
-        raise ConfigError(
-            f"questions.ask and questions.file both contain a question {min(twice)!r}; rename one of them"
-        )
-    return checked({**ask, **more}, "questions.ask")
+def _named(ask: list[str] | dict[str, str] | str) -> dict[str, str]:
+    """Give questions their names; those of a file have them."""
+    if isinstance(ask, str):
+        return read_questions(Path(ask))
+    return checked(ask if isinstance(ask, dict) else number_questions(ask), "questions.ask")
 
 
 def _alone(parallel: ParallelSection) -> ParallelSection:

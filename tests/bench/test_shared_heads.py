@@ -15,7 +15,7 @@ from benchmarks.fairkv import LEAST_NEW_TOKENS, check_heads, efficiency
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, ConfigError
 
 WAYS = ["whole, SHA", "whole, apart", "SHA", "best effort", "equal copies", "in proportion", "apart"]
-SMALL = ["compress.method=ada-snapkv", "compress.window=16", "compress.kernel=3"]
+SMALL = ["compress.method=ada-snapkv", "compress.window=16"]
 
 
 def test_every_way_decodes_the_same_documents(run_bench: Any, job: Path, tmp_path: Path) -> None:

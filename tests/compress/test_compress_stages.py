@@ -24,7 +24,7 @@ IDS = ids_of(160)
 TEXT = (4, 160)
 WINDOWED = {"budget": 48, "window": 16}
 METHODS: dict[str, dict[str, Any]] = {
-    "ada-snapkv": {**WINDOWED, "floor": 0.0},
+    "ada-snapkv": WINDOWED,
     "pyramidkv": WINDOWED,
     "streaming-llm": {"budget": 48},
     "headkv": WINDOWED,

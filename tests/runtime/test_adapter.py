@@ -93,7 +93,7 @@ def test_what_the_base_model_made_is_not_taken_for_it(
     ask.write_text(text.replace(str(tmp_path / "corpus"), str(kv)) + '\n[questions]\nask = ["Who?"]\n')
     run = run_here(1, [ask, *with_settings(f"model.adapter={adapter}")])
     assert run.returncode == EXIT_CONFIG and "did not compute the keys and values" in run.stderr
-    options: dict[str, Any] = {"offline": True, "revision": None, "cache_dir": tmp_path, "trust_remote_code": False}
+    options: dict[str, Any] = {"offline": True, "cache_dir": tmp_path, "trust_remote_code": False}
     base = hash_weights(str(tiny_model_dir), **options)
     assert with_adapter(base, str(adapter)) != base
 

@@ -13,12 +13,12 @@ from constants import Kvr
 from made_jobs import TEXT, answers, last_line, with_settings
 from made_tables import a_table, an_entry, fitting
 
-from kvr_mpi.compress.registry import METHODS, Method, Parameters, _evenly
+from kvr_mpi.compress.registry import METHODS, Method, _evenly
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.tuning.table import save_table
 
-SMALL = ("compress.method=ada-snapkv", "compress.budget=64", "compress.window=16", "compress.kernel=3")
+SMALL = ("compress.method=ada-snapkv", "compress.budget=64", "compress.window=16")
 
 
 @pytest.fixture
@@ -130,14 +130,14 @@ def test_no_memory_to_compress_is_one_documents_error(
 ) -> None:
     """A method that asks for more than any machine has, of torch or of numpy, for two of the documents."""
 
-    def demanding(scores: torch.Tensor, each: int, parameters: Parameters) -> torch.Tensor:
+    def demanding(scores: torch.Tensor, each: int) -> torch.Tensor:
         if scores.shape[1] > 250:
             torch.empty(1 << 58)
         elif scores.shape[1] > 180:
             np.empty(1 << 58)
         return torch.full((len(scores),), each, device=scores.device)
 
-    about = ("window", "kernel")
+    about = ("window",)
     monkeypatch.setitem(METHODS, "demanding", Method("demanding", "", "", _evenly, about, compete=demanding))
     monkeypatch.setitem(METHODS, "content", Method("content", "", "", _evenly, about))
     found = {}

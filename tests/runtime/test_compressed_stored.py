@@ -33,7 +33,7 @@ from kvr_mpi.store.outputs import check_record, open_file
 from kvr_mpi.store.stored_kv import StoredKV
 from kvr_mpi.transport.local import LocalTransport
 
-SETTINGS = {"method": "ada-snapkv", "budget": 64, "window": 16, "kernel": 3, "observes": "document"}
+SETTINGS = {"method": "ada-snapkv", "budget": 64, "window": 16, "observes": "document"}
 KEPT = (*(f"compress.{name}={value}" for name, value in SETTINGS.items()), "output.kv=true")
 NEW_TOKENS = 8
 TEMPLATE = "Summarise: {text} Summary:"

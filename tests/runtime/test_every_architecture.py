@@ -40,10 +40,9 @@ EXACT = {
 OTHER = {
     "compressed": ("compress.method=snapkv", "compress.budget=96", "compress.window=16"),
     "rolling": (
-        "cache.kind=rolling",
+        "cache.kind=streaming-llm",
         "cache.tokens=64",
         "cache.step_tokens=32",
-        "cache.approximation=streaming-llm",
     ),
     "sampled": ("generation.do_sample=true", "generation.n=2"),
 }

@@ -32,11 +32,6 @@ WRONG = [
     (["--set", "prompt.max_tokens=100000"], 78, ["prompt.max_tokens = 100000", "512"]),
     (["--set", "generation.max_new_tokens=512"], 78, ["max_new_tokens = 512", "no room"]),
     (["--set", "model.path=./no-model"], 78, ["model.path './no-model'", "no such file or folder"]),
-    (
-        ["--set", "model.path=no-org/no-model", "--set", "model.offline=true"],
-        78,
-        ["no-org/no-model", "cannot be loaded"],
-    ),
     (["--set", "model.path={tmp}/no-weights"], 78, ["no *.safetensors"]),
     (["--set", "model.path={tmp}/unknown-architecture"], 78, ["cannot be loaded", "no-such-type"]),
     (["--set", "model.path={tmp}/damaged-weights"], 78, ["cannot be loaded"]),
@@ -86,6 +81,12 @@ def test_what_users_get_wrong_under_mpirun(
     if code == 78:
         assert run.stderr.count("error: ") == 1, "one rank speaks for all"
     assert not list(tmp_path.glob("out/*.h5*"))
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_that_nobody_has_downloaded(job: Path, mpirun: Any, kvr_run: Path) -> None:
+    run = mpirun(1, [kvr_run, job, "--set", "model.path=no-org/no-model"], env={"HF_HUB_OFFLINE": "1"})
+    assert run.returncode == 78 and "no-org/no-model" in run.stderr and "HF_HUB_OFFLINE" in run.stderr, run.stderr
 
 
 def make_broken_things(tmp_path: Path, tiny_model_dir: Path) -> None:

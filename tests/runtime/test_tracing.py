@@ -186,7 +186,7 @@ def test_a_killed_job_leaves_what_was_written(tmp_path: Path) -> None:
 
 def test_a_trace_ends_at_its_size_and_says_so(tmp_path: Path) -> None:
     (said,) = write_spans(tmp_path, 1000, limit_bytes=8192)
-    assert "report.trace_mib" in said
+    assert "has reached its limit" in said
     (path,) = trace_files(tmp_path)
     assert path.stat().st_size <= 8192 + 128
     (trace,) = read_traces(tmp_path)

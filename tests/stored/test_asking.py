@@ -154,18 +154,18 @@ def test_some_documents_a_file_of_questions_and_resuming(
 ) -> None:
     file = tmp_path / "more.jsonl"
     file.write_text('{"id": "when", "question": "When was it?"}\n{"question": "Where?"}\n', encoding="utf-8-sig")
-    more = f'file = "{file}"\ndocuments = ["doc-1.txt", "doc-3.txt"]'
-    job = ask_job(tmp_path, tiny_model_dir, run, more=more)
-    assert run_here(1, [job, *options("documents.limit=1")]).returncode == 0
-    names = [*QUESTIONS, "when", "q2"]
+    job = ask_job(tmp_path, tiny_model_dir, run, more='documents = ["doc-1.txt", "doc-3.txt"]')
+    asked = options(f"questions.ask={file}")
+    assert run_here(1, [job, *asked, *options("documents.limit=1")]).returncode == 0
+    names = ["when", "q2"]
     assert set(records(tmp_path / "asked")) == {f"doc-1.txt#{name}" for name in names}
-    again = run_here(2, [job, "--resume"])
+    again = run_here(2, [job, *asked, "--resume"])
     assert again.returncode == 78 and "6" not in records(tmp_path / "asked") and "doc-3.txt" in again.stderr
-    again = run_here(2, [job, "--overwrite"])
+    again = run_here(2, [job, *asked, "--overwrite"])
     assert again.returncode == 0, again.stderr
-    assert len(records(tmp_path / "asked")) == 8
-    again = run_here(3, [job, "--resume"])
-    assert again.returncode == 0 and "8 of them already done" in again.stderr
+    assert len(records(tmp_path / "asked")) == 4
+    again = run_here(3, [job, *asked, "--resume"])
+    assert again.returncode == 0 and "4 of them already done" in again.stderr
 
 
 @pytest.mark.slow
@@ -325,7 +325,7 @@ def test_keys_of_another_model_are_refused(
         (['questions.ask=[" "]'], "expected words"),
         (["questions.ask=[]"], "no question"),
         (['questions.ask=["Why?", "Who?", "Why? "]'], "'q1' and 'q3' are the same question"),
-        (["questions.file=/nowhere.txt"], "cannot be read"),
+        (["questions.ask=/nowhere.txt"], "cannot be read"),
         (["questions.reuse=perhaps"], "'always' or 'never'"),
     ],
 )
