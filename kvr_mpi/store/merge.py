@@ -93,7 +93,7 @@ def merge_run(
     try:
         if free < MERGE_ROOM * size:
             raise OutputError(
-                f"{folder / RESULTS} needs {MERGE_ROOM * size / 1e6:.0f} MB, {free / 1e6:.0f} MB are free"
+                f"{folder / RESULTS} needs {MERGE_ROOM * size / 1e6:.1f} MB, {free / 1e6:.1f} MB are free"
             )
         return merge_files(folder, should_stop=should_stop)
     except _StoppedError:
