@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.memory import held_bytes, peak_bytes, reset_peak
 from benchmarks.options import make_parser
 from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.documents import read_corpus
@@ -43,7 +44,6 @@ from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
-from kvr_mpi.setup.host_memory import held_bytes, peak_bytes, reset_peak
 from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.store.hdf5 import hold_open
 from kvr_mpi.store.kv import open_kv

@@ -21,6 +21,7 @@ import click
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from benchmarks.cores import all_cores, plain
 from benchmarks.options import json_option, open_rivals, patience_options, rival_options
 from benchmarks.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_of, ratios_of
 from benchmarks.rivals import Rival
@@ -52,7 +53,7 @@ from kvr_mpi.transport import Transport, gather_json, on_root, share_json, toget
 from kvr_mpi.transport.choose import Name, open_transport
 from kvr_mpi.transport.counters import open_counters
 from kvr_mpi.transport.mpi import connect
-from kvr_mpi.tuning.cores import all_cores, pinned, plain
+from kvr_mpi.tuning.cores import pinned
 
 # Chains as planned, of all ranks, of one rank each; transformers one by one, and in padded batches.
 WAYS: dict[str, str | int | None] = {

@@ -27,11 +27,10 @@ from kvr_mpi.prefill.one_prompt import (
     compute_prefix,
     plain_cache,
     prefill_kvr,
-    prefill_ring,
     prefill_single,
-    prefill_tsp,
 )
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
+from kvr_mpi.prefill.registry import STRATEGIES
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -173,9 +172,9 @@ def _cases(ids: Sequence[int]) -> list[Case]:
     cut = Partition((0, 31, 32, 90))
     cases.append(Case("chain 0-31-32-90 from rank 2", cut.size, 1, FEW_TOKENS, partial(_chain, ids, cut, 1)))
     for size, tokens in ((2, NEW_TOKENS), (3, FEW_TOKENS)):
-        cases.append(Case(f"ring {size}", size, 0, tokens, partial(_ring, ids)))
+        cases.append(Case(f"ring {size}", size, 0, tokens, partial(_rival, "ring", ids)))
         for kind in ("causal", "dense"):
-            cases.append(Case(f"tsp-{kind} {size}", size, size - 1, FEW_TOKENS, partial(_tsp, ids, kind == "dense")))
+            cases.append(Case(f"tsp-{kind} {size}", size, size - 1, FEW_TOKENS, partial(_rival, f"tsp-{kind}", ids)))
     return [*cases, Case("prefix", 2, 1, FEW_TOKENS, partial(_with_prefix, ids))]
 
 
@@ -183,12 +182,10 @@ def _chain(ids: Sequence[int], cut: Partition, last: int, loaded: LoadedModel, r
     return prefill_kvr(loaded, ids, cut, rank, reserve_tokens=NEW_TOKENS, last=last)
 
 
-def _ring(ids: Sequence[int], loaded: LoadedModel, rank: LocalTransport) -> Prefill:
-    return prefill_ring(loaded, ids, rank, reserve_tokens=NEW_TOKENS)
-
-
-def _tsp(ids: Sequence[int], dense: bool, loaded: LoadedModel, rank: LocalTransport) -> Prefill:
-    return prefill_tsp(loaded, ids, rank, dense=dense, reserve_tokens=NEW_TOKENS)
+def _rival(name: str, ids: Sequence[int], loaded: LoadedModel, rank: LocalTransport) -> Prefill:
+    strategy = STRATEGIES[name]
+    cut = strategy.cut_evenly(len(ids), rank.size)
+    return strategy.prefill(loaded, ids, cut, rank, lends=False, reserve_tokens=NEW_TOKENS)
 
 
 def _with_prefix(ids: Sequence[int], loaded: LoadedModel, rank: LocalTransport) -> Prefill:

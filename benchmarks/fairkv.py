@@ -36,7 +36,6 @@ from kvr_mpi.cli.options import command, job_argument, parse_numbers, set_option
 from kvr_mpi.cli.writing import check_writable
 from kvr_mpi.compress.compression import Compression
 from kvr_mpi.compress.placement import place_best_effort, place_in_proportion, place_statically, place_with_equal_copies
-from kvr_mpi.compress.rows import rank_loads
 from kvr_mpi.costs.decoding import Wave, decode_costs_of
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.head_parallel import HeadParallelBatch, Place
@@ -74,6 +73,11 @@ def placements(copies: int) -> dict[str, Place]:
         "equal copies": partial(place_with_equal_copies, copies=copies),
         "in proportion": partial(place_in_proportion, copies=copies),
     }
+
+
+def rank_loads(owners: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.float64]:
+    """Keys that each rank has of a layer, (ranks,)."""
+    return np.bincount(owners.ravel(), counts.ravel(), ranks).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from typing import Any
 
 import click
 
+from benchmarks.cores import all_cores, plain
+from benchmarks.memory import held_bytes, peak_bytes, reset_peak
 from benchmarks.options import json_option, open_rivals, patience_options, plot_option, rival_options
 from benchmarks.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_of, ratios_of
 from benchmarks.rivals import Rival, exactness_of
@@ -37,10 +39,9 @@ from kvr_mpi.prefill.registry import STRATEGIES as REGISTRY
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.report.log import Log
-from kvr_mpi.setup.host_memory import held_bytes, peak_bytes, reset_peak
 from kvr_mpi.transport import FailedTogetherError, Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.mpi import connect
-from kvr_mpi.tuning.cores import all_cores, pinned, plain
+from kvr_mpi.tuning.cores import pinned
 from kvr_mpi.tuning.grid import interpolate
 from kvr_mpi.tuning.measure import follow, leading, measure_costs
 from kvr_mpi.tuning.refit import refit

@@ -19,10 +19,10 @@ from typing import IO, Any
 
 import torch
 
+from benchmarks.cores import all_cores, plain
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import prefill_single
-from kvr_mpi.tuning.cores import all_cores, plain
 
 # Programs by name of the engine.
 PROGRAMS = {"openvino": "run_openvino.py", "llama.cpp": "run_llamacpp.py"}

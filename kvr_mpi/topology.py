@@ -76,10 +76,6 @@ class Topology:
         """Give the ranks of a chain, among all."""
         return slice(chain * self.ranks_per_chain, (chain + 1) * self.ranks_per_chain)
 
-    def stage_of(self, rank: int) -> int:
-        """Tell which stage of its chain a rank is in."""
-        return rank % self.ranks_per_chain // self.ranks_per_stage
-
     def stage_number(self, rank: int) -> int:
         """Tell which stage a rank is in, of all chains one after the other."""
         return rank // self.ranks_per_stage

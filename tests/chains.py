@@ -10,6 +10,8 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import follow
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
+from kvr_mpi.prefill.registry import STRATEGIES
+from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
 
 NEW_TOKENS = 32
@@ -31,3 +33,11 @@ def chain(loaded: LoadedModel, ids: Sequence[int], bounds: Sequence[int], reserv
     ranks = run_local(partition.size, lambda rank: prefill_kvr(loaded, ids, partition, rank, reserve_tokens=reserve))
     assert all(rank.logits is None for rank in ranks[:-1])
     return ranks[-1]
+
+
+def rival(
+    name: str, loaded: LoadedModel, ids: Sequence[int], ranks: Transport, *, lends: bool = False, **options: Any
+) -> Prefill:
+    """Prefill by a strategy with even slices, as published, or with what jobs have."""
+    strategy = STRATEGIES[name]
+    return strategy.prefill(loaded, ids, strategy.cut_evenly(len(ids), ranks.size), ranks, lends=lends, **options)

@@ -38,12 +38,12 @@ def topologies(draw: st.DrawFn) -> Topology:
 @given(topologies())
 def test_every_rank_has_one_place(topology: Topology) -> None:
     places = [
-        (topology.chain_of(rank), topology.stage_of(rank), topology.rank_in_stage(rank))
+        (topology.chain_of(rank), topology.stage_number(rank), topology.rank_in_stage(rank))
         for rank in range(topology.ranks)
         if topology.chain_of(rank) is not None
     ]
     assert len(places) == len(set(places)) == topology.chains * topology.ranks_per_chain
-    assert {stage for _, stage, _ in places} == set(range(topology.stages))
+    assert {stage for _, stage, _ in places} == set(range(topology.chains * topology.stages))
     assert {shard for _, _, shard in places} == set(range(topology.ranks_per_stage))
     for chain in range(topology.chains):
         mine = range(topology.ranks)[topology.ranks_of(chain)]
@@ -96,8 +96,7 @@ def test_stages_seen_as_ranks_are_those_of_the_chains(topology: Topology) -> Non
     assert (seen.chains, seen.stages) == (topology.chains, topology.stages)
     for rank in range(topology.ranks):
         if (chain := topology.chain_of(rank)) is not None:
-            number = topology.stage_number(rank)
-            assert (seen.chain_of(number), seen.stage_of(number)) == (chain, topology.stage_of(rank))
+            assert seen.chain_of(topology.stage_number(rank)) == chain
 
 
 @given(st.integers(0, 99), st.integers(1, 9))

@@ -82,12 +82,10 @@ def counts_from_scores(
     return counts
 
 
-def counts_from_gates(
-    gates: Counts, *, share: float = DUO_SHARE, full: int = DUO_FULL, others: int = DUO_OTHERS
-) -> Counts:
-    """Make counts of DuoAttention's gates: a share of the heads, by gate, keeps `full` tokens, the rest `others`."""
-    counts = np.full(gates.size, float(others))
-    counts[np.argsort(-gates.ravel(), kind="stable")[: round(share * gates.size)]] = full
+def counts_from_gates(gates: Counts, *, share: float = DUO_SHARE) -> Counts:
+    """Make counts of DuoAttention's gates: a share of the heads, by gate, keeps `DUO_FULL` tokens, the others less."""
+    counts = np.full(gates.size, float(DUO_OTHERS))
+    counts[np.argsort(-gates.ravel(), kind="stable")[: round(share * gates.size)]] = DUO_FULL
     return counts.reshape(gates.shape)
 
 

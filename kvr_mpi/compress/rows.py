@@ -39,8 +39,3 @@ def assign_rows(placed: LayerPlacement, counts: npt.NDArray[np.int64]) -> Owners
             owners[document, head] = pieces[at].rank
             missing[at] -= counts[document, head]
     return owners
-
-
-def rank_loads(owners: Owners, counts: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.float64]:
-    """Keys that each rank has of a layer, (ranks,)."""
-    return np.bincount(owners.ravel(), counts.ravel(), ranks).astype(np.float64)

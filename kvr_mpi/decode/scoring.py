@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -112,10 +111,3 @@ def _run(loaded: LoadedModel, prefill: Prefill, ids: Sequence[int]) -> torch.Ten
         return run_model(loaded.model, row, cache, keep=torch.arange(len(ids), device=loaded.device))
     finally:
         cache.step_back(length)
-
-
-@torch.inference_mode()  # of each thread
-def _run_after(loaded: LoadedModel, cache: Any, ids: Sequence[int]) -> torch.Tensor:
-    """Compute logits (tokens, vocab_size) after each of some tokens that follow what a cache holds."""
-    row = torch.tensor([list(ids)], device=loaded.device)
-    return run_model(loaded.model, row, cache, keep=torch.arange(len(ids), device=loaded.device))

@@ -94,13 +94,6 @@ class Footprint:
     takes_chunks: bool = False
     _known: dict[tuple[int, int | None], int] = field(default_factory=dict)
 
-    def prefill_bytes(self, partition: Partition, rank: int, *, reserve_tokens: int = 0, prefix_tokens: int = 0) -> int:
-        """Most bytes a rank of a chain takes for a prompt, beyond what it holds already.
-
-        The prompt's first `prefix_tokens` need not be computed. `rank` is the place of its slice in the prompt.
-        """
-        return self.exchange_bytes(Relay(partition, rank, prefix_tokens), reserve_tokens=reserve_tokens)
-
     def exchange_bytes(self, exchange: Exchange, *, reserve_tokens: int = 0, is_spread: bool = False) -> int:
         """Most bytes a rank takes for a prompt under any strategy, beyond what it holds already.
 

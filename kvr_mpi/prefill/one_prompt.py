@@ -28,11 +28,9 @@ from kvr_mpi.model.attention_hook import run_model, run_plain
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.stage import guarded
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.all_gather import AllGather
 from kvr_mpi.prefill.compatibility import check_order, why_no_chunks
 from kvr_mpi.prefill.failure import UNREADABLE, agree, describe_failure, digest_of, is_out_of_memory, is_spared, play_on
 from kvr_mpi.prefill.relay import Relay
-from kvr_mpi.prefill.ring import Ring
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
@@ -179,34 +177,6 @@ def prefill_kvr(
         Of `prefill_by`.
     """
     return prefill_by(Relay, loaded, ids, partition, chain, **options)
-
-
-def prefill_tsp(
-    loaded: LoadedModel,
-    ids: Sequence[int],
-    chain: Transport,
-    *,
-    dense: bool,
-    saves_last_layer: bool = False,
-    **options: Unpack[Options],
-) -> Prefill:
-    """Prefill with even slices and an all-gather in every layer (the paper's baseline, section 3, Fig. 3 a)."""
-    make = partial(AllGather, dense=dense, saves_last_layer=saves_last_layer)
-    name = "tsp-dense" if dense else "tsp-causal"
-    return prefill_by(make, loaded, ids, Partition.even(len(ids), chain.size), chain, strategy=name, **options)
-
-
-def prefill_ring(
-    loaded: LoadedModel,
-    ids: Sequence[int],
-    chain: Transport,
-    *,
-    saves_last_layer: bool = False,
-    **options: Unpack[Options],
-) -> Prefill:
-    """Prefill with zigzag ring attention; by itself rank 0 ends with the last token."""
-    make = partial(Ring, saves_last_layer=saves_last_layer)
-    return prefill_by(make, loaded, ids, Partition.even(len(ids), 2 * chain.size), chain, strategy="ring", **options)
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""How much memory this process holds on its device, has held at most, and has left."""
+"""How much memory this process has left on its device, and what its heap keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from kvr_mpi.transport import Transport, gather_json, share_json
 
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 MEMINFO = Path("/proc/meminfo")
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 NO_LIMIT = 1 << 60  # version 1 says "no limit" with a huge number
@@ -55,22 +54,6 @@ class HeapTrimmer:
             self._trimmed_s = time.monotonic()
 
 
-def reset_peak(device: torch.device) -> None:
-    """Forget the peak so far, so that the next one belongs to what comes."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif CLEAR.exists():
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed but kept for later would count as held
-        CLEAR.write_text("5")  # resets the kernel's high-water mark of this process
-
-
-def held_bytes(device: torch.device) -> int:
-    """Bytes held now: on a GPU by tensors, on a CPU by the whole process; 0 if unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device))
-    return _status("VmRSS")
-
-
 def ranks_on_device(world: Transport, device: torch.device) -> int:
     """Count the ranks that share this rank's memory: those on its GPU, or on its host; every rank calls this.
 
@@ -97,22 +80,11 @@ def free_bytes(device: torch.device, sharers: int) -> int:
     return free // sharers
 
 
-def peak_bytes(device: torch.device) -> int:
-    """Most bytes held since `reset_peak`: on a GPU by tensors, on a CPU by the whole process; 0 if unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return _status("VmHWM")
-
-
-def _status(name: str, file: Path = STATUS) -> int:
-    if not file.exists():
-        return 0
-    fields = dict(line.split(":", 1) for line in file.read_text().splitlines() if ":" in line)
-    return int(fields.get(name, "0 kB").split()[0]) * 1024
-
-
 def _available() -> int:
-    return _status("MemAvailable", MEMINFO) or sys.maxsize
+    if not MEMINFO.exists():
+        return sys.maxsize
+    fields = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines() if ":" in line)
+    return int(fields.get("MemAvailable", "0 kB").split()[0]) * 1024 or sys.maxsize
 
 
 def _group_room(own: Path = OWN_GROUPS, root: Path = GROUPS) -> int | None:

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 import torch
 
-from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.topology import share_of_cores
 from kvr_mpi.transport import Transport, gather_json, share_json
 
@@ -37,26 +35,3 @@ def _share_of(cores: Sequence[int], transport: Transport) -> list[int]:
     if not shared:
         return list(cores)
     return share_of_cores(cores, transport.local_rank, transport.local_size)
-
-
-@contextmanager
-def all_cores() -> Iterator[None]:
-    """Lend this rank all cores of its host; the others sleep meanwhile."""
-    pinned_to, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        os.sched_setaffinity(0, pinned_to)
-
-
-@contextmanager
-def plain(loaded: LoadedModel) -> Iterator[None]:
-    """Run a model with transformers' own attention, and with ours again afterwards."""
-    prepare_model(loaded.model, chain=False)
-    try:
-        yield
-    finally:
-        prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)

@@ -30,6 +30,7 @@ from benchmarks.catalogue_table import render
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
+from kvr_mpi.prefill.ring import Ring
 
 pytestmark = pytest.mark.slow
 TABLE = ROOT / "docs" / "architectures.md"
@@ -110,7 +111,7 @@ def test_a_strategy_may_be_refused_but_not_fail(monkeypatch: pytest.MonkeyPatch)
     def fail(*args: Any, **kwargs: Any) -> None:
         raise error
 
-    monkeypatch.setattr(exactness, "prefill_ring", fail)
+    monkeypatch.setattr(Ring, "__init__", fail)
     error: Exception = ModelError("no ring of this model")
     verdict = judge_entry(catalogue()["llama gqa"])
     assert verdict.kind == "exact (fast)"

@@ -24,7 +24,7 @@ from kvr_mpi.compress.placement import (
     place_statically,
     place_with_equal_copies,
 )
-from kvr_mpi.compress.rows import assign_rows, rank_loads
+from kvr_mpi.compress.rows import assign_rows
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.head_parallel import HeadParallelBatch, Prefilled
 from kvr_mpi.errors import ModelError
@@ -276,5 +276,5 @@ def test_rows_of_a_copied_head_come_near_its_pieces() -> None:
     owners = assign_rows(placed, counts)
     for head in range(4):
         assert set(owners[:, head]) <= {piece.rank for piece in placed.pieces if piece.head == head}
-    found = rank_loads(owners, counts, 3)
+    found = np.bincount(owners.ravel(), counts.ravel(), 3)
     assert found.sum() == counts.sum() and abs(found - placed.loads).max() <= 2 * counts.max()

@@ -82,6 +82,10 @@ class GpuTensor(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError(f"can't convert {self.place} device type tensor to numpy")
 
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.gpus.handle(self.device, "stream_synchronization", self.gpus.current_stream(self.device).id)
+        return self.on_cpu.clone()
+
     def tolist(self) -> Any:
         self.gpus.handle(self.device, "stream_synchronization", self.gpus.current_stream(self.device).id)
         return self.on_cpu.tolist()

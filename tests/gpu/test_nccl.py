@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from chains import greedy, single
+from chains import greedy, rival, single
 from fake_nccl import MULTIPROCESSORS, Network, installed, run_on_gpus
 from models import prompt, tiny
 from pretended_cuda import CPU, PretendedCuda
@@ -18,11 +17,12 @@ from kvr_mpi.errors import TransportError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_ring, prefill_tsp, run_next
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, run_next
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
+from kvr_mpi.transport.links import Link, measure_links
 from kvr_mpi.transport.torchdist import MAX_BLOCKS, TorchDistTransport
-from kvr_mpi.tuning.measure import _measure_links, observe
+from kvr_mpi.tuning.measure import observe
 
 NEW_TOKENS = 2
 
@@ -58,8 +58,7 @@ def prompts_on(chain: TorchDistTransport, loaded: LoadedModel, ids: list[int]) -
         options: Any = {"reserve_tokens": NEW_TOKENS, "last": last, "forwarder": forwarder}
         found.append(prefill_kvr(loaded, ids, cut, chain, **options))
     options = {"reserve_tokens": NEW_TOKENS, "forwarder": forwarder}
-    found.append(prefill_ring(loaded, ids, chain, **options))
-    found += [prefill_tsp(loaded, ids, chain, dense=dense, **options) for dense in (True, False)]
+    found += [rival(name, loaded, ids, chain, **options) for name in ("ring", "tsp-dense", "tsp-causal")]
     forwarder.close()
     return [greedy_there(loaded, each) for each in found if each.logits is not None]
 
@@ -101,15 +100,14 @@ def test_chains_of_a_planned_job_share_the_links(gpus: PretendedCuda, network: N
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_links_are_measured(size: int, gpus: PretendedCuda, network: Network) -> None:
-    loaded, gpus.watches = tiny("llama-gqa"), False
+    gpus.watches = False
 
-    def work(ranks: TorchDistTransport) -> tuple[float, float]:
-        mine = replace(loaded, device=gpu_of(ranks))
-        warm_up(ranks, mine.device)
-        return _measure_links(mine, ranks)
+    def work(ranks: TorchDistTransport) -> Link | None:
+        warm_up(ranks, gpu_of(ranks))
+        return measure_links(ranks, gpu_of(ranks))
 
-    for latency_s, bytes_per_s in run_on_gpus(size, network, work):
-        assert latency_s >= 0 and bytes_per_s > 0
+    *links, last = run_on_gpus(size, network, work)
+    assert last is None and all(link.latency_s >= 0 and link.bytes_per_s > 0 and link.intact for link in links)
 
 
 def test_a_prompt_is_observed(gpus: PretendedCuda, network: Network) -> None:
@@ -124,11 +122,10 @@ def test_a_prompt_is_observed(gpus: PretendedCuda, network: Network) -> None:
 
 def test_the_stand_in_refuses_host_memory(gpus: PretendedCuda, network: Network) -> None:
     """As it was when links were measured with words in host memory."""
-    loaded = replace(tiny("llama-gqa"), device=CPU)
 
     def work(ranks: TorchDistTransport) -> None:
         warm_up(ranks, gpu_of(ranks))
-        _measure_links(loaded, ranks)
+        measure_links(ranks, CPU)
 
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         run_on_gpus(2, network, work)
@@ -136,9 +133,8 @@ def test_the_stand_in_refuses_host_memory(gpus: PretendedCuda, network: Network)
 
 def test_the_stand_in_hangs_where_nothing_was_warmed_up(gpus: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     network = installed(monkeypatch, Network(gpus, timeout_s=0.5))
-    loaded = tiny("llama-gqa")
     with pytest.raises(TimeoutError, match="nobody makes"):
-        run_on_gpus(2, network, lambda ranks: _measure_links(replace(loaded, device=gpu_of(ranks)), ranks))
+        run_on_gpus(2, network, lambda ranks: measure_links(ranks, gpu_of(ranks)))
 
 
 def test_a_failed_transfer_is_not_taken_for_one_that_has_ended(gpus: PretendedCuda, network: Network) -> None:
@@ -170,7 +166,7 @@ def test_an_all_gather_leaves_the_computation_its_room(
         warm_up(chain, models[chain.rank].device, every_pair=True)
         network.most_held.clear()
         chain.barrier()
-        prefill_tsp(models[chain.rank], prompt(32), chain, dense=False)
+        rival("tsp-causal", models[chain.rank], prompt(32), chain)
 
     run_on_gpus(8, network, work)
     most = max(network.most_held.values())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from chains import greedy, single
+from chains import greedy, rival, single
 from made_jobs import TEXT, answers, with_settings
 from made_tables import COSTS
 from models import CONFIGS, STATES, VOCAB, WHOLE, prompt, tiny
@@ -22,7 +22,7 @@ from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, _Ledger, footprint_of
-from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr, prefill_ring, prefill_tsp
+from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr
 from kvr_mpi.prefill.registry import KVR, STRATEGIES, choose_chunks
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.transport.local import LocalTransport, run_local
@@ -154,8 +154,8 @@ def test_rivals_take_no_chunks() -> None:
     loaded = tiny("llama-gqa")
     prepare_model(loaded.model, chain=True)
     for run in (
-        lambda rank: prefill_ring(loaded, prompt(20), rank, chunk_tokens=8),
-        lambda rank: prefill_tsp(loaded, prompt(20), rank, dense=False, chunk_tokens=8),
+        lambda rank: rival("ring", loaded, prompt(20), rank, chunk_tokens=8),
+        lambda rank: rival("tsp-causal", loaded, prompt(20), rank, chunk_tokens=8),
     ):
         with pytest.raises(ModelError, match="cannot use chunks"):
             run_local(2, run)

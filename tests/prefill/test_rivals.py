@@ -7,40 +7,40 @@ from functools import partial
 
 import pytest
 import torch
-from chains import NEW_TOKENS, chain, greedy, single
+from chains import NEW_TOKENS, chain, greedy, rival, single
 from models import prompt, tiny
 
 from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_ring, prefill_tsp
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.ring import Ring
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
 RIVALS: dict[str, Callable[..., Prefill]] = {
-    "tsp-dense": partial(prefill_tsp, dense=True),
-    "tsp-causal": partial(prefill_tsp, dense=False),
-    "ring": prefill_ring,
-    "tsp-causal with our cut": partial(prefill_tsp, dense=False, saves_last_layer=True),
-    "ring with our cut": partial(prefill_ring, saves_last_layer=True),
+    "tsp-dense": partial(rival, "tsp-dense"),
+    "tsp-causal": partial(rival, "tsp-causal"),
+    "ring": partial(rival, "ring"),
+    "tsp-causal with our cut": partial(rival, "tsp-causal", lends=True),
+    "ring with our cut": partial(rival, "ring", lends=True),
 }
 
 
 @pytest.mark.parametrize("tokens", [pytest.param(60, marks=LONG), pytest.param(61, marks=SLOW), 67])
 @pytest.mark.parametrize("size", [pytest.param(1, marks=LONG), 2, 3, pytest.param(4, marks=SLOW)])
-@pytest.mark.parametrize("rival", RIVALS)
-def test_rivals_equal_one_process(rival: str, size: int, tokens: int) -> None:
+@pytest.mark.parametrize("name", RIVALS)
+def test_rivals_equal_one_process(name: str, size: int, tokens: int) -> None:
     # Soft-caps and sinks where that is new: twice.
     more = ("gemma2-softcap", "gpt-oss-sinks") if (size, tokens) in ((2, 61), (4, 67)) else ()
-    for name in ("llama-gqa", "mistral-window", "falcon-mqa", "gpt2", *more):
-        loaded, ids = tiny(name), prompt(tokens)
+    for model in ("llama-gqa", "mistral-window", "falcon-mqa", "gpt2", *more):
+        loaded, ids = tiny(model), prompt(tokens)
         truth = single(loaded, ids)
         assert truth.logits is not None
         logits, answer = truth.logits, greedy(loaded.model, truth, NEW_TOKENS)
         whole = chain(loaded, ids, (0, tokens))
         prepare_model(loaded.model, chain=True)
-        ranks = run_local(size, lambda rank: RIVALS[rival](loaded, ids, rank, reserve_tokens=NEW_TOKENS))  # noqa: B023
+        ranks = run_local(size, lambda rank: RIVALS[name](loaded, ids, rank, reserve_tokens=NEW_TOKENS))  # noqa: B023
         (found,) = (rank for rank in ranks if rank.logits is not None)
         torch.testing.assert_close(found.logits, logits, atol=1e-4, rtol=0)
         for layer in range(3):
@@ -56,11 +56,9 @@ def test_what_crosses_the_links() -> None:
     loaded, tokens, size = tiny("llama-gqa"), 64, 4
     ids, row = prompt(tokens), loaded.shape.kv_bytes_per_token
     prepare_model(loaded.model, chain=True)
-    for rival in RIVALS.values():
-        sent = [rank.sent_bytes for rank in run_local(size, lambda rank: rival(loaded, ids, rank))]  # noqa: B023
+    for run in RIVALS.values():
+        sent = [rank.sent_bytes for rank in run_local(size, lambda rank: run(loaded, ids, rank))]  # noqa: B023
         assert sum(sent) == (size - 1) * tokens * row
-    from kvr_mpi.prefill.one_prompt import prefill_kvr
-
     partition = Partition((0, 20, 40, 50, 64))
     sent = [rank.sent_bytes for rank in run_local(size, lambda rank: prefill_kvr(loaded, ids, partition, rank))]
     assert sent == [20 * row, 40 * row, 50 * row, 0]
@@ -78,6 +76,6 @@ def test_a_ring_of_one_is_the_whole_prompt() -> None:
     loaded, ids = tiny("llama-gqa"), prompt(30)
     truth = single(loaded, ids).logits
     prepare_model(loaded.model, chain=True)
-    found = prefill_ring(loaded, ids, LocalTransport()).logits
+    found = rival("ring", loaded, ids, LocalTransport()).logits
     assert truth is not None and found is not None
     torch.testing.assert_close(found, truth, atol=1e-4, rtol=0)

@@ -14,12 +14,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from chains import rival
 from models import prompt, tiny
 from open_ranks import open_ranks
 
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_ring, prefill_single, prefill_tsp
+from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
 from kvr_mpi.transport import gather_json, share_json
 from kvr_mpi.transport.mpi import connect
 
@@ -40,8 +41,8 @@ for number in range(rounds):
     inner = sorted(draw.sample(range(1, tokens), world.size - 1))
     prefills = [prefill_kvr(tiny(name), prompt(tokens), Partition((0, *inner, tokens)), world)]
     if number % 4 == 0 and name in RIVALRY:  # the rivals know no partitions
-        prefills += [prefill_ring(tiny(name), prompt(tokens), world)]
-        prefills += [prefill_tsp(tiny(name), prompt(tokens), world, dense=number % 8 == 0)]
+        prefills += [rival("ring", tiny(name), prompt(tokens), world)]
+        prefills += [rival("tsp-causal" if number % 8 else "tsp-dense", tiny(name), prompt(tokens), world)]
     for prefill in prefills:
         if prefill.logits is not None:
             worst = max(worst, float((prefill.logits - truths[name]).abs().max()))

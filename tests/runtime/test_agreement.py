@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from chains import rival
 from hypothesis import given
 from hypothesis import strategies as st
 from models import prompt, tiny
@@ -16,7 +17,7 @@ from kvr_mpi.errors import EXIT_BUG, EXIT_CONFIG, AgreementError
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import digest_of
-from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_ring
+from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.requests.prompt_request import PromptRequest
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.transport import FailedTogetherError, Transport, check_alike
@@ -38,7 +39,7 @@ def test_a_rank_with_another_prompt_of_the_same_length_is_found(strategy: str, r
             if strategy == "kvr":
                 prefill_kvr(loaded, mine, Partition.even(TOKENS, chain.size), chain, **options)
             else:
-                prefill_ring(loaded, mine, chain, **options)
+                rival("ring", loaded, mine, chain, lends=True, **options)
         except AgreementError as error:
             return str(error)
         return ""
