@@ -6,9 +6,7 @@ import math
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -25,28 +23,6 @@ NO_LIMIT = ("0", "-1", "INFINITE", "UNLIMITED")
 # A forecast is off by this much; starting, and loading a model from a network file system, take time, too. A job that
 # runs into its limit all the same goes on where it was.
 MARGIN, START_S = 1.5, 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class SbatchOptions:
-    """Arguments of ``kvr sbatch``, as described in its help."""
-
-    job: Path
-    settings: tuple[str, ...]
-    ranks: int
-    ranks_per_node: int | None
-    gpus_per_node: int | None
-    cpus_per_rank: int | None
-    limit: str | None
-    hardware: str | None
-    resume: bool
-    overwrite: bool
-    array: int | None
-    at_once: int | None
-    gather: bool
-    options: tuple[str, ...]
-    show: bool
-    test_only: bool
 
 
 @command()
@@ -91,7 +67,24 @@ class SbatchOptions:
 )
 @click.option("--print", "show", is_flag=True, help="Print the script and exit.")
 @click.option("--test-only", is_flag=True, help="Ask SLURM when the job would start; do not submit it.")
-def sbatch(**given: Any) -> int:
+def sbatch(
+    job: Path,
+    settings: tuple[str, ...],
+    ranks: int,
+    ranks_per_node: int | None,
+    gpus_per_node: int | None,
+    cpus_per_rank: int | None,
+    limit: str | None,
+    hardware: str | None,
+    resume: bool,
+    overwrite: bool,
+    array: int | None,
+    at_once: int | None,
+    gather: bool,
+    options: tuple[str, ...],
+    show: bool,
+    test_only: bool,
+) -> int:
     """Submit JOB to SLURM: slurm/kvr_prefill.sh with nodes, ranks and time limit filled in from the plan.
 
     \b
@@ -101,61 +94,58 @@ def sbatch(**given: Any) -> int:
 
     The expected cost in node, GPU and core hours is printed first.
     """  # noqa: D301
-    options = SbatchOptions(**given)
-    if options.show and options.test_only:
+    if show and test_only:
         raise click.UsageError("--print and --test-only exclude each other: give only one")
-    check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume)
-    if options.at_once is not None and options.array is None:
+    check_fresh_or_resumed(overwrite=overwrite, resume=resume)
+    if at_once is not None and array is None:
         raise click.UsageError("--at-once needs --array N")
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.job import load_job
 
-    spec, _ = load_job(options.job, options.settings)
-    if options.array is not None and (spec.documents.shard is not None or spec.questions is not None):
+    spec, _ = load_job(job, settings)
+    if array is not None and (spec.documents.shard is not None or spec.questions is not None):
         what = "documents.shard" if spec.questions is None else "[questions]"
         raise ConfigError(f"--array splits the corpus into shares itself: remove {what} from the job")
-    chosen = _chosen(options.options)
-    nodes = allocation_of(
-        spec, options.ranks, options.ranks_per_node, options.gpus_per_node, options.cpus_per_rank, options.hardware
-    )
+    chosen = _chosen(options)
+    nodes = allocation_of(spec, ranks, ranks_per_node, gpus_per_node, cpus_per_rank, hardware)
     wanted: dict[str, str | int | None] = {
-        "job-name": f"kvr-{re.sub('[^A-Za-z0-9._-]', '_', options.job.stem)}",
+        "job-name": f"kvr-{re.sub('[^A-Za-z0-9._-]', '_', job.stem)}",
         "chdir": str(Path.cwd()),
         "nodes": nodes.nodes,
         "ntasks-per-node": nodes.ranks // nodes.nodes,
         "gpus-per-node": nodes.gpus // nodes.nodes,
-        "cpus-per-task": options.cpus_per_rank or spec.parallel.threads,
-        "time": options.limit or _time_limit(options, nodes),
-        "array": _array(options),
+        "cpus-per-task": cpus_per_rank or spec.parallel.threads,
+        "time": limit or _time_limit(job, settings, hardware, array, nodes),
+        "array": _array(array, at_once),
         **chosen,
     }
-    if options.array is not None and "output" not in chosen:
+    if array is not None and "output" not in chosen:
         wanted["output"] = "%x-%A_%a.out"
-    arguments = [str(options.job), *(word for setting in options.settings for word in ("--set", setting))]
-    arguments += ["--resume"] * options.resume + ["--overwrite"] * options.overwrite
-    script = _script(SCRIPT if options.array is None else ARRAY_SCRIPT, wanted, arguments)
-    gather = None
-    if options.array is not None and options.gather:
+    arguments = [str(job), *(word for setting in settings for word in ("--set", setting))]
+    arguments += ["--resume"] * resume + ["--overwrite"] * overwrite
+    script = _script(SCRIPT if array is None else ARRAY_SCRIPT, wanted, arguments)
+    gather_script = None
+    if array is not None and gather:
         own = {"job-name": f"{wanted['job-name']}-gather", "chdir": str(Path.cwd())}
         shared = {key: value for key, value in chosen.items() if key in GATHER_TOO}
-        gather = _script(GATHER_SCRIPT, {**own, **shared}, [spec.output.path, str(options.array)])
+        gather_script = _script(GATHER_SCRIPT, {**own, **shared}, [spec.output.path, str(array)])
     limit_text = str(wanted["time"]).strip()
     if limit_text.upper() not in NO_LIMIT:
         limit_s = parse_duration(limit_text)
-        most = nodes.hours(limit_s * (options.array or 1))
+        most = nodes.hours(limit_s * (array or 1))
         click.echo(
             f"at most {most}: the time limit of {duration_text(limit_s)} on {nodes.nodes} node(s)"
-            f"{f' for each of {options.array} shares' if options.array else ''}",
+            f"{f' for each of {array} shares' if array else ''}",
             err=True,
         )
-    if options.show:
+    if show:
         click.echo(script, nl=False)
-        if gather is not None:
-            click.echo(f"# Then, submitted with --dependency=afterany:JOB:\n{gather}", nl=False)
+        if gather_script is not None:
+            click.echo(f"# Then, submitted with --dependency=afterany:JOB:\n{gather_script}", nl=False)
         return 0
-    if options.array is None or options.test_only:
-        return _submit(script, options.test_only)
-    return _submit_array(script, gather)
+    if array is None or test_only:
+        return _submit(script, test_only)
+    return _submit_array(script, gather_script)
 
 
 def scripts_folder() -> Path:
@@ -190,10 +180,10 @@ def _chosen(options: Sequence[str]) -> dict[str, str]:
     return chosen
 
 
-def _array(options: SbatchOptions) -> str | None:
-    if options.array is None:
+def _array(array: int | None, at_once: int | None) -> str | None:
+    if array is None:
         return None
-    return f"0-{options.array - 1}" + ("" if options.at_once is None else f"%{options.at_once}")
+    return f"0-{array - 1}" + ("" if at_once is None else f"%{at_once}")
 
 
 def _script(name: str, wanted: Mapping[str, str | int | None], arguments: Sequence[str]) -> str:
@@ -203,24 +193,26 @@ def _script(name: str, wanted: Mapping[str, str | int | None], arguments: Sequen
     return fill_in((folder / name).read_text(), options, arguments, folder)
 
 
-def _time_limit(options: SbatchOptions, nodes: Allocation) -> str:
+def _time_limit(
+    job: Path, settings: tuple[str, ...], hardware: str | None, array: int | None, nodes: Allocation
+) -> str:
     """Forecast the job as it is written, or the longest of its shares, and leave a margin."""
     from kvr_mpi.cli.plan import read_and_plan
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.setup.planning import plan_shares
 
-    made = read_and_plan(options.job, options.settings, options.ranks, options.hardware)
-    shares = [made] if options.array is None else plan_shares(made, options.array)
+    made = read_and_plan(job, settings, nodes.ranks, hardware)
+    shares = [made] if array is None else plan_shares(made, array)
     times = [share.written_s for share in shares]
     known = [seconds for seconds in times if seconds is not None]
     if len(known) < len(times):
         raise ConfigError(
-            f"parallel.ranks_per_chain = {made.spec.parallel.ranks_per_chain!r} on {options.ranks} ranks: a "
+            f"parallel.ranks_per_chain = {made.spec.parallel.ranks_per_chain!r} on {nodes.ranks} ranks: a "
             f"document does not fit, or the ranks cannot be divided into such chains; kvr plan shows why. 'auto' plans "
             f"a chain for each document"
         )
     minutes = math.ceil((MARGIN * max(known) + START_S) / 60)
-    longest = "" if options.array is None else f" for the longest of {options.array} shares"
+    longest = "" if array is None else f" for the longest of {array} shares"
     click.echo(
         f"predicted {duration_text(max(known))}{longest}, by {made.forecast.source}; requesting {minutes} min", err=True
     )

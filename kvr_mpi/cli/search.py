@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import click
 
@@ -21,25 +20,6 @@ if TYPE_CHECKING:
     from kvr_mpi.tuning.table import Key, Provenance, Table
 
 EXIT_MISSED = 1
-
-
-@dataclass(frozen=True, slots=True)
-class SearchOptions:
-    """Arguments of ``kvr search``, as described in its help."""
-
-    model: str
-    dtype: str
-    device: str
-    transport: str
-    contexts: str
-    method: str
-    max_runs: int | None
-    hardware: str | None
-    profile: str | None
-    ranks: int | None
-    output: Path
-    replace: bool
-    trials: int | None
 
 
 @command()
@@ -73,7 +53,21 @@ class SearchOptions:
     type=click.IntRange(1),
     help="Check every result against neighbouring slices, in this many trials.",
 )
-def search(**given: Any) -> int:
+def search(
+    model: str,
+    dtype: str,
+    device: str,
+    transport: str,
+    contexts: str,
+    method: str,
+    max_runs: int | None,
+    hardware: str | None,
+    profile: str | None,
+    ranks: int | None,
+    output: Path,
+    replace: bool,
+    trials: int | None,
+) -> int:
     """Find the fastest slices on this machine for given prompt lengths, and write tables/MODEL_HARDWARE_pN.json.
 
     \b
@@ -83,14 +77,13 @@ def search(**given: Any) -> int:
     are compared with a sweep of neighbouring slices, and the forecasts with runs at lengths in between; the exit code
     is 0 only if they hold.
     """  # noqa: D301
-    options = SearchOptions(**given)
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
 
-    if (options.profile and options.method != "model") or (options.ranks and not options.profile):
+    if (profile and method != "model") or (ranks and not profile):
         raise click.UsageError("--profile needs --method model, and --ranks needs --profile")
     world = connect()
-    size = options.ranks or world.size
+    size = ranks or world.size
 
     def work() -> int:
         from kvr_mpi.cli.launch import load_everywhere, open_links
@@ -105,30 +98,30 @@ def search(**given: Any) -> int:
         log = Log(world.rank)
 
         def check_arguments() -> list[int]:
-            check_name("--hardware", options.hardware)
-            return check_contexts(parse_numbers("--contexts", options.contexts), size, None)
+            check_name("--hardware", hardware)
+            return check_contexts(parse_numbers("--contexts", contexts), size, None)
 
         asked = together(world, check_arguments)
-        loaded = load_everywhere(world, options.model, options.dtype, options.device)
+        loaded = load_everywhere(world, model, dtype, device)
         lengths = together(world, lambda: check_contexts(asked, size, loaded.shape.max_tokens))
-        chain = open_links(world, loaded, options.transport, log)
+        chain = open_links(world, loaded, transport, log)
         loaded = check_chain(loaded)
         with pinned(chain):
-            key, provenance = _who(loaded, chain, options.hardware, options.profile, size)
-            target = on_root(world, lambda: _target(options.output, key, options.replace))
-            costs = _costs(loaded, chain, options.profile)
+            key, provenance = _who(loaded, chain, hardware, profile, size)
+            target = on_root(world, lambda: _target(output, key, replace))
+            costs = _costs(loaded, chain, profile)
             if target is None:
                 follow(loaded, chain)
                 return 0
             log.root(f"{size} ranks of {key.device}; {_say_costs(costs)}")
             with leading(loaded, chain) as run:
-                wish = Wish(lengths, cast('Literal["refit", "grid", "model"]', options.method), options.max_runs)
+                wish = Wish(lengths, cast('Literal["refit", "grid", "model"]', method), max_runs)
                 for table in tabulate(wish, costs, key, provenance, run, log.root):
                     save_table(table, target)
                 log.root(f"fitted: {_say_costs(table.rates.costs())}")
                 searched = ", ".join(str(entry.context_tokens) for entry in table.entries)
                 log.root(f"{target}: entries for {searched} tokens")
-                holds = options.trials is None or _check(table, lengths, run, options.trials, log.root)
+                holds = trials is None or _check(table, lengths, run, trials, log.root)
         return 0 if holds else EXIT_MISSED
 
     return guarded(world, work)

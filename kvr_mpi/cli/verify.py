@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import click
 
 from kvr_mpi.cli.options import command, model_options, parse_numbers, transport_option
 
 EXIT_DIFFERS = 1
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
-    """Arguments of ``kvr verify``, as described in its help."""
-
-    model: str
-    dtype: str
-    device: str
-    lengths: str
-    longest: int | None
-    transport: str
-    seed: int
 
 
 @command()
@@ -35,7 +19,15 @@ class VerifyOptions:
 )
 @transport_option
 @click.option("--seed", default=0, show_default=True, help="Random seed for prompts and random partitions.")
-def verify(**given: Any) -> int:
+def verify(
+    model: str,
+    dtype: str,
+    device: str,
+    lengths: str,
+    longest: int | None,
+    transport: str,
+    seed: int,
+) -> int:
     """Compare logits, keys, values and greedy tokens of every strategy with plain transformers.
 
     \b
@@ -43,7 +35,6 @@ def verify(**given: Any) -> int:
 
     The exit code is 0 only if all of them agree.
     """  # noqa: D301
-    options = VerifyOptions(**given)
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
 
@@ -59,13 +50,13 @@ def verify(**given: Any) -> int:
         from kvr_mpi.transport import together
 
         log = Log(world.rank)
-        loaded = load_everywhere(world, options.model, options.dtype, options.device)
-        links = open_links(world, loaded, options.transport, log)
+        loaded = load_everywhere(world, model, dtype, device)
+        links = open_links(world, loaded, transport, log)
 
         def choose() -> list[int]:
             context = loaded.shape.max_tokens
             most = (context or 4096) - NEW_TOKENS
-            chosen = sorted({*parse_numbers("--lengths", options.lengths), options.longest or most})
+            chosen = sorted({*parse_numbers("--lengths", lengths), longest or most})
             if chosen[0] < 2 * world.size or (context is not None and chosen[-1] > most):
                 raise ConfigError(
                     f"lengths {chosen}: expected from {2 * world.size} (two tokens per rank) to {most} (the model's "
@@ -78,7 +69,7 @@ def verify(**given: Any) -> int:
         for line in does_not_fit(checked):
             log.root(line)
         failed = count = 0
-        for finding in verify_all(checked, links, chosen, options.seed):
+        for finding in verify_all(checked, links, chosen, seed):
             count, failed = count + 1, failed + (not finding.holds)
             log.root(
                 f"{'holds' if finding.holds else 'DIFFERS'}: {finding.tokens} tokens, {finding.strategy}: logits "
