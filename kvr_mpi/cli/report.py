@@ -26,7 +26,7 @@ def report(path: Path, output: Path | None, overwrite: bool) -> None:
     times, failures and memory, and all answers to browse and search. It notes in one line what the run did not record.
     """
     from kvr_mpi.disk import replacing
-    from kvr_mpi.report.run_page import page_of
+    from kvr_mpi.report.page import page_of
     from kvr_mpi.store.shares import is_run
     from kvr_mpi.store.targets import check_file
 

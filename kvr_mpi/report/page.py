@@ -8,6 +8,7 @@ character of theirs is ever read as markup; the page's script sets them as text.
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import hashlib
 import json
@@ -15,9 +16,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from kvr_mpi.duration import duration_text
+from kvr_mpi.errors import DataError
 from kvr_mpi.report.charts import (
     Chart,
     draw_first_token,
@@ -31,9 +34,12 @@ from kvr_mpi.report.charts import (
 )
 from kvr_mpi.report.style import COLOURS, bytes_text, plain_number, ramp
 from kvr_mpi.report.svg import escaped
-from kvr_mpi.report.timeline import TracedRun
-from kvr_mpi.store.outputs import Record
+from kvr_mpi.report.timeline import TracedRun, read_timelines
+from kvr_mpi.store.folder import index_run, read_records, run_files
+from kvr_mpi.store.outputs import Record, open_file, read_header, read_software
+from kvr_mpi.store.status import read_status
 from kvr_mpi.store.summary import count_reasons, reason_of
+from kvr_mpi.store.traces import read_traces
 
 # Most of a page; answers are cut where it would be larger.
 PAGE_BYTES = 5_000_000
@@ -56,6 +62,47 @@ class RunFacts:
     software: str
     left: int | None = None
     skipped: tuple[str, ...] = ()
+
+
+def page_of(path: Path) -> tuple[bytes, list[str]]:
+    """Make the page of a run's folder, or of a result file.
+
+    Returns
+    -------
+    (bytes, list of str)
+        The page, and which traces are left out of it, and why; the page says so, too.
+
+    Raises
+    ------
+    DataError
+        If there is nothing to read, or results are damaged.
+    """
+    folder = path if path.is_dir() else path.parent
+    skipped: list[str] = []
+    traces = list(read_traces(folder, skipped.append)) if path.is_dir() else []
+    records: list[Record] = []
+    model, software = "nothing is stored yet", f"{len(traces)} traces"
+    if run_files(path) or not traces:  # of a job that was killed early there may be traces only
+        index = index_run(path)
+        records = list(read_records(index, index.ids()))
+        with open_file(run_files(path)[-1]) as stored:
+            about, versions = read_header(stored).model, read_software(stored)
+        model = f"{about['name']} ({about['architecture']}, {about['dtype']})"
+        software = ", ".join(f"{name} {version}" for name, version in versions.items() if name in ("kvr_mpi", "torch"))
+    rates = [(trace.header.token_s, trace.header.pair_s) for trace in traces if trace.header.token_s]
+    left = None
+    if path.is_dir():
+        with contextlib.suppress(DataError):  # results without a run's files
+            left = read_status(folder).left
+    facts = RunFacts(
+        name=str(path.resolve().name if path.is_dir() else path.name),
+        model=model,
+        software=software,
+        left=left,
+        skipped=tuple(skipped),
+    )
+    fastest = min(rates, default=(0.0, 0.0))
+    return make_page(facts, records, read_timelines(traces) if traces else None, fastest), skipped
 
 
 def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun | None, rates: tuple[float, float]) -> bytes:

@@ -2,7 +2,8 @@
 
     kv                            attributes: block_tokens, text_start, text_stop (the document's text in the prompt),
                                   first_token (0 if it is not there): of the first row; what stands before it is in
-                                  parts (see ``parts``); of some KV heads also which (see ``kv_heads``)
+                                  parts (see ``parts``); where the ranks of a stage have some KV heads each also
+                                  first_head, last_head (not included), all_heads
     kv/token_ids                  of the tokens whose keys and values these are: the prompt, and all but the last new
                                   one (int64)
     kv/layer_000/keys, values     (tokens, kv_heads, head_dim), in one piece
@@ -20,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import h5py
 import numpy as np
@@ -35,12 +37,13 @@ from kvr_mpi.store.hdf5 import (
     write_attribute,
     write_dataset,
 )
-from kvr_mpi.store.head_rows import NAMES, open_head_rows, write_head_rows
-from kvr_mpi.store.kv_heads import ATTRIBUTES, read_heads, write_heads
+from kvr_mpi.store.head_rows import MAX_HEADS, NAMES, open_head_rows, write_head_rows
 from kvr_mpi.store.stored_kv import BLOCK_TOKENS, CachedTokens, KeysValues, StoredKV, StoredLayer
+from kvr_mpi.topology import KVHeads
 
 LAYER_NAME = re.compile(r"layer_[0-9]{3,}", re.ASCII)
 KINDS = ("keys", "values")
+HEADS = ("first_head", "last_head", "all_heads")
 MEMBERS = {*KINDS, "digests", *NAMES}
 # Keys and values hardly shrink: more than this many times the file's size is a bomb.
 MAX_INFLATION = 64
@@ -96,7 +99,7 @@ def write_kv(group: h5py.Group, layers: Iterable[KeysValues | None], tokens: Cac
         if tokens.compression:
             write_attribute(kv, "compression", tokens.compression)
         if tokens.heads is not None:
-            write_heads(kv, tokens.heads)
+            _write_heads(kv, tokens.heads)
     stored = StoredKV(tuple(found), tokens)
     return stored.bytes, stored.seal()
 
@@ -129,7 +132,7 @@ def strange_members(group: h5py.Group) -> set[str]:
     if "kv" not in group:
         return set()
     kv = group_in(group, "kv")
-    known = {"block_tokens", "text_start", "text_stop", "first_token", "compression", *ATTRIBUTES}
+    known = {"block_tokens", "text_start", "text_stop", "first_token", "compression", *HEADS}
     strange = attribute_names(kv) - known
     for name in kv:
         if LAYER_NAME.fullmatch(name):
@@ -152,7 +155,7 @@ def _open(kv: h5py.Group) -> StoredKV:
             f"{where(kv)} says {compression or 'no compression'!r}, has {len(rows)} layer(s) whose heads keep their "
             f"own tokens, up to token {longest}: these do not match"
         )
-    heads = read_heads(kv, (layer.kv_heads for layer in layers))
+    heads = _read_heads(kv, (layer.kv_heads for layer in layers))
     if heads is not None and tokens is None:
         raise DataError(f"{where(kv)} has some of the KV heads, but does not record the tokens")
     if tokens is not None:
@@ -194,3 +197,34 @@ def _read_tokens(kv: h5py.Group, longest: int) -> CachedTokens | None:
             f"{where(kv)} has {ids.shape[0]} tokens, text from {text[0]} to {text[1]}, {longest} keys from {first} on"
         )
     return CachedTokens(tuple(ids[()].tolist()), text, first)
+
+
+def _write_heads(kv: Any, heads: KVHeads) -> None:
+    """Write which KV heads a document's group has."""
+    for name, value in zip(HEADS, (heads.first, heads.last, heads.of), strict=True):
+        write_attribute(kv, name, value)
+
+
+def _read_heads(kv: Any, counts: Iterable[int]) -> KVHeads | None:
+    """Read which KV heads a document's group has; None if it has all.
+
+    Parameters
+    ----------
+    counts : iterable of int
+        How many each of its layers has.
+
+    Raises
+    ------
+    DataError
+        If they are none that a rank of a stage has, or are not as many as its layers have.
+    """
+    if not attribute_names(kv) & {*HEADS}:
+        return None
+    heads = KVHeads(*(read_attribute(kv, name, int) for name in HEADS))
+    if not 0 <= heads.first < heads.last <= heads.of <= MAX_HEADS or not heads.is_even_share:
+        raise DataError(
+            f"{where(kv)} has the KV heads from {heads.first} to {heads.last} of {heads.of}; expected an even share"
+        )
+    if {*counts} != {heads.last - heads.first}:
+        raise DataError(f"{where(kv)} has the KV heads from {heads.first} to {heads.last}, and its layers have others")
+    return heads

@@ -24,7 +24,6 @@ import h5py
 from kvr_mpi.disk import PART, truncate
 from kvr_mpi.errors import WriteError
 from kvr_mpi.store.hdf5 import create_hdf5
-from kvr_mpi.store.host_copies import Copied, copy_to_host, mark_copies
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.outputs import Header, Record, drop_record, start_file, write_record
@@ -367,3 +366,43 @@ class ShardWriter:
                 shard.file.close()
             with contextlib.suppress(OSError):
                 shard.part.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A mark in a GPU's stream, after the copies that it was told of."""
+
+    device: torch.device
+    event: torch.cuda.Event
+
+    def wait(self) -> None:
+        """Return when they are made; in any thread, which has GPU 0, and a context there, until it says another."""
+        import torch
+
+        torch.cuda.set_device(self.device)
+        self.event.synchronize()
+
+
+def copy_to_host(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    """Copy a tensor, in one piece; from a GPU by and by, in the order of its stream.
+
+    Parameters
+    ----------
+    into : Tensor or None
+        Host memory of its shape and type that was made here before; None: it is made, page-locked for a GPU.
+    """
+    if into is None:
+        into = tensor.new_empty(tensor.shape, device="cpu", pin_memory=tensor.is_cuda)
+    into.copy_(tensor.detach(), non_blocking=True)
+    return into
+
+
+def mark_copies(device: torch.device) -> Copied | None:
+    """Mark where a GPU's current stream has come to; None for host memory, of which a copy is made at once."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return Copied(device, event)

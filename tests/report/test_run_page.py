@@ -21,8 +21,7 @@ from made_runs import STAMP, take, write
 from kvr_mpi.cli import group
 from kvr_mpi.errors import DataError
 from kvr_mpi.report.charts import draw_first_token, draw_progress, draw_speedup
-from kvr_mpi.report.page import PAGE_BYTES, RunFacts, make_page, pack_answers
-from kvr_mpi.report.run_page import page_of
+from kvr_mpi.report.page import PAGE_BYTES, RunFacts, make_page, pack_answers, page_of
 from kvr_mpi.report.timeline import read_timelines
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.store.traces import TracedPrompt, TraceHeader, TraceWriter, read_traces
