@@ -70,7 +70,6 @@ def pace(folder: Path, documents: int, rounds: int, product: torch.Tensor, write
     for number in range(documents):
         compute(product, rounds)
         if writes:
-            writer.begin([f"document-{number}"])
             record = Record(f"document-{number}", "done", answer="word " * 96, token_ids=tuple(range(96)))
             writer.write(record)
     took = time.perf_counter() - began

@@ -32,7 +32,11 @@ COMMANDS = {
     "doctor": ("kvr_mpi.cli.doctor", "doctor", "Check the machine: launcher, cores, GPUs, links, files, SLURM."),
     "search": ("kvr_mpi.cli.search", "search", "Measure the best slices on this machine; write a lookup table."),
     "verify": ("kvr_mpi.cli.verify", "verify", "Check that every strategy gives the same results as one process."),
-    "status": ("kvr_mpi.cli.status", "status", "Show the progress of a run: done, failed, running and left."),
+    "status": (
+        "kvr_mpi.cli.status",
+        "status",
+        "Show the progress of a run: done, failed, left, and its ranks.",
+    ),
     "report": ("kvr_mpi.cli.report", "report", "Write an HTML page about a run: where the time went, and the answers."),
     "merge": ("kvr_mpi.cli.merge", "merge", "Merge the shards of a run into one HDF5 file, verifying every checksum."),
     "inspect": ("kvr_mpi.cli.inspect", "inspect", "Show the contents of a result file, or one of its documents."),

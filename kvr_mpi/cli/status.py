@@ -16,7 +16,7 @@ from kvr_mpi.duration import duration_text
 if TYPE_CHECKING:
     from kvr_mpi.store.status import Status
 
-SHOWN = 8  # running documents that are named
+SHOWN = 8  # ranks and files that are named
 
 
 @command()
@@ -32,7 +32,7 @@ SHOWN = 8  # running documents that are named
     help="Refresh every SECONDS (default 5) until no job is running there; with --json, print one line each time.",
 )
 def status(folders: tuple[Path, ...], as_json: bool, every_s: float | None) -> None:
-    """Show what is done, failed, running and left in DIR, the output folder of a run, even while it runs.
+    """Show what is done, failed and left in DIR, the output folder of a run, even while it runs.
 
     While a job is running, each of its ranks is shown, too: what it is doing and for how long; a rank that has not
     reported for longer than the others is marked SILENT. Several DIRs, or a folder of such folders (the shares of an
@@ -92,11 +92,6 @@ def _lines(found: Status) -> list[tuple[str, str]]:
         ("job", f"{work}: {found.owner or 'owner unknown'} (job {found.session} in this folder)"),
         *_counts(found),
     ]
-    for each in found.running[:SHOWN]:
-        since = datetime.fromtimestamp(each.since_s).isoformat(" ", "seconds")
-        rows.append(("running", f"{printable(each.id)} since {since} by rank {each.rank}"))
-    if len(found.running) > SHOWN:
-        rows.append(("", f"and {len(found.running) - SHOWN} more; --json lists all"))
     rows += _rank_lines(found)
     if found.rate_per_h is not None:
         lately = "" if found.lately_per_h is None else f", lately {found.lately_per_h:.0f}"

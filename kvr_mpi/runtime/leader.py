@@ -119,10 +119,9 @@ class Leader:
         return True
 
     def _open_document(self, number: int) -> None:
-        """Make a document's prompts; from now on it counts as begun."""
+        """Make a document's prompts."""
         document, work = self._source.read(number), self._queue.work_of(number)
         self._trace.tell("reading", document.id)
-        self._sink.begin_document(document.id)
         self._pace.add_work(work)
         try:
             self._add_prompts(self._source.request(document, work))

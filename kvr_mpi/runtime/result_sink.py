@@ -60,11 +60,6 @@ class ResultSink:
         self._writer, self._counters, self._progress, self._keeps_kv = writer, counters, progress, keeps_kv
         self._parts, self._tells, self._heads = parts, tells, heads
 
-    def begin_document(self, document_id: str) -> None:
-        """Take note that a document is in flight from now on."""
-        if self._tells:
-            self._writer.begin([document_id])
-
     def report_prefill(self, document_id: str, prefill: Prefill, work: int) -> None:
         """Tell of a prompt whose answer is yet to come, and how much of the document's work its tokens are."""
         if not self._tells:

@@ -1,8 +1,7 @@
 """The ledger: what is durable. One file for each writer, a line of JSON for each shard, sealed by a checksum.
 
 A shard is closed and synced, then written into the ledger, then given its name: it counts once it has both. So a
-crash leaves either a shard that is complete and known by its checksum, or nothing that counts. The ledger also
-says which documents were begun; nothing depends on that but what ``kvr status`` shows.
+crash leaves either a shard that is complete and known by its checksum, or nothing that counts.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -51,26 +50,15 @@ class ShardLine:
     parts: dict[str, list[str]]
 
 
-@dataclass(frozen=True, slots=True)
-class BeginLine:
-    """Documents that were begun in a session (number of a lock)."""
-
-    begun: list[str]
-    session: int
-    at_s: float
-
-
 @dataclass(slots=True)
 class Ledger:
     """All ledgers of a folder.
 
     shards : every line about each file, by its name, in the order of writing; ``results.h5`` may have several.
-    begun : by writer.
     damaged : (file, line number) of lines that cannot be trusted; the last one of a file may be torn by a crash.
     """
 
     shards: dict[str, list[ShardLine]] = field(default_factory=dict)
-    begun: dict[str, list[BeginLine]] = field(default_factory=dict)
     damaged: list[tuple[str, int]] = field(default_factory=list)
 
 
@@ -99,11 +87,7 @@ class LedgerWriter:
 
     def record(self, line: ShardLine) -> None:
         """Write a file's line, and bring it to the disk."""
-        self._append(asdict(line), sync=True)
-
-    def begin(self, ids: Iterable[str], session: int) -> None:
-        """Write which documents are begun; not synced, since nothing is lost with it."""
-        self._append(asdict(BeginLine(list(ids), session, time.time())), sync=False)
+        self._append(asdict(line))
 
     def publish(self, path: Path, done: list[str], failed: dict[str, str], parts: dict[str, list[str]]) -> None:
         """Make a complete file count: sync ``PATH.part``, record it, give it its name.
@@ -123,15 +107,14 @@ class LedgerWriter:
         os.replace(part, path)
         sync(path.parent)
 
-    def _append(self, value: dict[str, Any], *, sync: bool) -> None:
+    def _append(self, value: dict[str, Any]) -> None:
         handle = open_to_append(self._path)
         try:
             # A line torn by a crash, or by a full disk, must not swallow the next one.
             size = os.fstat(handle).st_size
             torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
             write_all(handle, (b"\n" if torn else b"") + seal(value))
-            if sync:
-                os.fsync(handle)
+            os.fsync(handle)
         finally:
             os.close(handle)
 
@@ -159,14 +142,13 @@ def read_ledger(folder: Path) -> Ledger:
     """Read all ledgers of a folder."""
     ledger = Ledger()
     for path in ledger_files(folder):
-        name = path.name.removeprefix("ledger-").removesuffix(".jsonl")
         number = 0
         try:
             for number, line in enumerate(_lines(path), start=1):
                 if not line.strip(b"\n"):
                     continue
                 try:
-                    _add_line(ledger, name, unseal(line) or {})
+                    _add_line(ledger, unseal(line) or {})
                 except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                     ledger.damaged.append((path.name, number))
         except OSError:  # no regular file, or not ours to read
@@ -181,14 +163,8 @@ def _lines(path: Path) -> Iterator[bytes]:
             yield line
 
 
-def _add_line(ledger: Ledger, writer: str, value: dict[str, Any]) -> None:
+def _add_line(ledger: Ledger, value: dict[str, Any]) -> None:
     """Take in a line, if its values are of the types they are to have."""
-    if "begun" in value:
-        begin = BeginLine(**value)
-        _check_names(begin.begun)
-        _check_numbers(begin.at_s, begin.session)
-        ledger.begun.setdefault(writer, []).append(begin)
-        return
     line = ShardLine(**value)
     for names in ([line.shard, line.crc32], line.done, line.failed, line.reasons):
         _check_names(names)

@@ -145,14 +145,6 @@ class ShardWriter:
         self._thread = threading.Thread(target=self._work, name=f"kvr-shards-{name}", daemon=True)
         self._thread.start()
 
-    def begin(self, ids: Iterable[str]) -> None:
-        """Say which documents are being worked on from now; for ``kvr status``."""
-        self._check()
-        try:
-            self._ledger.begin(ids, self._session)
-        except OSError as error:
-            raise self._failure(error) from error
-
     def write(
         self, record: Record, layers: Iterable[KeysValues | None] = (), tokens: CachedTokens | None = None
     ) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from kvr_mpi.errors import DataError, MissingError
-from kvr_mpi.store.ledger import BeginLine, Ledger
 from kvr_mpi.store.lock import BEAT_S, is_alive, read_lock
 from kvr_mpi.store.run import wanted_documents
 from kvr_mpi.store.states import RankState, read_states, silent_ranks
@@ -27,20 +26,11 @@ WATCHERS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
-    """A document that was begun by the job at work and is not durable yet."""
-
-    id: str
-    rank: str  # name of the writer
-    since_s: float  # Unix time
-
-
-@dataclass(frozen=True, slots=True)
 class Status:
     """Where a run stands.
 
     total : documents of the corpus, or of the share that the latest job is to do; None if the folder does not say.
-    left : documents neither done nor failed, those running included.
+    left : documents neither done nor failed.
     owner : who has, or last had, the folder.
     rate_per_h, lately_per_h : documents an hour made durable, since this job began and in the last `LATELY_S`.
     eta_s : seconds until nothing is left, at the later rate; None if that is not known.
@@ -58,7 +48,6 @@ class Status:
     done: int
     failed: int
     left: int | None
-    running: tuple[Running, ...]
     rate_per_h: float | None
     lately_per_h: float | None
     eta_s: float | None
@@ -92,7 +81,6 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
     alive = is_alive(folder, 2.5 * BEAT_S)
     done, failed = found.documents()
     session = lock.number if lock else 0
-    running = _running(found.ledger, session, done | failed) if alive else ()
     since = lock.since_s if lock else 0.0
     overall = _rate(found, since, now if alive else _newest(found))
     lately = _rate(found, max(since, now - LATELY_S), now) if alive else None
@@ -109,7 +97,6 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
         done=len(done),
         failed=len(failed),
         left=left,
-        running=running,
         rate_per_h=overall,
         lately_per_h=lately,
         eta_s=eta,
@@ -144,7 +131,6 @@ def add_up(found: Sequence[Status]) -> Status:
         done=sum(one.done for one in found),
         failed=sum(one.failed for one in found),
         left=_sum(one.left for one in found),
-        running=tuple(each for one in found for each in one.running),
         rate_per_h=_sum(one.rate_per_h for one in found if one.alive),
         lately_per_h=_sum(one.lately_per_h for one in found if one.alive),
         eta_s=None if None in etas else max((eta for eta in etas if eta is not None), default=None),
@@ -160,16 +146,6 @@ def _sum(values: Iterable[T | None]) -> T | None:
     """Sum of values, None if one of them is not known or there is none."""
     known = list(values)
     return None if not known or None in known else cast("T", sum(filter(None, known)))
-
-
-def _running(ledger: Ledger, session: int, finished: set[str]) -> tuple[Running, ...]:
-    newest: dict[str, tuple[str, BeginLine]] = {}
-    for writer, lines in ledger.begun.items():
-        for line in lines:
-            if line.session == session:
-                newest.update((name, (writer, line)) for name in line.begun if name not in finished)
-    found = [Running(name, writer, line.at_s) for name, (writer, line) in newest.items()]
-    return tuple(sorted(found, key=lambda each: (each.since_s, each.id)))
 
 
 def _rate(found: Survey, start_s: float, end_s: float) -> float | None:

@@ -22,8 +22,6 @@ from kvr_mpi.store.status import read_status
 def test_a_run_at_work_is_seen_from_outside(tmp_path: Path) -> None:
     run = take(tmp_path, mode="new")
     writers = [ShardWriter(tmp_path, name, HEADER) for name in ("0000", "0001")]
-    writers[0].begin(["a", "b"])
-    writers[1].begin(["c"])
     writers[0].write(record("a"))
     writers[0].write(record("d", "error"))
     writers[0].flush()
@@ -33,25 +31,20 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path) -> None:
     found = read_status(tmp_path, lock.since_s + 36)
     assert (found.alive, found.total, found.done, found.failed) == (True, len(NAMES), 1, 1)
     assert found.left == len(NAMES) - 2
-    assert [(each.id, each.rank) for each in found.running] == [("b", "0000"), ("c", "0001")]
     assert found.rate_per_h == pytest.approx(200, rel=0.1) and found.lately_per_h == pytest.approx(200, rel=0.1)
     assert found.eta_s == pytest.approx(36 / 2 * (len(NAMES) - 2), rel=0.1)
     assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.glob("[!.]*")} == before
     text = CliRunner().invoke(group, ["status", str(tmp_path)]).output
-    assert (
-        f"{len(NAMES)}: 1 done, 1 failed, {len(NAMES) - 2} left" in text
-        and "b since" in text
-        and "job       running" in text
-    )
+    assert f"{len(NAMES)}: 1 done, 1 failed, {len(NAMES) - 2} left" in text and "job       running" in text
     told = json.loads(CliRunner().invoke(group, ["status", str(tmp_path), "--json"]).output)
-    assert told["done"] == 1 and [each["id"] for each in told["running"]] == ["b", "c"]
+    assert told["done"] == 1
     with pytest.raises(OutputError, match="in use by"):
         CliRunner().invoke(group, ["merge", str(tmp_path)], catch_exceptions=False)
     for writer in writers:
         writer.close()
     run.close()
     ended = read_status(tmp_path)
-    assert not ended.alive and ended.running == () and ended.eta_s is None and ended.done == 1
+    assert not ended.alive and ended.eta_s is None and ended.done == 1
     assert "not running" in CliRunner().invoke(group, ["status", str(tmp_path)]).output
 
 
@@ -79,15 +72,6 @@ def test_a_share_of_a_corpus_is_the_whole_of_its_job(tmp_path: Path) -> None:
     run = take(tmp_path)  # the folder's next job does all
     found = read_status(tmp_path)
     assert (found.total, found.done, found.left) == (len(NAMES), 1, len(NAMES) - 1)
-    run.close()
-
-
-def test_what_an_earlier_job_began_is_not_running(tmp_path: Path) -> None:
-    run = take(tmp_path, mode="new")
-    ShardWriter(tmp_path, "0000", HEADER).begin(["a"])
-    run.close()
-    run = take(tmp_path)
-    assert read_status(tmp_path).running == ()
     run.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from made_runs import HEADER, corpus_of, record, result_files, resume, write
 
 from kvr_mpi.disk import PART
 from kvr_mpi.store.folder import read_run
-from kvr_mpi.store.ledger import LedgerWriter, read_ledger, seal, unseal
+from kvr_mpi.store.ledger import LedgerWriter, ShardLine, read_ledger, seal, unseal
 from kvr_mpi.store.shards import ShardWriter
 
 Damage = Callable[[bytes, int], bytes]
@@ -170,12 +171,13 @@ def test_names_in_a_ledger_lead_nowhere_else(tmp_path: Path) -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_may_follow(tmp_path_factory: pytest.TempPathFactory, junk: bytes) -> None:
     folder = tmp_path_factory.mktemp("junk")
-    LedgerWriter(folder, "x").begin(["a"], 1)
+    line = ShardLine("shard-a.h5", 1, "00000000", ["a"], [], 0.0, [], {})
+    LedgerWriter(folder, "x").record(line)
     with (folder / "ledger-x.jsonl").open("ab") as stream:
         stream.write(junk)
-    LedgerWriter(folder, "x").begin(["b"], 1)
-    begun = [name for line in read_ledger(folder).begun["x"] for name in line.begun]
-    assert begun[0] == "a" and begun[-1] == "b"
+    LedgerWriter(folder, "x").record(replace(line, done=["b"]))
+    found = [name for each in read_ledger(folder).shards["shard-a.h5"] for name in each.done]
+    assert found[0] == "a" and found[-1] == "b"
     assert all(json.dumps(each) for each in read_ledger(folder).damaged)
 
 

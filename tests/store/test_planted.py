@@ -151,12 +151,11 @@ HOSTILE_LINES: dict[str, dict[str, Any]] = {
     "names-surrogate": SHARD_LINE | {"parts": {}, "done": ["\ud800"]},
     "size-text": SHARD_LINE | {"parts": {}, "size_bytes": "1"},
     "time-text": SHARD_LINE | {"parts": {}, "at_s": "now"},
+    "time-far": SHARD_LINE | {"parts": {}, "at_s": 1e300},
+    "time-nan": SHARD_LINE | {"parts": {}, "at_s": float("nan")},
     "shard-list": SHARD_LINE | {"parts": {}, "shard": ["shard-x.h5"]},
     "no-parts": SHARD_LINE,
     "fewer-reasons": SHARD_LINE | {"parts": {}, "failed": ["a"]},
-    "begun-number": {"begun": 5, "session": 1, "at_s": 0},
-    "begun-far": {"begun": ["b"], "session": 1, "at_s": 1e300},
-    "begun-nan": {"begun": ["b"], "session": 1, "at_s": float("nan")},
 }
 
 

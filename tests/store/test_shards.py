@@ -200,18 +200,10 @@ def test_a_folder_that_has_gone_is_said_at_the_next_call(tmp_path: Path) -> None
     writer = ShardWriter(folder, "0000", HEADER)
     folder.rmdir()
     writer.write(record("a"))
-    for call in (writer.flush, lambda: writer.write(record("b")), lambda: writer.begin(["c"]), writer.close):
+    for call in (writer.flush, lambda: writer.write(record("b")), writer.close):
         with pytest.raises(WriteError, match=r"cannot be written any more.*--resume") as caught:
             call()
         assert "--resume continues" in exit_line(caught.value.exit_code, meaning=caught.value.meaning)
-
-
-def test_who_begins_what_is_in_the_ledger(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path, "0007", HEADER)
-    writer.begin(["a", "b"])
-    writer.begin(["c"])
-    assert [line.begun for line in read_ledger(tmp_path).begun["0007"]] == [["a", "b"], ["c"]]
-    writer.close()
 
 
 @pytest.fixture

@@ -68,7 +68,9 @@ def test_a_rank_that_has_gone_silent_is_named(tmp_path: Path) -> None:
         told = CliRunner().invoke(group, ["status", str(tmp_path)]).output.splitlines()
         assert "ranks     2 starting, 1 SILENT" in told
         (line,) = (line for line in told if line.startswith("rank 1"))
-        assert line.startswith("rank 1    SILENT for 95 s: its process has ended or hangs; last seen prefilling b.txt")
+        assert line.startswith(
+            "rank 1    SILENT for 95.0 s: its process has ended or hangs; last seen prefilling b.txt"
+        )
         assert told.index(line) == told.index("ranks     2 starting, 1 SILENT") + 1, "before the others"
         gone.unlink()
         assert read_status(tmp_path).silent == (), "it may be about to begin"
