@@ -107,7 +107,10 @@ def test_no_more_memory_is_taken_than_pays(loaded: Any, gains: Any, tmp_path: Pa
 
 @pytest.mark.quick
 @needs_onednn
-def test_measured_for_real_a_chain_equals_plain_transformers(loaded: Any, tmp_path: Path) -> None:
+def test_measured_for_real_a_chain_equals_plain_transformers(
+    loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "MOST_CALL_S", float("inf"))  # on a busy machine any call may look as if it took long
     truth = single(loaded, prompt(60)).logits
     assert truth is not None
     said = choose(loaded, tmp_path)
