@@ -18,6 +18,8 @@ import numpy.typing as npt
 from kvr_mpi.errors import ConfigError
 
 Loads = npt.NDArray[np.float64]
+# The rank of each (document, KV head) of a layer.
+Owners = npt.NDArray[np.int64]
 # The bisection for a proportional split ends within this share of the mean load.
 PRECISION = 1e-4
 # Places a layer's heads so that no rank has more than a limit; None if there is no way. (loads, ranks, copies, most
@@ -215,3 +217,32 @@ def spill_over(loads: Sequence[float], ranks: int, copies: int, most: int, limit
         if left < 0:
             return None
     return LayerPlacement(ranks, tuple(pieces))
+
+
+def assign_rows(placed: LayerPlacement, counts: npt.NDArray[np.int64]) -> Owners:
+    """Share the documents of each head out over its pieces: the largest first, where most of the load is missing.
+
+    Documents are whole: this comes as near to the loads of the pieces as they allow.
+
+    Parameters
+    ----------
+    placed : LayerPlacement
+        Of one layer, by loads in proportion to the sums of `counts` over documents.
+    counts : array
+        Keys that each document's heads keep, (documents, kv_heads).
+
+    Returns
+    -------
+    array
+        The rank of each, (documents, kv_heads).
+    """
+    owners = np.zeros_like(counts)
+    for head in range(counts.shape[1]):
+        pieces = [piece for piece in placed.pieces if piece.head == head]
+        whole = sum(piece.load for piece in pieces) or 1.0
+        missing = [piece.load / whole * counts[:, head].sum() for piece in pieces]
+        for document in np.argsort(-counts[:, head], kind="stable"):
+            at = int(np.argmax(missing))
+            owners[document, head] = pieces[at].rank
+            missing[at] -= counts[document, head]
+    return owners

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from kvr_mpi.compress.placement import LayerPlacement, Loads, place_layers
-from kvr_mpi.compress.rows import Owners, assign_rows
+from kvr_mpi.compress.placement import LayerPlacement, Loads, Owners, assign_rows, place_layers
 from kvr_mpi.decode.batch import Finished
 from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams
 from kvr_mpi.decode.sharing import Part, SharedDocument, share_documents, tell_documents

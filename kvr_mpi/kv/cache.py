@@ -19,7 +19,7 @@ from kvr_mpi.kv.buffers import LayerBuffers, make_flat
 from kvr_mpi.kv.clock import Clock, times_without_waits
 from kvr_mpi.kv.contents import rows_by_token
 from kvr_mpi.kv.exchange import Exchange
-from kvr_mpi.kv.layer import SliceLayer
+from kvr_mpi.kv.layer import SliceLayer, WholeLayer
 from kvr_mpi.kv.layout import UniformLayout
 from kvr_mpi.kv.observation import Observation
 from kvr_mpi.kv.paged import PagedArena, PageRun
@@ -28,7 +28,6 @@ from kvr_mpi.kv.ragged import RaggedLayout, check_retained, elements_needed
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.states import EmptyLayer, StateAndSliceLayer, StateAndWholeLayer, StateLayer
 from kvr_mpi.kv.transfers import PromptTransfers, Range
-from kvr_mpi.kv.whole import WholeLayer
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.last_token import LastRow

@@ -356,3 +356,23 @@ def _attend_range(
     if not seen.sees_all(last) and seen.window is not None:
         return attend_window(query, *rows(low, last), params, seen.window)
     return attend_up_to(query, *rows(low, last), params)
+
+
+class WholeLayer(SliceLayer):
+    """One layer's keys and values up to the slice, for the model's own attention: the generic way.
+
+    For attention that cannot be taken over in parts: models with attention code of their own, ALiBi, custom masks,
+    latent attention, keys shared between layers. The model sees what it would see going on from a cache, with the mask
+    it makes for that, so this is exact wherever transformers goes on from a cache exactly. It is slower: a rank waits
+    for the whole prefix of a layer before it attends, and masks of slice x prefix are made.
+    """
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append new tokens (1, kv_heads, tokens, head_dim), and return all up to them, once they are here."""
+        super().update(key_states, value_states, *args, **kwargs)
+        self.attended = True
+        if self.segments is not None:
+            self.segments.collect()
+        return self.rows(0, self.length)

@@ -18,9 +18,8 @@ import torch
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.layer import LayersOwner, SliceLayer
+from kvr_mpi.kv.layer import LayersOwner, SliceLayer, WholeLayer
 from kvr_mpi.kv.transfers import LayerTransfers
-from kvr_mpi.kv.whole import WholeLayer
 from kvr_mpi.model import LayerShape, StateShape
 
 # Every state begins at a multiple of this in a message: views of another type need that.

@@ -19,12 +19,12 @@ from transformers import GenerationConfig
 from kvr_mpi.compress.placement import (
     LayerPlacement,
     Piece,
+    assign_rows,
     place_best_effort,
     place_in_proportion,
     place_statically,
     place_with_equal_copies,
 )
-from kvr_mpi.compress.rows import assign_rows
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.head_parallel import HeadParallelBatch, Prefilled
 from kvr_mpi.errors import ModelError
