@@ -157,7 +157,7 @@ class Corpus:
                 Entry(name, chars, digests[n * SHA256_CHARS : (n + 1) * SHA256_CHARS], file, place, errors.get(n))
                 for n, (name, chars, file, place) in enumerate(columns)
             ),
-            RowFormat.from_json(stored["rows"] if "rows" in stored else stored),
+            RowFormat.from_json(stored["rows"]),
             stored["limit"],
             tuple(stored["prompts"]),
         )

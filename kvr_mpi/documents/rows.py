@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import date, time
 from decimal import Decimal
 from typing import Any, Literal
@@ -52,9 +52,8 @@ class RowFormat:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> RowFormat:
-        """Read the fields as they were stored; those that an earlier version did not have, have their defaults."""
-        found = {spec.name: stored[spec.name] for spec in fields(cls) if spec.name in stored}
-        values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in found.items()}
+        """Read the fields as JSON has them."""
+        values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in stored.items()}
         return cls(**values)
 
     def document(self, row: Mapping[str, Any], place: str) -> Document:
