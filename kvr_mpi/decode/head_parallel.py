@@ -38,6 +38,10 @@ from kvr_mpi.topology import share_of
 from kvr_mpi.transport import Transport
 
 K = TypeVar("K")
+MORE_THAN_AN_ANSWER = (
+    "ranks that share heads support only one answer per prompt, without log-probabilities, scores or a schema: use "
+    "decode.mode = 'data-parallel'"
+)
 Place = Callable[[Sequence[float], int], LayerPlacement]
 # Told instead of a token: the answer has ended.
 ENDED = -1
@@ -337,3 +341,48 @@ def why_not_head_parallel(loaded: LoadedModel) -> str | None:
     if why is None and begins_anew_at(loaded.model) is not None:
         why = "its rotary embedding has it compute the whole cache anew at some length"
     return why
+
+
+class HeadParallelWave(Generic[K]):
+    """A wave's documents, collected on the rank that has prefilled each, and decoded by all ranks together.
+
+    It is used as a `DecodeBatch` is. A rank takes in its documents alone; all ranks call `begin`, which shares them
+    out, and `step`.
+    """
+
+    def __init__(self, batch: HeadParallelBatch[K]) -> None:
+        self._batch = batch
+        self._waiting: list[Prefilled[K]] = []
+        self._refused: list[Finished[K]] = []
+
+    @property
+    def running(self) -> int:
+        """Documents of all ranks that are shared out, and those of this rank that wait for it."""
+        return self._batch.running + len(self._waiting)
+
+    @property
+    def keys(self) -> list[K]:
+        """Keys of this rank's documents that have not been handed out."""
+        return [document.key for document in self._waiting] + self._batch.keys
+
+    def add(
+        self, key: K, prefill: Prefill, prompt_ids: Sequence[int], seed: int, own: OwnGeneration = AS_THE_JOB
+    ) -> None:
+        """Take in a document after its prefill; parameters are those of `DecodeBatch.add`."""
+        if (own.n or 1) > 1 or own.score or own.json_schema or own.top_logprobs not in (None, -1):
+            prefill.cache = None
+            self._refused.append(Finished(key, prefill, None, MORE_THAN_AN_ANSWER))
+            return
+        self._waiting.append(Prefilled(key, prefill, prompt_ids, seed, own))
+
+    def begin(self) -> list[Finished[K]]:
+        """Share out what waits, unless documents are under way; returns those of this rank that end at once."""
+        refused, self._refused = self._refused, []
+        if self._batch.running:
+            return refused
+        waiting, self._waiting = self._waiting, []
+        return refused + self._batch.add(waiting)
+
+    def step(self) -> list[Finished[K]]:
+        """Write one token of every document that is shared out; returns those of this rank that are answered."""
+        return self._batch.step()

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from kvr_mpi.compress.compression import Compression
 from kvr_mpi.decode.batch import DecodeBatch, Finished
-from kvr_mpi.decode.head_parallel_wave import HeadParallelWave
+from kvr_mpi.decode.head_parallel import HeadParallelWave
 from kvr_mpi.decode.shares_batch import SharesBatch
 from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.model.stage import guarded

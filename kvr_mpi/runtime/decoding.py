@@ -11,8 +11,7 @@ from dataclasses import asdict, replace
 
 from kvr_mpi.costs.decoding import DecodeChoice, Wave, choose_decoding, decode_costs_of
 from kvr_mpi.decode.batch import MAX_SEQUENCES
-from kvr_mpi.decode.head_parallel import HeadParallelBatch
-from kvr_mpi.decode.head_parallel_wave import HeadParallelWave
+from kvr_mpi.decode.head_parallel import HeadParallelBatch, HeadParallelWave
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.decode.shares_batch import SharesBatch
 from kvr_mpi.requests.prompt_request import PromptRequest
