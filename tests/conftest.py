@@ -29,8 +29,8 @@ settings.register_profile(
 )
 settings.load_profile("kvr-mpi")
 
-# Folders whose tests wait most: workers that share the tests by file begin with these.
-FIRST = {"slurm"}
+# Folders and files whose tests take longest: workers that share the tests by file begin with these.
+FIRST = {"slurm", "faults", "test_settings_together.py"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         chance.shuffle(files)
         items.sort(key=lambda item: files.index(item.path))
         return
-    items.sort(key=lambda item: item.path.relative_to(tests).parts[0] not in FIRST)
+    items.sort(key=lambda item: FIRST.isdisjoint((item.path.relative_to(tests).parts[0], item.path.name)))
 
 
 @pytest.fixture(scope="session", autouse=True)
