@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.__main__ import main
 from kvr_mpi.compress.head_profile import counts_from_gates, counts_from_scores, read_profile, similarities
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK, DataError
 
@@ -67,23 +68,29 @@ def test_budgets_and_heads_that_do_not_go_together_are_refused() -> None:
         counts_from_scores(np.ones((2, 8)), 3, 512)
 
 
-def test_simulate_places_a_profile(tmp_path: Path, run_kvr: Any) -> None:
+def place(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
+    """Run the benchmark of placements in this process: code, standard output, standard error."""
+    code = main(["fairkv-placement", *map(str, words)])
+    return code, *capsys.readouterr()
+
+
+def test_a_profile_is_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scores_file(tmp_path / "heads.json", layers=8, heads=32)
-    code, out, err = run_kvr("simulate", "--fairkv", tmp_path / "heads.json", "--ranks", "3,4")
+    code, out, err = place(capsys, tmp_path / "heads.json", "--ranks", "3,4")
     assert code == EXIT_OK and err == "" and "in proportion, exact" in out and "not a speed-up" in out
     assert out.count("SHA ") == 3, "on three ranks, too, the first with one head more; and in the column's name"
-    code, out, _ = run_kvr("simulate", "--fairkv", tmp_path / "heads.json", "--ranks", "4", "--json", "--copies", "3")
+    code, out, _ = place(capsys, tmp_path / "heads.json", "--ranks", "4", "--json", "--copies", "3")
     rows = {row["placement"]: row for row in json.loads(out)["rows"]}
     assert rows["in proportion"]["e_sync"] == pytest.approx(1, abs=1e-3) and rows["SHA"]["ratio"] == 1
     assert rows["best effort"]["e_sync"] >= rows["SHA"]["e_sync"] and rows["in proportion"]["copies"] <= 3
-    assert run_kvr("simulate", "--fairkv", tmp_path / "none.json")[0] == EXIT_CONFIG
+    assert place(capsys, tmp_path / "none.json")[0] == EXIT_CONFIG
     (tmp_path / "bad.tsv").write_text("a\tb\n")
-    assert run_kvr("simulate", "--fairkv", tmp_path / "bad.tsv")[0] == EXIT_BAD_DATA
+    assert place(capsys, tmp_path / "bad.tsv")[0] == EXIT_BAD_DATA
 
 
 @pytest.mark.slow
-def test_simulate_holds_profiles_against_the_papers_table(run_kvr: Any) -> None:
-    code, out, err = run_kvr("simulate", "--fairkv", "paper", "--json")
+def test_profiles_are_compared_with_the_papers_table(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = place(capsys, "paper", "--json")
     rows = json.loads(out)["rows"]
     assert code == EXIT_OK and err == "" and len(rows) == 12
     best = max(row["exact_ratio"] for row in rows)

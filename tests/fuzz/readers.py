@@ -205,7 +205,8 @@ def read_table(file: Path) -> None:
 
 def simulate(file: Path) -> None:
     """Forecast with a machine's profile."""
-    code, text = run_kvr("simulate", "--hardware", file, "--json", "--contexts", "8k,1m", "--ranks", "1,2,64")
+    options = ["--model", "Llama 3.1 8B", "--tokens", "8k,1m", "--ranks", "64", "--json"]
+    code, text = run_kvr("plan", "--hardware", file, *options)
     if code == 0:
         json.loads(text, parse_constant=lambda word: _fail(f"{word} in JSON"))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from constants import SMOLLM
+from constants import ROOT, SMOLLM
 from models import CONFIGS, tiny
 
 from kvr_mpi.errors import DocumentError
@@ -85,13 +86,10 @@ def test_a_job_records_what_does_not_fit_and_goes_on(
 
 
 @pytest.mark.long
-def test_predicted_memory_is_what_is_measured(mpirun: Any, kvr: Path, tmp_path: Path) -> None:
+def test_predicted_memory_is_what_is_measured(mpirun: Any, tmp_path: Path) -> None:
     rows_file = tmp_path / "rows.json"
-    run = mpirun(
-        2,
-        [kvr, "bench", "--model", SMOLLM, "--strategies", "kvr-e", "--contexts", "1024,2048", "--repeats", "2"]
-        + ["--json", rows_file],
-    )
+    options = ["--strategies", "kvr-e", "--contexts", "1024,2048", "--repeats", "2", "--json", rows_file]
+    run = mpirun(2, [sys.executable, "-m", "benchmarks", "first-token", "--model", SMOLLM, *options], cwd=ROOT)
     assert run.returncode == 0, run.stderr
     for row in json.loads(rows_file.read_text()):
         assert len(row["peak_bytes_by_rank"]) == 2
