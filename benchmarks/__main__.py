@@ -22,6 +22,7 @@ BENCHMARKS = {
         "forecast",
         "Forecasts of all strategies by prompt length and ranks, as in the paper's figures (no run).",
     ),
+    "slices": ("slices", "Slices of a lookup table against a sweep around them, and against lengths between."),
     "architectures": ("survey", "Every architecture of transformers, tiny, against plain transformers."),
     "compress": ("compress", "Continuations and needles of compressed prompts against the full cache."),
     "decode": ("decode", "Documents decoded together on one core, against one by one."),

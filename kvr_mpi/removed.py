@@ -27,6 +27,7 @@ KEYS: dict[str, str] = {
 
 # A command, or a command and its option: "COMMAND --option".
 COMMANDS: dict[str, str] = {
+    "search --check": "in a clone of the repository, run `python -m benchmarks slices`.",
     "report --trace-json": "Open the files in RUN/trace at ui.perfetto.dev.",
     "import": "Copy the run's folder; kvr ask and documents.reuse read it where it is.",
     "bench": "in a clone of the repository, run `python -m benchmarks first-token`, `corpus` or `fairkv`.",

@@ -10,10 +10,20 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
+from benchmarks.options import make_parser
+from kvr_mpi.cli.launch import guarded, load_everywhere, open_links
+from kvr_mpi.cli.options import DEFAULT_MODEL, parse_numbers
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.tuning.lookup import choose_slices
-from kvr_mpi.tuning.measure import Run
+from kvr_mpi.prefill.self_check import check_chain
+from kvr_mpi.report.log import Log
+from kvr_mpi.transport import together
+from kvr_mpi.transport.mpi import connect
+from kvr_mpi.tuning.cores import pinned
+from kvr_mpi.tuning.identity import key_of
+from kvr_mpi.tuning.lookup import choose_slices, find_table
+from kvr_mpi.tuning.measure import Run, follow, leading
 from kvr_mpi.tuning.refit import Say
 from kvr_mpi.tuning.table import Table
 
@@ -125,3 +135,34 @@ def _around(split: Partition) -> list[Partition]:
 
 def _word(holds: bool) -> str:
     return "holds" if holds else "MISSED"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check a table on the ranks that it is for; the exit code is 0 only if all of it holds."""
+    parser = make_parser("slices", __doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--table", type=Path, default=Path("tables"), help="a file of kvr search, or a folder of them")
+    parser.add_argument("--contexts", help="prompt lengths in tokens; default: all of the table")
+    parser.add_argument("--trials", type=int, default=3)
+    wanted = parser.parse_args(arguments)
+    world = connect()
+
+    def work() -> int:
+        log = Log(world.rank)
+        loaded = load_everywhere(world, wanted.model, wanted.dtype, "auto")
+        chain = open_links(world, loaded, "auto", log)
+        loaded = check_chain(loaded)
+        with pinned(chain):
+            key = key_of(loaded, chain)
+            table = together(world, lambda: find_table(wanted.table, key))
+            if world.rank:
+                follow(loaded, chain)
+                return 0
+            lengths = [entry.context_tokens for entry in table.entries]
+            if wanted.contexts is not None:
+                lengths = parse_numbers("--contexts", wanted.contexts)
+            with leading(loaded, chain) as run:
+                return 0 if check_table(table, lengths, run, wanted.trials, log.root) else 1
+
+    return guarded(world, work)
