@@ -24,7 +24,7 @@ from kvr_mpi.transport.local import LocalTransport, run_local
 
 NOISE = allowed_error(torch.float32)
 TOKENS = 60
-BOUNDS = [(0, 60), (0, 30, 60), (0, 44, 60), (0, 1, 59, 60), (0, 20, 40, 60), (0, 58, 59, 60), (0, 23, 38, 50, 60)]
+BOUNDS = [(0, 60), (0, 44, 60), (0, 1, 59, 60), (0, 23, 38, 50, 60)]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.ring import Ring
 from kvr_mpi.transport.local import LocalTransport, run_local
 
-SLOW, LONG = pytest.mark.slow, pytest.mark.long
 RIVALS: dict[str, Callable[..., Prefill]] = {
     "tsp-dense": partial(rival, "tsp-dense"),
     "tsp-causal": partial(rival, "tsp-causal"),
@@ -27,8 +26,8 @@ RIVALS: dict[str, Callable[..., Prefill]] = {
 }
 
 
-@pytest.mark.parametrize("tokens", [pytest.param(60, marks=LONG), pytest.param(61, marks=SLOW), 67])
-@pytest.mark.parametrize("size", [pytest.param(1, marks=LONG), 2, 3, pytest.param(4, marks=SLOW)])
+# A length that the ranks divide, and two that they do not.
+@pytest.mark.parametrize(("size", "tokens"), [(2, 61), (3, 60), pytest.param(4, 67, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RIVALS)
 def test_rivals_equal_one_process(name: str, size: int, tokens: int) -> None:
     # Soft-caps and sinks where that is new: twice.
