@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from kvr_mpi.cli.options import command, job_argument, set_option
-from kvr_mpi.cli.writing import check_writable, writing
+from kvr_mpi.cli.writing import writing
 
 
 @command()
@@ -25,7 +25,8 @@ from kvr_mpi.cli.writing import check_writable, writing
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to write the profile to.",
 )
-def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: Path) -> None:
+@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: Path, overwrite: bool) -> None:
     """Prefill a sample of JOB's documents on one rank, and record how many tokens each KV head keeps.
 
     \b
@@ -39,11 +40,12 @@ def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     from kvr_mpi.job import load_job
     from kvr_mpi.preflight.checks import check_job
     from kvr_mpi.runtime.head_sample import sample_heads
+    from kvr_mpi.store.targets import check_file
 
     alone = ("parallel.ranks_per_chain=all", "parallel.ranks_per_stage=1")  # whatever ranks the job itself runs on
     spec, _ = load_job(job, (*settings, *alone))
     check_job(spec, 1, goes_on=True, offline=is_offline())
-    check_writable(output)
+    check_file(output, overwrite=overwrite)
     setup, sample = sample_heads(spec, read_environment().machine, documents, lambda text: click.echo(text, err=True))
     for name, reason in sample.left_out:
         click.echo(f"left out: {name}: {reason}", err=True)

@@ -129,12 +129,14 @@ def _who(
 def _target(output: Path, key: Key, replace: bool) -> Path:
     """Find the file, and refuse to spend time on what could not be written in the end."""
     from kvr_mpi.errors import OutputError
+    from kvr_mpi.store.targets import check_file
     from kvr_mpi.tuning.table import check_place, file_name
 
     path = output if output.suffix == ".json" else output / file_name(key)
     if path.exists() and not replace:
         raise OutputError(f"table {str(path)!r} exists already; choose another --hardware or --output, or --replace it")
     check_place(path)
+    check_file(path, overwrite=replace)
     return path
 
 
