@@ -104,7 +104,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("split", "score-column", "too_long = 'split' cannot be combined with generation.score_column yet"),
     ("split", "samples", "too_long = 'split' cannot be combined with generation.n yet"),
     ("split", "requests", "prompt.too_long cannot be combined with documents.format = 'openai-batch'"),
-    ("requests", "observed", "rows of documents.format = 'openai-batch' have none"),
+    ("requests", "observed", "rows of documents.format = 'openai-batch' do not say"),
     ("requests", "score", "'openai-batch' cannot be combined with generation.score yet"),
     (COMPRESSED, SCORES, r"\[compress\] cannot be combined with generation.score"),
     (COMPRESSED, "single", "strategy = 'single' decodes from transformers' own cache"),
