@@ -85,7 +85,7 @@ def test_a_run_that_was_interrupted_is_resumed_in_the_same_process(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(ShardWriter, "begin", lambda *_: (_ for _ in ()).throw(error))
+        patched.setattr(ShardWriter, "writing", lambda *_: (_ for _ in ()).throw(error))
         with pytest.raises(error):
             kvr_mpi.run(job, comm=LocalTransport())
     assert len(kvr_mpi.run(job, comm=LocalTransport(), resume=True).open()) == 3
