@@ -42,7 +42,7 @@ METHOD = (
 def main(profile: str, ranks: str, copies: int, budget: int, as_json: bool, plot: Path | None) -> None:
     """Place the heads of PROFILE on ranks in several ways, and print the efficiencies.
 
-    PROFILE: HeadKV's scores (.json), DuoAttention's gates (.tsv), token counts (``kvr profile-heads``), or ``paper``
+    PROFILE: HeadKV's scores (.json), DuoAttention's gates (.tsv), token counts (``kvr search --heads``), or ``paper``
     for synthetic profiles that match FairKV's Table 2.
     """
     sizes = parse_numbers("--ranks", ranks)

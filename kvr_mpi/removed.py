@@ -27,11 +27,12 @@ KEYS: dict[str, str] = {
 
 # A command, or a command and its option: "COMMAND --option".
 COMMANDS: dict[str, str] = {
+    "profile-heads": "Run kvr search JOB.toml --heads heads.json.",
     "search --check": "in a clone of the repository, run `python -m benchmarks slices`.",
     "report --trace-json": "Open the files in RUN/trace at ui.perfetto.dev.",
     "import": "Copy the run's folder; kvr ask and documents.reuse read it where it is.",
     "bench": "in a clone of the repository, run `python -m benchmarks first-token`, `corpus` or `fairkv`.",
-    "simulate": "use `kvr plan --tokens 64k --hardware h200 --ranks 8`; in a clone of the repository, "
+    "simulate": "use `kvr plan --tokens 64k --model MODEL --hardware h200 --ranks 8`; in a clone of the repository, "
     "`python -m benchmarks forecast`, `paper` and `fairkv-placement` do the rest.",
     "verify --architectures": "in a clone of the repository, run `python -m benchmarks architectures`.",
 }

@@ -24,13 +24,12 @@ COMMANDS = {
     "ask": ("kvr_mpi.cli.ask", "ask", "Ask stored documents new questions, without prefilling them again."),
     "plan": ("kvr_mpi.cli.plan", "plan", "Show which documents would run on which chains, when, and why."),
     "sbatch": ("kvr_mpi.cli.sbatch", "sbatch", "Submit a job to SLURM, with nodes and time from the plan."),
-    "profile-heads": (
-        "kvr_mpi.cli.profile_heads",
-        "profile_heads",
-        "Measure how many tokens each KV head keeps when compressed.",
-    ),
     "doctor": ("kvr_mpi.cli.doctor", "doctor", "Check the machine: launcher, cores, GPUs, links, files, SLURM."),
-    "search": ("kvr_mpi.cli.search", "search", "Measure the best slices on this machine; write a lookup table."),
+    "search": (
+        "kvr_mpi.cli.search",
+        "search",
+        "Measure the best slices on this machine, or what KV heads keep; write a table.",
+    ),
     "verify": ("kvr_mpi.cli.verify", "verify", "Check that every strategy gives the same results as one process."),
     "status": (
         "kvr_mpi.cli.status",

@@ -1,4 +1,4 @@
-"""``kvr search``: measure the best slices, and write them to a lookup table."""
+"""``kvr search``: measure the best slices, or how much each KV head keeps, and write that to a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import click
 
-from kvr_mpi.cli.options import command, model_options, parse_numbers, transport_option
+from kvr_mpi.cli.options import command, model_options, parse_numbers, set_option, transport_option
 
 if TYPE_CHECKING:
     from kvr_mpi.costs.layer_costs import Costs
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 @command()
+@click.argument("job", required=False, type=click.Path(dir_okay=False, path_type=Path))
 @model_options(dtype="float32")
 @transport_option
 @click.option("--contexts", default="1k,2k,4k,8k", show_default=True, help="Prompt lengths in tokens.")
@@ -42,8 +43,23 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="Folder or .json file to write.",
 )
-@click.option("--replace", is_flag=True, help="Replace an existing table.")
+@click.option("--replace", is_flag=True, help="Replace an existing table or profile.")
+@click.option(
+    "--heads",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Instead, prefill a sample of JOB's documents on one rank, and write how many tokens each KV head keeps.",
+)
+@set_option
+@click.option(
+    "--documents",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="With --heads: maximum number of documents to sample.",
+)
 def search(
+    job: Path | None,
     model: str,
     dtype: str,
     device: str,
@@ -56,14 +72,29 @@ def search(
     ranks: int | None,
     output: Path,
     replace: bool,
+    heads: Path | None,
+    settings: tuple[str, ...],
+    documents: int,
 ) -> int:
     """Find the fastest slices on this machine for given prompt lengths, and write tables/MODEL_HARDWARE_pN.json.
 
     \b
     mpirun -n 2 kvr search --contexts 1k,2k,4k,8k --output tables/
+    kvr search jobs/summarize.toml --heads heads.json --set compress.method=ada-snapkv --set compress.budget=512
 
     A job uses the table with parallel.partition = "table" and parallel.table = "tables/".
+
+    compress.method = "headkv" and the placement of heads use the profile that --heads writes: the mean over documents.
+    The similarity of the documents is printed, too; look at the mean-centred cosines, since plain cosines are always
+    close to 1.
     """  # noqa: D301
+    if (job is None) != (heads is None):
+        raise click.UsageError("JOB and --heads belong together: give both, or neither")
+    if job is not None and heads is not None:
+        from kvr_mpi.cli.heads import measure_heads
+
+        measure_heads(job, settings, documents, heads, replace=replace)
+        return 0
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.transport.mpi import connect
 

@@ -259,9 +259,9 @@ def check_profile(name: str, profile: HeadProfile, loaded: LoadedModel, layers: 
     if (profile.layers, profile.kv_heads) != (layers, kv_heads):
         raise ConfigError(
             f"{name} is for {profile.layers} layers of {profile.kv_heads} KV heads, but {loaded.shape.architecture} "
-            f"here has {layers} of {kv_heads}; create one with kvr profile-heads"
+            f"here has {layers} of {kv_heads}; create one with kvr search JOB --heads"
         )
     if profile.model and profile.model != loaded.fingerprint:
         raise ConfigError(
-            f"{name} is for another model ({profile.source}) than {loaded.name}; create one with kvr profile-heads"
+            f"{name} is for another model ({profile.source}) than {loaded.name}; create one with kvr search JOB --heads"
         )

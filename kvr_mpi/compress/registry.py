@@ -1,6 +1,6 @@
 """The methods, one line each: what they look at, how they share a budget out, and which settings they read.
 
-Jobs, ``kvr profile-heads`` and the quality bench take their methods from here: a new one is a file with its rule, and
+Jobs, ``kvr search --heads`` and the quality bench take their methods from here: a new one is a file with its rule, and
 an entry in `METHODS`. `compression.Compression` applies it.
 """
 

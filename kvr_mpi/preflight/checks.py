@@ -178,8 +178,8 @@ def _check_compress(spec: JobSpec) -> None:
         )
     if spec.compress.profile is not None and not Path(spec.compress.profile).is_file():
         raise ConfigError(
-            f"compress.profile = {spec.compress.profile!r}: no such file; create one with kvr profile-heads, or use "
-            f"published scores of this model's heads"
+            f"compress.profile = {spec.compress.profile!r}: no such file; create one with kvr search JOB --heads, or "
+            f"use published scores of this model's heads"
         )
 
 

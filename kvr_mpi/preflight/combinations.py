@@ -57,8 +57,8 @@ def check_decode(spec: JobSpec, chain_size: int) -> None:
         )
     if decode.profile is not None and not Path(decode.profile).is_file():
         raise ConfigError(
-            f"decode.profile = {decode.profile!r}: no such file; create one with kvr profile-heads, or leave it out "
-            f"to place heads by the number of tokens they keep"
+            f"decode.profile = {decode.profile!r}: no such file; create one with kvr search JOB --heads, or leave it "
+            f"out to place heads by the number of tokens they keep"
         )
 
 

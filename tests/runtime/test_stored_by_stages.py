@@ -187,7 +187,7 @@ def test_heads_of_a_stage_keep_what_those_of_one_process_keep(
     if method == "headkv":  # by a profile of the whole model, made on one rank
         profile = tmp_path / "heads.json"
         sampled = with_settings("compress.method=ada-snapkv", *settings[1:2], "compress.window=16")
-        assert run_kvr("profile-heads", job, *sampled, "--output", profile)[0] == 0
+        assert run_kvr("search", job, *sampled, "--heads", profile)[0] == 0
         settings.append(f"compress.profile={profile}")
     alone, stages = stored(1, *settings, name="alone"), stored(4, STAGES, *settings, name="stages")
     assert answers(stages) == answers(alone)

@@ -1,4 +1,4 @@
-"""``kvr profile-heads JOB.toml``: how much each KV head keeps of a sample of a job's documents."""
+"""``kvr search JOB.toml --heads FILE``: how much each KV head keeps of a sample of a job's documents."""
 
 from __future__ import annotations
 
@@ -8,35 +8,32 @@ from pathlib import Path
 
 import click
 
-from kvr_mpi.cli.options import command, job_argument, set_option
 from kvr_mpi.cli.writing import writing
 
 
-@command()
-@job_argument
-@set_option
-@click.option(
-    "--documents", default=8, show_default=True, type=click.IntRange(1), help="Maximum number of documents to sample."
-)
-@click.option(
-    "--output",
-    default="heads.json",
-    show_default=True,
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File to write the profile to.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
-def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: Path, overwrite: bool) -> None:
-    """Prefill a sample of JOB's documents on one rank, and record how many tokens each KV head keeps.
+def measure_heads(job: Path, settings: tuple[str, ...], documents: int, output: Path, *, replace: bool) -> None:
+    """Prefill a sample of a job's documents on one rank, and write how many tokens each KV head keeps.
 
-    \b
-    kvr profile-heads jobs/summarize.toml --set compress.method=ada-snapkv --set compress.budget=512
+    Parameters
+    ----------
+    job : Path
+    settings : tuple of str
+        ``section.key=value``, over those of the job.
+    documents : int
+        Most documents to sample.
+    output : Path
+        The profile, as JSON.
+    replace : bool
+        Replace the file if it exists.
 
-    compress.method = "headkv" uses the mean over documents. The similarity of the documents is
-    printed, too; look at the mean-centred cosines, since plain cosines are always close to 1.
-    """  # noqa: D301
+    Raises
+    ------
+    KvrError
+        If the job compresses nothing, cannot be run as written, or the file may not be written.
+    """
     from kvr_mpi.cli.environment import is_offline, read_environment
     from kvr_mpi.disk import replacing
+    from kvr_mpi.errors import OutputError
     from kvr_mpi.job import load_job
     from kvr_mpi.preflight.checks import check_job
     from kvr_mpi.runtime.head_sample import sample_heads
@@ -45,7 +42,9 @@ def profile_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     alone = ("parallel.ranks_per_chain=all", "parallel.ranks_per_stage=1")  # whatever ranks the job itself runs on
     spec, _ = load_job(job, (*settings, *alone))
     check_job(spec, 1, goes_on=True, offline=is_offline())
-    check_file(output, overwrite=overwrite)
+    if output.exists() and not replace:
+        raise OutputError(f"{output} exists; choose another file, or --replace it")
+    check_file(output, overwrite=True)
     setup, sample = sample_heads(spec, read_environment().machine, documents, lambda text: click.echo(text, err=True))
     for name, reason in sample.left_out:
         click.echo(f"left out: {name}: {reason}", err=True)

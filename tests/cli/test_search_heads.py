@@ -1,4 +1,4 @@
-"""kvr profile-heads: a profile that says where it is from, and that placement and HeadKV read."""
+"""`kvr search --heads`: a profile that says where it is from, and that placement and HeadKV read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from constants import Kvr
 from made_jobs import TEXT, with_settings
 
 from benchmarks.fairkv_placement import main as fairkv_placement
-from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 
 METHOD = with_settings("compress.method=ada-snapkv", "compress.budget=48", "compress.window=16")
 
@@ -44,7 +44,7 @@ def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
 def test_a_profile_is_placed_and_compresses(job: Path, tmp_path: Path, run_kvr: Kvr, run_here: Any) -> None:
     output = tmp_path / "heads.json"
     stages = with_settings("parallel.ranks_per_stage=2", "parallel.ranks_per_chain=4")  # of a job that will use it
-    code, out, err = run_kvr("profile-heads", job, *METHOD, *stages, "--output", output)
+    code, out, err = run_kvr("search", job, *METHOD, *stages, "--heads", output)
     assert code == EXIT_OK, err
     assert "3 layers of 2 KV heads" in out and "mean_centred" in out
     assert "left out: short.txt: shorter than the budget" in err
@@ -67,10 +67,17 @@ def test_a_profile_is_placed_and_compresses(job: Path, tmp_path: Path, run_kvr: 
         ([], EXIT_CONFIG, "no [compress]"),
         (with_settings("compress.method=snapkv", "compress.budget=64"), EXIT_CONFIG, "method = 'snapkv'"),
         ([*METHOD, *with_settings("compress.budget=500")], EXIT_CONFIG, "none of 4 document(s)"),
-        ([*METHOD, "--output", "nowhere/heads.json"], EXIT_CONFIG, "there is no folder nowhere"),
-        ([*METHOD, "--output", "README.md"], EXIT_CONFIG, "README.md exists; add --overwrite"),
+        ([*METHOD, "--heads", "nowhere/heads.json"], EXIT_CONFIG, "there is no folder nowhere"),
+        ([*METHOD, "--heads", "README.md"], EXIT_CONFIG, "README.md exists; choose another file, or --replace it"),
     ],
 )
-def test_what_gives_no_profile_is_refused(job: Path, run_kvr: Kvr, settings: list[str], code: int, why: str) -> None:
-    found, _, err = run_kvr("profile-heads", job, *settings)
+def test_what_gives_no_profile_is_refused(
+    job: Path, tmp_path: Path, run_kvr: Kvr, settings: list[str], code: int, why: str
+) -> None:
+    found, _, err = run_kvr("search", job, "--heads", tmp_path / "heads.json", *settings)
     assert found == code and why in err, err
+
+
+def test_a_profile_is_of_a_job(job: Path, run_kvr: Kvr) -> None:
+    for words in ([job], ["--heads", "heads.json"]):
+        assert run_kvr("search", *words)[0] == EXIT_USAGE
