@@ -265,4 +265,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # where `benchmarks` is: pip does not install it
     sys.exit(main())
