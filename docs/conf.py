@@ -13,7 +13,14 @@ extensions = ["myst_parser", "sphinx_external_toc"]
 # Pages hold no directives, since they are read on git hosts as well; which kind each is of stands here.
 external_toc_path = "docs/_toc.yml"
 # The source folder is the project's, so that links between all pages are links of the site.
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "slurm/README.md", "benchmarks/README.md"]
+include_patterns = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/*.md",
+    "slurm/README.md",
+    "benchmarks/README.md",
+]
 exclude_patterns = [".*", "build", "dist", "kvr_mpi", "runs", "tests"]
 source_suffix = {".md": "markdown"}
 nitpicky = True
