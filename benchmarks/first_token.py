@@ -20,14 +20,13 @@ import click
 
 from benchmarks.cores import all_cores, plain
 from benchmarks.memory import held_bytes, peak_bytes, reset_peak
-from benchmarks.options import json_option, open_rivals, patience_options, plot_option, rival_options
+from benchmarks.options import check_writable, json_option, open_rivals, patience_options, plot_option, rival_options
 from benchmarks.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_of, ratios_of
 from benchmarks.rivals import Rival, exactness_of
 from benchmarks.roofline import measure_rooflines
 from benchmarks.tables import print_rooflines, print_strategies
 from kvr_mpi.cli.launch import default_dtype, guarded, load_everywhere, open_links
 from kvr_mpi.cli.options import command, model_options, parse_names, parse_numbers, transport_option
-from kvr_mpi.cli.writing import check_writable
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel

@@ -17,6 +17,7 @@ from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.options import grouped, parse_names
 from kvr_mpi.duration import parse_duration
 from kvr_mpi.model import find_model
+from kvr_mpi.store.targets import check_file
 from kvr_mpi.transport import Transport, on_root
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -28,6 +29,19 @@ def make_parser(name: str, about: str | None) -> argparse.ArgumentParser:
     """Make a parser of a benchmark's options."""
     formatter = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(f"python -m benchmarks {name}", description=about, formatter_class=formatter)
+
+
+def check_writable(*files: Path | str | None) -> None:
+    """Find out before a long measurement that its files could not be written after it; files of runs never are.
+
+    Raises
+    ------
+    OutputError
+        Of `check_file`.
+    """
+    for file in files:
+        if file is not None:
+            check_file(Path(file), overwrite=True)
 
 
 def _percent(context: click.Context, option: click.Parameter, text: str | None) -> float | None:

@@ -70,13 +70,10 @@ class Leader:
 
     def begin_wave(self, held: Iterable[Held], outcomes: Iterable[tuple[str, PromptOutcome]]) -> None:
         """Begin a wave, with what each rank still holds, and what became of parts of documents, by key."""
+        self._pace.begin_wave(time.monotonic())
         self._scheduler.begin_wave(held)
         for key, outcome in outcomes:
             self._receive_outcome(key, outcome)
-
-    def begin_prefill(self) -> None:
-        """Start the clock of a wave's prefill."""
-        self._pace.begin_wave(time.monotonic())
 
     def next_message(self, put_off: int) -> Message:
         """Decide what the chain does next.

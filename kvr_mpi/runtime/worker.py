@@ -106,8 +106,6 @@ class ChainWorker:
     def _prefill_wave(self) -> EndPrefill:
         """Prefill until the leader ends the wave."""
         began = time.monotonic()
-        if self._leader is not None:
-            self._leader.begin_prefill()
         while True:
             self._context.trace.tell("waiting", "for its chain's next document")
             decided = None if self._leader is None else self._leader.next_message(self._put_off)
@@ -138,7 +136,7 @@ class ChainWorker:
             self._context.trace.end_prompt(prefill)
             self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
             if self._runner.is_spread or self._chain.rank == plan.decode_rank:
-                self._start_decoding(request, prefill)
+                self._context.decoder.start(request, prefill)
         else:
             self._put_off += 1
             if self._chain.rank == plan.decode_rank:
@@ -184,15 +182,12 @@ class ChainWorker:
             self._context.tally.busy_s += time.monotonic() - began
             self._context.trace.end_row(prefills)
             for (request, _), prefill in zip(row, prefills, strict=True):
-                self._start_decoding(request, prefill)
+                self._context.decoder.start(request, prefill)
 
     def _fail(self, requests: Sequence[PromptRequest], reason: str) -> None:
         """Give up questions about a document whose stored keys and values cannot be read to the end."""
         for request in requests:
             self._context.sink.write_record(request.error_record(reason), request.document_work)
-
-    def _start_decoding(self, request: PromptRequest, prefill: Prefill) -> None:
-        self._context.decoder.start(request, prefill)
 
     def _decode_wave(self, end: EndPrefill) -> None:
         """Decode this rank's answers; leave some for the next wave if prompts are waiting for it."""

@@ -233,12 +233,12 @@ def test_the_time_of_a_shared_document_is_counted_once() -> None:
     tally, started = Tally(), []
     plan = SimpleNamespace(row_tokens=1, goes_with=lambda other: True)
     prefills = [SimpleNamespace(seconds=seconds) for seconds in (5000.0, 1.0)]
+    decoder = SimpleNamespace(start=lambda request, prefill: started.append(prefill))
     worker = SimpleNamespace(
         _packed=[(SimpleNamespace(document=SimpleNamespace(prefix=None)), plan)] * 2,
         _runner=SimpleNamespace(first_rank=0, prefill_packed=lambda row: prefills),
         _chain=SimpleNamespace(rank=0),
-        _context=SimpleNamespace(tally=tally, trace=MagicMock()),
-        _start_decoding=lambda request, prefill: started.append(prefill),
+        _context=SimpleNamespace(tally=tally, trace=MagicMock(), decoder=decoder),
     )
     ChainWorker._prefill_packed(worker)  # type: ignore[arg-type]
     assert started == prefills and 0 <= tally.busy_s < 2500, "what passed here, not what the record says"
