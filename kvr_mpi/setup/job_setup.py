@@ -30,7 +30,6 @@ from kvr_mpi.preflight.inputs import passed_columns, prompts_of
 from kvr_mpi.requests.document_request import PromptConfig
 from kvr_mpi.requests.prompt_request import PromptRequest
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured, with_memory
-from kvr_mpi.setup.rates import Say as Say
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.stored.reuse import StoredBeginnings
 from kvr_mpi.tuning.table import Table
