@@ -47,8 +47,7 @@ from kvr_mpi.setup.arena import graph_bytes, open_arena, open_graphs
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.setup.job_setup import EXAMPLE_TOKENS, JobSetup, Machine
 from kvr_mpi.setup.loading import load_on_all
-from kvr_mpi.setup.rates import Say
-from kvr_mpi.setup.rates import costs_of, describe_rates, rates_of, table_of
+from kvr_mpi.setup.rates import Say, costs_of, describe_rates, rates_of, table_of
 from kvr_mpi.setup.stages import JobRanks, describe_stages
 from kvr_mpi.store.outputs import software
 from kvr_mpi.stored.asking import frame_questions
