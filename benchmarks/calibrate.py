@@ -77,7 +77,7 @@ def profile(rates: dict[str, float]) -> Hardware:
             "name": "a100-80gb",
             "source": f"fitted to {len(CALIBRATION_CELLS)} of the times measured in the KV-Runahead paper "
             "(arXiv 2405.05329): 8 x A100 80 GB, NVLink, PyTorch 2.0, eager attention, float16; "
-            "by kvr_mpi.costs.calibrate",
+            "by benchmarks.calibrate",
             "attention": "eager",
             **GIVEN,
             **{name: rate for name, rate in rates.items() if "." not in name},
