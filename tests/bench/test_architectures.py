@@ -103,7 +103,7 @@ def test_a_wrong_answer_past_the_self_check_is_found(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(exactness, "prefill_kvr", change_the_first_token)
     verdict = judge_entry(catalogue()["llama gqa"])
     assert verdict.kind == WRONG
-    assert "chain 0-53-90: logits by" in verdict.reason
+    assert "chain 0-53-90: the logits by" in verdict.reason
     assert "ring 2" in verdict.exact
 
 

@@ -41,6 +41,8 @@ kept.write_text(" ".join(done))
 sys.exit(subprocess.run([sys.executable, "-c", code, *sys.argv[1:]]).returncode)
 """
 
+LIMIT_S = 300.0
+
 
 class Toy:
     """A peer that keeps each answer at once, or all of them at the end."""
@@ -71,7 +73,7 @@ class Toy:
 def test_what_is_left_is_not_computed_again(tmp_path: Path, durable: str) -> None:
     ids = write_batch_file(tmp_path / "requests.jsonl", ROOT / "jobs" / "demo", 20)
     task = Task(tmp_path / "requests.jsonl", tmp_path, 1)
-    found = try_peer(Toy(durable), task, ids, tmp_path, undisturbed=True)
+    found = try_peer(Toy(durable), task, ids, tmp_path, undisturbed=True, timeout_s=LIMIT_S)
     assert found.rows == found.same == 20 and 10 <= found.computed < 20
     assert found.left == (found.computed if durable == "yes" else 0)
     assert found.again == found.computed - found.left
@@ -81,7 +83,7 @@ def test_a_killed_program_leaves_nobody_behind(tmp_path: Path) -> None:
     own_session = "import os, time; os.setsid(); print(os.getpid(), 'x', flush=True); time.sleep(600)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {own_session!r}])"
     log = tmp_path / "log"
-    live([sys.executable, "-c", code], {}, lambda said: said.count("x"), log, kill_at=1)
+    live([sys.executable, "-c", code], {}, lambda said: said.count("x"), log, timeout_s=LIMIT_S, kill_at=1)
     assert not is_alive(int(log.read_text().split()[0]))
 
 
@@ -92,7 +94,7 @@ def test_a_program_that_does_not_do_its_work_is_said_so(
     tmp_path: Path, code: str, kill_at: int | None, words: str
 ) -> None:
     with pytest.raises(PeerError, match=words):
-        live([sys.executable, "-c", code], {}, len, tmp_path / "log", kill_at=kill_at)
+        live([sys.executable, "-c", code], {}, len, tmp_path / "log", timeout_s=LIMIT_S, kill_at=kill_at)
 
 
 def response(name: str, text: str, status: int = 200) -> str:
