@@ -140,12 +140,14 @@ def test_the_cut_is_left_out_where_a_model_notices_it(monkeypatch: pytest.Monkey
 
     def noticing(hidden: torch.Tensor) -> torch.Tensor:
         seen.append(hidden.shape[1])
-        return forward(hidden) if len(seen) != 6 else 2 * forward(hidden)
+        return forward(hidden) if len(seen) != 5 else 2 * forward(hidden)
 
-    seen: list[int] = []  # plain with a token after it and again, a chain of three, then one whose last slice is cut
+    seen: list[
+        int
+    ] = []  # plain, a chain of three, one whose last slice is cut, and one whose is not; a token after each
     monkeypatch.setattr(loaded.model.model.layers[2].mlp, "forward", noticing)
     assert not check_chain(loaded).cuts_last_layer
-    assert seen == [12, 1, 12, 1, 1, 1, 6, 1]
+    assert seen == [12, 1, 1, 1, 1, 1, 6, 1]
 
 
 def test_no_mask_of_slice_by_prefix_is_made() -> None:
