@@ -20,12 +20,11 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.base import gather_json, share_json
+from kvr_mpi.transport.base import FixedTag, gather_json, share_json
 
 # Rows of a KV head that go to one rank: the head, the first row and the one after the last, of those that are held.
 Part = tuple[int, int, int]
 # Of messages with keys and values; nothing else is on its way between these ranks meanwhile.
-TAG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ def _hand_out(
             for place, part in zip(_places(layouts, cache.length), rows, strict=True):
                 place.copy_(part)
         elif message := [part.flatten() for part in rows]:
-            requests.append(ranks.isend(torch.cat(message), rank, TAG))
+            requests.append(ranks.isend(torch.cat(message), rank, FixedTag.SHARED_HEADS))
     for request in requests:
         request.wait()
 
@@ -173,7 +172,7 @@ def _receive(ranks: Transport, document: SharedDocument, layouts: Sequence[Ragge
     if not places:
         return
     message = torch.empty(sum(place.numel() for place in places), dtype=loaded.dtype, device=loaded.device)
-    ranks.irecv(message, document.home, TAG).wait()
+    ranks.irecv(message, document.home, FixedTag.SHARED_HEADS).wait()
     for place, part in zip(places, torch.split(message, [place.numel() for place in places]), strict=True):
         place.copy_(part.view(place.shape))
 

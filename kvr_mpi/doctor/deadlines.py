@@ -16,10 +16,10 @@ import torch
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport import Request, Transport, gather_json
+from kvr_mpi.transport.base import FixedTag
 
 T = TypeVar("T")
 
-MEET_TAG = 7001
 NAP_S = 0.002
 # A message that takes longer than this is not a matter of microseconds any more.
 SPIN_S = 0.02
@@ -60,11 +60,11 @@ def meet(transport: Transport, timeout_s: float) -> None:
     others = range(1, transport.size)
     token = torch.zeros(1, dtype=torch.uint8)
     if transport.rank:
-        sent = transport.isend(token, 0, MEET_TAG)
-        wait_for(transport.irecv(torch.empty_like(token), 0, MEET_TAG), timeout_s, "rank 0", asleep=True)
+        sent = transport.isend(token, 0, FixedTag.MEETING)
+        wait_for(transport.irecv(torch.empty_like(token), 0, FixedTag.MEETING), timeout_s, "rank 0", asleep=True)
         wait_for(sent, timeout_s)
         return
-    arrivals = {rank: transport.irecv(torch.empty_like(token), rank, MEET_TAG) for rank in others}
+    arrivals = {rank: transport.irecv(torch.empty_like(token), rank, FixedTag.MEETING) for rank in others}
     ends = time.monotonic() + timeout_s
     missing = []
     for rank, arrival in arrivals.items():
@@ -74,7 +74,7 @@ def meet(transport: Transport, timeout_s: float) -> None:
             missing.append(str(rank))
     if missing:
         raise SilentError(f"rank(s) {', '.join(missing)} did not answer within {timeout_s:.0f} s")
-    for request in [transport.isend(token, rank, MEET_TAG) for rank in others]:
+    for request in [transport.isend(token, rank, FixedTag.MEETING) for rank in others]:
         wait_for(request, timeout_s)
 
 

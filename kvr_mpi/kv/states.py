@@ -93,7 +93,7 @@ class StateLayer(LinearAttentionLayer):
             self._incoming = cache.prefix.states[self.layer_idx].clone()
             self._expect()
         if self.segments is not None and cache.exchange.rank < cache.exchange.decode_rank:
-            self.segments.announce_states(cache.exchange.rank + 1, cache.exchange.rank)
+            self.segments.announce_states(cache.exchange.rank + 1)
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Take the inputs of a convolution, and return them after those before (1, channels, tokens)."""
@@ -114,7 +114,7 @@ class StateLayer(LinearAttentionLayer):
         """Send the states if that has not been done: the layer is through when the next is begun."""
         place = self.cache.exchange.rank
         if not self._is_sent and self.segments is not None and place < self.cache.exchange.decode_rank:
-            self.segments.send_states(self.packed(), place + 1, place)
+            self.segments.send_states(self.packed(), place + 1)
         self._is_sent = True
 
     def packed(self) -> torch.Tensor:
@@ -150,7 +150,7 @@ class StateLayer(LinearAttentionLayer):
             and not self._is_sent
         ):
             nothing = torch.zeros(self.state_bytes, dtype=torch.uint8, device=self.cache.device)
-            self.segments.send_states(nothing, self.cache.exchange.rank + 1, self.cache.exchange.rank)
+            self.segments.send_states(nothing, self.cache.exchange.rank + 1)
             self._is_sent = True
 
     def release(self, *, wait: bool) -> bool:

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 
 import torch
 
+from kvr_mpi.errors import TransportError
 from kvr_mpi.kv.clock import Clock, Kind, Waits
 from kvr_mpi.model.masks import FULL, Visibility
 from kvr_mpi.topology import Rotation
+from kvr_mpi.transport.base import FIRST_PROMPT_TAG
 from kvr_mpi.transport.forwarder import Forwarder, Transfer
 
 Range = tuple[int, int]
@@ -31,13 +33,25 @@ class PromptTransfers:
     layers : int
     rotation : int
         The rank of the chain that has the first slice; the others follow.
+
+    Raises
+    ------
+    TransportError
+        If its messages need more tags than the transport has.
     """
 
     def __init__(self, forwarder: Forwarder, segments: int, layers: int, rotation: Rotation) -> None:
         self.forwarder, self.segments, self.layers, self.rotation = forwarder, segments, layers, rotation
+        self._turn = 0
+        transport = forwarder.transport
+        self._tags_per_layer = max(segments, transport.size) + 1  # of a rank's states, too
+        if (largest := self.tag(layers, self._tags_per_layer - 1) + 1) > transport.tag_ub:
+            raise TransportError(
+                f"{layers} layers in {segments} segments need message tags up to {largest}, and this MPI allows "
+                f"{transport.tag_ub}: use larger chunks (parallel.chunk_tokens), fewer ranks per chain, or another MPI"
+            )
         self.waits = Waits(Clock(forwarder.device))  # for what is received, and for the link to take what is sent
         self.sent_bytes = 0  # what is passed on included
-        self._turn = 0
         self._recorder = forwarder.recorder
 
     def begin(self) -> None:
@@ -60,11 +74,11 @@ class PromptTransfers:
     def tag(self, layer_idx: int, segment: int) -> int:
         """Tell a segment's messages from all others of this prompt and of its neighbours."""
         # In turn, since the prompt beside this one may be cut into another number of segments.
-        return 2 * (layer_idx * self.segments + segment) + self._turn
+        return FIRST_PROMPT_TAG + 2 * (layer_idx * self._tags_per_layer + segment) + self._turn
 
-    def state_tag(self, layer_idx: int, place: int) -> int:
-        """Tell apart the states that the rank at this place hands on."""
-        return self.tag(self.layers + 1 + layer_idx, place)
+    def state_tag(self, layer_idx: int) -> int:
+        """Tell apart the states of a layer, which go from each rank to the next."""
+        return self.tag(layer_idx, self._tags_per_layer - 1)
 
 
 class LayerTransfers:
@@ -127,20 +141,20 @@ class LayerTransfers:
         self._arriving[segment] = transfer, bounds
         self._transfers.append(transfer)
 
-    def announce_states(self, dest: int, place: int) -> None:
+    def announce_states(self, dest: int) -> None:
         """Say that states will be sent, after the segments that were announced before."""
         if self._is_new("announce", dest, -1):
-            self.prompt.forwarder.announce(self.prompt.rank_of(dest), self.prompt.state_tag(self.layer_idx, place))
+            self.prompt.forwarder.announce(self.prompt.rank_of(dest), self.prompt.state_tag(self.layer_idx))
             self._asked.add(("announce", dest, -1))
 
-    def send_states(self, states: torch.Tensor, dest: int, place: int) -> None:
+    def send_states(self, states: torch.Tensor, dest: int) -> None:
         """Send this rank's states (bytes,) of the layer."""
         if not self._is_new("send", dest, -1):
             return
         prompt = self.prompt
         self._asked.add(("send", dest, -1))
         prompt.sent_bytes += states.nbytes
-        tag = prompt.state_tag(self.layer_idx, place)
+        tag = prompt.state_tag(self.layer_idx)
         self._state_transfers.append(prompt.forwarder.send(states, prompt.rank_of(dest), tag, layer=self.layer_idx))
 
     def receive_states(self, states: torch.Tensor, source: int) -> None:
@@ -148,7 +162,7 @@ class LayerTransfers:
         if not self._is_new("receive", source, -1):
             return
         prompt = self.prompt
-        tag = prompt.state_tag(self.layer_idx, source)
+        tag = prompt.state_tag(self.layer_idx)
         self._asked.add(("receive", source, -1))
         self._states = prompt.forwarder.receive(states, prompt.rank_of(source), tag, layer=self.layer_idx)
         self._state_transfers.append(self._states)

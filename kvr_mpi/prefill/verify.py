@@ -24,11 +24,11 @@ from kvr_mpi.prefill.exactness import Answer, allowed_error, differences, follow
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_single
 from kvr_mpi.prefill.registry import STRATEGIES, Strategy
 from kvr_mpi.transport import Transport, gather_json, share_json
+from kvr_mpi.transport.base import FixedTag
 
 NEW_TOKENS = 32
 NOISE = allowed_error(torch.float32)
 SHORT_TYPE_FACTOR = 1.5
-TAG = 0
 
 Run = Callable[[Sequence[int]], Prefill]
 
@@ -144,13 +144,13 @@ def _to_root(answer: Answer | None, world: Transport, decode_rank: int) -> Answe
     if decode_rank == 0 or world.rank not in (0, decode_rank):
         return answer
     if answer is not None:
-        for send in [world.isend(tensor.contiguous(), 0, TAG) for tensor in tensors]:
+        for send in [world.isend(tensor.contiguous(), 0, FixedTag.VERIFY) for tensor in tensors]:
             send.wait()
         return None
     assert told is not None, "on rank 0"
     tokens, names, kinds = told[decode_rank]
     tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in kinds]
-    for receive in [world.irecv(tensor, decode_rank, TAG) for tensor in tensors]:
+    for receive in [world.irecv(tensor, decode_rank, FixedTag.VERIFY) for tensor in tensors]:
         receive.wait()
     logits, *rest = tensors
     held = iter(rest)

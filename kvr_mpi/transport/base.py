@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvr_mpi.errors import EXIT_BUG, EXIT_CONFIG, ConfigError, KvrError, TransportError
@@ -19,6 +20,21 @@ T = TypeVar("T")
 
 # Layers whose receives are posted before they compute, where a receive that waits takes nothing from the computation.
 LAYERS_AHEAD = 2
+
+
+class FixedTag(IntEnum):
+    """Tags that each have one use; those of a prompt's messages begin after them (`FIRST_PROMPT_TAG`)."""
+
+    VERIFY = 0
+    SHARED_HEADS = 1
+    GATHER = 2
+    SUM = 3
+    MEETING = 4
+    LINK = 5
+    CLOCK = 6
+
+
+FIRST_PROMPT_TAG = 16
 
 
 class Request(Protocol):
@@ -42,6 +58,10 @@ class Transport(Protocol):
     @property
     def has_tags(self) -> bool:
         """Whether messages find their receive by their tag, or by their order only."""
+
+    @property
+    def tag_ub(self) -> int:
+        """The largest tag; MPI guarantees 32,767."""
 
     @property
     def layers_ahead(self) -> int:

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvr_mpi.transport.base import Request, Transport
+from kvr_mpi.transport.base import FixedTag, Request, Transport
 
-TAG = 7201
 ROUNDS = 10
 
 # How to wait for a message, and for whose; it may give up.
@@ -44,7 +43,7 @@ def _ask_time(transport: Transport, rank: int, wait: Wait, clock: Clock) -> Skew
     best = Skew(0.0, float("inf"))
     for _ in range(ROUNDS):
         before = clock()
-        receive, send = transport.irecv(answer, rank, TAG), transport.isend(question, rank, TAG)
+        receive, send = transport.irecv(answer, rank, FixedTag.CLOCK), transport.isend(question, rank, FixedTag.CLOCK)
         wait(receive, f"the time of rank {rank}")
         after = clock()
         wait(send, "a message")
@@ -58,5 +57,5 @@ def _tell_time(transport: Transport, wait: Wait, clock: Clock) -> None:
 
     question = torch.zeros(1, dtype=torch.float64)
     for _ in range(ROUNDS):
-        wait(transport.irecv(question, 0, TAG), "rank 0")
-        wait(transport.isend(torch.tensor([clock()], dtype=torch.float64), 0, TAG), "a message")
+        wait(transport.irecv(question, 0, FixedTag.CLOCK), "rank 0")
+        wait(transport.isend(torch.tensor([clock()], dtype=torch.float64), 0, FixedTag.CLOCK), "a message")

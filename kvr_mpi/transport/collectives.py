@@ -12,20 +12,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.topology import following, others_before, preceding
+from kvr_mpi.topology import following, others_after, others_before, preceding
+from kvr_mpi.transport.base import FixedTag
 
 if TYPE_CHECKING:
     import torch
 
     from kvr_mpi.transport.base import Transport
 
-
-from typing import TYPE_CHECKING
-
-from kvr_mpi.topology import others_after
-
-# Below what every MPI allows; nothing else of these ranks has it.
-GATHER_TAG = 32_001
+# Up to here a message takes as long as an empty one, roughly.
+SMALL_BYTES = 64 << 10
 
 
 def all_gather(transport: Transport, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -34,17 +30,11 @@ def all_gather(transport: Transport, tensor: torch.Tensor) -> list[torch.Tensor]
 
     rank, size = transport.rank, transport.size
     found = [tensor if each == rank else torch.empty_like(tensor) for each in range(size)]
-    requests = [transport.irecv(found[source], source, GATHER_TAG) for source in others_before(rank, size)]
-    requests += [transport.isend(tensor, dest, GATHER_TAG) for dest in others_after(rank, size)]
+    requests = [transport.irecv(found[source], source, FixedTag.GATHER) for source in others_before(rank, size)]
+    requests += [transport.isend(tensor, dest, FixedTag.GATHER) for dest in others_after(rank, size)]
     for request in requests:
         request.wait()
     return found
-
-
-# Below what every MPI allows; nothing else of these ranks is to be on its way meanwhile.
-SUM_TAG = 32_000
-# Up to here a message takes as long as an empty one, roughly.
-SMALL_BYTES = 64 << 10
 
 
 def all_reduce(transport: Transport, tensor: torch.Tensor) -> None:
@@ -96,7 +86,7 @@ def _sum_all(transport: Transport, total: torch.Tensor) -> None:
 
 def _exchange(transport: Transport, sent: torch.Tensor, dest: int, received: torch.Tensor, source: int) -> None:
     """Send and receive at once; empty parts stay at home, on both ends."""
-    requests = [transport.irecv(received, source, SUM_TAG)] if received.numel() else []
-    requests += [transport.isend(sent, dest, SUM_TAG)] if sent.numel() else []
+    requests = [transport.irecv(received, source, FixedTag.SUM)] if received.numel() else []
+    requests += [transport.isend(sent, dest, FixedTag.SUM)] if sent.numel() else []
     for request in requests:
         request.wait()

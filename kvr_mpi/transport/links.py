@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvr_mpi.topology import sends_first
-from kvr_mpi.transport.base import Request, Transport
+from kvr_mpi.transport.base import FixedTag, Request, Transport
 from kvr_mpi.transport.clocks import Wait
 
 if TYPE_CHECKING:
     import torch
 
-TAG = 7103
 PING, STOP = 0, -1
 
 
@@ -76,7 +75,7 @@ def _ask(transport: Transport, device: torch.device, effort: Effort, wait: Wait)
 
     def seconds(data: torch.Tensor) -> float:
         began = time.perf_counter()
-        answer, sent = transport.irecv(echo, peer, TAG), transport.isend(data, peer, TAG)
+        answer, sent = transport.irecv(echo, peer, FixedTag.LINK), transport.isend(data, peer, FixedTag.LINK)
         wait(answer, who)
         took_s = time.perf_counter() - began
         wait(sent, who)
@@ -90,7 +89,7 @@ def _ask(transport: Transport, device: torch.device, effort: Effort, wait: Wait)
         for _ in range(effort.repeats):
             seconds(word.fill_(len(data)))  # the other side has its buffer ready then
             times.append(seconds(data))
-            wait(transport.irecv(echo, peer, TAG), who)
+            wait(transport.irecv(echo, peer, FixedTag.LINK), who)
             intact &= int(echo) == sum_of_data
         return min(times)
 
@@ -110,16 +109,18 @@ def _answer(transport: Transport, device: torch.device, wait: Wait) -> None:
     word, echo = torch.zeros(2, 1, dtype=torch.int64, device=device)
     data = torch.empty(0, dtype=torch.uint8, device=device)
     while int(word) != STOP:
-        wait(transport.irecv(word, peer, TAG), who)
+        wait(transport.irecv(word, peer, FixedTag.LINK), who)
         size = max(0, int(word))
         if size != len(data):
             data = torch.empty(size, dtype=torch.uint8, device=device)
-        receive = transport.irecv(data.zero_(), peer, TAG) if size else None
-        wait(transport.isend(echo, peer, TAG), who)
+        receive = transport.irecv(data.zero_(), peer, FixedTag.LINK) if size else None
+        wait(transport.isend(echo, peer, FixedTag.LINK), who)
         if receive is not None:
             wait(receive, who)
-            wait(transport.isend(echo, peer, TAG), who)  # it is here; the clock stops, and only then sums are made
-            wait(transport.isend(echo.fill_(checksum(data)), peer, TAG), who)
+            wait(
+                transport.isend(echo, peer, FixedTag.LINK), who
+            )  # it is here; the clock stops, and only then sums are made
+            wait(transport.isend(echo.fill_(checksum(data)), peer, FixedTag.LINK), who)
 
 
 def pattern(size: int, seed: int) -> torch.Tensor:

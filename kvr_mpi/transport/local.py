@@ -90,6 +90,7 @@ class LocalTransport:
     """One thread's end of a `_Hub`; ``LocalTransport()`` alone is a job of one rank."""
 
     has_tags = True
+    tag_ub = 2**31 - 1
     layers_ahead = LAYERS_AHEAD
 
     def __init__(self, hub: _Hub | None = None, rank: int = 0) -> None:

@@ -15,7 +15,7 @@ from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.base import LAYERS_AHEAD, Request, Transport, as_bytes
 from kvr_mpi.transport.collectives import all_reduce
 from kvr_mpi.transport.local import LocalTransport
-from kvr_mpi.transport.mpi_query import library_version
+from kvr_mpi.transport.mpi_query import library_version, thread_level
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,9 @@ Handing = Literal["host", "direct", "staged"]
 
 # Open MPI fails beyond 2^31 - 1 bytes; smaller pieces also let a transfer begin before the whole is pinned.
 CHUNK_BYTES = 256 << 20
+
+# What MPI guarantees of tags.
+LEAST_TAG_UB = 32_767
 
 # A rank at a barrier looks this often without pause, then this seldom.
 SPINS = 200
@@ -74,7 +77,8 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     Raises
     ------
     TransportError
-        If a launcher started several ranks but MPI does not see them: each would do the whole job.
+        If a launcher started several ranks but MPI does not see them (each would do the whole job), or MPI does not let
+        threads call it.
     """
     launcher, meant = launched_size(environ) or ("nobody", 1)
     try:
@@ -111,6 +115,8 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
             "under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open MPI, or that MPI's own mpirun; "
             "for one rank on purpose, use `srun -n 1`",
         )
+    if world.size > 1:
+        _need_threads()
     return MpiTransport(world)
 
 
@@ -131,11 +137,7 @@ def adopt(comm: Any) -> MpiTransport:
             f"comm = {comm!r}: expected an mpi4py intracommunicator, such as MPI.COMM_WORLD or the result of its "
             f"Split(); None stands for all ranks"
         )
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise TransportError(
-            "MPI was initialised without MPI_THREAD_MULTIPLE, but keys and values are sent by a separate thread; "
-            "leave mpi4py.rc.thread_level at its default, 'multiple', or call MPI.Init_thread(MPI.THREAD_MULTIPLE)"
-        )
+    _need_threads()
     return MpiTransport(comm.Dup())
 
 
@@ -143,6 +145,18 @@ def release(transport: Transport) -> None:
     """Give back what `adopt` took."""
     if isinstance(transport, MpiTransport):
         transport.comm.Free()
+
+
+def _need_threads() -> None:
+    """Refuse an MPI whose calls cannot come from several threads."""
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise TransportError(
+            f"MPI runs with {thread_level()}, but keys and values are sent by a separate thread, which takes "
+            f"MPI_THREAD_MULTIPLE: leave mpi4py.rc.thread_level at its default, 'multiple', or call "
+            f"MPI.Init_thread(MPI.THREAD_MULTIPLE); if MPI does not provide it, load one that was built with it"
+        )
 
 
 def _knows_pmix() -> bool:
@@ -217,6 +231,7 @@ class MpiTransport:
         self.comm, self._handing = comm, handing
         self._staging: Staging | None = None
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.tag_ub = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_UB)
         host = comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = host.Get_rank(), host.Get_size()
         host.Free()

@@ -9,6 +9,7 @@ Staging works for host tensors, too, where it is of no use but to test it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -50,6 +51,7 @@ class Staging:
     def __init__(self, device: torch.device, *, direct: bool) -> None:
         self.direct = direct
         self._waiting: list[_Start] = []
+        self._lock = threading.Lock()  # the rank's own thread and its forwarder's begin transfers
         self._is_gpu = device.type == "cuda"
         if self._is_gpu:
             self._out, self._into = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -57,14 +59,16 @@ class Staging:
     def start_when(self, ready: Mark, start: Start, data: torch.Tensor) -> _Start:
         """Begin a transfer as soon as a mark is passed; any transfer that is looked at starts all that can."""
         waiting = _Start(self, ready, start, data)
-        self._waiting.append(waiting)
+        with self._lock:
+            self._waiting.append(waiting)
         self.progress()
         return waiting
 
     def progress(self) -> None:
         """Begin the transfers whose marks are passed, in their order."""
-        while self._waiting and self._waiting[0].ready.query():
-            self._waiting.pop(0).begin()
+        with self._lock:
+            while self._waiting and self._waiting[0].ready.query():
+                self._waiting.pop(0).begin()
 
     def mark(self) -> Mark:
         """Mark where the rank's computation has come to."""

@@ -209,6 +209,7 @@ class TorchDistTransport:
     """
 
     has_tags = False  # gloo's waiters go by order, too
+    tag_ub = 2**31 - 1
 
     def __init__(self, control: Transport, backend: Backend, device: torch.device) -> None:
         self._take(control, _Groups(control, backend, device), tuple(range(control.size)))

@@ -2,15 +2,21 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from typing import Any
 
 import pytest
 import torch
 from constants import TESTS
+from models import prompt, tiny
 
 from kvr_mpi.errors import TransportError
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.transport.base import FixedTag, Request
 from kvr_mpi.transport.local import LocalTransport, run_local
-from kvr_mpi.transport.mpi import connect, launched_size
+from kvr_mpi.transport.mpi import MpiTransport, connect, launched_size
+from kvr_mpi.transport.staging import Staging
 
 PROGRAMS = TESTS / "programs"
 
@@ -170,3 +176,78 @@ def test_threads_sum_to_the_same_bits(size: int, rows: int) -> None:
     truth = torch.stack([draw(rank).double() for rank in range(size)]).sum(0)
     assert all(torch.equal(one, sums[0]) for one in sums)
     torch.testing.assert_close(sums[0].double(), truth, rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_whose_mpi_allows_no_threads_are_refused(mpirun: Any) -> None:
+    program = (
+        "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; MPI.Init_thread(MPI.THREAD_SERIALIZED)\n"
+        "from kvr_mpi.errors import TransportError\n"
+        "from kvr_mpi.transport.mpi import connect\n"
+        "try: connect()\n"
+        "except TransportError as error: print(error)"
+    )
+    run = mpirun(2, [sys.executable, "-c", program])
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("THREAD_SERIALIZED") == 2
+
+
+class FewTags:
+    """A transport that allows few tags, and records those of its messages."""
+
+    def __init__(self, ranks: LocalTransport, tag_ub: int, used: set[int]) -> None:
+        self._ranks, self.tag_ub, self._used = ranks, tag_ub, used
+
+    def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
+        self._used.add(tag)
+        return self._ranks.isend(tensor, dest, tag, received)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, name)
+
+
+@pytest.mark.parametrize("tag_ub", [407, 200])
+def test_tags_are_those_of_no_other_message_or_refused(tag_ub: int) -> None:
+    """Three layers in 48 segments of a token each."""
+    used: set[int] = set()
+
+    def work(ranks: LocalTransport) -> None:
+        chain: Any = FewTags(ranks, tag_ub, used)
+        prefill_kvr(tiny("llama-gqa"), prompt(48), Partition.even(48, 2), chain, chunk_tokens=1)
+
+    if tag_ub < 407:
+        with pytest.raises(TransportError, match="3 layers in 48 segments need message tags up to .*allows 200"):
+            run_local(2, work)
+    else:
+        run_local(2, work)
+        assert used and not used & {*FixedTag} and max(used) <= tag_ub
+
+
+def test_mpi_says_which_tags_it_has() -> None:
+    from mpi4py import MPI
+
+    assert MpiTransport(MPI.COMM_SELF).tag_ub >= 32_767
+
+
+def test_threads_start_each_staged_transfer_once_and_in_order() -> None:
+    """A second thread asks for progress while the first one is about to start a transfer."""
+    staging, started, inside = Staging(torch.device("cpu"), direct=True), list[int](), threading.Event()
+
+    class Mark:
+        threads = 0
+
+        def query(self) -> bool:
+            self.threads += 1
+            if self.threads == 2:  # unless it waits for the first thread
+                inside.set()
+            if self.threads == 1:
+                other.start()
+                inside.wait(0.5)
+            return True
+
+    def start(data: torch.Tensor) -> Any:
+        started.append(int(data))
+
+    other = threading.Thread(target=staging.progress)
+    staging.start_when(Mark(), start, torch.tensor(1))
+    other.join()
+    assert started == [1]
