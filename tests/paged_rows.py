@@ -50,7 +50,7 @@ def pages_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     """Decode as on a GPU: by a block table, which a stand-in reads."""
 
     def takes(query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> bool:
-        return params.is_plain
+        return params.is_plain and query.shape[-1] == values.shape[-1]
 
     monkeypatch.setattr(packed_row, "takes_flash", takes)
     monkeypatch.setattr(padded_row, "takes_flash", takes)

@@ -94,7 +94,7 @@ class PackedLayer(RowLayer):
         """
         cache, self.attended = self.cache, True
         if cache.decodes:
-            return self._attend_tokens(query, params)
+            return self._attend_tokens(query, values, params)
         seen = self.shape.visibility
         is_plain = all(layer.cache.prefix is None for layer in self.documents) and seen.chunk is None
         if is_plain and takes_flash(query, values, params):
@@ -108,7 +108,7 @@ class PackedLayer(RowLayer):
         ]
         return torch.cat(outs, dim=2)
 
-    def _attend_tokens(self, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
+    def _attend_tokens(self, query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> torch.Tensor:
         """Attend from one token of each document: what `SliceLayer.attend` does, without its detours."""
         if self.cache.merge is not None:
             assert self._ragged is not None
@@ -117,7 +117,7 @@ class PackedLayer(RowLayer):
         if self._ragged is not None and query.shape[2] == len(self.documents):
             return attend_row(self._ragged, query, [length + 1 for length in self.cache.lengths], params)
         seen, paged = self.shape.visibility, self.cache.paged
-        if paged is not None and seen.chunk is None and takes_flash(query, query, params):
+        if paged is not None and seen.chunk is None and takes_flash(query, values, params):
             return paged.attend(self.layer_idx, query, params, seen.window).finish(params).to(query.dtype)
         if params.kernel is not None and params.is_plain and self._heads is not None:
             spans = [(seen.first_key(before), before + 1) for before in self.cache.lengths]

@@ -20,7 +20,7 @@ from kvr_mpi.model.stage import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import UNREADABLE, digest_of, is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
-from kvr_mpi.transport import Transport, gather_json, share_json
+from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.collectives import all_gather
 
 
@@ -47,6 +47,16 @@ def run_shares(
     (torch.Tensor, None) or (None, str)
         Logits (rows, vocab_size), the same on every rank; or which ranks had no memory, and why if this one had none.
     """
+    logits, why = _run(loaded, row, cache, keep)
+    words = _gather_words(cache.chain, loaded.device, [logits is None])
+    failed = [rank for rank, (is_short,) in enumerate(words) if is_short]
+    return (None, _describe_shortage(failed, why)) if failed else (logits, None)
+
+
+def _run(
+    loaded: LoadedModel, row: torch.Tensor, cache: SharesCache, keep: torch.Tensor | None
+) -> tuple[torch.Tensor | None, str]:
+    """Run new tokens; return their logits, or None and what this rank had no memory for."""
     logits, why = None, ""
     try:
         with guarded(loaded.stage):
@@ -60,11 +70,16 @@ def run_shares(
         if loaded.device.type == "cuda":
             torch.cuda.empty_cache()
         cache.play_on()
-    told = all_gather(cache.chain, torch.tensor([int(logits is None)], device=loaded.device))
-    failed = [rank for rank, one in enumerate(told) if int(one)]
-    if not failed:
-        return logits, None
-    return None, f"rank {', '.join(map(str, failed))} of its chain ran out of memory{f' ({why})' if why else ''}"
+    return logits, why
+
+
+def _gather_words(chain: Transport, device: torch.device, words: Sequence[int]) -> list[list[int]]:
+    """Give every rank each rank's integers, in rank order; one message from each rank to each."""
+    return [found.tolist() for found in all_gather(chain, torch.tensor(words, dtype=torch.int64, device=device))]
+
+
+def _describe_shortage(ranks: Sequence[int], why: str) -> str:
+    return f"rank {', '.join(map(str, ranks))} of its chain ran out of memory{f' ({why})' if why else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,20 +174,22 @@ def _run_row(
     cache = SharesCache(loaded, shares, fresh, chain)
     row = torch.tensor([[token for ids in prompts for token in ids[known:]]], device=loaded.device)
     ends = torch.tensor([stop - 1 for _, stop in cache.bounds], device=loaded.device)
-    logits, short = run_shares(loaded, row, cache, ends)
+    logits, why = _run(loaded, row, cache, ends)
     wait_for_compute(loaded.device)
-    row_digest = digest_of(row[0].tolist(), [known], "stored")
-    found = share_json(chain, gather_json(chain, [_failure_of(document, loaded), row_digest]))
-    failures: list[str | None] = [one for one, _ in found]
-    if len({digest for _, digest in found}) > 1:
+    own_failure = _failure_of(document, loaded)
+    digest = digest_of(row[0].tolist(), [known], "stored")
+    words = _gather_words(chain, loaded.device, [logits is None, own_failure is not None, digest])
+    if len({digest for _, _, digest in words}) > 1:
         raise AgreementError(
-            f"ranks of a chain have run different questions about a stored document (digests {[d for _, d in found]}): "
-            f"the job ends before a wrong answer is stored; please report this"
+            f"ranks of a chain have run different questions about a stored document (digests "
+            f"{[digest for *_, digest in words]}): the job ends before a wrong answer is stored; please report this"
         )
-    if (failure := next((one for one in failures if one is not None), None)) is not None:
+    if (reader := next((rank for rank, (_, failed, _) in enumerate(words) if failed), None)) is not None:
+        failure: str = share_json(chain, own_failure, reader)
         document.give_up(failure)
         return _Row(error=f"{UNREADABLE}: {failure}")
-    if short is not None:
+    if failed := [rank for rank, (is_short, _, _) in enumerate(words) if is_short]:
+        short = _describe_shortage(failed, why)
         return _Row(error=f"a question of {fresh[0]} tokens about a stored document: {short}", is_short=True)
     cache.lengthen()
     document.end_loading()

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from paged_rows import LENGTHS, NEW_TOKENS, Watched, answer, arena_of, pages_read, ready
+from paged_rows import LENGTHS, NEW_TOKENS, Numbers, Watched, answer, arena_of, pages_read, ready
 from rows import one_thread, other_prompt
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
+from benchmarks.tiny import shrink
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv import packed_row
 from kvr_mpi.kv.paged import PAGE_TOKENS
+from kvr_mpi.model import LoadedModel, probe_shape
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
@@ -65,6 +68,19 @@ def test_a_layer_takes_one_call_for_all_documents(reads_pages: Watched) -> None:
     before = reads_pages.paged_calls
     batch.step()
     assert reads_pages.paged_calls - before == len(loaded.shape.layers) and len(arena.extents) == 1
+
+
+def test_values_of_another_size_than_keys_are_not_read_by_flash_attention(reads_pages: Watched) -> None:
+    config = shrink("mimo_v2_flash")
+    config.v_head_dim = 16
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    shape = probe_shape(config, torch.float32)
+    assert all(layer.key_dim != layer.value_dim for layer in shape.layers)
+    loaded = LoadedModel(model, Numbers(), shape, "tiny", "tiny", torch.float32, torch.device("cpu"))
+    prepare_model(model, chain=True)
+    truth = answer(loaded, None)
+    assert answer(loaded, arena_of(loaded, 8)) == truth and not reads_pages.paged_calls
 
 
 def test_pages_of_another_document_are_found_out(reads_pages: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.stored_shares import prefill_stored
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.local import run_local
+from kvr_mpi.transport.local import LocalTransport, run_local
 
 KNOWN, NEW_TOKENS = 70, 6
 LENGTHS = (20, 1, 9, 14)
@@ -142,6 +142,26 @@ def test_a_share_that_cannot_be_read_fails_all_questions_on_all_ranks() -> None:
         for prefill in asked.prefills:
             assert prefill.share is None and prefill.logits is None
             assert "cannot be used: layer_001/keys is damaged" in str(prefill.error)
+
+
+def test_ranks_agree_on_questions_by_one_message_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, prompts, _ = opened("llama-gqa")
+    collectives: list[int] = []
+    exchange = LocalTransport._exchange
+
+    def counted(chain: LocalTransport, data: bytes) -> list[bytes]:
+        collectives.append(chain.rank)
+        return exchange(chain, data)
+
+    monkeypatch.setattr(LocalTransport, "_exchange", counted)
+
+    def work(chain: Transport) -> list[Prefill]:
+        document = stored.open_on(chain, LONGEST)
+        options: dict[str, Any] = {"reserve_tokens": [NEW_TOKENS] * len(prompts), "last": chain.size - 1}
+        return prefill_stored(stored.loaded, prompts, document, chain, **options)
+
+    assert all(prefill.error is None for prefills in run_local(2, work) for prefill in prefills)
+    assert not collectives
 
 
 def test_a_question_that_is_longer_than_the_document_is_held_for_is_refused() -> None:
