@@ -43,9 +43,9 @@ from kvr_mpi.runtime.rounds import share_out
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
 from kvr_mpi.runtime.stopping import SharedStop, Stop
 from kvr_mpi.runtime.tally import Tally
+from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup, Machine
 from kvr_mpi.setup.prepare import prepare
-from kvr_mpi.setup.stages import JobRanks
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
@@ -182,7 +182,7 @@ def bench_corpus(
         for way in ways:
             if way in OURS:
                 mine = _spec_for(spec, way)
-                chain = ranks.split(Topology(ranks.size, choose_chain_size(mine, ranks.size)).group_of(ranks.rank))
+                chain = ranks.split(Topology(ranks.size, choose_chain_size(mine, ranks.size)).chain_color(ranks.rank))
                 loaded = next(iter(ready.values())).loaded if ready else None
                 ready[way] = prepare(mine, machine, ranks, chain, log.line, loaded=loaded)
         first = next(iter(ready.values()))

@@ -58,7 +58,7 @@ GREEDY = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
 # The first token, a turn that is not counted, a round, and one more, so that no answer ends.
 LEAST_NEW_TOKENS = 2 + 3 * STEPS
 # All ranks decode together, and what they would have chosen is forecast; nothing is stored.
-SHARING = ("parallel.ranks_per_chain=all", "parallel.ranks_per_stage=1", "decode.mode=auto", "output.kv=false")
+SHARING = ("parallel.ranks_per_chain=all", "parallel.tensor_parallel=1", "decode.mode=auto", "output.kv=false")
 SHA, APART = "SHA", "apart"
 WHOLE = "whole, "
 Floats = npt.NDArray[np.float64]

@@ -22,21 +22,21 @@ from kvr_mpi.schedule.simulate import NAMES, ForecastRow, Outlook, check_context
 
 
 @dataclass(frozen=True, slots=True)
-class StageRow:
-    """One prompt length on ranks that are stages of a chain, beside what else so many ranks could do.
+class GroupRow:
+    """One prompt length on ranks in tensor-parallel groups of a chain, beside what else so many ranks could do.
 
-    stages, ranks_per_stage : of the chain.
+    groups, tensor_parallel : of the chain.
     kvr_s : seconds to its first token, with the best slices.
-    ring_s : of zigzag ring attention over the same stages.
+    ring_s : of zigzag ring attention over the same groups.
     tensor_s : of tensor parallelism alone, over all ranks.
     ranks_ring_s : of zigzag ring attention over all ranks, each with the whole model.
-    weight_bytes, whole_bytes : of weights a rank of a stage has, and of the whole model.
+    weight_bytes, whole_bytes : of weights a rank of a group has, and of the whole model.
     memory_bytes : a rank's.
     """
 
     context_tokens: int
-    stages: int
-    ranks_per_stage: int
+    groups: int
+    tensor_parallel: int
     kvr_s: float
     ring_s: float
     tensor_s: float
@@ -48,46 +48,48 @@ class StageRow:
     @property
     def ranks(self) -> int:
         """All of them."""
-        return self.stages * self.ranks_per_stage
+        return self.groups * self.tensor_parallel
 
 
-def simulate_stages(
-    found: Outlook, contexts: Sequence[int], ranks: Sequence[int], ranks_per_stage: int, *, quantum: int = 64
-) -> list[StageRow]:
-    """Forecast chains of stages beside tensor parallelism alone and rings, on as many ranks.
+def simulate_groups(
+    found: Outlook, contexts: Sequence[int], ranks: Sequence[int], tensor_parallel: int, *, quantum: int = 64
+) -> list[GroupRow]:
+    """Forecast chains of groups beside tensor parallelism alone and rings, on as many ranks.
 
     Parameters
     ----------
     found : Outlook
-        Of the model on ranks that are one of these stages each.
+        Of the model on ranks that are one of these groups each.
 
     Raises
     ------
     ConfigError
-        If stages do not divide the ranks, or the model's heads, or a context is beyond the model's.
+        If groups do not divide the ranks, or the model's heads, or a context is beyond the model's.
     """
     work, hardware, link = found.work, found.hardware, found.costs.link_bytes_per_s
-    check_heads(work, ranks_per_stage)
+    check_heads(work, tensor_parallel)
     for count in ranks:
-        if count % ranks_per_stage:
-            raise ConfigError(f"{count} ranks cannot be divided into stages of {ranks_per_stage}; choose a multiple")
+        if count % tensor_parallel:
+            raise ConfigError(
+                f"{count} ranks cannot be divided into tensor-parallel groups of {tensor_parallel}; choose a multiple"
+            )
     check_contexts(work, contexts, max(ranks))
     whole = costs_of(work, hardware, link_bytes_per_s=link)
     rows = []
     for tokens in contexts:
         for count in ranks:
-            stages = count // ranks_per_stage
-            together = costs_of(work, hardware, link_bytes_per_s=link, ranks_per_stage=count)
+            groups = count // tensor_parallel
+            together = costs_of(work, hardware, link_bytes_per_s=link, tensor_parallel=count)
             rows.append(
-                StageRow(
+                GroupRow(
                     context_tokens=tokens,
-                    stages=stages,
-                    ranks_per_stage=ranks_per_stage,
-                    kvr_s=best_split(found.costs, tokens, stages, found.relay, quantum)[1],
-                    ring_s=ring_seconds(found.costs, tokens, stages),
+                    groups=groups,
+                    tensor_parallel=tensor_parallel,
+                    kvr_s=best_split(found.costs, tokens, groups, found.relay, quantum)[1],
+                    ring_s=ring_seconds(found.costs, tokens, groups),
                     tensor_s=single_seconds(together, tokens),
                     ranks_ring_s=ring_seconds(whole, tokens, count),
-                    weight_bytes=work.of_stage(ranks_per_stage).weight_bytes,
+                    weight_bytes=work.of_group(tensor_parallel).weight_bytes,
                     whole_bytes=work.weight_bytes,
                     memory_bytes=hardware.memory_bytes,
                 )
@@ -124,11 +126,11 @@ def simulate_stages(
     help="Compute slices in chunks of this many tokens.  [default: whole slices]",
 )
 @click.option(
-    "--ranks-per-stage",
+    "--tensor-parallel",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Forecast chains of stages instead, each of this many ranks that share one model; compared with tensor "
+    help="Forecast chains of tensor-parallel groups instead, each of this many ranks; compared with tensor "
     "parallelism alone and with rings.",
 )
 @printed_options
@@ -149,7 +151,7 @@ def main(
     link_gigabytes_per_s: float | None,
     relay: RelayKind | None,
     chunk_tokens: int | None,
-    ranks_per_stage: int,
+    tensor_parallel: int,
     json_file: str | None,
     csv_file: str | None,
     plot: Path | None,
@@ -160,15 +162,15 @@ def main(
     \b
     python -m benchmarks forecast --model "Llama 3.1 8B 1M" --hardware h100-80gb --ranks 1,8,1024 --contexts 64k,1m
     """  # noqa: D301
-    found = look_out(model, hardware, link_gigabytes_per_s, relay, is_offline, ranks_per_stage)
+    found = look_out(model, hardware, link_gigabytes_per_s, relay, is_offline, tensor_parallel)
     work, profile, costs, chain = found.work, found.hardware, found.costs, found.relay
     lengths, sizes = parse_numbers("--contexts", contexts), parse_numbers("--ranks", ranks)
-    if ranks_per_stage > 1:
+    if tensor_parallel > 1:
         if plot is not None or chunk_tokens is not None:
             raise ConfigError(
-                "--ranks-per-stage cannot be combined with --plot or --chunk-tokens: leave one of them out"
+                "--tensor-parallel cannot be combined with --plot or --chunk-tokens: leave one of them out"
             )
-        _forecast_stages(found, lengths, sizes, ranks_per_stage, json_file, csv_file)
+        _forecast_groups(found, lengths, sizes, tensor_parallel, json_file, csv_file)
         return
     rows = simulate(work, costs, lengths, sizes, relay=chain, chunk_tokens=chunk_tokens)
     if plot is not None:
@@ -182,26 +184,26 @@ def main(
     write(json_file, csv_file, {**about, "rows": [row.as_json() for row in rows]}, columns)
 
 
-def _forecast_stages(
+def _forecast_groups(
     found: Outlook, contexts: list[int], ranks: list[int], size: int, json_file: str | None, csv_file: str | None
 ) -> None:
-    """Print or write forecasts of chains of stages."""
-    rows = simulate_stages(found, contexts, ranks, size)
+    """Print or write forecasts of chains of groups."""
+    rows = simulate_groups(found, contexts, ranks, size)
     if json_file is not None or csv_file is not None:
         about = {"model": found.work.name, "hardware": found.hardware.name, "relay": found.relay}
         columns: list[dict[str, object]] = [asdict(row) for row in rows]
         write(json_file, csv_file, about | {"rows": columns}, columns)
         return
-    bytes_per_s, _ = found.hardware.stage_link(size)
+    bytes_per_s, _ = found.hardware.group_link(size)
     click.echo(f"{found.work.name} on {found.hardware.name} ({found.hardware.source})")
     click.echo(
-        f"stages of {size} ranks, sums at {bytes_per_s / 1e9:g} GB/s; links between stages "
+        f"tensor-parallel groups of {size} ranks, sums at {bytes_per_s / 1e9:g} GB/s; links between groups "
         f"{found.costs.link_bytes_per_s / 1e9:g} GB/s per rank; weights per rank {rows[0].weight_bytes / 1e9:.1f} GB"
     )
-    click.echo("forecast time to first token in seconds: kvr-s and ring over stages; and, with as many ranks, tensor")
+    click.echo("forecast time to first token in seconds: kvr-s and ring over groups; and, with as many ranks, tensor")
     click.echo("parallelism alone, and a ring of ranks that each hold the whole model\n")
     click.echo(
-        f"{'tokens':>9}  {'ranks':>5}  {'stages':>8}  {'kvr-s':>8}  {'ring':>8}  {'tensor':>8}  {'ranks ring':>10}"
+        f"{'tokens':>9}  {'ranks':>5}  {'groups':>8}  {'kvr-s':>8}  {'ring':>8}  {'tensor':>8}  {'ranks ring':>10}"
     )
     for row in rows:
         fits = row.whole_bytes <= row.memory_bytes
@@ -209,7 +211,7 @@ def _forecast_stages(
         told = f"{row.ranks_ring_s:>10.4g}" + (
             "" if fits else f"  ({row.whole_bytes / 1e9:.0f} GB do not fit on one rank)"
         )
-        click.echo(f"{row.context_tokens:>9}  {row.ranks:>5}  {f'{row.stages} x {size}':>8}  {times}  {told}")
+        click.echo(f"{row.context_tokens:>9}  {row.ranks:>5}  {f'{row.groups} x {size}':>8}  {times}  {told}")
 
 
 def _columns(row: ForecastRow) -> dict[str, object]:

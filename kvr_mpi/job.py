@@ -137,7 +137,7 @@ class ParallelSection(Section):
     ranks_per_chain: int | Literal["all", "auto"] = Field(
         "all", description="ranks that share one prompt; auto: planned for each document"
     )
-    ranks_per_stage: int = Field(
+    tensor_parallel: int = Field(
         1, ge=1, description="ranks over which one copy of the model is split; they share each slice of a prompt"
     )
     min_efficiency: float = Field(

@@ -22,12 +22,14 @@ KEYS: dict[str, str] = {
     "parallel.compile": "Leave it out; a larger parallel.chunk_tokens saves launches and reads of weights.",
     "output.kv_compression": "Leave it out; keys and values are stored as the model made them.",
     "output.kv_dtype": "Leave it out; keys and values are stored in the model's data type.",
-    "model.stream_weights": "Leave it out; a model larger than memory is split over ranks by parallel.ranks_per_stage.",
+    "parallel.ranks_per_stage": "Use parallel.tensor_parallel.",
+    "model.stream_weights": "Leave it out; a model larger than memory is split over ranks by parallel.tensor_parallel.",
 }
 
 # A command, or a command and its option: "COMMAND --option".
 COMMANDS: dict[str, str] = {
     "profile-heads": "Run kvr search JOB.toml --heads heads.json.",
+    "doctor --ranks-per-stage": "Use --tensor-parallel.",
     "search --check": "in a clone of the repository, run `python -m benchmarks slices`.",
     "report --trace-json": "Open the files in RUN/trace at ui.perfetto.dev.",
     "import": "Copy the run's folder; kvr ask and documents.reuse read it where it is.",

@@ -1,8 +1,9 @@
-"""All rank arithmetic: chains and stages of a job, who shares a device, and who is before and after whom.
+"""All rank arithmetic: chains and tensor-parallel groups, who shares a device, and who is before and after whom.
 
-Ranks are numbered by MPI. A *stage* is the ranks that hold one copy of the model's weights among them; a
-*chain* is stages that share prompts, next to each other; a job's chains lie side by side. Within a prompt a stage has a
-*place*, that of its slice: places turn round the chain from prompt to prompt, so that each stage decodes its share.
+Ranks are numbered by MPI. A *tensor-parallel group* is the ranks that hold one copy of the model's weights among
+them; a *chain* is groups that share prompts, next to each other; a job's chains lie side by side. Within a prompt a
+group has a *place*, that of its slice: places turn round the chain from prompt to prompt, so that each group decodes
+its share.
 
 Nobody else divides a rank by anything (``tests/test_layers.py`` looks).
 """
@@ -28,7 +29,7 @@ class Topology:
         Of the job.
     ranks_per_chain : int
         Those that are left over, if it does not divide the ranks, are in no chain.
-    ranks_per_stage : int
+    tensor_parallel : int
         Divides `ranks_per_chain`.
 
     Raises
@@ -39,18 +40,20 @@ class Topology:
 
     ranks: int
     ranks_per_chain: int
-    ranks_per_stage: int = 1
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         """Refuse chains that cannot be."""
-        if not 1 <= self.ranks_per_stage <= self.ranks_per_chain <= self.ranks:
+        if not 1 <= self.tensor_parallel <= self.ranks_per_chain <= self.ranks:
             raise ConfigError(
-                f"chains of {self.ranks_per_chain} rank(s) with stages of {self.ranks_per_stage}, on {self.ranks}: "
-                f"expected 1 <= ranks of a stage <= ranks of a chain <= all ranks"
+                f"chains of {self.ranks_per_chain} rank(s) with tensor-parallel groups of {self.tensor_parallel}, on "
+                f"{self.ranks}: "
+                f"expected 1 <= tensor_parallel <= ranks of a chain <= all ranks"
             )
-        if self.ranks_per_chain % self.ranks_per_stage:
+        if self.ranks_per_chain % self.tensor_parallel:
             raise ConfigError(
-                f"chains of {self.ranks_per_chain} ranks cannot be divided into stages of {self.ranks_per_stage}"
+                f"chains of {self.ranks_per_chain} ranks cannot be divided into tensor-parallel groups of "
+                f"{self.tensor_parallel}"
             )
 
     @property
@@ -59,35 +62,35 @@ class Topology:
         return self.ranks // self.ranks_per_chain
 
     @property
-    def stages(self) -> int:
-        """Stages of a chain: a prompt has a slice for each."""
-        return self.ranks_per_chain // self.ranks_per_stage
+    def groups(self) -> int:
+        """Groups of a chain: a prompt has a slice for each."""
+        return self.ranks_per_chain // self.tensor_parallel
 
-    def group_of(self, rank: int) -> int:
+    def chain_color(self, rank: int) -> int:
         """Tell which ranks a rank is grouped with: its chain, or those that are left over."""
         return rank // self.ranks_per_chain
 
     def chain_of(self, rank: int) -> int | None:
         """Tell which chain a rank is in; None if it is left over."""
-        chain = self.group_of(rank)
+        chain = self.chain_color(rank)
         return chain if chain < self.chains else None
 
     def ranks_of(self, chain: int) -> slice:
         """Give the ranks of a chain, among all."""
         return slice(chain * self.ranks_per_chain, (chain + 1) * self.ranks_per_chain)
 
-    def stage_number(self, rank: int) -> int:
-        """Tell which stage a rank is in, of all chains one after the other."""
-        return rank // self.ranks_per_stage
+    def group_number(self, rank: int) -> int:
+        """Tell which group a rank is in, of all chains one after the other."""
+        return rank // self.tensor_parallel
 
     @property
-    def by_stage(self) -> Topology:
-        """The stages of this one, as if each were a rank."""
-        return Topology(self.ranks // self.ranks_per_stage, self.stages)
+    def by_group(self) -> Topology:
+        """The groups of this one, as if each were a rank."""
+        return Topology(self.ranks // self.tensor_parallel, self.groups)
 
-    def rank_in_stage(self, rank: int) -> int:
+    def rank_in_group(self, rank: int) -> int:
         """Tell which shard of the weights a rank holds."""
-        return rank % self.ranks_per_chain % self.ranks_per_stage
+        return rank % self.ranks_per_chain % self.tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class KVHeads:
-    """The KV heads that a rank of a stage holds of every layer.
+    """The KV heads that a rank of a group holds of every layer.
 
     first, last : the last not included.
     of : how many there are; if fewer than ranks, several ranks hold the same.
@@ -144,7 +147,7 @@ class KVHeads:
 
     @property
     def shares(self) -> list[KVHeads]:
-        """What the ranks of the stage hold, each head once, in order."""
+        """What the ranks of the group hold, each head once, in order."""
         each = self.last - self.first
         return [KVHeads(first, first + each, self.of) for first in range(0, self.of, each)]
 
@@ -156,35 +159,35 @@ def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
     return first, first + each + (rank < left)
 
 
-def whole_stages(ranks: int, ranks_per_stage: int) -> int:
-    """Count the stages that so many ranks make up."""
-    return ranks // ranks_per_stage
+def whole_groups(ranks: int, tensor_parallel: int) -> int:
+    """Count the groups that so many ranks make up."""
+    return ranks // tensor_parallel
 
 
-def place_in_stage(rank: int, ranks_per_stage: int) -> tuple[int, int]:
-    """Tell which stage a rank is in, of all one after the other, and which of its ranks it is."""
-    return divmod(rank, ranks_per_stage)
+def place_in_group(rank: int, tensor_parallel: int) -> tuple[int, int]:
+    """Tell which group a rank is in, of all one after the other, and which of its ranks it is."""
+    return divmod(rank, tensor_parallel)
 
 
-def in_lane_of(rank: int, stage: int, ranks_per_stage: int) -> int:
-    """Give the rank of a stage that has the same place there as another rank in its own: the same heads."""
-    return stage * ranks_per_stage + rank % ranks_per_stage
+def in_lane_of(rank: int, group: int, tensor_parallel: int) -> int:
+    """Give the rank of a group that has the same place there as another rank in its own: the same heads."""
+    return group * tensor_parallel + rank % tensor_parallel
 
 
-def rank_name(rank: int, ranks_per_stage: int) -> str:
-    """Name a rank, where a stage is several with its stage and its place there."""
-    stage, place = place_in_stage(rank, ranks_per_stage)
-    return f"rank {rank}" if ranks_per_stage == 1 else f"rank {rank} (stage {stage}.{place})"
+def rank_name(rank: int, tensor_parallel: int) -> str:
+    """Name a rank, where a group is several with its group and its place there."""
+    group, place = place_in_group(rank, tensor_parallel)
+    return f"rank {rank}" if tensor_parallel == 1 else f"rank {rank} (group {group}.{place})"
 
 
-def first_of_each(items: Sequence[T], stages: int) -> list[T]:
-    """Of what there is one for each rank of some stages, keep that of each stage's first rank."""
-    return list(items[:: len(items) // stages])
+def first_of_each(items: Sequence[T], groups: int) -> list[T]:
+    """Of what there is one for each rank of some groups, keep that of each group's first rank."""
+    return list(items[:: len(items) // groups])
 
 
-def least_of_each(items: Sequence[int], stages: int) -> list[int]:
-    """Of what there is one for each rank of some stages, keep the least of each stage."""
-    size = len(items) // stages
+def least_of_each(items: Sequence[int], groups: int) -> list[int]:
+    """Of what there is one for each rank of some groups, keep the least of each group."""
+    size = len(items) // groups
     return [min(items[first : first + size]) for first in range(0, len(items), size)]
 
 

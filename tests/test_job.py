@@ -75,7 +75,7 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     [parallel]
     strategy = "kvr"
     ranks_per_chain = 2
-    ranks_per_stage = 2
+    tensor_parallel = 2
     min_efficiency = 0.25
     partition = "table"
     table = "tables"

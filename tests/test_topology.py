@@ -19,44 +19,44 @@ from kvr_mpi.topology import (
     least_of_each,
     others_after,
     others_before,
-    place_in_stage,
+    place_in_group,
     preceding,
     rank_name,
     share_of,
     share_of_cores,
-    whole_stages,
+    whole_groups,
 )
 
 
 @st.composite
 def topologies(draw: st.DrawFn) -> Topology:
-    stage = draw(st.integers(1, 4))
-    chain = stage * draw(st.integers(1, 5))
-    return Topology(draw(st.integers(chain, 4 * chain + 3)), chain, stage)
+    group = draw(st.integers(1, 4))
+    chain = group * draw(st.integers(1, 5))
+    return Topology(draw(st.integers(chain, 4 * chain + 3)), chain, group)
 
 
 @given(topologies())
 def test_every_rank_has_one_place(topology: Topology) -> None:
     places = [
-        (topology.chain_of(rank), topology.stage_number(rank), topology.rank_in_stage(rank))
+        (topology.chain_of(rank), topology.group_number(rank), topology.rank_in_group(rank))
         for rank in range(topology.ranks)
         if topology.chain_of(rank) is not None
     ]
     assert len(places) == len(set(places)) == topology.chains * topology.ranks_per_chain
-    assert {stage for _, stage, _ in places} == set(range(topology.chains * topology.stages))
-    assert {shard for _, _, shard in places} == set(range(topology.ranks_per_stage))
+    assert {group for _, group, _ in places} == set(range(topology.chains * topology.groups))
+    assert {shard for _, _, shard in places} == set(range(topology.tensor_parallel))
     for chain in range(topology.chains):
         mine = range(topology.ranks)[topology.ranks_of(chain)]
         assert [topology.chain_of(rank) for rank in mine] == [chain] * topology.ranks_per_chain
-        assert len({topology.group_of(rank) for rank in mine}) == 1
+        assert len({topology.chain_color(rank) for rank in mine}) == 1
     left = [rank for rank in range(topology.ranks) if topology.chain_of(rank) is None]
     assert (not left) == divides(topology.ranks_per_chain, topology.ranks)
-    assert len({topology.group_of(rank) for rank in left}) <= 1
+    assert len({topology.chain_color(rank) for rank in left}) <= 1
 
 
 @pytest.mark.parametrize("ranks", [(4, 8, 1), (4, 0, 1), (4, 4, 8), (8, 6, 4), (4, 2, 0)])
 def test_what_cannot_be_is_refused(ranks: tuple[int, int, int]) -> None:
-    with pytest.raises(ConfigError, match="stages of"):
+    with pytest.raises(ConfigError, match="tensor-parallel groups of"):
         Topology(*ranks)
 
 
@@ -91,12 +91,12 @@ def test_devices_and_cores_are_shared_evenly(ranks: int, devices: int) -> None:
 
 
 @given(topologies())
-def test_stages_seen_as_ranks_are_those_of_the_chains(topology: Topology) -> None:
-    seen = topology.by_stage
-    assert (seen.chains, seen.stages) == (topology.chains, topology.stages)
+def test_groups_seen_as_ranks_are_those_of_the_chains(topology: Topology) -> None:
+    seen = topology.by_group
+    assert (seen.chains, seen.groups) == (topology.chains, topology.groups)
     for rank in range(topology.ranks):
         if (chain := topology.chain_of(rank)) is not None:
-            assert seen.chain_of(topology.stage_number(rank)) == chain
+            assert seen.chain_of(topology.group_number(rank)) == chain
 
 
 @given(st.integers(0, 99), st.integers(1, 9))
@@ -109,22 +109,22 @@ def test_shares_follow_each_other_and_differ_by_one(count: int, size: int) -> No
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.data())
-def test_of_each_stage_the_first_or_the_least(stages: int, size: int, data: st.DataObject) -> None:
-    values = data.draw(st.lists(st.integers(0, 9), min_size=stages * size, max_size=stages * size))
-    own = [values[stage * size : (stage + 1) * size] for stage in range(stages)]
-    assert first_of_each(values, stages) == [one[0] for one in own]
-    assert least_of_each(values, stages) == [min(one) for one in own]
-    assert whole_stages(stages * size, size) == stages
+def test_of_each_group_the_first_or_the_least(groups: int, size: int, data: st.DataObject) -> None:
+    values = data.draw(st.lists(st.integers(0, 9), min_size=groups * size, max_size=groups * size))
+    own = [values[group * size : (group + 1) * size] for group in range(groups)]
+    assert first_of_each(values, groups) == [one[0] for one in own]
+    assert least_of_each(values, groups) == [min(one) for one in own]
+    assert whole_groups(groups * size, size) == groups
 
 
 def test_ranks_of_a_lane_have_the_same_heads() -> None:
-    assert [in_lane_of(5, stage, 2) for stage in range(3)] == [1, 3, 5]
-    assert [in_lane_of(4, stage, 1) for stage in range(3)] == [0, 1, 2]
-    assert [place_in_stage(rank, 3) for rank in (0, 4, 8)] == [(0, 0), (1, 1), (2, 2)]
-    assert (rank_name(5, 2), rank_name(5, 1)) == ("rank 5 (stage 2.1)", "rank 5")
+    assert [in_lane_of(5, group, 2) for group in range(3)] == [1, 3, 5]
+    assert [in_lane_of(4, group, 1) for group in range(3)] == [0, 1, 2]
+    assert [place_in_group(rank, 3) for rank in (0, 4, 8)] == [(0, 0), (1, 1), (2, 2)]
+    assert (rank_name(5, 2), rank_name(5, 1)) == ("rank 5 (group 2.1)", "rank 5")
     topology = Topology(12, 6, 3)
     for rank in range(12):
-        assert place_in_stage(rank, 3) == (topology.stage_number(rank), topology.rank_in_stage(rank))
+        assert place_in_group(rank, 3) == (topology.group_number(rank), topology.rank_in_group(rank))
 
 
 def test_heads_are_shared_evenly_each_once() -> None:

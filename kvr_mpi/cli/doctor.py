@@ -31,20 +31,22 @@ from kvr_mpi.cli.options import command
     "it.",
 )
 @click.option(
-    "--ranks-per-stage", type=click.IntRange(min=1), help="Also test the sums over stages of this many ranks."
+    "--tensor-parallel",
+    type=click.IntRange(min=1),
+    help="Also test the sums over tensor-parallel groups of this many ranks.",
 )
 @click.option(
     "--job",
     type=click.Path(path_type=Path),
     metavar="JOB.toml",
-    help="Take the number of ranks per stage from this job.",
+    help="Take parallel.tensor_parallel from this job.",
 )
 def doctor(
     as_json: bool,
     output_dir: Path,
     share_gpu: bool,
     try_transfers: Literal["auto", "host", "cuda", "no"],
-    ranks_per_stage: int | None,
+    tensor_parallel: int | None,
     job: Path | None,
 ) -> int:
     """Examine the launcher, cores, GPUs, MPI, links, HDF5, clocks and SLURM, and suggest remedies.
@@ -52,7 +54,7 @@ def doctor(
     \b
     mpirun -n 8 kvr doctor --output-dir runs/
     srun --mpi=pmi2 kvr doctor --json
-    srun --ntasks-per-node=8 kvr doctor --ranks-per-stage 4
+    srun --ntasks-per-node=8 kvr doctor --tensor-parallel 4
 
     Exit codes: 0 no check failed; 69 the ranks cannot communicate; 78 another check failed.
     """  # noqa: D301
@@ -60,11 +62,11 @@ def doctor(
     from kvr_mpi.doctor.findings import Finding, to_json, to_lines
     from kvr_mpi.doctor.launch import Request, diagnose
 
-    size = ranks_per_stage or 1
-    if ranks_per_stage is None and job is not None:
+    size = tensor_parallel or 1
+    if tensor_parallel is None and job is not None:
         from kvr_mpi.job import load_job
 
-        size = load_job(job)[0].parallel.ranks_per_stage
+        size = load_job(job)[0].parallel.tensor_parallel
     cache_dir = read_environment().machine.cache_dir
     request = Request(output_dir, share_gpu, try_transfers, cache_dir, size)
 

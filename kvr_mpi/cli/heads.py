@@ -39,7 +39,7 @@ def measure_heads(job: Path, settings: tuple[str, ...], documents: int, output: 
     from kvr_mpi.runtime.head_sample import sample_heads
     from kvr_mpi.store.targets import check_file
 
-    alone = ("parallel.ranks_per_chain=all", "parallel.ranks_per_stage=1")  # whatever ranks the job itself runs on
+    alone = ("parallel.ranks_per_chain=all", "parallel.tensor_parallel=1")  # whatever ranks the job itself runs on
     spec, _ = load_job(job, (*settings, *alone))
     check_job(spec, 1, goes_on=True, offline=is_offline())
     if output.exists() and not replace:

@@ -67,7 +67,7 @@ def plan(
     With --tokens, it shows the seconds to the first token on up to that many ranks.
 
     With parallel.ranks_per_chain = "auto", a job follows such a plan, with costs measured on its own ranks. With
-    parallel.ranks_per_stage = n, the plan is for stages of n ranks, and all chains have the same length.
+    parallel.tensor_parallel = n, the plan is for groups of n ranks, and all chains have the same length.
     """  # noqa: D301
     from dataclasses import asdict
 
@@ -90,7 +90,7 @@ def plan(
         decoding = None if made.decoding is None else asdict(made.decoding)
         told = {
             **_as_json(found, forecast),
-            "ranks_per_stage": made.ranks_per_stage,
+            "tensor_parallel": made.tensor_parallel,
             "nodes": nodes.nodes,
             **used,
             "decoding": decoding,
@@ -106,8 +106,10 @@ def plan(
     if made.others:
         click.echo(f"           {describe_others(made.others)}")
     click.echo("")
-    if made.ranks_per_stage > 1:
-        click.echo(f"each rank below is a stage of {made.ranks_per_stage} ranks: {made.ranks} ranks in total\n")
+    if made.tensor_parallel > 1:
+        click.echo(
+            f"each rank below is a tensor-parallel group of {made.tensor_parallel} ranks: {made.ranks} ranks in total\n"
+        )
     _print_rows(found, forecast, limit_rows)
     _print_summary(made)
     if made.decoding is not None:
@@ -262,12 +264,12 @@ def _print_summary(made: PlannedJob) -> None:
     others = [count for count in (found.ranks // 2, found.ranks * 2) if 0 < count <= COMPARED_RANKS]
     times = [(count, plan_documents(spec, texts, count, forecast).makespan_s) for count in others]
     times.append((found.ranks, found.makespan_s))
-    hours = {count: count * made.ranks_per_stage * seconds / 3600 for count, seconds in times}
+    hours = {count: count * made.tensor_parallel * seconds / 3600 for count, seconds in times}
     shown = {count: f"{spent:.2g}" if spent < 10 else f"{spent:.0f}" for count, spent in hours.items()}
     costs = [f"{count}: {duration_text(seconds)} ({shown[count]} rank hours)" for count, seconds in sorted(times)]
     click.echo("by number of ranks: " + "; ".join(costs))
     if not spec.planned and spec.takes_chains:
-        runs = "; with 'auto' it follows the plan above" if made.ranks_per_stage == 1 else ""
+        runs = "; with 'auto' it follows the plan above" if made.tensor_parallel == 1 else ""
         wanted = spec.parallel.ranks_per_chain
         seconds = made.written_s
         takes = "does not fit, or does not divide the ranks" if seconds is None else f"takes {duration_text(seconds)}"

@@ -130,14 +130,14 @@ def _rank_lines(found: Status) -> list[tuple[str, str]]:
             if rank in found.silent:
                 gone = duration_text(newest - state.written_at_s)
                 what = f"SILENT for {gone}: its process has ended or hangs; last seen {what}"
-        rows.append((rank_name(rank, found.ranks[0].ranks_per_stage), printable(what)))
+        rows.append((rank_name(rank, found.ranks[0].tensor_parallel), printable(what)))
     if len(order) > SHOWN:
         rows.append(("", f"and {len(order) - SHOWN} more; --json lists all"))
     seconds = newest - min(each.began_s for each in found.ranks)
     prompt, new = (
         sum(tokens)
         for tokens in zip(
-            *((one.prompt_tokens, one.new_tokens) for one in found.ranks if one.is_first_of_stage), strict=True
+            *((one.prompt_tokens, one.new_tokens) for one in found.ranks if one.is_first_of_group), strict=True
         )
     )
     if seconds > 0 and prompt:

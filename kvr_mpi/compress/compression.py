@@ -23,8 +23,8 @@ from kvr_mpi.compress.streaming_llm import recency_scores
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.transfers import Range
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.stage import Stage
-from kvr_mpi.model.stage_weights import Part
+from kvr_mpi.model.tp_group import TensorParallelGroup
+from kvr_mpi.model.tp_weights import Part
 
 # For each layer and KV head the positions that are kept, ascending; None: the layer keeps all it has.
 Retained = list[Sequence[torch.Tensor] | None]
@@ -49,7 +49,7 @@ class Compression:
 
     layers : which are compressed: those whose queries see all tokens. One with a window or chunks keeps all it has.
     kv_heads : of a layer, of the whole model.
-    part, stage : which of them this rank has, and who has the others; None: all.
+    part, tp_group : which of them this rank has, and who has the others; None: all.
     """
 
     settings: CompressSettings
@@ -57,7 +57,7 @@ class Compression:
     kv_heads: int
     profile: HeadProfile | None = None
     part: Part | None = None
-    stage: Stage | None = None
+    tp_group: TensorParallelGroup | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class Compression:
         return retained
 
     def size_of(self, cache: Any, retained: Retained) -> RetainedSize:
-        """Say how much of a cache that is, with what the other ranks of the stage keep."""
+        """Say how much of a cache that is, with what the other ranks of the group keep."""
         kept, kv_bytes = 0, 0
         for layer_idx, (layer, heads) in enumerate(zip(cache.layers, retained, strict=True)):
             shape = layer.shape
@@ -161,8 +161,8 @@ class Compression:
             tokens = every if heads is None else sum(map(len, heads))
             kept += tokens if layer_idx in self.layers else 0
             kv_bytes += tokens * (shape.key_dim + shape.value_dim) * cache.dtype.itemsize
-        if self.stage is not None:
-            kept, kv_bytes = self.stage.total([kept, kv_bytes], cache.device)
+        if self.tp_group is not None:
+            kept, kv_bytes = self.tp_group.total([kept, kv_bytes], cache.device)
         return RetainedSize(str(self.settings), kept / (len(self.layers) * self.kv_heads), kv_bytes)
 
     @property
@@ -171,12 +171,12 @@ class Compression:
         return (0, self.kv_heads) if self.part is None else self.part.own_kv_heads
 
     def _of_all_heads(self, scores: torch.Tensor) -> torch.Tensor:
-        """Put this rank's scores (own heads, tokens) together with its stage's (kv_heads, tokens), to the bit."""
-        if self.stage is None:
+        """Put this rank's scores (own heads, tokens) together with its group's (kv_heads, tokens), to the bit."""
+        if self.tp_group is None:
             return scores
         whole = scores.new_zeros(self.kv_heads, scores.shape[1])
         whole[slice(*self._own)] = scores
-        return self.stage.all_reduce(whole)
+        return self.tp_group.all_reduce(whole)
 
     def _scores(self, cache: Any, layer_idx: int, window: Range) -> torch.Tensor:
         """Score the tokens before the window (this rank's heads, tokens)."""
@@ -224,12 +224,13 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
     part = loaded.part
     if part is not None and not part.is_alone_with_heads:
         raise ConfigError(
-            f"{name} has {part.kv_heads} KV heads, so the {part.size} ranks of a stage share heads, each with only "
-            f"some of the queries needed; choose parallel.ranks_per_stage <= {part.kv_heads}, or leave [compress] out"
+            f"{name} has {part.kv_heads} KV heads, so the {part.size} ranks of a tensor-parallel group share heads, "
+            f"each with only "
+            f"some of the queries needed; choose parallel.tensor_parallel <= {part.kv_heads}, or leave [compress] out"
         )
     kv_heads = heads.pop() if part is None else part.kv_heads
     profile = _profile_for(settings, loaded, len(layers), kv_heads)
-    return Compression(settings, layers, kv_heads, profile, part, loaded.stage)
+    return Compression(settings, layers, kv_heads, profile, part, loaded.tp_group)
 
 
 def _profile_for(settings: CompressSettings, loaded: LoadedModel, layers: int, kv_heads: int) -> HeadProfile | None:

@@ -59,7 +59,7 @@ class Hardware(BaseModel):
     memory_bytes: Positive
     host_ranks: Annotated[int, Field(ge=1, le=1 << 20)] = Field(1, description="ranks that share a host")
     host_link_bytes_per_s: Positive | None = Field(
-        None, description="links within a host, one direction, which carry a stage's sums; default: link_bytes_per_s"
+        None, description="links within a host, one direction, which carry a group's sums; default: link_bytes_per_s"
     )
     host_link_latency_s: NotNegative | None = Field(None, description="the same; default: link_latency_s")
     for_models: dict[str, ModelRates] = Field(
@@ -67,8 +67,8 @@ class Hardware(BaseModel):
         description="other rates for models whose name starts so, since another implementation runs them",
     )
 
-    def stage_link(self, ranks: int) -> tuple[float, float]:
-        """Bytes a second and latency of what joins the ranks of a stage.
+    def group_link(self, ranks: int) -> tuple[float, float]:
+        """Bytes a second and latency of what joins the ranks of a group.
 
         Links within a host, if it has so many. Over several hosts a collective library sums in as many rings as a host
         has adapters, so that all of them carry the sums, as far as the links within a host do.

@@ -85,7 +85,7 @@ class Costs:
 
 
 def costs_of(
-    work: Workload, hardware: Hardware, *, link_bytes_per_s: float | None = None, ranks_per_stage: int = 1
+    work: Workload, hardware: Hardware, *, link_bytes_per_s: float | None = None, tensor_parallel: int = 1
 ) -> Costs:
     """Divide a model's work by a machine's rates.
 
@@ -95,22 +95,22 @@ def costs_of(
         Of the whole model.
     link_bytes_per_s : float, optional
         Instead of the profile's.
-    ranks_per_stage : int
+    tensor_parallel : int
         Ranks that do it together. A layer sums twice over them: of the states 2 (n - 1) / n go over every link
-        (Patarasuk and Yuan 2009), in at least 2 log2(n) steps. The links between stages carry a lane each, of its own
+        (Patarasuk and Yuan 2009), in at least 2 log2(n) steps. The links between groups carry a lane each, of its own
         heads.
     """
     if link_bytes_per_s is not None:
         hardware = hardware.model_copy(update={"link_bytes_per_s": link_bytes_per_s})
-    if ranks_per_stage > 1:
-        costs = costs_of(work.of_stage(ranks_per_stage), hardware)
-        bytes_per_s, latency_s = hardware.stage_link(ranks_per_stage)
-        carried = 2 * (ranks_per_stage - 1) / ranks_per_stage * work.hidden_size * work.dtype_bytes
-        steps = 2 * math.ceil(math.log2(ranks_per_stage))
+    if tensor_parallel > 1:
+        costs = costs_of(work.of_group(tensor_parallel), hardware)
+        bytes_per_s, latency_s = hardware.group_link(tensor_parallel)
+        carried = 2 * (tensor_parallel - 1) / tensor_parallel * work.hidden_size * work.dtype_bytes
+        steps = 2 * math.ceil(math.log2(tensor_parallel))
         return replace(
             costs,
             rest_token_s=costs.rest_token_s + 2 * carried / bytes_per_s,
-            # However short the prompt; those of earlier stages lie beside the last one's.
+            # However short the prompt; those of earlier groups lie beside the last one's.
             head_s=costs.head_s + 2 * steps * work.layers * latency_s,
         )
     hardware = hardware.as_run_by(work.name)

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import ModelShape, meta_model, on_meta, probe_shape
-from kvr_mpi.model.stage_weights import why_not_divided
+from kvr_mpi.model.tp_weights import why_not_divided
 
 # Tokens that are counted together: recurrent layers compute chunks of 64, however few there are. A prime, so that
 # what has this size is tokens, and nothing else of a model.
@@ -37,7 +37,7 @@ class Workload:
     weight_bytes : all weights.
     max_tokens : longest context, None where there is no limit.
     has_states : some layers are recurrent: a rank begins a layer when the one before it has ended it.
-    hidden_size, kv_heads, dtype_bytes : what a stage of several ranks sums and shares is counted by them.
+    hidden_size, kv_heads, dtype_bytes : what a group of several ranks sums and shares is counted by them.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Workload:
     kv_heads: int = 1
     dtype_bytes: int = 2
 
-    def of_stage(self, ranks: int) -> Workload:
+    def of_group(self, ranks: int) -> Workload:
         """Count the work of one of the ranks that hold the model among them; of too few KV heads several have one.
 
         Norms, and what chooses experts, every rank has; they are next to nothing.
@@ -136,16 +136,16 @@ SHAPES = {
 ALIASES = {"Llama 7B MHA": "Llama 7B", "Llama 7B GQA": "Llama 7B GQA8"}
 
 
-def check_heads(work: Workload, ranks_per_stage: int) -> None:
-    """Refuse stages that do not divide a model's heads.
+def check_heads(work: Workload, tensor_parallel: int) -> None:
+    """Refuse groups that do not divide a model's heads.
 
     Raises
     ------
     ConfigError
         Listing those that do.
     """
-    if why := why_not_divided(work.heads, work.kv_heads, ranks_per_stage):
-        raise ConfigError(f"ranks_per_stage = {ranks_per_stage}: {work.name}: {why}")
+    if why := why_not_divided(work.heads, work.kv_heads, tensor_parallel):
+        raise ConfigError(f"tensor_parallel = {tensor_parallel}: {work.name}: {why}")
 
 
 def _words(name: str) -> list[str]:

@@ -24,7 +24,7 @@ from kvr_mpi.errors import DocumentError
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
-from kvr_mpi.model.stage import guarded
+from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, run_next
@@ -185,7 +185,7 @@ class DecodeBatch(Generic[K]):
     def _score(self, document: _Running[K], prompt_tokens: int, texts: Sequence[str]) -> str | None:
         """Score continuations of a prompt; say why that cannot be done, if so."""
         try:
-            with guarded(self._loaded.stage):
+            with guarded(self._loaded.tp_group):
                 document.writing.scores = score_continuations(self._loaded, document.prefill, prompt_tokens, texts)
         except DocumentError as error:
             return str(error)
@@ -244,7 +244,7 @@ class DecodeBatch(Generic[K]):
     def _step(self, group: list[_Running[K]]) -> None:
         """Write one token of each of a group; if there is no memory for that, in halves, from now on."""
         try:
-            with guarded(self._loaded.stage):
+            with guarded(self._loaded.tp_group):
                 logits = self._run(group)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -321,7 +321,7 @@ class DecodeBatch(Generic[K]):
         length = cache.length
         cache.note_states()
         try:
-            with guarded(self._loaded.stage):
+            with guarded(self._loaded.tp_group):
                 return run_next(self._loaded.model, prefill, ids)
         except BaseException:
             cache.step_back(length)

@@ -222,8 +222,8 @@ def why_never_captured(loaded: LoadedModel) -> str | None:
     """Say why steps of models of this kind cannot be captured; None if they may be."""
     if kinds := depends_on_length(loaded.model):
         return f"its rotary embedding ({kinds}) is chosen on the host, by each document's length"
-    if loaded.stage is not None:
-        return "the ranks of a stage talk to each other in every layer"
+    if loaded.tp_group is not None:
+        return "the ranks of a tensor-parallel group talk to each other in every layer"
     return None
 
 

@@ -43,7 +43,7 @@ class Request:
     share_gpu: bool = False
     try_transfers: Literal["auto", "host", "cuda", "no"] = "auto"
     cache_dir: Path | None = None
-    ranks_per_stage: int = 1
+    tensor_parallel: int = 1
     effort: Effort = Effort(rounds=200)
     timeout_s: float = 20.0
     patience_s: float = TRIAL_TIMEOUT_S + 60.0

@@ -1,4 +1,4 @@
-"""The chain's links, the stages' sums, and the hosts' clocks, measured through a job's transport, and judged."""
+"""The chain's links, the groups' sums, and the hosts' clocks, measured through a job's transport, and judged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from kvr_mpi.doctor.deadlines import wait_for, within
 from kvr_mpi.doctor.facts import RankFacts, group_hosts
 from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, some, warn
-from kvr_mpi.topology import place_in_stage
+from kvr_mpi.topology import place_in_group
 from kvr_mpi.transport import Request, Transport, clocks
 from kvr_mpi.transport.links import Effort, measure_links
 
@@ -33,7 +33,7 @@ HOST_REMEDY = "check the cores that its ranks are bound to, their network card, 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One link or stage: `row` has its figures, or its ``error``; `crosses`: it goes over several hosts."""
+    """One link or group: `row` has its figures, or its ``error``; `crosses`: it goes over several hosts."""
 
     name: str
     crosses: bool
@@ -83,9 +83,9 @@ def measure_chain(
 
 
 def measure_sums(
-    world: Transport, ranks_per_stage: int, device: torch.device, effort: Effort, timeout_s: float
+    world: Transport, tensor_parallel: int, device: torch.device, effort: Effort, timeout_s: float
 ) -> dict[str, Any]:
-    """Sum over this rank's stage; every rank calls this.
+    """Sum over this rank's group; every rank calls this.
 
     Returns
     -------
@@ -95,30 +95,30 @@ def measure_sums(
     Raises
     ------
     TimeoutError
-        If some rank of the stage does not come.
+        If some rank of the group does not come.
     """
-    stage_number, _ = place_in_stage(world.rank, ranks_per_stage)
+    group_number, _ = place_in_group(world.rank, tensor_parallel)
     limit_s = timeout_s * LIMITS / 3
-    stage = within(limit_s, lambda: world.split(stage_number), "meeting the other ranks of the stage")
-    return within(limit_s, lambda: _sums(stage, device, effort), "a sum over the ranks of the stage")
+    group = within(limit_s, lambda: world.split(group_number), "meeting the other ranks of the group")
+    return within(limit_s, lambda: _sums(group, device, effort), "a sum over the ranks of the group")
 
 
-def _sums(stage: Transport, device: torch.device, effort: Effort) -> dict[str, Any]:
+def _sums(group: Transport, device: torch.device, effort: Effort) -> dict[str, Any]:
     """Time sums, and compare them with what they are to be."""
 
     def timed(mine: torch.Tensor) -> tuple[float, bool]:
         total = mine.clone()
         began = time.perf_counter()
-        stage.all_reduce(total)
+        group.all_reduce(total)
         if total.device.type == "cuda":
             torch.cuda.synchronize(total.device)
         took_s = time.perf_counter() - began
         wanted = torch.zeros(len(mine))
-        for rank in range(stage.size):
+        for rank in range(group.size):
             wanted += _of_rank(len(mine), rank)
         return took_s, torch.equal(total.cpu(), wanted)
 
-    short, long = (_of_rank(count, stage.rank).to(device) for count in (HIDDEN, effort.max_bytes // 4))
+    short, long = (_of_rank(count, group.rank).to(device) for count in (HIDDEN, effort.max_bytes // 4))
     timed(short)  # the first one sets connections up
     shorts = [timed(short) for _ in range(effort.rounds)]
     longs = [timed(long) for _ in range(effort.repeats)]
@@ -166,44 +166,50 @@ def check_links(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], memory
     return _judge("links", links, describe)
 
 
-def check_layout(ranks: int, ranks_per_stage: int) -> list[Finding]:
-    """Refuse a number of ranks that stages do not divide."""
-    if ranks % ranks_per_stage == 0:
+def check_layout(ranks: int, tensor_parallel: int) -> list[Finding]:
+    """Refuse a number of ranks that groups do not divide."""
+    if ranks % tensor_parallel == 0:
         return []
-    text = f"{ranks} rank(s) cannot be divided into stages of {ranks_per_stage}"
-    return [fail("stages", text, f"start a multiple of {ranks_per_stage} ranks, or choose another number for a stage")]
+    text = f"{ranks} rank(s) cannot be divided into tensor-parallel groups of {tensor_parallel}"
+    return [
+        fail(
+            "tensor-parallel",
+            text,
+            f"start a multiple of {tensor_parallel} ranks, or choose another number for --tensor-parallel",
+        )
+    ]
 
 
 def check_sums(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], size: int) -> list[Finding]:
     """Judge what every rank measured (`measure_sums`), or why it could not; `hosts` of each rank."""
-    stages = [_stage(tried, hosts, first, size) for first in range(0, len(tried), size)]
+    groups = [_group(tried, hosts, first, size) for first in range(0, len(tried), size)]
 
     def describe(good: Sequence[Measured]) -> str:
-        slowest, latest = min(good, key=lambda stage: stage.speed), max(good, key=lambda stage: stage.latency)
+        slowest, latest = min(good, key=lambda group: group.speed), max(good, key=lambda group: group.latency)
         prompt_s = (2 * LAYERS + 1) * PROMPT_TOKENS * STATE_BYTES / slowest.speed / 1e9
         token_s = (2 * LAYERS + 1) * latest.latency / 1e6
         return (
-            f"{len(good)} stage(s) of {size} ranks: sums of long tensors at "
+            f"{len(good)} tensor-parallel group(s) of {size} ranks: sums of long tensors at "
             f"{statistics.median(one.speed for one in good):.2f} GB/s (slowest {slowest.speed:.2f}, {slowest.name}), "
             f"of one token in {statistics.median(one.latency for one in good):.0f} us (longest {latest.latency:.0f}, "
             f"{latest.name}); sums compared. Forecast for Llama 3.1 70B: {prompt_s:.2f} s for {PROMPT_TOKENS} prompt "
             f"tokens, {1e3 * token_s:.1f} ms per decoded token"
         )
 
-    findings = _judge("stages", stages, describe)
-    if across := [one.name for one in stages if one.crosses]:
-        text = f"{len(across)} stage(s) span several hosts, so sums go over the network: {some(across)}"
+    findings = _judge("tensor-parallel", groups, describe)
+    if across := [one.name for one in groups if one.crosses]:
+        text = f"{len(across)} tensor-parallel group(s) span several hosts, so sums go over the network: {some(across)}"
         remedy = f"start a multiple of {size} ranks on each host, numbered block-wise"
-        findings.append(warn("stages", text, remedy))
+        findings.append(warn("tensor-parallel", text, remedy))
     return findings
 
 
-def _stage(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], first: int, size: int) -> Measured:
-    """Put together what the ranks of a stage found: its slowest rank counts."""
-    members, number = tried[first : first + size], place_in_stage(first, size)[0]
+def _group(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], first: int, size: int) -> Measured:
+    """Put together what the ranks of a group found: its slowest rank counts."""
+    members, number = tried[first : first + size], place_in_group(first, size)[0]
     ranks, places = list(range(first, first + size)), list(dict.fromkeys(hosts[first : first + size]))
-    name = f"stage {number} (ranks {number_ranges(ranks)} on {some(places)})"
-    row: dict[str, Any] = {"stage": number, "ranks": ranks, "hosts": places}
+    name = f"group {number} (ranks {number_ranges(ranks)} on {some(places)})"
+    row: dict[str, Any] = {"group": number, "ranks": ranks, "hosts": places}
     errors = [f"rank {rank}: {one['error']}" for rank, one in zip(ranks, members, strict=True) if one.get("error")]
     if errors:
         return Measured(name, len(places) > 1, {**row, "error": some(errors, 2)})

@@ -103,19 +103,19 @@ def _links(scene: Scene) -> list[Finding]:
     return links.check_links(tried, hosts, memory) if scene.transport.rank == 0 else []
 
 
-def _stages(scene: Scene) -> list[Finding]:
+def _groups(scene: Scene) -> list[Finding]:
     transport, request = scene.transport, scene.request
-    if scene.launch or request.ranks_per_stage == 1:
+    if scene.launch or request.tensor_parallel == 1:
         return []
-    if wrong := links.check_layout(transport.size, request.ranks_per_stage):
+    if wrong := links.check_layout(transport.size, request.tensor_parallel):
         return wrong
     hosts, _, tried = _measured(
         scene,
         lambda device: links.measure_sums(
-            transport, request.ranks_per_stage, device, request.effort, request.timeout_s
+            transport, request.tensor_parallel, device, request.effort, request.timeout_s
         ),
     )
-    return links.check_sums(tried, hosts, request.ranks_per_stage) if transport.rank == 0 else []
+    return links.check_sums(tried, hosts, request.tensor_parallel) if transport.rank == 0 else []
 
 
 def _folder(scene: Scene) -> list[Finding]:
@@ -160,7 +160,7 @@ STEPS = (
     Step("devices", _devices),
     Step("transfers", _cuda_awareness, timeout_s=TRIAL_TIMEOUT_S + 30.0),
     Step("links", _links, together=True),
-    Step("stages", _stages, together=True),
+    Step("tensor-parallel", _groups, together=True),
     Step("hdf5", lambda scene: folder.check_hdf5()),
     Step("folder", _folder),
     Step("shared folder", _shared_folder, together=True),

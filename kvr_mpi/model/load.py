@@ -15,13 +15,13 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.model.checks import check_config, check_dtype, check_loaded
 from kvr_mpi.model.shape import BUILDING, ModelShape, probe_shape
 from kvr_mpi.model.source import explained, fingerprint_of, locate
-from kvr_mpi.model.stage import Stage
+from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.topology import device_index
 
 if TYPE_CHECKING:
     import torch
 
-    from kvr_mpi.model.stage_weights import Part
+    from kvr_mpi.model.tp_weights import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class LoadedModel:
     device: torch.device
     cuts_last_layer: bool = True  # its code bears that after the last attention only the last token goes on
     attends_in_parts: bool = True  # a chain takes its attention over; else its own attends to the whole prefix at once
-    stage: Stage | None = None  # the ranks that have the other parts, if the model is a part
+    tp_group: TensorParallelGroup | None = None  # the ranks that have the other parts, if the model is a part
     part: Part | None = None  # then which heads it has
 
 

@@ -1,4 +1,4 @@
-"""A rank's part of a model, loaded for a stage: of every shared matrix its own slice only."""
+"""A rank's part of a model, loaded for a group: of every shared matrix its own slice only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from kvr_mpi.model.checks import check_config, check_dtype, check_loaded
 from kvr_mpi.model.load import LoadedModel, choose_device, placement
 from kvr_mpi.model.shape import BUILDING, probe_shape
 from kvr_mpi.model.source import explained, fingerprint_of, locate
-from kvr_mpi.model.stage import Stage
-from kvr_mpi.model.stage_weights import check_part, join_stage, part_config, part_files, part_of, sliced_weights
+from kvr_mpi.model.tp_group import TensorParallelGroup
+from kvr_mpi.model.tp_weights import check_part, join_group, part_config, part_files, part_of, sliced_weights
 
 
 def load_part(
-    path: str, stage: Stage, *, dtype: str = "auto", device: str = "auto", cache_dir: Path, device_index: int = 0
+    path: str,
+    tp_group: TensorParallelGroup,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    cache_dir: Path,
+    device_index: int = 0,
 ) -> LoadedModel:
     """Load a rank's part of a model, its tokenizer and its shape: that of a model with fewer heads.
 
@@ -24,7 +30,7 @@ def load_part(
     ----------
     path : str
         A folder, or a .gguf file, which is converted whole (`load.convert_gguf`).
-    stage : Stage
+    tp_group : TensorParallelGroup
         The ranks that have the other parts; nobody waits for them here.
     dtype, device, cache_dir, device_index
         Of `load.load_model`.
@@ -39,7 +45,8 @@ def load_part(
     source, options = locate(path, True, False, cache_dir)
     if source.is_hub:
         raise ModelError(
-            f"model.path {path!r} is an id on the hub, but the ranks of a stage read slices of files in a folder: "
+            f"model.path {path!r} is an id on the hub, but the ranks of a tensor-parallel group read slices of files "
+            f"in a folder: "
             f"download it (hf download {path} --local-dir FOLDER), and use that folder"
         )
     import torch
@@ -50,7 +57,7 @@ def load_part(
     with explained(path):
         config = AutoConfig.from_pretrained(folder, **options)
         check_config(config)
-        part = part_of(config, stage.rank, stage.size)
+        part = part_of(config, tp_group.rank, tp_group.size)
         mine = part_config(config, part)
         check_part(config, mine, part)
         own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
@@ -71,7 +78,7 @@ def load_part(
         model.generation_config = (
             GenerationConfig.from_pretrained(folder) if has_own else GenerationConfig.from_model_config(config)
         )
-        join_stage(model, config, stage)
+        join_group(model, config, tp_group)
         shape = replace(probe_shape(model.config, model.dtype), vocab_size=config.vocab_size)
     return LoadedModel(
         model=model,
@@ -81,6 +88,6 @@ def load_part(
         fingerprint=fingerprint_of(source, config),
         dtype=model.dtype,
         device=target,
-        stage=stage,
+        tp_group=tp_group,
         part=part,
     )

@@ -19,7 +19,7 @@ from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import run_model
-from kvr_mpi.model.stage import guarded
+from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
@@ -54,7 +54,7 @@ def prefill_after_compressed(
     prefix.check(ids)
     began, partition = time.perf_counter(), Partition((0, len(ids)))
     try:
-        with guarded(loaded.stage):
+        with guarded(loaded.tp_group):
             cache = _load(loaded, partition, prefix, len(ids) - prefix.tokens + reserve_tokens)
             fresh = torch.tensor([list(ids[prefix.tokens :])], device=loaded.device)
             logits = run_model(loaded.model, fresh, cache)[0]
@@ -109,14 +109,14 @@ def _load_layer(
 
 
 def _size_of(loaded: LoadedModel, cache: SliceCache, compression: str) -> RetainedSize:
-    """Say how much a prompt keeps, of what was compressed and what follows; of a stage all heads, each once."""
+    """Say how much a prompt keeps, of what was compressed and what follows; of a group all heads, each once."""
     counts = [count for layer in cache.layers if layer.is_ragged for count in layer.head_counts]
     kv_bytes = sum(
         sum(layer.head_counts) * (layer.shape.key_dim + layer.shape.value_dim) * cache.dtype.itemsize
         for layer in cache.layers
     )
     tokens, heads = sum(counts), len(counts)
-    if loaded.stage is not None and loaded.part is not None:
+    if loaded.tp_group is not None and loaded.part is not None:
         mine = [each * loaded.part.stores for each in (tokens, heads, kv_bytes)]
-        tokens, heads, kv_bytes = loaded.stage.total(mine, cache.device)
+        tokens, heads, kv_bytes = loaded.tp_group.total(mine, cache.device)
     return RetainedSize(compression, tokens / max(1, heads), kv_bytes)

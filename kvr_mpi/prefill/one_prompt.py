@@ -26,7 +26,7 @@ from kvr_mpi.kv.transfers import PromptTransfers, Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model, run_plain
 from kvr_mpi.model.rope import depends_on_length
-from kvr_mpi.model.stage import guarded
+from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.compatibility import check_order, why_no_chunks
 from kvr_mpi.prefill.failure import UNREADABLE, agree, describe_failure, digest_of, is_out_of_memory, is_spared, play_on
@@ -292,7 +292,7 @@ def _run_slice(
     mine = [token for first, last in cache.exchange.owned for token in ids[first:last]]
     logits = None
     try:
-        with guarded(loaded.stage):
+        with guarded(loaded.tp_group):
             cache.keep_in(options.get("arena"))
             cache.write_with(options.get("write_layer"))
             cache.begin()

@@ -18,7 +18,7 @@ from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.transfers import Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
-from kvr_mpi.model.stage import guarded
+from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.after_compressed import prefill_after_compressed
 from kvr_mpi.prefill.failure import is_out_of_memory
@@ -73,7 +73,7 @@ def prefill_packed(
             for ids, reserve in zip(prompts, reserves, strict=True)
         ]
     try:
-        with guarded(loaded.stage):
+        with guarded(loaded.tp_group):
             return _prefill_row(loaded, prompts, reserves, prefix, arena)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -142,7 +142,7 @@ def decode_packed(loaded: LoadedModel, cache: PackedCache, tokens: Sequence[int]
     if full:
         raise ValueError(f"a cache of {full[0]} tokens is full; reserve room for the tokens to be decoded")
     try:
-        with guarded(loaded.stage):
+        with guarded(loaded.tp_group):
             return run_model(
                 loaded.model,
                 torch.tensor([list(tokens)], device=device),

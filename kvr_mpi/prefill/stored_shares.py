@@ -16,7 +16,7 @@ from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.kv.shares import Share, SharesCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
-from kvr_mpi.model.stage import guarded
+from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import UNREADABLE, digest_of, is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
@@ -59,7 +59,7 @@ def _run(
     """Run new tokens; return their logits, or None and what this rank had no memory for."""
     logits, why = None, ""
     try:
-        with guarded(loaded.stage):
+        with guarded(loaded.tp_group):
             logits = run_model(loaded.model, row, cache, positions=cache.positions, keep=keep)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -197,9 +197,9 @@ def _run_row(
 
 
 def _failure_of(document: DocumentShare, loaded: LoadedModel) -> str | None:
-    """Say why what is stored could not be read, on this rank or another one of its stage; None: it was."""
+    """Say why what is stored could not be read, on this rank or another one of its group; None: it was."""
     try:
-        with guarded(loaded.stage):
+        with guarded(loaded.tp_group):
             if document.failure is not None:
                 raise DataError(document.failure)
     except DataError as error:

@@ -20,7 +20,7 @@ from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, Outpu
 from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
 from kvr_mpi.model.adapter import check_adapter
-from kvr_mpi.preflight.combinations import check_cache, check_decode, check_stages
+from kvr_mpi.preflight.combinations import check_cache, check_decode, check_tensor_parallel
 from kvr_mpi.preflight.inputs import check_answers, check_format, check_prompts, check_schema, templates_of
 from kvr_mpi.store.folder import check_fresh
 from kvr_mpi.store.targets import check_output_folder
@@ -88,19 +88,20 @@ def choose_chain_size(spec: JobSpec, ranks: int) -> int:
             f"parallel.ranks_per_chain = {size}: {ranks} ranks cannot be divided into chains of {size}; "
             f"choose one of {divisors} or 'auto' (planned for each document), or start a multiple of {size} ranks"
         )
-    stage = spec.parallel.ranks_per_stage if spec.takes_chains and not spec.planned else 1
-    if not divides(stage, size):
+    group = spec.parallel.tensor_parallel if spec.takes_chains and not spec.planned else 1
+    if not divides(group, size):
         fitting = [each for each in range(1, size + 1) if divides(each, size)]
         raise ConfigError(
-            f"parallel.ranks_per_stage = {stage}: chains of {size} rank(s) cannot be divided into stages of {stage}; "
-            f"choose one of {fitting}, or start chains x stages x {stage} ranks"
+            f"parallel.tensor_parallel = {group}: chains of {size} rank(s) cannot be divided into tensor-parallel "
+            f"groups of {group}; "
+            f"choose one of {fitting}, or start chains x groups x {group} ranks"
         )
     return size
 
 
 def lay_out(spec: JobSpec, ranks: int) -> Topology:
-    """Lay a job's chains out, all of one length, in stages; errors are those of `choose_chain_size`."""
-    return Topology(ranks, choose_chain_size(spec, ranks), spec.parallel.ranks_per_stage)
+    """Lay a job's chains out, all of one length, in groups; errors are those of `choose_chain_size`."""
+    return Topology(ranks, choose_chain_size(spec, ranks), spec.parallel.tensor_parallel)
 
 
 def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterator[KvrError]:
@@ -111,7 +112,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         partial(check_cache, spec),
         partial(_check_compress, spec),
         partial(_check_decode, spec, ranks),
-        partial(check_stages, spec),
+        partial(check_tensor_parallel, spec),
         *(partial(_check_template, spec, key, template) for key, template in templates_of(spec).items()),
         partial(check_format, spec),
         partial(check_prompts, spec),

@@ -1,4 +1,4 @@
-"""Settings of a job that cannot be combined, and why: decoding, rolling caches, and stages of several ranks."""
+"""Settings of a job that cannot be combined, and why: decoding, rolling caches, and tensor-parallel groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvr_mpi.documents.document import AS_THE_JOB
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import find_model
-from kvr_mpi.model.stage_weights import why_not_divided
+from kvr_mpi.model.tp_weights import why_not_divided
 
 
 def why_not_combined(spec: JobSpec) -> str | None:
@@ -62,25 +62,25 @@ def check_decode(spec: JobSpec, chain_size: int) -> None:
         )
 
 
-def check_stages(spec: JobSpec) -> None:
-    """Refuse stages beside what they would be ignored by, or would make wrong, and heads that they do not divide.
+def check_tensor_parallel(spec: JobSpec) -> None:
+    """Refuse groups beside what they would be ignored by, or would make wrong, and heads that they do not divide.
 
     Raises
     ------
     ConfigError
         Naming the settings, and what to do.
     """
-    size = spec.parallel.ranks_per_stage
+    size = spec.parallel.tensor_parallel
     if size == 1:
         return
     if why := _why_not_combined(spec):
-        raise ConfigError(f"parallel.ranks_per_stage = {size}: {why}")
+        raise ConfigError(f"parallel.tensor_parallel = {size}: {why}")
     if why := _why_not_heads(spec.model.path, size):
-        raise ConfigError(f"parallel.ranks_per_stage = {size}: {why}")
+        raise ConfigError(f"parallel.tensor_parallel = {size}: {why}")
 
 
 def _why_not_combined(spec: JobSpec) -> str | None:
-    """Say what else in a job keeps its stages from being several ranks; None: nothing."""
+    """Say what else in a job keeps its groups from being several ranks; None: nothing."""
     parallel, model = spec.parallel, spec.model
     if parallel.strategy != "kvr":
         return f"strategy = {parallel.strategy!r} needs a whole model on every rank; choose strategy = 'kvr'"
@@ -89,12 +89,13 @@ def _why_not_combined(spec: JobSpec) -> str | None:
     if parallel.table is not None:
         return "parallel.table was measured on ranks that hold the whole model; choose partition = 'equal_time'"
     if spec.decode.mode != "data-parallel":
-        return f"decode.mode = {spec.decode.mode!r} distributes heads, which stages already do; leave it out"
+        return f"decode.mode = {spec.decode.mode!r} distributes heads, which tensor_parallel does already; leave it out"
     if spec.cache.is_rolling:
         return "cache.kind = 'rolling' needs ranks that hold the whole model each; leave one of the two out"
     if model.adapter is not None:
         return (
-            "model.adapter is merged into whole matrices, but a rank of a stage loads slices of them; save a merged "
+            "model.adapter is merged into whole matrices, but a rank of a tensor-parallel group loads slices of them; "
+            "save a merged "
             "model and use its folder"
         )
     if model.trust_remote_code:
@@ -110,7 +111,8 @@ def _why_not_heads(path: str, size: int) -> str | None:
         return None
     if source.is_hub:
         return (
-            f"model.path {path!r} is an id on the hub, but the ranks of a stage read slices of files in a folder: "
+            f"model.path {path!r} is an id on the hub, but the ranks of a tensor-parallel group read slices of files "
+            f"in a folder: "
             f"download it (hf download {path} --local-dir FOLDER), and use that folder"
         )
     file = Path(source.location) / "config.json"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvr_mpi.store.traces import RankTrace, TracedPrompt, TraceHeader
-from kvr_mpi.topology import place_in_stage
+from kvr_mpi.topology import place_in_group
 from kvr_mpi.trace import Span
 
 Key = tuple[int, int, int, str, int, str, int]
@@ -34,9 +34,9 @@ class Lane:
         return self.header.rank
 
     @property
-    def stage(self) -> int:
-        """Of all stages of the job, one after the other."""
-        return place_in_stage(self.rank, self.header.ranks_per_stage)[0]
+    def group(self) -> int:
+        """Of all groups of the job, one after the other."""
+        return place_in_group(self.rank, self.header.tensor_parallel)[0]
 
     @property
     def waited_s(self) -> float:
@@ -48,7 +48,7 @@ class Lane:
 class Timeline:
     """A prompt over its chain.
 
-    lanes : of all its ranks, in the order of its slices; the ranks of a stage have the same one.
+    lanes : of all its ranks, in the order of its slices; the ranks of a group have the same one.
     """
 
     lanes: list[Lane]
@@ -65,9 +65,9 @@ class Timeline:
 
     @cached_property
     def seconds(self) -> float:
-        """From then until the decode rank, or all of that stage, had the first token."""
+        """From then until the decode rank, or all of that group, had the first token."""
         decoding = self.prompt.first_rank + self.prompt.decode_rank
-        return max(lane.prefill.ended_s for lane in self.lanes if lane.stage == decoding) - self.began_s
+        return max(lane.prefill.ended_s for lane in self.lanes if lane.group == decoding) - self.began_s
 
     @property
     def predicted_s(self) -> float | None:
@@ -88,7 +88,7 @@ class TracedRun:
 
     incomplete : prompts that some rank of their chain knows nothing of: the trace was full, or the job killed.
     backwards : transfers that arrived before they were sent, by clocks that should agree.
-    names : of the ranks; where a stage is several with their places.
+    names : of the ranks; where a group is several with their places.
     clock_error_s : to which clocks of several hosts agree; inf: they were not compared.
     """
 
@@ -130,7 +130,7 @@ def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
                 lanes[key][header.rank] = Lane(header, prompt, prefill, of_prompt[number])
     for found in lanes.values():
         one = next(iter(found.values()))
-        first, size = one.prompt.first_rank, one.header.ranks_per_stage
+        first, size = one.prompt.first_rank, one.header.tensor_parallel
         count = one.prompt.ranks * size
         if count > 1 and (len(found) != count or sorted(found) != list(range(first * size, first * size + count))):
             run.incomplete += 1

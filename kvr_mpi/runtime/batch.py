@@ -38,10 +38,10 @@ from kvr_mpi.runtime.tally import Tally, describe_throughput
 from kvr_mpi.runtime.tracing import Trace, open_states, open_trace
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker, WorkerContext, answers_text
+from kvr_mpi.setup.job_ranks import JobRanks, join_groups
 from kvr_mpi.setup.job_setup import JobSetup, Machine
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.rates import Say
-from kvr_mpi.setup.stages import JobRanks, join_stages
 from kvr_mpi.setup.stored_size import check_stored_size
 from kvr_mpi.store.folder import Index, check_writable, index_run, read_records, run_files
 from kvr_mpi.store.lock import Owner
@@ -94,8 +94,8 @@ def _run(
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
     links, reason = open_transport(world, spec.parallel.transport, device, cache_dir=options.machine.cache_dir)
     log.root(reason)
-    ranks = join_stages(links, world, topology, device)
-    chain = ranks.lane.split(topology.by_stage.group_of(ranks.lane.rank))
+    ranks = join_groups(links, world, topology, device)
+    chain = ranks.lane.split(topology.by_group.chain_color(ranks.lane.rank))
     prepared = prepare(spec, options.machine, links, chain, log.line, ranks=ranks)
     if spec.questions is not None and (kinds := depends_on_length(prepared.loaded.model)):
         log.root(
@@ -116,7 +116,7 @@ def _run(
     name = f"{world.rank:04d}"
     counters = open_counters(world, FIRST_LIST + shares.slots)
     with (
-        open_states(folder, session, world, stop.deadline_s, log, spec.parallel.ranks_per_stage) as states,
+        open_states(folder, session, world, stop.deadline_s, log, spec.parallel.tensor_parallel) as states,
         open_trace(prepared, folder, session, ranks, log, states) as trace,
         closing(ShardWriter(folder, name, prepared.header(), session, recorder=trace.recorder)) as writer,
         _open_parts(prepared, folder, session, world) as parts,
@@ -205,7 +205,7 @@ def work_through(
     for number in list(shares.does_not_fit)[lane.rank :: lane.size]:
         context.sink.write_record(error_record(context.source.read(number), shares.does_not_fit[number]), 0)
     # All of them before any work: making chains waits for all ranks.
-    chains = [lane.split(part.topology.group_of(lane.rank)) for part in shares.rounds]
+    chains = [lane.split(part.topology.chain_color(lane.rank)) for part in shares.rounds]
     members = [ranks.members_of(part.topology, chain) for part, chain in zip(shares.rounds, chains, strict=True)]
     for chain in chains:  # its ring is closed by a link that no longer chain has
         warm_up(chain, setup.loaded.device, every_pair=setup.decodes_together)

@@ -15,7 +15,7 @@ from kvr_mpi.decode.batch import DecodeBatch, Finished
 from kvr_mpi.decode.head_parallel import HeadParallelWave
 from kvr_mpi.decode.shares_batch import SharesBatch
 from kvr_mpi.kv.document_share import DocumentShare
-from kvr_mpi.model.stage import guarded
+from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.requests.prompt_request import PromptOutcome, PromptRequest
@@ -139,7 +139,7 @@ class Decoder:
         """Let a prompt's cache keep what the method chooses; say whether there was memory for that."""
         try:
             slack = request.new_tokens  # of a row, perhaps, and not the job's
-            with guarded(compression.stage):
+            with guarded(compression.tp_group):
                 prefill.retained = compression.compress(prefill.cache, request.prompt.text, slack=slack)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

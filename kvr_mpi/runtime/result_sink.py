@@ -41,9 +41,9 @@ class ResultSink:
     parts : ShardWriter or None
         Where this rank's keys and values go of prompts whose answer another rank stores (see ``store.parts``).
     tells : bool
-        Whether this rank stores and tells what becomes of documents: of a stage one does, since all have the same.
+        Whether this rank stores and tells what becomes of documents: of a group one does, since all have the same.
     heads : KVHeads or None
-        Which KV heads this rank has, if others of its stage have others; None: all.
+        Which KV heads this rank has, if others of its group have others; None: all.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ResultSink:
         if self._tells:
             self._writer.write(record, layers, tokens)
             self._tell(record, work)
-        elif tokens is not None:  # other heads of what the stage's first rank stores with the answer
+        elif tokens is not None:  # other heads of what the group's first rank stores with the answer
             self._write_part(record, layers, tokens)
 
     def write_share(self, record: Record, share: Share, prompt: Prompt) -> None:
@@ -85,7 +85,7 @@ class ResultSink:
     @contextmanager
     def writing_slice(self, record: Record, bounds: tuple[int, int], prompt: Prompt) -> Iterator[LayersWriter]:
         """Store this rank's keys and values of a prompt layer by layer, while it is prefilled."""
-        if not self._keeps_kv:  # another rank of the stage has the same
+        if not self._keeps_kv:  # another rank of the group has the same
             yield LayersWriter(_forget)
             return
         assert self._parts is not None, "jobs whose ranks store their own open it"

@@ -15,8 +15,8 @@ from kvr_mpi.preflight.checks import lay_out
 from kvr_mpi.report.log import Log
 from kvr_mpi.schedule.placement import deal
 from kvr_mpi.schedule.plan import count_tokens, describe, plan_documents
+from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup
-from kvr_mpi.setup.stages import JobRanks
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport import on_root, share_json
 
@@ -37,7 +37,7 @@ class Round:
     def to_json(self) -> list[Any]:
         """Return plain values, from which `from_json` makes the same round."""
         topology = self.topology
-        sizes = [topology.ranks, topology.ranks_per_chain, topology.ranks_per_stage]
+        sizes = [topology.ranks, topology.ranks_per_chain, topology.tensor_parallel]
         return [sizes, self.lists, list(self.works.items())]
 
     @classmethod
@@ -86,8 +86,8 @@ def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: Jo
         if tokens is not None:
             shares = _planned(prepared, corpus, todo, tokens, lanes, log)
         else:
-            each = prepared.spec.parallel.ranks_per_stage
-            shares = Shares([_round(corpus, todo, lay_out(prepared.spec, lanes * each).by_stage)])
+            each = prepared.spec.parallel.tensor_parallel
+            shares = Shares([_round(corpus, todo, lay_out(prepared.spec, lanes * each).by_group)])
         rounds = [part.to_json() for part in shares.rounds]
         return [rounds, list(shares.does_not_fit.items()), shares.predicted_s]
 
@@ -126,7 +126,7 @@ def _planned(
         for place in sorted(plan.placements, key=lambda place: place.start_s):
             if place.ranks == length:
                 number = numbers[place.id]
-                part.lists[topology.group_of(place.first_rank)].append(number)
+                part.lists[topology.chain_color(place.first_rank)].append(number)
                 part.works[number] = max(1, round(1e3 * (place.end_s - place.start_s)))
         rounds.append(part)
     return Shares(rounds, {numbers[name]: why for name, _, why in plan.does_not_fit}, plan.makespan_s)

@@ -77,7 +77,7 @@ class SharedStop:
     check : callable, optional
         Raises if this job must not go on.
     peers : Transport, optional
-        The ranks of this rank's stage, which decode together: all see at once that the time is over.
+        The ranks of this rank's group, which decode together: all see at once that the time is over.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ from kvr_mpi.report.log import Log
 from kvr_mpi.requests.prompt_request import PromptRequest
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.runtime.tally import Tally
+from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup
-from kvr_mpi.setup.stages import JobRanks
 from kvr_mpi.store.states import StateWriter, remove_states
 from kvr_mpi.store.traces import TRACE_BYTES, TracedPrompt, TraceHeader, TraceWriter, trace_files
 from kvr_mpi.topology import Rotation
@@ -120,12 +120,12 @@ class Trace:
 
 @contextmanager
 def open_states(
-    folder: Path, session: int, world: Transport, deadline_s: float | None, log: Log, ranks_per_stage: int = 1
+    folder: Path, session: int, world: Transport, deadline_s: float | None, log: Log, tensor_parallel: int = 1
 ) -> Iterator[StateWriter]:
     """Tell what this rank is at, for ``kvr status``; every rank calls this, and none waits for another."""
     if world.rank == 0:
         remove_states(folder, but_of=session)
-    writer = StateWriter(folder, world.rank, world.size, session, deadline_s, log.line, ranks_per_stage)
+    writer = StateWriter(folder, world.rank, world.size, session, deadline_s, log.line, tensor_parallel)
     try:
         yield writer
     finally:
@@ -157,7 +157,7 @@ def open_trace(
         layers=layers,
         token_s=0.0 if rates is None else rates.token_s,
         pair_s=0.0 if rates is None else rates.pair_s,
-        ranks_per_stage=setup.spec.parallel.ranks_per_stage,
+        tensor_parallel=setup.spec.parallel.tensor_parallel,
     )
     if left <= 0:
         log.root(f"no trace: the traces of earlier jobs fill the {TRACE_BYTES >> 20} MiB allowed")

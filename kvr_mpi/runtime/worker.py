@@ -63,7 +63,7 @@ class ChainWorker:
         Which documents this chain takes.
     context : WorkerContext
     members : Transport or None
-        All ranks of the chain, if its stages have several: `runner` then has one rank of each stage, while decisions
+        All ranks of the chain, if its groups have several: `runner` then has one rank of each group, while decisions
         and outcomes are exchanged among all of them.
     """
 

@@ -23,7 +23,7 @@ from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.model import ModelShape, Outline
-from kvr_mpi.model.stage_weights import part_config, part_of
+from kvr_mpi.model.tp_weights import part_config, part_of
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
 from kvr_mpi.prefill.packed import PACK_TOKENS
@@ -241,7 +241,7 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
     ConfigError
         If neither is there, with the choices.
     """
-    size = spec.parallel.ranks_per_stage
+    size = spec.parallel.tensor_parallel
     tables = _tables(spec, outline) if size == 1 else []  # they are of ranks that have the whole model
     machines = sorted({table.key.hardware for table in tables})
     if hardware is None and len(machines) != 1:
@@ -263,7 +263,7 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
     profile = load_hardware(hardware)
     whole = workload_of(outline.config, outline.dtype.itemsize)
     check_heads(whole, size)
-    work, costs = whole.of_stage(size), costs_of(whole, profile, ranks_per_stage=size)
+    work, costs = whole.of_group(size), costs_of(whole, profile, tensor_parallel=size)
     forecast = forecast_measured(spec, costs, frame, f"profile {profile.name}: {profile.source}")
     forecast = replace(
         forecast,

@@ -73,7 +73,7 @@ def look_out(
     link_gigabytes_per_s: float | None,
     relay: RelayKind | None,
     is_offline: Callable[[], bool],
-    ranks_per_stage: int = 1,
+    tensor_parallel: int = 1,
 ) -> Outlook:
     """Put together what is forecast.
 
@@ -87,7 +87,7 @@ def look_out(
         Of each link, one direction; None: the profile's.
     relay : str or None
         None: as our engine does, or with eager attention as the paper did.
-    ranks_per_stage : int
+    tensor_parallel : int
         Ranks that hold the model among them, and make up one of those that are forecast.
 
     Raises
@@ -102,7 +102,7 @@ def look_out(
         )
     work = find_workload(model, is_offline)
     link = link_gigabytes_per_s and link_gigabytes_per_s * 1e9
-    costs = costs_of(work, profile, link_bytes_per_s=link, ranks_per_stage=ranks_per_stage)
+    costs = costs_of(work, profile, link_bytes_per_s=link, tensor_parallel=tensor_parallel)
     return Outlook(work, profile, costs, relay or ("store-and-forward" if costs.eager else "cut-through"))
 
 

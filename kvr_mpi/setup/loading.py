@@ -8,12 +8,12 @@ from typing import Any
 from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.model.adapter import merge_adapter
 from kvr_mpi.model.load_part import load_part
-from kvr_mpi.model.stage import Stage, alone
+from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.setup.host_memory import free_bytes, keep_heap, ranks_on_device
 from kvr_mpi.transport import Transport, host_by_host
 from kvr_mpi.tuning.kernels import choose_kernels
 
-# Of `load_model`, what `load_part` takes; jobs with the others are refused beside stages.
+# Of `load_model`, what `load_part` takes; jobs with the others are refused beside groups.
 PART_ARGUMENTS = ("dtype", "device", "cache_dir", "device_index")
 
 
@@ -24,7 +24,7 @@ def load_on_all(
     adapter: str | None = None,
     kernels: str = "measured",
     say: Callable[[str], None] | None = None,
-    stage: Stage | None = None,
+    tp_group: TensorParallelGroup | None = None,
     **arguments: Any,
 ) -> LoadedModel:
     """Load a model on every rank, as fast as it runs there; every rank calls this.
@@ -37,20 +37,20 @@ def load_on_all(
         What chains compute with, as `model.kernels` of a job.
     say : callable, optional
         For a line of text about that.
-    stage : Stage, optional
+    tp_group : TensorParallelGroup, optional
         The ranks that hold the model among them: each loads its part.
     **arguments
         Of `load_model`.
     """
-    if stage is None:
+    if tp_group is None:
         loaded = host_by_host(world, lambda: merge_adapter(load_model(path, **arguments), adapter))
     else:
         some = {name: arguments[name] for name in PART_ARGUMENTS if name in arguments}
-        loaded = host_by_host(world, lambda: load_part(path, stage, **some))
+        loaded = host_by_host(world, lambda: load_part(path, tp_group, **some))
     keep_heap()
     if kernels != "plain":
         free = free_bytes(loaded.device, ranks_on_device(world, loaded.device))
-        with alone(stage):  # a part's rows are tried without the sums over its stage
+        with alone(tp_group):  # a part's rows are tried without the sums over its group
             choose_kernels(loaded, world, free, arguments["cache_dir"], say or _say_nothing)
     return loaded
 

@@ -19,13 +19,13 @@ from kvr_mpi.model import Outline, load_outline
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.tensor_parallel import why_not_by_config
 from kvr_mpi.preflight.checks import find_others, lay_out
-from kvr_mpi.preflight.combinations import check_cache, check_stages, why_not_combined
+from kvr_mpi.preflight.combinations import check_cache, check_tensor_parallel, why_not_combined
 from kvr_mpi.preflight.inputs import parse_templates, row_format
 from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of
 from kvr_mpi.schedule.placement import Schedule
 from kvr_mpi.schedule.plan import plan_documents
 from kvr_mpi.setup.job_setup import Machine
-from kvr_mpi.topology import whole_stages
+from kvr_mpi.topology import whole_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class PlannedJob:
 
     `others` are the files of other types in the folders of documents.
 
-    Where a stage is several ranks it is what the plan takes for a rank.
+    Where a group is several ranks it is what the plan takes for a rank.
     """
 
     spec: JobSpec
@@ -53,18 +53,18 @@ class PlannedJob:
             return self.schedule.makespan_s
         if not self.spec.takes_chains:
             return self.schedule.data_parallel_s
-        length = self.schedule.ranks if wanted == "all" else whole_stages(int(wanted), self.ranks_per_stage)
+        length = self.schedule.ranks if wanted == "all" else whole_groups(int(wanted), self.tensor_parallel)
         return dict(self.schedule.fixed_s).get(length)
 
     @property
-    def ranks_per_stage(self) -> int:
+    def tensor_parallel(self) -> int:
         """Ranks of what the plan takes for one."""
-        return self.spec.parallel.ranks_per_stage
+        return self.spec.parallel.tensor_parallel
 
     @property
     def ranks(self) -> int:
         """All ranks of the job."""
-        return self.schedule.ranks * self.ranks_per_stage
+        return self.schedule.ranks * self.tensor_parallel
 
     @property
     def decoding(self) -> DecodeChoice | None:
@@ -81,7 +81,7 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
         If nothing says how fast a rank is.
     """
     parse_templates(spec)
-    check_stages(spec)
+    check_tensor_parallel(spec)
     if spec.prompts:
         raise ConfigError(
             "[[prompts]]: plans for several prompts per document are not supported yet; plan one of them as "
@@ -102,11 +102,11 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
     if (rolling := rolling_of(spec.cache)) is not None:
         check_held(outline.shape, rolling, in_parts=outline.shape.why_whole is None)
     frame = frame_of(spec, outline.tokenizer, outline.shape, spec.prompt.template)
-    stages = ranks if spec.parallel.ranks_per_stage == 1 else lay_out(spec, ranks).by_stage.ranks
-    forecast = forecast_of(spec, outline, frame, stages, hardware)
+    groups = ranks if spec.parallel.tensor_parallel == 1 else lay_out(spec, ranks).by_group.ranks
+    forecast = forecast_of(spec, outline, frame, groups, hardware)
     others = find_others(spec)
     found = _count(spec, outline.tokenizer, exact)
-    schedule = plan_documents(spec, found.texts, stages, forecast)
+    schedule = plan_documents(spec, found.texts, groups, forecast)
     return PlannedJob(spec, outline, forecast, found.texts, found.how, schedule, others)
 
 

@@ -32,8 +32,8 @@ from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import kernel_bytes
 from kvr_mpi.model.rope import depends_on_length
-from kvr_mpi.model.stage import Stage, alone
 from kvr_mpi.model.tensor_parallel import twin_bytes
+from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
 from kvr_mpi.prefill.registry import AUTO, KVR, Strategy, candidates, check_takes_chunks
@@ -45,10 +45,10 @@ from kvr_mpi.requests.shared_document import describe_sharing
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
 from kvr_mpi.setup.arena import graph_bytes, open_arena, open_graphs
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
+from kvr_mpi.setup.job_ranks import JobRanks, describe_groups
 from kvr_mpi.setup.job_setup import EXAMPLE_TOKENS, JobSetup, Machine
 from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.setup.rates import Say, costs_of, describe_rates, rates_of, table_of
-from kvr_mpi.setup.stages import JobRanks, describe_stages
 from kvr_mpi.store.outputs import software
 from kvr_mpi.stored.asking import frame_questions
 from kvr_mpi.stored.reuse import find_beginnings
@@ -76,13 +76,13 @@ def prepare(
     spec : JobSpec
     machine : Machine
     world, chain : Transport
-        All ranks of the job, and those that share this chain's prompts: of several in a stage one.
+        All ranks of the job, and those that share this chain's prompts: of several in a group one.
     say : callable
         For a line of text; called on rank 0 of the job only.
     loaded : LoadedModel, optional
         The job's model, if it is loaded already.
     ranks : JobRanks, optional
-        Where a stage is several ranks: how they meet.
+        Where a group is several ranks: how they meet.
 
     Raises
     ------
@@ -93,7 +93,7 @@ def prepare(
     ranks = ranks or JobRanks(world, world)
     loaded = loaded or _load(spec, machine, ranks, chain, say)
     plain = spec.parallel.strategy == "single"
-    check_together = partial(_together_alone, world, loaded.stage)
+    check_together = partial(_together_alone, world, loaded.tp_group)
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, say))
     compression = together(world, partial(_open_compression, spec, loaded))
     strategies, left_out = check_together(partial(_check_strategies, spec, loaded))
@@ -159,21 +159,21 @@ def _say_nothing(text: str) -> None:
     """Stand in for rank 0's voice on other ranks."""
 
 
-def _together_alone(world: Transport, stage: Stage | None, work: Callable[[], Any]) -> Any:
+def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work: Callable[[], Any]) -> Any:
     """Do something on every rank, each with its part of the model by itself, and fail on all if it fails on any.
 
     Checks run chains of threads, which only a model alone can; what holds for some of the heads holds for all.
     """
-    with alone(stage):
+    with alone(tp_group):
         return together(world, work)
 
 
 def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, say: Say) -> LoadedModel:
-    """Load the model on every rank, or of a stage its part, and say what it is."""
+    """Load the model on every rank, or of a group its part, and say what it is."""
     world = ranks.world
-    if spec.parallel.ranks_per_stage > 1 and ranks.stage is None:
+    if spec.parallel.tensor_parallel > 1 and ranks.tp_group is None:
         raise ConfigError(
-            f"parallel.ranks_per_stage = {spec.parallel.ranks_per_stage}: stages of several ranks are for jobs only "
+            f"parallel.tensor_parallel = {spec.parallel.tensor_parallel}: tensor-parallel groups are for jobs only "
             f"(kvr-run); set it to 1 here"
         )
     threads = spec.parallel.threads or machine.threads
@@ -184,9 +184,9 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
     kernels = "plain" if spec.parallel.strategy == "single" else source.kernels
     conversion = on_root(world, lambda: _conversion(source.path, machine.cache_dir))
     say(f"loading {source.path}{conversion or ''}")
-    loaded = load_on_all(world, source.path, kernels=kernels, say=say, stage=ranks.stage, **arguments)
+    loaded = load_on_all(world, source.path, kernels=kernels, say=say, tp_group=ranks.tp_group, **arguments)
     say(_describe(spec, loaded, ranks.lane, chain))
-    describe_stages(ranks, loaded, say)
+    describe_groups(ranks, loaded, say)
     return loaded
 
 
@@ -200,7 +200,7 @@ def _conversion(path: str, cache_dir: Path) -> str:
 
 def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transport) -> str:
     """Say in a line what is loaded, and on what."""
-    unit = "rank(s)" if loaded.stage is None else f"stage(s) of {loaded.stage.size} ranks"
+    unit = "rank(s)" if loaded.tp_group is None else f"tensor-parallel group(s) of {loaded.tp_group.size} ranks"
     chains = f"{Topology(lane.size, chain.size).chains} chain(s) of {chain.size} {unit}"
     if spec.planned:
         chains = f"{lane.size} rank(s) in chains as planned"
@@ -376,7 +376,7 @@ def _room(
     footprint: Footprint | None,
     say: Say,
 ) -> tuple[list[int], bool]:
-    """Bytes each stage may take for prompts: what its rank with the least memory may; and if this rank captures steps.
+    """Bytes each group may take for prompts: what its rank with the least memory may; and if this rank captures steps.
 
     Captured steps hold memory of their own, which is left for them; `footprint` is None if nothing is decoded together.
     """

@@ -42,7 +42,7 @@ def estimate_stored_bytes(setup: JobSetup, corpus: Corpus, todo: Sequence[int]) 
     each = [int(min(corpus.entries[number].chars * tokens / chars, frame.text_budget)) + around for number in good]
     if setup.spec.compress is not None:  # of the layers that are compressed; those with windows keep all they have
         each = [min(count, setup.spec.compress.kept_of(count) + around) for count in each]
-    part = setup.loaded.part  # all of its stage's heads are written, each once
+    part = setup.loaded.part  # all of its group's heads are written, each once
     shares = 1 if part is None else len(part.held.shares)
     return int(sum(each) * shares * setup.loaded.shape.kv_bytes_per_token)
 

@@ -1,6 +1,6 @@
 """A document's keys and values in pieces, each of some tokens and of all KV heads or some, read as one (see ``parts``).
 
-Rows of pieces follow each other as the slices do; the pieces of a row have the same tokens, and the heads of a stage's
+Rows of pieces follow each other as the slices do; the pieces of a row have the same tokens, and the heads of a group's
 ranks, in their order.
 """
 

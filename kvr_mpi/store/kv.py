@@ -2,7 +2,7 @@
 
     kv                            attributes: block_tokens, text_start, text_stop (the document's text in the prompt),
                                   first_token (0 if it is not there): of the first row; what stands before it is in
-                                  parts (see ``parts``); where the ranks of a stage have some KV heads each also
+                                  parts (see ``parts``); where the ranks of a group have some KV heads each also
                                   first_head, last_head (not included), all_heads
     kv/token_ids                  of the tokens whose keys and values these are: the prompt, and all but the last new
                                   one (int64)
@@ -216,7 +216,7 @@ def _read_heads(kv: Any, counts: Iterable[int]) -> KVHeads | None:
     Raises
     ------
     DataError
-        If they are none that a rank of a stage has, or are not as many as its layers have.
+        If they are none that a rank of a group has, or are not as many as its layers have.
     """
     if not attribute_names(kv) & {*HEADS}:
         return None

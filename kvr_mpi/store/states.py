@@ -22,7 +22,7 @@ from pathlib import Path
 
 from kvr_mpi.disk import create, read_regular
 from kvr_mpi.store.ledger import TIMES_S
-from kvr_mpi.topology import place_in_stage, rank_name
+from kvr_mpi.topology import place_in_group, rank_name
 
 STATES = "states"
 FILE_NAME = re.compile(r"(\d{4,})-(\d{4,})\.json", re.ASCII)
@@ -45,7 +45,7 @@ class RankState:
     prompt_tokens, new_tokens : of the documents that it has answered since it began.
     deadline_s : when the batch system ends the job; None: not known.
     every_s : how often it writes.
-    ranks_per_stage : of the job; see `topology.rank_name`.
+    tensor_parallel : of the job; see `topology.rank_name`.
     """
 
     rank: int
@@ -61,17 +61,17 @@ class RankState:
     deadline_s: float | None
     every_s: float
     written_at_s: float
-    ranks_per_stage: int = 1
+    tensor_parallel: int = 1
 
     @property
     def name(self) -> str:
         """Of the rank."""
-        return rank_name(self.rank, self.ranks_per_stage)
+        return rank_name(self.rank, self.tensor_parallel)
 
     @property
-    def is_first_of_stage(self) -> bool:
-        """Whether what this rank counts is not what another one of its stage has counted, too."""
-        return place_in_stage(self.rank, self.ranks_per_stage)[1] == 0
+    def is_first_of_group(self) -> bool:
+        """Whether what this rank counts is not what another one of its group has counted, too."""
+        return place_in_group(self.rank, self.tensor_parallel)[1] == 0
 
     @property
     def for_s(self) -> float:
@@ -94,7 +94,7 @@ class StateWriter:
         Unix time at which the batch system ends the job.
     say : callable
         For a line of text.
-    ranks_per_stage : int
+    tensor_parallel : int
         Of the job.
     """
 
@@ -106,9 +106,9 @@ class StateWriter:
         session: int,
         deadline_s: float | None,
         say: Callable[[str], None],
-        ranks_per_stage: int = 1,
+        tensor_parallel: int = 1,
     ) -> None:
-        self._ranks_per_stage = ranks_per_stage
+        self._tensor_parallel = tensor_parallel
         self._rank, self._size, self._session, self._deadline_s, self._say = rank, size, session, deadline_s, say
         self._began_s, self._host = time.time(), socket.gethostname()
         self._doing = STARTING, "", self._began_s
@@ -171,7 +171,7 @@ class StateWriter:
             deadline_s=self._deadline_s,
             every_s=self.every_s,
             written_at_s=time.time(),
-            ranks_per_stage=self._ranks_per_stage,
+            tensor_parallel=self._tensor_parallel,
         )
         try:
             os.pwrite(self._handle, json.dumps(asdict(state)).encode().ljust(STATE_BYTES - 1) + b"\n", 0)
@@ -236,7 +236,7 @@ def _read_state(path: Path, session: int) -> RankState | None:
     numbers = (state.rank, state.size, state.session, state.prompt_tokens, state.new_tokens)
     if not all(type(number) is int and 0 <= number < 1 << 53 for number in numbers) or state.session != session:
         return None
-    if type(state.ranks_per_stage) is not int or not 1 <= state.ranks_per_stage <= state.size:
+    if type(state.tensor_parallel) is not int or not 1 <= state.tensor_parallel <= state.size:
         return None
     if path.name != f"{state.session:04d}-{state.rank:04d}.json" or not state.rank < state.size <= 1 << 20:
         return None

@@ -35,7 +35,7 @@ class CachedTokens:
     first : the first of them whose keys and values are stored here; those before it are elsewhere (see ``parts``).
     compression : by which method and settings heads have dropped some; empty: they hold all.
     rows : then, of each layer that is compressed, which each head keeps.
-    heads : which KV heads are stored here, if a stage has others elsewhere; None: all.
+    heads : which KV heads are stored here, if a group has others elsewhere; None: all.
     """
 
     ids: Sequence[int]

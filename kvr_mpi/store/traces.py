@@ -70,7 +70,7 @@ class TraceHeader:
     """What a trace says of its rank.
 
     token_s, pair_s : what slices were cut by (``costs.solve.Rates``); 0: by something else.
-    ranks_per_stage : of the job.
+    tensor_parallel : of the job.
     """
 
     rank: int
@@ -81,12 +81,12 @@ class TraceHeader:
     layers: int
     token_s: float = 0.0
     pair_s: float = 0.0
-    ranks_per_stage: int = 1
+    tensor_parallel: int = 1
 
     @property
     def name(self) -> str:
         """Of the rank."""
-        return rank_name(self.rank, self.ranks_per_stage)
+        return rank_name(self.rank, self.tensor_parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class TracedPrompt:
     what : ``prompt``; ``shared``: what several prompts begin with; ``packed``: short prompts in one row.
     tokens : of the prompt, or of all in the row.
     start, stop : this rank's slice; the same: it has none, or several stretches.
-    first_rank, ranks : the chain's ranks among those of the job; where a stage is several, its stages.
+    first_rank, ranks : the chain's ranks among those of the job; where a group is several, its groups.
     decode_rank : of the chain, as well.
     predicted_s : what this rank was to compute it in, by its rates; 0: not known.
     """
@@ -254,7 +254,7 @@ class TraceWriter:
             values.append(f'"layer":{span.layer}')
         if span.peer >= 0:
             first = 0 if prompt is None else prompt.first_rank
-            peer = in_lane_of(self._header.rank, first + span.peer, self._header.ranks_per_stage)
+            peer = in_lane_of(self._header.rank, first + span.peer, self._header.tensor_parallel)
             values.append(f'"peer":{peer}')
         if span.amount:
             values.append(f'"{"answers" if span.kind == "decode" else "bytes"}":{span.amount}')
@@ -372,11 +372,11 @@ def _read_header(path: Path, opening: bytes, line: bytes = b"") -> TraceHeader:
         if found != VERSION:
             raise DataError(f"{path} is a trace of version {found}; this kvr-mpi reads version {VERSION} only")
         header = TraceHeader(**values)
-        for each in (header.rank, header.size, header.session, header.layers, header.ranks_per_stage):
+        for each in (header.rank, header.size, header.session, header.layers, header.tensor_parallel):
             _whole(each)
         for value in (header.token_s, header.pair_s):
             _finite(value)
-        if header.ranks_per_stage < 1 or not (isinstance(header.host, str) and isinstance(header.device, str)):
+        if header.tensor_parallel < 1 or not (isinstance(header.host, str) and isinstance(header.device, str)):
             raise ValueError(header)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(

@@ -163,8 +163,8 @@ def _named(ask: list[str] | dict[str, str] | str) -> dict[str, str]:
 
 
 def _alone(parallel: ParallelSection) -> ParallelSection:
-    """Let every rank, or stage, take documents of its own: what is left to prefill of them is short."""
-    alone = parallel.ranks_per_stage
+    """Let every rank, or group, take documents of its own: what is left to prefill of them is short."""
+    alone = parallel.tensor_parallel
     if parallel.ranks_per_chain not in ("all", alone) or parallel.strategy not in ("kvr", "auto"):
         raise ConfigError(
             f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} cannot be "

@@ -78,13 +78,13 @@ class Staging:
         mark.record()
         return mark
 
-    def stage(self, data: torch.Tensor) -> torch.Tensor:
+    def tp_group(self, data: torch.Tensor) -> torch.Tensor:
         """Make host memory for a tensor's bytes, page-locked; torch keeps what is freed and gives it out again."""
         return torch.empty(data.numel(), dtype=torch.uint8, pin_memory=self._is_gpu)
 
     def fetch(self, data: torch.Tensor) -> tuple[torch.Tensor, Mark]:
         """Copy to the host what the current stream is filling; the copy is whole when the mark is passed."""
-        host = self.stage(data)
+        host = self.tp_group(data)
         if not self._is_gpu:
             return host.copy_(data), _Passed()
         self._out.wait_stream(torch.cuda.current_stream(data.device))
@@ -183,7 +183,7 @@ class StagedReceive:
         if staging.direct:
             self._request = staging.start_when(self._free, start, into)
         else:
-            self.landed = staging.stage(into)
+            self.landed = staging.tp_group(into)
             self._request = start(self.landed)
 
     def test(self) -> bool:

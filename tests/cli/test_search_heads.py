@@ -43,8 +43,8 @@ def job(tmp_path: Path, tiny_model_dir: Path) -> Path:
 
 def test_a_profile_is_placed_and_compresses(job: Path, tmp_path: Path, run_kvr: Kvr, run_here: Any) -> None:
     output = tmp_path / "heads.json"
-    stages = with_settings("parallel.ranks_per_stage=2", "parallel.ranks_per_chain=4")  # of a job that will use it
-    code, out, err = run_kvr("search", job, *METHOD, *stages, "--heads", output)
+    groups = with_settings("parallel.tensor_parallel=2", "parallel.ranks_per_chain=4")  # of a job that will use it
+    code, out, err = run_kvr("search", job, *METHOD, *groups, "--heads", output)
     assert code == EXIT_OK, err
     assert "3 layers of 2 KV heads" in out and "mean_centred" in out
     assert "left out: short.txt: shorter than the budget" in err

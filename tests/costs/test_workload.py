@@ -118,7 +118,7 @@ def test_the_papers_models_have_shapes() -> None:
 @pytest.mark.parametrize("name", ["a100-80gb", "h100-80gb", "h200"])
 def test_profiles_ship(name: str) -> None:
     assert name in profiles()
-    assert name == "a100-80gb" or load_hardware(name).stage_link(8)[0] > 2 * load_hardware(name).link_bytes_per_s
+    assert name == "a100-80gb" or load_hardware(name).group_link(8)[0] > 2 * load_hardware(name).link_bytes_per_s
     assert load_hardware(name).name == name
 
 

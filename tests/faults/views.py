@@ -66,7 +66,7 @@ MODES: Mapping[str, Mode] = {
     "split": Mode(("prompt.max_tokens=90", "prompt.too_long=split"), like="split"),
     "array": Mode(parts=2),
     "batch file": Mode(rows=True, like="batch file"),
-    "tensor-parallel": Mode(("parallel.ranks_per_stage=2",)),
+    "tensor-parallel": Mode(("parallel.tensor_parallel=2",)),
     "reuse": Mode(source="documents.reuse"),
     "ask": Mode(source="documents.path", like="ask"),
     "ask sharded": Mode(("questions.sharded=true",), source="documents.path", like="ask"),

@@ -1,4 +1,4 @@
-"""Steps of whole jobs under mpirun: stages of several GPUs, and stored keys and values that are asked on one."""
+"""Steps of whole jobs under mpirun: groups of several GPUs, and stored keys and values that are asked on one."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def answers_of(folder: Path) -> Answers:
     return {record.id: record.token_ids for record in read_run(folder)}
 
 
-def stages_answer_alike(given: Given) -> Figures:
-    """A model that two ranks hold together, and two such stages in a chain, against a rank that has all of it."""
+def groups_answer_alike(given: Given) -> Figures:
+    """A model that two ranks hold together, and two such groups in a chain, against a rank that has all of it."""
     ranks = rank_count(given)
     if ranks < 2:
-        raise Absent("one GPU, and a stage is of two")
-    job, found = make_job(given, "stages"), dict[str, Any]()
+        raise Absent("one GPU, and a group is of two")
+    job, found = make_job(given, "groups"), dict[str, Any]()
     launch(1, "kvr-run", str(job), timeout_s=90)
     truth = answers_of(job.parent / "alone")
     assert len(truth) == len(DOCUMENT_TOKENS) and all(len(answer) == NEW_TOKENS for answer in truth.values()), truth
@@ -90,10 +90,10 @@ def stages_answer_alike(given: Given) -> Figures:
         if size > ranks:
             continue
         output = job.parent / f"{size // 2}x2"
-        settings = [f"output.path={output}", "parallel.ranks_per_stage=2", "parallel.partition=even"]
+        settings = [f"output.path={output}", "parallel.tensor_parallel=2", "parallel.partition=even"]
         told = launch(size, "kvr-run", str(job), *_set(settings), timeout_s=90)
         assert answers_of(output) == truth, f"{size} ranks: other answers than one rank's"
-        found[f"sums, {size // 2} stages"] = _line(told, "measured sums take")
+        found[f"sums, {size // 2} groups"] = _line(told, "measured sums take")
     return found
 
 

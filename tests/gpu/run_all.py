@@ -42,7 +42,12 @@ STEPS = (
     Step("staged", "three ranks on one GPU, through pinned host memory", "gpu_ranks:staged_ranks_are_exact", 180),
     Step("doctor", "kvr doctor, GPU buffers tried", "gpu_ranks:doctor_is_content", 180),
     Step("nccl", "2, 4 and 8 ranks over NCCL, as many as there are GPUs", "gpu_ranks:nccl_is_exact", 300),
-    Step("stages", "a job on stages of two GPUs, on 2 and 4, against one rank", "gpu_jobs:stages_answer_alike", 240),
+    Step(
+        "tensor-parallel",
+        "a job on groups of two GPUs, on 2 and 4, against one rank",
+        "gpu_jobs:groups_answer_alike",
+        240,
+    ),
     Step("asking", "stored keys and values that are asked, on one GPU", "gpu_jobs:stored_is_asked", 240),
     Step("cuda-aware mpi", "ranks over an MPI that takes GPU memory", "gpu_ranks:cuda_aware_mpi_is_exact", 180),
     Step("graphs", "steps as CUDA graphs against steps as they are", "gpu_features:graphs_are_exact", 180),

@@ -28,8 +28,8 @@ from kvr_mpi.runtime.batch import RunOptions, run_job
 from kvr_mpi.setup import arena as arenas
 from kvr_mpi.setup import prepare
 from kvr_mpi.setup.arena import TRIAL_PAGES, graph_bytes, open_arena, open_graphs
+from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import Machine
-from kvr_mpi.setup.stages import JobRanks
 from kvr_mpi.store.lock import this_process
 from kvr_mpi.transport.local import LocalTransport, run_local
 

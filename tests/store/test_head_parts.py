@@ -1,4 +1,4 @@
-"""Keys and values of which every rank of a stage wrote some heads: one document, or refused."""
+"""Keys and values of which every rank of a group wrote some heads: one document, or refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WHOLE = replace(record("dir/a"), slices=(0, 5, PROMPT), prompt_sha256="0" * 64, 
 
 
 def write_piece(folder: Path, start: int, heads: KVHeads, *, ids: tuple[int, ...] = IDS, name: str = "") -> None:
-    """Write what one rank of a stage has: of the second slice up to the end of the answer."""
+    """Write what one rank of a group has: of the second slice up to the end of the answer."""
     stop = 5 if start == 0 else HELD
     is_own = start > 0 and heads.first == 0
     place = folder if is_own else folder / PARTS
@@ -44,7 +44,7 @@ def write_piece(folder: Path, start: int, heads: KVHeads, *, ids: tuple[int, ...
     writer.close()
 
 
-def write_stages(folder: Path, size: int) -> None:
+def write_groups(folder: Path, size: int) -> None:
     for start, heads in itertools.product((0, 5), KVHeads(0, HEADS // size, HEADS).shares):
         write_piece(folder, start, heads)
 
@@ -56,7 +56,7 @@ def open_whole(folder: Path) -> WholeKV:
 
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_whoever_reads_reads_all_heads_of_all_tokens(tmp_path: Path, size: int) -> None:
-    write_stages(tmp_path, size)
+    write_groups(tmp_path, size)
     kv = open_whole(tmp_path)
     assert kv.tokens == CachedTokens(IDS, (1, 9)) and kv.bytes == 4 * KEYS.nbytes
     kv.check()
@@ -80,8 +80,8 @@ def test_whoever_reads_reads_all_heads_of_all_tokens(tmp_path: Path, size: int) 
 
 
 def test_only_the_pieces_that_have_wanted_heads_are_read(tmp_path: Path) -> None:
-    """So a rank of a stage is not told of damage in heads that it has not, and reads no more than it holds."""
-    write_stages(tmp_path, 3)
+    """So a rank of a group is not told of damage in heads that it has not, and reads no more than it holds."""
+    write_groups(tmp_path, 3)
     with h5py.File(next((tmp_path / PARTS).glob("shard-*-0004-*.h5")), "r+") as file:
         (group,) = file["documents"].values()
         group["kv/layer_002/keys"][2] += 1
@@ -97,7 +97,7 @@ def part_ids(folder: Path) -> list[str]:
 
 
 def test_a_document_is_done_when_all_heads_of_all_slices_are_there(tmp_path: Path) -> None:
-    write_stages(tmp_path, 3)
+    write_groups(tmp_path, 3)
     names = part_ids(tmp_path)
     assert len(names) == 5 and incomplete(tmp_path, [WHOLE.id], names, {}) == set()
     for name in names:
@@ -133,7 +133,7 @@ def test_heads_of_another_answer_stand_for_none(tmp_path: Path) -> None:
     ],
 )
 def test_heads_that_cannot_be_are_refused(tmp_path: Path, attributes: dict[str, int], words: str) -> None:
-    write_stages(tmp_path, 2)
+    write_groups(tmp_path, 2)
     (path,) = tmp_path.glob("shard-*.h5")
     with h5py.File(path, "r+") as file:
         for name, value in attributes.items():
@@ -149,7 +149,7 @@ def test_whole_documents_are_named_as_ever() -> None:
 
 
 def test_pieces_are_in_rows(tmp_path: Path) -> None:
-    write_stages(tmp_path, 2)
+    write_groups(tmp_path, 2)
     (path,) = tmp_path.glob("shard-*.h5")
     with open_file(path) as file:
         rows = pieces_of(WHOLE, open_kv(file["documents"]["dir%2Fa"]).tokens)

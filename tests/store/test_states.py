@@ -157,16 +157,16 @@ def test_the_next_job_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["notes.txt"]
 
 
-def test_ranks_of_a_stage_are_named_and_what_they_have_done_counts_once(tmp_path: Path) -> None:
-    """All ranks of a stage run the same tokens."""
+def test_ranks_of_a_group_are_named_and_what_they_have_done_counts_once(tmp_path: Path) -> None:
+    """All ranks of a group run the same tokens."""
     run = take(tmp_path, mode="new")
-    with writers(tmp_path, 4, ranks_per_stage=2) as found:
+    with writers(tmp_path, 4, tensor_parallel=2) as found:
         for writer in found:
             writer.follow(lambda: (1000, 10))
             writer._write()
         states = read_states(tmp_path, 1)
-        assert [state.name for state in states][1:3] == ["rank 1 (stage 0.1)", "rank 2 (stage 1.0)"]
-        assert [state.is_first_of_stage for state in states] == [True, False, True, False]
+        assert [state.name for state in states][1:3] == ["rank 1 (group 0.1)", "rank 2 (group 1.0)"]
+        assert [state.is_first_of_group for state in states] == [True, False, True, False]
         told = CliRunner().invoke(group, ["status", str(tmp_path)]).output
-        assert "rank 3 (stage 1.1)" in told
+        assert "rank 3 (group 1.1)" in told
     run.close()

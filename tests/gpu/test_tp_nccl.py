@@ -1,4 +1,4 @@
-"""Sums within stages beside a chain of stages, over one stand-in for NCCL. No GPU has run any of this.
+"""Sums within groups beside a chain of groups, over one stand-in for NCCL. No GPU has run any of this.
 
 Of two sorts of messages on one GPU either may wait for a rank that waits for the other. That no timing can bring that
 about is shown in three parts: every run ends, with pauses drawn anew; over each link messages go in one order, whatever
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fake_nccl import MULTIPROCESSORS, Network, installed, run_on_gpus
-from made_stages import ids_of, make_folder, truth_of
+from made_groups import ids_of, make_folder, truth_of
 from pretended_cuda import PretendedCuda
 from test_nccl import greedy_there
 
@@ -25,29 +25,29 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.load_part import load_part
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.setup.stages import describe_stages, join_stages
+from kvr_mpi.setup.job_ranks import describe_groups, join_groups
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.torchdist import TorchDistTransport
 
 IDS, NEW_TOKENS = ids_of(24), 2
-STAGE_LINKS, CHAIN_LINKS = {(0, 1), (2, 3)}, {(0, 2), (1, 3)}
+GROUP_LINKS, CHAIN_LINKS = {(0, 1), (2, 3)}, {(0, 2), (1, 3)}
 Orders = dict[tuple[int, int, int, str], list[int]]
 
 
-def run_stages(folder: Path, gpus: PretendedCuda, network: Network) -> list[list[list[int]]]:
-    """Two stages of two ranks: prompts that end at each in turn, without a barrier, and their answers."""
+def run_groups(folder: Path, gpus: PretendedCuda, network: Network) -> list[list[list[int]]]:
+    """Two groups of two ranks: prompts that end at each in turn, without a barrier, and their answers."""
 
     def work(ranks: TorchDistTransport) -> list[list[int]]:
         device = torch.device("cuda", ranks.rank)
         warm_up(ranks, device)
-        job = join_stages(ranks, ranks._control, Topology(4, 4, 2), device)
-        assert job.stage is not None
-        loaded = load_part(str(folder), job.stage, device="cpu", cache_dir=folder)
+        job = join_groups(ranks, ranks._control, Topology(4, 4, 2), device)
+        assert job.tp_group is not None
+        loaded = load_part(str(folder), job.tp_group, device="cpu", cache_dir=folder)
         prepare_model(loaded.model, chain=True)
         mine, said = gpus.move(loaded, device), list[str]()
-        describe_stages(job, mine, said.append)
+        describe_groups(job, mine, said.append)
         assert "sums were measured to take" in said[0]
         warm_up(job.lane, device)
         forwarder = Forwarder(job.lane, device=device)
@@ -64,7 +64,7 @@ def run_stages(folder: Path, gpus: PretendedCuda, network: Network) -> list[list
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    made, model = make_folder(tmp_path_factory.mktemp("stages"), "llama")
+    made, model = make_folder(tmp_path_factory.mktemp("groups"), "llama")
     return made, truth_of(model, IDS, NEW_TOKENS)[1]
 
 
@@ -79,14 +79,14 @@ def test_sums_and_a_chain_never_wait_for_each_other(
         draw = random.Random(seed)
         network = installed(monkeypatch, Network(gpus, pauses=lambda draw=draw: draw.choice((0.0, 0.0, 4e-3))))
         gpus.watches = not orders
-        found = run_stages(path, gpus, network)
+        found = run_groups(path, gpus, network)
         assert [len(each) for each in found] == [1, 1, 2, 2]
         assert [tokens for each in found for tokens in each] == [truth] * 6
         assert gpus.faults == [] and gpus.syncs_of_devices == []
         assert max(network.most_held.values()) <= MULTIPROCESSORS // 2
         orders.append(dict(network.orders))
     links = {tuple(sorted(link[1:3])) for link in orders[0] if len(orders[0][link]) > 3}
-    assert links == STAGE_LINKS | CHAIN_LINKS
+    assert links == GROUP_LINKS | CHAIN_LINKS
     assert all(order == orders[0] for order in orders), "over each link one order, whoever was late"
     for number, source, dest, side in orders[0]:
         other = "send" if side == "receive" else "receive"

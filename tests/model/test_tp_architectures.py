@@ -1,4 +1,4 @@
-"""Every architecture whose plan is followed gives its own logits on a stage of two ranks, or is refused."""
+"""Every architecture whose plan is followed gives its own logits on a group of two ranks, or is refused."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-from made_stages import on_stages, save_folder, truth_of
+from made_groups import on_groups, save_folder, truth_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.tiny import shrink
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.stage_weights import why_not_staged
+from kvr_mpi.model.tp_weights import why_not_tensor_parallel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import error_share
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.setup.stages import JobRanks
+from kvr_mpi.setup.job_ranks import JobRanks
 
 PROMPT = [(position * position * 7 + 31 * position + 3) % 190 + 6 for position in range(40)]
 # Of those it was seen to run.
@@ -34,7 +34,7 @@ def test_every_architecture_is_exact_or_refused(tmp_path: Path) -> None:
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         try:
             config = shrink(kind)
-            if why_not_staged(config):
+            if why_not_tensor_parallel(config):
                 continue
             torch.manual_seed(0)
             model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -44,7 +44,7 @@ def test_every_architecture_is_exact_or_refused(tmp_path: Path) -> None:
         except Exception:  # not a causal decoder on its own, or not on this machine
             continue
         try:
-            found = on_stages(save_folder(tmp_path / kind, model), 1, 2, logits_of)
+            found = on_groups(save_folder(tmp_path / kind, model), 1, 2, logits_of)
         except ModelError:
             continue
         is_exact = all(error_share(logits, truth) < 1e-4 for logits in found)

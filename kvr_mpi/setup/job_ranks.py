@@ -1,9 +1,9 @@
-"""Which of a job's ranks this one meets, and for what, where a stage of a chain is several ranks.
+"""Which of a job's ranks this one meets, and for what, where a group of a chain is several ranks.
 
-The ranks that have the same heads, one of each stage, are a *lane*: between them everything goes as in a job whose
-stages are one rank each, of a model with fewer heads. A lane's keys and values never meet another's. Within a stage
-ranks meet in the sums of the model's layers (``model.stage``); what is decided is decided once for a whole chain, and
-what is told, by the first rank of a stage.
+The ranks that have the same heads, one of each group, are a *lane*: between them everything goes as in a job whose
+groups are one rank each, of a model with fewer heads. A lane's keys and values never meet another's. Within a group
+ranks meet in the sums of the model's layers (``model.tp_group``). A chain decides once, and of a group only the first
+rank logs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import median
 import torch
 
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.stage import Stage
+from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import wait_for_compute
 from kvr_mpi.setup.rates import Say
@@ -33,22 +33,22 @@ class JobRanks:
     """A job's ranks, as one of them meets them.
 
     world : all of them.
-    lane : one of each stage, with the heads of this one; where a stage is one rank, all.
-    peers : the ranks of this stage; None where it is one rank.
-    stage : what the model asks of them.
-    hosts : of this stage.
+    lane : one of each group, with the heads of this one; where a group is one rank, all.
+    peers : the ranks of this group; None where it is one rank.
+    tp_group : what the model asks of them.
+    hosts : of this group.
     """
 
     world: Transport
     lane: Transport
     peers: Transport | None = None
-    stage: Stage | None = None
+    tp_group: TensorParallelGroup | None = None
     hosts: int = 1
 
     @property
     def tells(self) -> bool:
-        """Whether what becomes of this stage's documents is told by this rank."""
-        return self.stage is None or self.stage.rank == 0
+        """Whether what becomes of this group's documents is told by this rank."""
+        return self.tp_group is None or self.tp_group.rank == 0
 
     def members_of(self, topology: Topology, chain: Transport) -> Transport:
         """Meet all ranks of this rank's chain; every rank calls this.
@@ -60,60 +60,63 @@ class JobRanks:
         chain : Transport
             Those of the lane in the chain.
         """
-        return chain if self.stage is None else self.world.split(topology.group_of(self.lane.rank))
+        return chain if self.tp_group is None else self.world.split(topology.chain_color(self.lane.rank))
 
 
-def join_stages(world: Transport, control: Transport, topology: Topology, device: torch.device) -> JobRanks:
-    """Meet the other ranks of the stage and of the lane; every rank calls this.
+def join_groups(world: Transport, control: Transport, topology: Topology, device: torch.device) -> JobRanks:
+    """Meet the other ranks of the group and of the lane; every rank calls this.
 
     Parameters
     ----------
     world, control : Transport
         All ranks of the job: over what carries tensors, and as they met.
     """
-    if topology.ranks_per_stage == 1:
+    if topology.tensor_parallel == 1:
         return JobRanks(world, world)
-    lane = world.split(topology.rank_in_stage(world.rank))
-    number = topology.stage_number(world.rank)
+    lane = world.split(topology.rank_in_group(world.rank))
+    number = topology.group_number(world.rank)
     peers, words = world.split(number), control.split(number)
     warm_up(peers, device, every_pair=True)
 
     def tell(word: int) -> list[int]:
         return [int(each) for each in all_gather(words, torch.tensor([word], dtype=torch.int64))]
 
-    stage = Stage(peers.rank, peers.size, peers.all_reduce, tell, is_out_of_memory)
+    tp_group = TensorParallelGroup(peers.rank, peers.size, peers.all_reduce, tell, is_out_of_memory)
     firsts: list[bool] = share_json(words, gather_json(words, words.local_rank == 0))
-    return JobRanks(world, lane, peers, stage, hosts=max(1, sum(firsts)))
+    return JobRanks(world, lane, peers, tp_group, hosts=max(1, sum(firsts)))
 
 
-def describe_stages(ranks: JobRanks, loaded: LoadedModel, say: Say) -> None:
-    """Time the sums of a stage, and say what they add to a prompt and to an answer; every rank calls this."""
-    if ranks.stage is None:
+def describe_groups(ranks: JobRanks, loaded: LoadedModel, say: Say) -> None:
+    """Time the sums of a group, and say what they add to a prompt and to an answer; every rank calls this."""
+    if ranks.tp_group is None:
         return
     hidden, layers = loaded.shape.hidden_size, len(loaded.shape.layers)
-    seconds = [_sum_seconds(ranks.stage, tokens, hidden, loaded) for tokens in (TIMED_TOKENS, 1)]
+    seconds = [_sum_seconds(ranks.tp_group, tokens, hidden, loaded) for tokens in (TIMED_TOKENS, 1)]
     prompt_ms, token_ms = (1e3 * (2 * layers + 1) * each for each in seconds)
     across: list[int] = share_json(ranks.world, gather_json(ranks.world, ranks.hosts))
     where = ""
     if max(across) > 1:
         where = (
-            f"; warning: {sum(hosts > 1 for hosts in across)} rank(s) are in stages that span several hosts, so these "
-            f"sums go over the network: start a multiple of {ranks.stage.size} ranks on each host, numbered block-wise"
+            f"; warning: {sum(hosts > 1 for hosts in across)} rank(s) are in tensor-parallel groups that span several "
+            f"hosts, so these "
+            f"sums go over the network: start a multiple of {ranks.tp_group.size} ranks on each host, numbered "
+            f"block-wise"
         )
     say(
-        f"stages of {ranks.stage.size} ranks, each with {loaded.shape.layers[0].num_kv_heads} KV head(s) per layer: "
+        f"tensor-parallel groups of {ranks.tp_group.size} ranks, each with {loaded.shape.layers[0].num_kv_heads} KV "
+        f"head(s) per layer: "
         f"sums were measured to take {prompt_ms:.1f} ms for {TIMED_TOKENS} prompt tokens, and {token_ms:.1f} ms per "
         f"decoded token{where}"
     )
 
 
-def _sum_seconds(stage: Stage, tokens: int, hidden: int, loaded: LoadedModel) -> float:
+def _sum_seconds(tp_group: TensorParallelGroup, tokens: int, hidden: int, loaded: LoadedModel) -> float:
     """Time of one sum of states (tokens, hidden_size)."""
     states = torch.zeros(tokens, hidden, dtype=loaded.dtype, device=loaded.device)
     times = []
     for _ in range(TIMED_SUMS + 1):
         began = time.perf_counter()
-        stage.all_reduce(states)
+        tp_group.all_reduce(states)
         wait_for_compute(loaded.device)
         times.append(time.perf_counter() - began)
     return median(times[1:])

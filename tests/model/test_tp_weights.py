@@ -1,4 +1,4 @@
-"""A stage's ranks load slices of a model, and together are that model."""
+"""A group's ranks load slices of a model, and together are that model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from made_stages import ids_of, make_folder, on_stages, truth_of
+from made_groups import ids_of, make_folder, on_groups, truth_of
 from models import COMMON, CONFIGS
 from safetensors import safe_open
 
@@ -17,12 +17,12 @@ from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.stage import StageError
-from kvr_mpi.model.stage_weights import check_part, part_config, part_of, why_not_divided
+from kvr_mpi.model.tp_group import TensorParallelError
+from kvr_mpi.model.tp_weights import check_part, part_config, part_of, why_not_divided
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.setup.stages import JobRanks
+from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.transport.local import run_local
 
 NEW_TOKENS, PROMPT = 32, ids_of(50)
@@ -41,8 +41,8 @@ def answer(loaded: LoadedModel, prefills: Sequence[Prefill], new_tokens: int = N
 
 
 def prefill_and_answer(ranks: JobRanks, loaded: LoadedModel) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    stages = ranks.lane.size
-    partition = Partition.even(len(PROMPT), stages)
+    groups = ranks.lane.size
+    partition = Partition.even(len(PROMPT), groups)
     prefill = prefill_kvr(loaded, PROMPT, partition, ranks.lane, reserve_tokens=NEW_TOKENS)
     if prefill.logits is None:
         return None
@@ -52,15 +52,15 @@ def prefill_and_answer(ranks: JobRanks, loaded: LoadedModel) -> tuple[torch.Tens
 
 
 @pytest.mark.parametrize(
-    ("kind", "stages", "size"),
+    ("kind", "groups", "size"),
     [
-        *(("llama", stages, 2) for stages in (1, 2, 3)),
+        *(("llama", groups, 2) for groups in (1, 2, 3)),
         ("qwen3", 2, 2),
         ("mixtral", 2, 2),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
-                *((kind, stages, 2) for kind in ("qwen3", "mixtral") for stages in (1, 3)),
+                *((kind, groups, 2) for kind in ("qwen3", "mixtral") for groups in (1, 3)),
                 ("llama", 2, 6),  # 2 KV heads: three ranks have the same
                 ("qwen2", 2, 3),
                 ("qwen3-moe", 2, 2),
@@ -71,10 +71,10 @@ def prefill_and_answer(ranks: JobRanks, loaded: LoadedModel) -> tuple[torch.Tens
         ),
     ],
 )
-def test_stages_are_one_process(tmp_path: Path, kind: str, stages: int, size: int) -> None:
+def test_groups_are_one_process(tmp_path: Path, kind: str, groups: int, size: int) -> None:
     folder, model = make_folder(tmp_path / kind, kind)
     logits, tokens = truth_of(model, PROMPT, NEW_TOKENS)
-    found = on_stages(folder, stages, size, prefill_and_answer)
+    found = on_groups(folder, groups, size, prefill_and_answer)
     assert all(one is None for one in found[:-size])
     for mine, told in found[-size:]:
         assert torch.equal(mine, found[-1][0]), "ranks that differ by a rounding may choose different tokens"
@@ -93,7 +93,7 @@ def test_a_rank_holds_its_share_of_the_weights(tmp_path: Path, kind: str, size: 
     def work(ranks: JobRanks, loaded: LoadedModel) -> int:
         return held(loaded.model)
 
-    whole, parts = held(model), on_stages(folder, 1, size, work)
+    whole, parts = held(model), on_groups(folder, 1, size, work)
     assert sum(parts) >= whole and max(parts) <= 1.15 * whole / size
 
 
@@ -104,7 +104,7 @@ def test_no_shared_matrix_is_read_whole(tmp_path: Path, monkeypatch: pytest.Monk
     sizes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
     read: list[tuple[str, int]] = []
 
-    from kvr_mpi.model.stage_weights import WeightSlice
+    from kvr_mpi.model.tp_weights import WeightSlice
 
     getitem = WeightSlice.__getitem__
 
@@ -115,7 +115,7 @@ def test_no_shared_matrix_is_read_whole(tmp_path: Path, monkeypatch: pytest.Monk
         return found
 
     monkeypatch.setattr(WeightSlice, "__getitem__", watched)
-    on_stages(folder, 1, 2, lambda ranks, loaded: None)
+    on_groups(folder, 1, 2, lambda ranks, loaded: None)
     assert len(read) == 2 * len(sizes)
     whole = max(torch.Size(shape).numel() for shape in sizes.values())
     assert max(count for _, count in read) <= 1.15 * whole / 2
@@ -180,26 +180,26 @@ class _NoMemory:
 
 @pytest.mark.parametrize("failing", [(0, 1), (1, 0)])
 def test_no_memory_on_one_rank_costs_one_prompt(tmp_path: Path, failing: tuple[int, int]) -> None:
-    """In the middle of the model: its stage plays on, all lanes know, and the next prompt is as if nothing had been."""
+    """In the middle of the model: its group plays on, all lanes know, and the next prompt is as if nothing had been."""
     folder, model = make_folder(tmp_path / "llama", "llama")
     logits, _ = truth_of(model, PROMPT, 1)
 
     def work(ranks: JobRanks, loaded: LoadedModel) -> list[tuple[str | None, torch.Tensor | None]]:
-        assert ranks.stage is not None
+        assert ranks.tp_group is not None
         fails = _NoMemory(1)
         loaded.model.model.layers[1].mlp.register_forward_pre_hook(fails)
-        fails.armed = (ranks.lane.rank, ranks.stage.rank) == failing
+        fails.armed = (ranks.lane.rank, ranks.tp_group.rank) == failing
         found = []
         for _ in range(2):
             prefill = prefill_kvr(loaded, PROMPT, Partition((0, 20, 50)), ranks.lane, spares_chain=True)
             found.append((prefill.error, prefill.logits))
         return found
 
-    found = on_stages(folder, 2, 2, work)
+    found = on_groups(folder, 2, 2, work)
     for rank, ((error, none), (no_error, mine)) in enumerate(found):
-        stage, is_last = rank // 2, rank >= 2
+        tp_group, is_last = rank // 2, rank >= 2
         assert none is None and no_error is None
-        assert (error is not None) == (is_last or stage == failing[0])
+        assert (error is not None) == (is_last or tp_group == failing[0])
         if is_last:
             assert error is not None and f"rank {failing[0]} of the 2 in its chain ran out of memory" in error
             assert mine is not None and float((mine - logits).abs().max()) < 1e-4
@@ -210,42 +210,42 @@ def test_no_memory_for_a_token_on_one_rank_halves_the_row_on_all(tmp_path: Path)
     _, tokens = truth_of(model, PROMPT, NEW_TOKENS)
 
     def work(ranks: JobRanks, loaded: LoadedModel) -> list[tuple[int, ...]]:
-        assert ranks.stage is not None
+        assert ranks.tp_group is not None
         prefills = [
             prefill_kvr(loaded, PROMPT, Partition((0, 50)), ranks.lane, reserve_tokens=NEW_TOKENS) for _ in range(3)
         ]
         fails = _NoMemory(1)
         loaded.model.lm_head.register_forward_pre_hook(fails)  # after the last sum of a layer
-        fails.armed = ranks.stage.rank == 1
+        fails.armed = ranks.tp_group.rank == 1
         found = answer(loaded, prefills)
         return [one.token_ids for one in found if one is not None]
 
-    for found in on_stages(folder, 1, 2, work):
+    for found in on_groups(folder, 1, 2, work):
         assert [list(each) for each in found] == [tokens] * 3
 
 
 def test_chains_of_threads_run_on_a_part_alone(tmp_path: Path) -> None:
-    """A stage's sums would be taken for those of another thread; a part alone is a model of its own."""
+    """A group's sums would be taken for those of another thread; a part alone is a model of its own."""
     folder, _ = make_folder(tmp_path / "llama", "llama")
 
     def work(ranks: JobRanks, loaded: LoadedModel) -> str:
-        assert ranks.stage is not None
-        with ranks.stage.alone():
+        assert ranks.tp_group is not None
+        with ranks.tp_group.alone():
             check_chain(loaded)
-        with pytest.raises(StageError, match="in one thread each"):
+        with pytest.raises(TensorParallelError, match="in one thread each"):
             run_local(1, lambda rank: prefill_kvr(loaded, PROMPT, Partition((0, 50)), rank))
         return "refused"
 
-    assert on_stages(folder, 1, 2, work) == ["refused"] * 2
+    assert on_groups(folder, 1, 2, work) == ["refused"] * 2
 
 
 def test_a_lane_sends_its_own_heads_only(tmp_path: Path) -> None:
-    """What travels between stages, over all lanes, is each head once."""
+    """What travels between groups, over all lanes, is each head once."""
     folder, _ = make_folder(tmp_path / "qwen2", "qwen2")
 
     def work(ranks: JobRanks, loaded: LoadedModel) -> int:
         return prefill_kvr(loaded, PROMPT, Partition((0, 20, 50)), ranks.lane).sent_bytes
 
-    found = on_stages(folder, 2, 3, work)
+    found = on_groups(folder, 2, 3, work)
     whole = 20 * 3 * 2 * 8 * 3 * 4  # tokens, layers, keys and values, head_dim, KV heads, bytes
     assert found == [whole // 3] * 3 + [0] * 3

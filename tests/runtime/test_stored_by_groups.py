@@ -1,4 +1,4 @@
-"""What a job with stages stores is what one process stores: whoever reads or asks it, whoever wrote it."""
+"""What a job with groups stores is what one process stores: whoever reads or asks it, whoever wrote it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvr_mpi.store.parts import PARTS
 from kvr_mpi.store.shares import read_run_header
 from kvr_mpi.store.stored_kv import StoredKV
 
-STAGES = "parallel.ranks_per_stage=2"
+GROUPS = "parallel.tensor_parallel=2"
 Run = Callable[..., Path]
 
 
@@ -62,7 +62,7 @@ def stored_in_pieces(stored: Run, ranks: int, *settings: str) -> Path:
     """Run the job, and leave what its ranks wrote as if it were too large to be merged."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvr_mpi.runtime.batch.merge_run", lambda folder, stop, say: folder)
-        return stored(ranks, STAGES, *settings, name="pieces")
+        return stored(ranks, GROUPS, *settings, name="pieces")
 
 
 def layers_of(folder: Path) -> dict[str, tuple[StoredKV, list[tuple[torch.Tensor, torch.Tensor]]]]:
@@ -95,24 +95,24 @@ def assert_alike(found: Path, wanted: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_stages_store_is_what_one_process_stores(stored: Run, asked: Any) -> None:
-    """In pieces, asked by stages of another number; and when the pieces are put together."""
+def test_what_groups_store_is_what_one_process_stores(stored: Run, asked: Any) -> None:
+    """In pieces, asked by groups of another number; and when the pieces are put together."""
     alone = stored(1, name="alone")
     pieces = stored_in_pieces(stored, 4)
-    # Of two slices and two lanes all but the record's own; short prompts, of one stage each, have one more.
+    # Of two slices and two lanes all but the record's own; short prompts, of one group each, have one more.
     assert len(index_run(pieces / PARTS).places) > 5
     wanted = asked(1, alone)
-    assert len(wanted) == 10 and asked(2, pieces, STAGES) == wanted
+    assert len(wanted) == 10 and asked(2, pieces, GROUPS) == wanted
     merge_files(pieces)
     assert_alike(pieces, alone)
 
 
 @pytest.mark.long
-def test_anybody_asks_and_exports_what_stages_stored(stored: Run, asked: Any, run_kvr: Any, tmp_path: Path) -> None:
-    alone, merged = stored(1, name="alone"), stored(4, STAGES, name="merged")
+def test_anybody_asks_and_exports_what_groups_stored(stored: Run, asked: Any, run_kvr: Any, tmp_path: Path) -> None:
+    alone, merged = stored(1, name="alone"), stored(4, GROUPS, name="merged")
     assert_alike(merged, alone)
     pieces = stored_in_pieces(stored, 4)
-    assert asked(4, merged, STAGES) == asked(1, pieces) == asked(3, pieces) == asked(1, alone)
+    assert asked(4, merged, GROUPS) == asked(1, pieces) == asked(3, pieces) == asked(1, alone)
     mine, theirs = (open_results(one).kv("doc-4.txt") for one in (pieces, alone))
     assert mine.token_ids == theirs.token_ids and mine.layers.keys() == theirs.layers.keys()
     for number, (keys, values) in mine.layers.items():
@@ -126,9 +126,9 @@ def test_anybody_asks_and_exports_what_stages_stored(stored: Run, asked: Any, ru
 
 @pytest.mark.long
 def test_kv_heads_that_several_ranks_have_are_stored_once(stored: Run, asked: Any) -> None:
-    alone, many = stored(1, name="alone"), stored(4, "parallel.ranks_per_stage=4", name="many")
+    alone, many = stored(1, name="alone"), stored(4, "parallel.tensor_parallel=4", name="many")
     assert_alike(many, alone)
-    assert asked(4, alone, "parallel.ranks_per_stage=4") == asked(1, many) == asked(1, alone)
+    assert asked(4, alone, "parallel.tensor_parallel=4") == asked(1, many) == asked(1, alone)
 
 
 @pytest.mark.long
@@ -145,14 +145,14 @@ def test_a_job_that_lacks_some_heads_does_their_documents_again(stored: Run, job
 
 @pytest.mark.slow
 def test_a_damaged_piece_is_an_error_record_on_all_ranks(stored: Run, asked: Any, tmp_path: Path) -> None:
-    """One rank of the stage reads it, the other does not: nobody waits, and nobody answers from it."""
+    """One rank of the group reads it, the other does not: nobody waits, and nobody answers from it."""
     pieces = stored_in_pieces(stored, 2, "documents.limit=4")
     (path,) = (pieces / PARTS).glob("shard-*.h5")
     with h5py.File(path, "r+") as file:
         (name,) = (name for name in file["documents"] if name.startswith("doc-2.txt"))
         keys = file["documents"][name]["kv/layer_001/keys"]
         keys[5] = np.asarray(keys[5]) + 1
-    found = asked(2, pieces, STAGES, "questions.reuse=always", code=65)
+    found = asked(2, pieces, GROUPS, "questions.reuse=always", code=65)
     (folder,) = tmp_path.glob("asked-pieces-*")
     records = {record.id: record for record in read_run(folder)}
     bad = [record for record in records.values() if record.document == "doc-2.txt"]
@@ -162,25 +162,25 @@ def test_a_damaged_piece_is_an_error_record_on_all_ranks(stored: Run, asked: Any
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stages", [1, 2])
-def test_what_stays_spread_over_stages_is_stored_and_asked_alike(stored: Run, asked: Any, stages: int) -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_what_stays_spread_over_groups_is_stored_and_asked_alike(stored: Run, asked: Any, groups: int) -> None:
     alone = stored(1, name="alone")
-    spread = stored(2 * stages, STAGES, "output.kv=sharded", name="spread")
+    spread = stored(2 * groups, GROUPS, "output.kv=sharded", name="spread")
     found, like = layers_of(spread), layers_of(alone)
     for name, (kv, layers) in found.items():
         assert kv.tokens == like[name][0].tokens
         for pair, of in zip(layers, like[name][1], strict=True):
             assert all(float((one - other).abs().max()) < 1e-4 for one, other in zip(pair, of, strict=True))
     assert answers(spread) == answers(alone)
-    assert asked(2 * stages, alone, STAGES, "questions.sharded=true") == asked(1, alone)
+    assert asked(2 * groups, alone, GROUPS, "questions.sharded=true") == asked(1, alone)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["ada-snapkv", "snapkv", "pyramidkv", "streaming-llm", "headkv"])
-def test_heads_of_a_stage_keep_what_those_of_one_process_keep(
+def test_heads_of_a_group_keep_what_those_of_one_process_keep(
     stored: Run, asked: Any, method: str, job: Path, run_kvr: Any, tmp_path: Path
 ) -> None:
-    """Also heads that compete: of which scores the other ranks of the stage have some."""
+    """Also heads that compete: of which scores the other ranks of the group have some."""
     settings = [f"compress.method={method}", "compress.budget=64", "generation.max_new_tokens=32"]
     settings += [] if method == "streaming-llm" else ["compress.window=16"]
     settings.append("compress.observes=document")
@@ -189,9 +189,9 @@ def test_heads_of_a_stage_keep_what_those_of_one_process_keep(
         sampled = with_settings("compress.method=ada-snapkv", *settings[1:2], "compress.window=16")
         assert run_kvr("search", job, *sampled, "--heads", profile)[0] == 0
         settings.append(f"compress.profile={profile}")
-    alone, stages = stored(1, *settings, name="alone"), stored(4, STAGES, *settings, name="stages")
-    assert answers(stages) == answers(alone)
-    mine, theirs = layers_of(stages), layers_of(alone)
+    alone, groups = stored(1, *settings, name="alone"), stored(4, GROUPS, *settings, name="groups")
+    assert answers(groups) == answers(alone)
+    mine, theirs = layers_of(groups), layers_of(alone)
     for name, (kv, _) in theirs.items():
         found = mine[name][0]
         assert found.compression == kv.compression
@@ -200,17 +200,17 @@ def test_heads_of_a_stage_keep_what_those_of_one_process_keep(
             if layer.rows is not None and like.rows is not None:
                 assert layer.rows.counts == like.rows.counts
                 assert np.array_equal(layer.rows.positions, like.rows.positions)
-    for one, other in zip(read_run(stages), read_run(alone), strict=True):
+    for one, other in zip(read_run(groups), read_run(alone), strict=True):
         assert (one.retained_tokens, one.retained_bytes) == (other.retained_tokens, other.retained_bytes)
-    assert asked(2, stages, STAGES) == asked(1, stages) == asked(1, alone)
+    assert asked(2, groups, GROUPS) == asked(1, groups) == asked(1, alone)
 
 
 @pytest.mark.long
-def test_stages_go_on_from_what_any_other_stored(stored: Run, job: Path, tmp_path: Path) -> None:
+def test_groups_go_on_from_what_any_other_stored(stored: Run, job: Path, tmp_path: Path) -> None:
     """A beginning of 256 tokens, on every rank its own heads."""
-    alone, stages = stored(1, name="alone"), stored(2, STAGES, name="stages")
-    for number, run in enumerate((alone, stages)):
-        again = stored(4, STAGES, f"documents.reuse={run}", name=f"again-{number}")
+    alone, groups = stored(1, name="alone"), stored(2, GROUPS, name="groups")
+    for number, run in enumerate((alone, groups)):
+        again = stored(4, GROUPS, f"documents.reuse={run}", name=f"again-{number}")
         assert answers(again) == answers(alone)
         reused = [record.id for record in read_run(again) if record.computed_tokens < record.prompt_tokens]
         assert reused == [record.id for record in read_run(alone) if record.prompt_tokens > 256] != []

@@ -1,10 +1,10 @@
-"""What a stage of several ranks takes: its share of the work, and the sums that join the shares."""
+"""What a group of several ranks takes: its share of the work, and the sums that join the shares."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.forecast import simulate_stages
+from benchmarks.forecast import simulate_groups
 from kvr_mpi.costs.costmodel import single_seconds
 from kvr_mpi.costs.hardware import Hardware, load_hardware
 from kvr_mpi.costs.layer_costs import costs_of
@@ -18,49 +18,49 @@ H100 = load_hardware("h100-80gb")
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_shares_make_up_the_whole(size: int) -> None:
-    part = WORK.of_stage(size)
+    part = WORK.of_group(size)
     for name in ("qkv_flop", "rest_flop", "pair_flop", "kv_bytes", "head_flop", "weight_bytes"):
         assert size * getattr(part, name) == pytest.approx(getattr(WORK, name)), name
     assert size * part.heads == WORK.heads
 
 
 def test_of_too_few_kv_heads_several_ranks_have_one() -> None:
-    part = WORK.of_stage(32)
+    part = WORK.of_group(32)
     assert part.kv_bytes == WORK.kv_bytes / 8 and 32 * part.pair_flop == WORK.pair_flop
     kv_flop = 2 * 8192 * (2 * 8 * 128)  # a token's keys and values: 8 heads of 128 each
     assert 32 * part.qkv_flop == pytest.approx(WORK.qkv_flop - kv_flop + 32 / 8 * kv_flop)
     assert 32 * part.weight_bytes == pytest.approx(WORK.weight_bytes + (32 / 8 - 1) * 80 * kv_flop)
 
 
-def test_a_layer_sums_twice_over_the_stage() -> None:
-    alone, stage = costs_of(WORK, H100), costs_of(WORK, H100, ranks_per_stage=4)
+def test_a_layer_sums_twice_over_the_group() -> None:
+    alone, shared = costs_of(WORK, H100), costs_of(WORK, H100, tensor_parallel=4)
     assert H100.host_link_bytes_per_s is not None
     sums_s = 2 * (2 * 3 / 4) * 8192 * 2 / H100.host_link_bytes_per_s
-    assert stage.rest_token_s == pytest.approx(alone.rest_token_s / 4 + sums_s)
-    assert stage.kv_bytes == alone.kv_bytes / 4 and stage.link_bytes_per_s == alone.link_bytes_per_s
+    assert shared.rest_token_s == pytest.approx(alone.rest_token_s / 4 + sums_s)
+    assert shared.kv_bytes == alone.kv_bytes / 4 and shared.link_bytes_per_s == alone.link_bytes_per_s
 
 
 def test_sums_over_hosts_take_the_slower_links() -> None:
     def times(hardware: Hardware) -> list[float]:
-        return [single_seconds(costs_of(WORK, hardware, ranks_per_stage=size), 131072) for size in (8, 16)]
+        return [single_seconds(costs_of(WORK, hardware, tensor_parallel=size), 131072) for size in (8, 16)]
 
     few = H100.model_copy(update={"link_bytes_per_s": 1e9})
     assert times(few)[0] == times(H100)[0], "within a host nothing goes over them"
     assert times(few)[1] > 2 * times(H100)[1]
 
 
-def test_stages_beside_tensor_parallelism_alone() -> None:
-    """On one host they are the same; over several, stages keep most of their sums at home."""
+def test_groups_beside_tensor_parallelism_alone() -> None:
+    """On one host they are the same; over several, groups keep most of their sums at home."""
     found = look_out("Llama 3.1 70B", None, None, None, lambda: True, 4)
-    one, many = simulate_stages(found, [131072], [4, 32], 4)
-    assert one.kvr_s == pytest.approx(one.tensor_s, rel=0.02) and one.stages == 1
+    one, many = simulate_groups(found, [131072], [4, 32], 4)
+    assert one.kvr_s == pytest.approx(one.tensor_s, rel=0.02) and one.groups == 1
     assert many.kvr_s < many.tensor_s and many.kvr_s < one.kvr_s
     assert many.whole_bytes > many.memory_bytes > many.weight_bytes
 
 
-def test_stages_that_do_not_divide_are_refused() -> None:
+def test_groups_that_do_not_divide_are_refused() -> None:
     found = look_out("Llama 3.1 70B", None, None, None, lambda: True, 4)
-    with pytest.raises(ConfigError, match="30 ranks cannot be divided into stages of 4"):
-        simulate_stages(found, [8192], [30], 4)
+    with pytest.raises(ConfigError, match="30 ranks cannot be divided into tensor-parallel groups of 4"):
+        simulate_groups(found, [8192], [30], 4)
     with pytest.raises(ConfigError, match=r"cannot be divided by it; choose one of \[1, 2, 4, 8, 16, 32, 64\]"):
         check_heads(WORK, 3)

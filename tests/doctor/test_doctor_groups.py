@@ -1,4 +1,4 @@
-"""Sums over stages are timed and compared, wrong ones and stages over several hosts are named."""
+"""Sums over groups are timed and compared, wrong ones and groups over several hosts are named."""
 
 from __future__ import annotations
 
@@ -27,61 +27,64 @@ class Noisy(LocalTransport):
             tensor[-1] += 1
 
     def split(self, color: int) -> LocalTransport:
-        stage = super().split(color)
-        return Noisy(stage._hub, stage.rank) if self.rank == 3 else stage
+        group = super().split(color)
+        return Noisy(group._hub, group.rank) if self.rank == 3 else group
 
 
 def examine(world: LocalTransport, size: int, hosts: str) -> Any:
     facts = [place(rank, host) for rank, host in enumerate(hosts)] if world.rank == 0 else []
-    request = Request(effort=SMALL, patience_s=20.0, ranks_per_stage=size)
-    (step,) = (step for step in steps.STEPS if step.check == "stages")
+    request = Request(effort=SMALL, patience_s=20.0, tensor_parallel=size)
+    (step,) = (step for step in steps.STEPS if step.check == "tensor-parallel")
     return step.work(steps.Scene(world, request, {}, facts, None))
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(4, 2), (3, 3)])
-def test_every_stage_is_summed_and_timed(ranks: int, size: int) -> None:
+def test_every_group_is_summed_and_timed(ranks: int, size: int) -> None:
     found = run_local(ranks, lambda world: examine(world, size, "a" * ranks))
     assert found[1:] == [[]] * (ranks - 1), "the first rank tells"
-    finding = found[0][0]  # others, if any, say that a stage is slow just now
-    assert finding.status == "ok" and f"{ranks // size} stage(s) of {size} ranks" in finding.found
+    finding = found[0][0]  # others, if any, say that a group is slow just now
+    assert finding.status == "ok" and f"{ranks // size} tensor-parallel group(s) of {size} ranks" in finding.found
     assert [one["ranks"] for one in finding.measured] == [[*range(at, at + size)] for at in range(0, ranks, size)]
     assert all(one["latency_us"] > 0 and one["gigabytes_per_s"] > 0 for one in finding.measured)
 
 
-def test_a_wrong_sum_fails_and_names_the_stage() -> None:
+def test_a_wrong_sum_fails_and_names_the_group() -> None:
     def work(world: LocalTransport) -> Any:
         return {"value": links.measure_sums(Noisy(world._hub, world.rank), 2, CPU, SMALL, 20.0)}
 
     findings = links.check_sums(run_local(4, work), ["a"] * 4, 2)
     assert [status for status in statuses(findings) if status != "warn"] == ["ok", "fail"]  # warn: slow just now
-    assert any("stage 1 (ranks 2-3 on a): data are corrupted" in finding.found for finding in findings)
+    assert any("group 1 (ranks 2-3 on a): data are corrupted" in finding.found for finding in findings)
 
 
-def test_a_stage_over_several_hosts_is_warned_of() -> None:
+def test_a_group_over_several_hosts_is_warned_of() -> None:
     (ok, warning) = run_local(4, lambda world: examine(world, 2, "aabc"))[0]
     assert (ok.status, warning.status) == ("ok", "warn")
-    assert "1 stage(s) span several hosts" in warning.found and "stage 1 (ranks 2-3 on b, c)" in warning.found
+    assert (
+        "1 tensor-parallel group(s) span several hosts" in warning.found
+        and "group 1 (ranks 2-3 on b, c)" in warning.found
+    )
     assert "a multiple of 2 ranks on each host" in warning.remedy
 
 
-def test_stages_are_compared_with_their_kind() -> None:
+def test_groups_are_compared_with_their_kind() -> None:
     slow = {"value": {**GOOD["value"], "gigabytes_per_s": 0.5}}
     found = links.check_sums([GOOD, GOOD, GOOD, slow, slow, slow], [*"aaaabc"], 2)
     assert statuses(found) == ["ok", "warn", "warn"]
-    assert "stage 1 (ranks 2-3 on a): 0.50 GB/s" in found[1].found, "a network is slower than memory"
-    assert "1 stage(s) span several hosts" in found[2].found
+    assert "group 1 (ranks 2-3 on a): 0.50 GB/s" in found[1].found, "a network is slower than memory"
+    assert "1 tensor-parallel group(s) span several hosts" in found[2].found
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     found = links.check_sums([GOOD, GOOD, {"error": "TimeoutError: no"}, GOOD], ["a"] * 4, 2)
-    assert statuses(found) == ["ok", "fail"] and "stage 1 (ranks 2-3 on a): rank 2: TimeoutError: no" in found[1].found
+    assert statuses(found) == ["ok", "fail"] and "group 1 (ranks 2-3 on a): rank 2: TimeoutError: no" in found[1].found
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(3, 2), (1, 2)])
-def test_ranks_that_stages_do_not_divide_fail(ranks: int, size: int) -> None:
+def test_ranks_that_groups_do_not_divide_fail(ranks: int, size: int) -> None:
     found = run_local(ranks, lambda world: examine(world, size, "a" * ranks))
     assert only(found[0]).status == "fail" and f"a multiple of {size} ranks" in found[0][0].remedy
 
 
-def test_without_stages_nothing_is_said() -> None:
+def test_without_groups_nothing_is_said() -> None:
     assert run_local(2, lambda world: examine(world, 1, "aa")) == [[], []]

@@ -15,7 +15,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.load_part import load_part
 from kvr_mpi.prefill.one_prompt import prefill_single, run_next
-from kvr_mpi.setup.stages import JobRanks, join_stages
+from kvr_mpi.setup.job_ranks import JobRanks, join_groups
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -75,16 +75,16 @@ def truth_of(model: Any, ids: Sequence[int], new_tokens: int) -> tuple[torch.Ten
     return prefill.logits, answer
 
 
-def on_stages(
-    folder: Path, stages: int, size: int, work: Callable[[JobRanks, LoadedModel], Any], device: torch.device = CPU
+def on_groups(
+    folder: Path, groups: int, size: int, work: Callable[[JobRanks, LoadedModel], Any], device: torch.device = CPU
 ) -> list[Any]:
-    """Do something on every rank of a chain of stages, each with its part of a model, ready for chains."""
+    """Do something on every rank of a chain of groups, each with its part of a model, ready for chains."""
 
     def rank(world: LocalTransport) -> Any:
-        ranks = join_stages(world, world, Topology(world.size, world.size, size), device)
-        assert ranks.stage is not None
-        loaded = load_part(str(folder), ranks.stage, device="cpu", cache_dir=folder)
+        ranks = join_groups(world, world, Topology(world.size, world.size, size), device)
+        assert ranks.tp_group is not None
+        loaded = load_part(str(folder), ranks.tp_group, device="cpu", cache_dir=folder)
         prepare_model(loaded.model, chain=True)
         return work(ranks, loaded)
 
-    return run_local(stages * size, rank)
+    return run_local(groups * size, rank)

@@ -1,4 +1,4 @@
-"""Heads of a stage keep the tokens that they keep on one process, also where all heads of a layer compete."""
+"""Heads of a group keep the tokens that they keep on one process, also where all heads of a layer compete."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_stages import ids_of, make_folder, on_stages
+from made_groups import ids_of, make_folder, on_groups
 
 from kvr_mpi.compress.compression import RetainedSize, open_compression
 from kvr_mpi.compress.settings import CompressSettings
@@ -16,7 +16,7 @@ from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.setup.stages import JobRanks
+from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport
 
@@ -56,7 +56,7 @@ def keep(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_heads_of_a_stage_keep_what_those_of_one_process_keep(tmp_path: Path, method: str) -> None:
+def test_heads_of_a_group_keep_what_those_of_one_process_keep(tmp_path: Path, method: str) -> None:
     folder, _ = make_folder(tmp_path / "llama", "llama")
     loaded = load_model(str(folder), dtype="float32", device="cpu", cache_dir=folder)
     prepare_model(loaded.model, chain=True)
@@ -66,7 +66,7 @@ def test_heads_of_a_stage_keep_what_those_of_one_process_keep(tmp_path: Path, me
     def work(ranks: JobRanks, loaded: LoadedModel) -> Any:
         return keep(loaded, ranks.lane, settings)
 
-    *_, (first, one), (second, other) = on_stages(folder, 2, 2, work)
+    *_, (first, one), (second, other) = on_groups(folder, 2, 2, work)
     assert [low + high for low, high in zip(first, second, strict=True)] == wanted != []
     assert one == other == size, "what is told of is of all heads"
     if method in ("ada-snapkv", "headkv"):
@@ -78,8 +78,8 @@ def test_heads_that_several_ranks_have_are_not_compressed(tmp_path: Path) -> Non
     folder, _ = make_folder(tmp_path / "llama", "llama")
 
     def work(ranks: JobRanks, loaded: LoadedModel) -> str:
-        with pytest.raises(ConfigError, match="choose parallel.ranks_per_stage <= 2"):
+        with pytest.raises(ConfigError, match="choose parallel.tensor_parallel <= 2"):
             keep(loaded, ranks.lane, settings_of("ada-snapkv", tmp_path))
         return "refused"
 
-    assert on_stages(folder, 1, 6, work) == ["refused"] * 6
+    assert on_groups(folder, 1, 6, work) == ["refused"] * 6

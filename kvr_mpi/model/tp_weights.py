@@ -1,4 +1,4 @@
-"""A rank's part of a model's weights, read as slices: no rank of a stage ever holds a whole matrix that is shared.
+"""A rank's part of a model's weights, read as slices: no rank of a group ever holds a whole matrix that is shared.
 
 The part is a model of the same architecture with fewer heads, a narrower MLP and fewer tokens, made by its
 configuration. What is divided, and where ranks have to sum, is read from transformers' own plan for the architecture
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model.shape import meta_model
-from kvr_mpi.model.stage import Stage
+from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.topology import KVHeads, share_of
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Part:
 
     @property
     def is_alone_with_heads(self) -> bool:
-        """Whether no other rank of the stage has the same KV heads."""
+        """Whether no other rank of the group has the same KV heads."""
         return self.kv_heads % self.size == 0
 
     @property
@@ -104,7 +104,7 @@ class Part:
         return first * self.head_dim, last * self.head_dim
 
 
-def why_not_staged(config: Any) -> str | None:
+def why_not_tensor_parallel(config: Any) -> str | None:
     """Say why transformers' plan for a model cannot be followed here; None if it can, as far as the plan shows."""
     text = config.get_text_config()
     if text is not config:
@@ -142,12 +142,15 @@ def part_of(config: Any, rank: int, size: int) -> Part:
         If it is not known how to divide this model.
     """
     name = type(config).__name__.removesuffix("Config")
-    if why := why_not_staged(config):
-        raise ModelError(f"{name}: {why}, so it cannot be divided among the ranks of a stage; use ranks_per_stage = 1")
+    if why := why_not_tensor_parallel(config):
+        raise ModelError(
+            f"{name}: {why}, so it cannot be divided among the ranks of a tensor-parallel group; use tensor_parallel "
+            f"= 1"
+        )
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if why := why_not_divided(heads, kv_heads, size):
-        raise ConfigError(f"parallel.ranks_per_stage = {size}: {name}: {why}")
+        raise ConfigError(f"parallel.tensor_parallel = {size}: {name}: {why}")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return Part(rank, size, heads, kv_heads, head_dim)
 
@@ -179,7 +182,9 @@ def check_part(config: Any, mine: Any, part: Part) -> None:
 
     whole_model, part_model = meta_model(config, torch.bfloat16), meta_model(mine, torch.bfloat16)
     if dict(getattr(whole_model, "_tp_plan", None) or {}).get("lm_head") != HEAD["lm_head"]:
-        raise ModelError(f"{type(whole_model).__name__}: its vocabulary cannot be divided among the ranks of a stage")
+        raise ModelError(
+            f"{type(whole_model).__name__}: its vocabulary cannot be divided among the ranks of a tensor-parallel group"
+        )
     plan: Mapping[str, str] = config.base_model_tp_plan
     whole, found = whole_model.state_dict(), part_model.state_dict()
     for name in whole.keys() | found.keys():
@@ -187,7 +192,7 @@ def check_part(config: Any, mine: Any, part: Part) -> None:
             shapes = " and ".join(str(tuple(one[name].shape)) for one in (whole, found) if name in one)
             raise ModelError(
                 f"{type(whole_model).__name__}: {name} of shape {shapes} is not divided as transformers' plan says; "
-                f"use ranks_per_stage = 1"
+                f"use tensor_parallel = 1"
             )
 
 
@@ -266,7 +271,7 @@ def _slice_of(name: str, tensor: Any, part: Part) -> WeightSlice:
     return WeightSlice(tensor, dim, *part.bounds(leaf, shape[dim]))
 
 
-def join_stage(model: Any, config: Any, stage: Stage) -> None:
+def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
     """Let a rank's part of a model sum its products with the other parts, and stand for the whole.
 
     Parameters
@@ -275,28 +280,28 @@ def join_stage(model: Any, config: Any, stage: Stage) -> None:
         Of `part_config`; changed in place.
     config : PreTrainedConfig
         Of the whole model, whose vocabulary is the model's from now on.
-    stage : Stage
+    tp_group : TensorParallelGroup
     """
-    first, last = share_of(config.vocab_size, stage.rank, stage.size)
+    first, last = share_of(config.vocab_size, tp_group.rank, tp_group.size)
     modules = dict(model.base_model.named_modules())
     for name, module in modules.items():
         if (way := config.base_model_tp_plan.get(_NUMBER.sub(".*", f"{name}.")[:-1])) in ("rowwise", "moe_tp_experts"):
-            module.register_forward_hook(lambda part, given, made: stage.all_reduce(made))
+            module.register_forward_hook(lambda part, given, made: tp_group.all_reduce(made))
         if way == "moe_tp_experts":
             router = modules.get(f"{name.rpartition('.')[0]}.gate")
             if router is None:
                 raise ModelError(f"{type(model).__name__}: what chooses the experts of {name} is not known here")
             # One token sent to other experts on another rank, by a rounding, would be a sum of two halves of nothing.
-            router.register_forward_hook(lambda part, given, made: tuple(map(stage.agree_on, made)))
-    model.set_input_embeddings(_shared_embedding(model.get_input_embeddings(), stage, first, last))
-    model.set_output_embeddings(_shared_head(model.get_output_embeddings(), stage, (first, last), config.vocab_size))
+            router.register_forward_hook(lambda part, given, made: tuple(map(tp_group.agree_on, made)))
+    model.set_input_embeddings(_shared_embedding(model.get_input_embeddings(), tp_group, first, last))
+    model.set_output_embeddings(_shared_head(model.get_output_embeddings(), tp_group, (first, last), config.vocab_size))
     model.config.vocab_size, model.config.pad_token_id = config.vocab_size, config.pad_token_id
     for owner in (model, model.base_model):
         if hasattr(owner, "vocab_size"):
             owner.vocab_size = config.vocab_size
 
 
-def _shared_embedding(embedding: Any, stage: Stage, first: int, last: int) -> torch.nn.Module:
+def _shared_embedding(embedding: Any, tp_group: TensorParallelGroup, first: int, last: int) -> torch.nn.Module:
     """Make the embedding of all tokens of one that has some of them."""
     import torch
 
@@ -307,17 +312,17 @@ def _shared_embedding(embedding: Any, stage: Stage, first: int, last: int) -> to
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             """Embed tokens (1, tokens) to (1, tokens, hidden_size)."""
-            if stage.is_alone:  # a model of fewer tokens
+            if tp_group.is_alone:  # a model of fewer tokens
                 rows: torch.Tensor = self.part(ids % (last - first))
                 return rows
             is_own = (ids >= first) & (ids < last)
             rows = self.part(torch.where(is_own, ids - first, 0)).masked_fill(~is_own.unsqueeze(-1), 0)
-            return stage.all_reduce(rows)
+            return tp_group.all_reduce(rows)
 
     return SharedEmbedding()
 
 
-def _shared_head(head: Any, stage: Stage, own: tuple[int, int], vocab_size: int) -> torch.nn.Module:
+def _shared_head(head: Any, tp_group: TensorParallelGroup, own: tuple[int, int], vocab_size: int) -> torch.nn.Module:
     """Make the head of all tokens of one that has some of them."""
     import torch
 
@@ -331,7 +336,7 @@ def _shared_head(head: Any, stage: Stage, own: tuple[int, int], vocab_size: int)
             share = self.part(hidden)
             logits: torch.Tensor = share.new_zeros(*share.shape[:-1], vocab_size)
             logits[..., own[0] : own[1]] = share
-            return stage.all_reduce(logits)
+            return tp_group.all_reduce(logits)
 
     return SharedHead()
 

@@ -1,10 +1,10 @@
 """The ranks that hold one copy of a model's weights among them, as the model's code meets them.
 
-Each rank of a stage runs the same tokens through its heads and its share of the rest, at once with the others: they
-meet in every sum over the stage (Megatron-LM, Shoeybi et al. 2019, section 3). A rank that fails on its way would leave
+Each rank of a group runs the same tokens through its heads and its share of the rest, at once with the others: they
+meet in every sum over the group (Megatron-LM, Shoeybi et al. 2019, section 3). A rank that fails on its way would leave
 the others waiting there. So before a sum all tell each other, in a word, that they are here, and a rank that fails says
 that instead; the others then fail, too, in the same place. What failed for want of memory they take for their own want
-of memory, and what was stored and cannot be read for data that they cannot read, so that all of a stage go on alike: in
+of memory, and what was stored and cannot be read for data that they cannot read, so that all of a group go on alike: in
 halves, or with the next prompt.
 """
 
@@ -27,26 +27,26 @@ GOES_ON, NO_MEMORY, FAILED, BAD_DATA = 0, 1, 2, 3
 
 
 class OtherRankMemoryError(MemoryError):
-    """Memory ran out on another rank of this stage, which all its ranks take for their own."""
+    """Memory ran out on another rank of this tensor-parallel group, which all its ranks take for their own."""
 
 
 class OtherRankDataError(DataError):
-    """Another rank of this stage cannot read what is stored, which all its ranks take for themselves."""
+    """Another rank of this tensor-parallel group cannot read what is stored: no rank of it goes on."""
 
 
-class StageError(KvrError):
-    """A stage cannot go on: one of its ranks has failed, or they have lost each other."""
+class TensorParallelError(KvrError):
+    """A group cannot go on: one of its ranks has failed, or they have lost each other."""
 
 
-class Stage:
-    """This rank's place in a stage.
+class TensorParallelGroup:
+    """This rank's place in a group.
 
     Parameters
     ----------
     rank, size : int
-        Which of the stage's ranks this is.
+        Which of the group's ranks this is.
     reduce : callable
-        Sums a contiguous tensor over the stage's ranks, in place, to the same bits on all of them.
+        Sums a contiguous tensor over the group's ranks, in place, to the same bits on all of them.
     tell : callable
         Tells a word to all of them, and returns every rank's, in rank order.
     is_memory_error : callable
@@ -68,11 +68,11 @@ class Stage:
         self._thread = threading.get_ident()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the stage; return it, or where it was not contiguous its copy.
+        """Sum a tensor over the group; return it, or where it was not contiguous its copy.
 
         Raises
         ------
-        OtherRankMemoryError, OtherRankDataError, StageError
+        OtherRankMemoryError, OtherRankDataError, TensorParallelError
             If another rank has failed, and does not come.
         """
         if self.is_alone:
@@ -80,16 +80,20 @@ class Stage:
         total = tensor.contiguous()
         total.new_empty(total.numel() + 1)  # what the sum takes beside: if there is no memory for that, fail here
         if threading.get_ident() != self._thread:  # the others could not tell its sums from those of another thread
-            raise StageError("ranks of a stage meet in one thread each, and a chain of threads was to run on them")
+            raise TensorParallelError(
+                "ranks of a tensor-parallel group meet in one thread each, and a chain of threads was to run on them"
+            )
         self._meet(GOES_ON)
         try:
             self._reduce(total)
         except Exception as error:  # the others wait for data, and hear nothing else
-            raise StageError(f"a sum over the {self.size} ranks of a stage failed: {error}") from error
+            raise TensorParallelError(
+                f"a sum over the {self.size} ranks of a tensor-parallel group failed: {error}"
+            ) from error
         return total
 
     def total(self, counts: Sequence[int], device: torch.device) -> list[int]:
-        """Sum whole numbers over the stage, by way of its device."""
+        """Sum whole numbers over the group, by way of its device."""
         import torch
 
         found: list[float] = self.all_reduce(torch.tensor(counts, dtype=torch.float64, device=device)).tolist()
@@ -103,7 +107,7 @@ class Stage:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Run something that all ranks of the stage run, and fail on all of them if it fails on any.
+        """Run something that all ranks of the group run, and fail on all of them if it fails on any.
 
         What is undone after a failure has to be undone around this, and what may fail be within it; one may be in
         another.
@@ -112,7 +116,7 @@ class Stage:
         ------
         OtherRankMemoryError, OtherRankDataError
             Where memory ran out, or stored data cannot be read, on another rank only.
-        StageError
+        TensorParallelError
             Where another rank failed in another way than this one, or in any other.
         """
         if self.is_alone:
@@ -122,7 +126,7 @@ class Stage:
         try:
             yield
             self._meet(GOES_ON)
-        except (OtherRankMemoryError, OtherRankDataError, StageError):  # all know
+        except (OtherRankMemoryError, OtherRankDataError, TensorParallelError):  # all know
             self._has_told = True
             raise
         except Exception as error:
@@ -130,7 +134,9 @@ class Stage:
                 self._has_told = True
                 own = self._word_of(error)
                 if {*self._tell(own)} - {GOES_ON, own}:  # ranks would go on in different ways
-                    raise StageError(f"ranks of a stage of {self.size} failed in different ways at once") from error
+                    raise TensorParallelError(
+                        f"ranks of a tensor-parallel group of {self.size} failed in different ways at once"
+                    ) from error
             raise
 
     @contextmanager
@@ -152,24 +158,29 @@ class Stage:
         """Tell the others that this rank goes on, and hear whether they do."""
         words = list(self._tell(word))
         if FAILED in words:
-            raise StageError(f"rank {words.index(FAILED)} of the {self.size} ranks of this stage failed")
+            raise TensorParallelError(
+                f"rank {words.index(FAILED)} of the {self.size} ranks of this tensor-parallel group failed"
+            )
         if {NO_MEMORY, BAD_DATA} <= {*words}:
-            raise StageError(f"ranks of a stage of {self.size} failed in different ways at once")
+            raise TensorParallelError(
+                f"ranks of a tensor-parallel group of {self.size} failed in different ways at once"
+            )
         if BAD_DATA in words:
             raise OtherRankDataError(
-                f"rank {words.index(BAD_DATA)} of the {self.size} ranks of this stage cannot read what is stored of it"
+                f"rank {words.index(BAD_DATA)} of the {self.size} ranks of this tensor-parallel group cannot read "
+                f"what is stored of it"
             )
         if NO_MEMORY in words:
             raise OtherRankMemoryError(
-                f"out of memory on rank {words.index(NO_MEMORY)} of the {self.size} ranks of this stage"
+                f"out of memory on rank {words.index(NO_MEMORY)} of the {self.size} ranks of this tensor-parallel group"
             )
 
 
-def guarded(stage: Stage | None) -> AbstractContextManager[Any]:
-    """Run something on all ranks of a stage, if there is one (`Stage.guarded`)."""
-    return nullcontext() if stage is None else stage.guarded()
+def guarded(tp_group: TensorParallelGroup | None) -> AbstractContextManager[Any]:
+    """Run something on all ranks of a group, if there is one (`TensorParallelGroup.guarded`)."""
+    return nullcontext() if tp_group is None else tp_group.guarded()
 
 
-def alone(stage: Stage | None) -> AbstractContextManager[Any]:
-    """Run a rank's part as a model of its own, if it is in a stage (`Stage.alone`)."""
-    return nullcontext() if stage is None else stage.alone()
+def alone(tp_group: TensorParallelGroup | None) -> AbstractContextManager[Any]:
+    """Run a rank's part as a model of its own, if it is in a group (`TensorParallelGroup.alone`)."""
+    return nullcontext() if tp_group is None else tp_group.alone()
