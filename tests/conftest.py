@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import random
 import shutil
@@ -88,10 +90,19 @@ def tokenizer(smollm: Any) -> Any:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     """A folder with a tiny random Llama and a real tokenizer: starts in no time, answers nonsense."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny-llama"), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def small_vocabulary_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """The same with a tokenizer of 4096 tokens, for tests of many jobs: reading a whole one is most of their start."""
+    return save_tiny_model(tmp_path_factory.mktemp("small-vocabulary"), first_tokens(tokenizer, 4096))
+
+
+def save_tiny_model(folder: Path, tokenizer: Any) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny-llama")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -108,6 +119,17 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> 
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def first_tokens(tokenizer: Any, count: int) -> Any:
+    """Keep a tokenizer's special tokens, bytes and first merges."""
+    tables = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = tables["model"]
+    model["vocab"] = {token: number for token, number in model["vocab"].items() if number < count}
+    model["merges"] = [merge for merge in model["merges"] if "".join(merge) in model["vocab"]]
+    smaller = copy.deepcopy(tokenizer)
+    smaller.backend_tokenizer.model = type(tokenizer.backend_tokenizer).from_str(json.dumps(tables)).model
+    return smaller
 
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -136,11 +136,20 @@ class Footprint:
         return self._known[tokens, chunk_tokens]
 
 
-def footprint_of(config: Any, dtype: torch.dtype, *, on_gpu: bool = False, in_parts: bool = True) -> Footprint:
+def footprint_of(
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    shape: ModelShape | None = None,
+    on_gpu: bool = False,
+    in_parts: bool = True,
+) -> Footprint:
     """Prepare to count what a model of this configuration takes; no weights are needed.
 
     Parameters
     ----------
+    shape : ModelShape, optional
+        Found by `probe_shape` if it is not given.
     on_gpu : bool
         Nothing is added for what the allocator keeps.
     in_parts : bool
@@ -151,7 +160,7 @@ def footprint_of(config: Any, dtype: torch.dtype, *, on_gpu: bool = False, in_pa
     ModelError
         If a chain cannot cut it.
     """
-    shape = probe_shape(config, dtype)
+    shape = shape or probe_shape(config, dtype)
     # Grouped experts have a meta kernel for bfloat16 only; their activations are counted in that and scaled.
     has_experts = any("expert" in key for key in config.get_text_config().to_dict())
     counted = torch.bfloat16 if has_experts else dtype

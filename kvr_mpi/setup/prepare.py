@@ -344,7 +344,9 @@ def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | Non
 def _footprint_of(loaded: LoadedModel, strategies: Sequence[Strategy]) -> Footprint:
     """Say what prompts take of a rank's memory, and whether chunks may save some."""
     on_gpu = loaded.device.type == "cuda"
-    footprint = footprint_of(loaded.model.config, loaded.dtype, on_gpu=on_gpu, in_parts=loaded.attends_in_parts)
+    footprint = footprint_of(
+        loaded.model.config, loaded.dtype, shape=loaded.shape, on_gpu=on_gpu, in_parts=loaded.attends_in_parts
+    )
     chunked = next((strategy for strategy in strategies if strategy.takes_chunks), None)
     try:
         if chunked is None or not footprint.takes_chunks:

@@ -36,8 +36,8 @@ def start() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
-    return write_job(tmp_path_factory.mktemp("faults"), tiny_model_dir)
+def job(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Path:
+    return write_job(tmp_path_factory.mktemp("faults"), small_vocabulary_dir)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory, job: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, reference: Path) -> Path:
-    return write_questions(tmp_path_factory.mktemp("questions"), tiny_model_dir, reference)
+def questions(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path, reference: Path) -> Path:
+    return write_questions(tmp_path_factory.mktemp("questions"), small_vocabulary_dir, reference)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory, questions: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def questions_together(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, reference: Path) -> Path:
-    return write_questions(tmp_path_factory.mktemp("together"), tiny_model_dir, reference, sharded=True)
+def questions_together(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path, reference: Path) -> Path:
+    return write_questions(tmp_path_factory.mktemp("together"), small_vocabulary_dir, reference, sharded=True)
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,8 @@ def answers_together(tmp_path_factory: pytest.TempPathFactory, questions_togethe
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
-    return write_job(tmp_path_factory.mktemp("sharded"), tiny_model_dir, kv='"sharded"')
+def sharded(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Path:
+    return write_job(tmp_path_factory.mktemp("sharded"), small_vocabulary_dir, kv='"sharded"')
 
 
 def cases(count: int, quick: int = 0) -> list[Any]:

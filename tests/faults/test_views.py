@@ -18,9 +18,9 @@ SEEDS = os.environ.get("KVR_TEST_SEEDS") or "1-30"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path) -> Iterator[Place]:
     with server() as starter:
-        made = Place(tmp_path_factory.mktemp("views"), tiny_model_dir, starter)
+        made = Place(tmp_path_factory.mktemp("views"), small_vocabulary_dir, starter)
         made.make()
         yield made
 

@@ -198,10 +198,12 @@ def kept_differences(mine: Mapping[str, Any], other: Mapping[str, Any], error: f
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> tuple[Path, dict[str, Any], Any, Any]:
+def prepared(
+    tmp_path_factory: pytest.TempPathFactory, small_vocabulary_dir: Path
+) -> tuple[Path, dict[str, Any], Any, Any]:
     """Four documents of 20 to 370 tokens as texts, rows and requests, an adapter, and what is done already."""
     folder = tmp_path_factory.mktemp("together")
-    texts = {f"doc-{number}": f"Document {number}. " + TEXT * more for number, more in enumerate((1, 6, 13, 17))}
+    texts = {f"doc-{number}": f"Document {number}. " + TEXT * more for number, more in enumerate((1, 4, 9, 11))}
     (folder / "corpus").mkdir()
     for name, text in texts.items():
         (folder / "corpus" / f"{name}.txt").write_text(text)
@@ -213,7 +215,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> 
     for name, lines in (("rows", rows), ("requests", requests)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     base = {
-        "model.path": str(tiny_model_dir),
+        "model.path": str(small_vocabulary_dir),
         "model.dtype": "float32",
         "model.kernels": "plain",  # nothing is measured: that is another test's, and takes time
         "parallel.partition": "even",
@@ -222,7 +224,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> 
         "generation.max_new_tokens": 6,
     }
     places = {"rows": folder / "rows.jsonl", "requests": folder / "requests.jsonl", "adapter": folder / "adapter"}
-    save_adapter(base_of(tiny_model_dir), places["adapter"])
+    save_adapter(base_of(small_vocabulary_dir), places["adapter"])
     return folder, base, places, {}
 
 
