@@ -11,9 +11,8 @@ import transformers as tf
 from models import COMMON, CONFIGS, VOCAB
 from tokenizers import Tokenizer, models
 
-from kvr_mpi.model import LoadedModel
+from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.model.load_part import load_part
 from kvr_mpi.prefill.one_prompt import prefill_single, run_next
 from kvr_mpi.setup.job_ranks import JobRanks, join_groups
 from kvr_mpi.topology import Topology
@@ -83,7 +82,7 @@ def on_groups(
     def rank(world: LocalTransport) -> Any:
         ranks = join_groups(world, world, Topology(world.size, world.size, size), device)
         assert ranks.tp_group is not None
-        loaded = load_part(str(folder), ranks.tp_group, device="cpu", cache_dir=folder)
+        loaded = load_model(str(folder), tp_group=ranks.tp_group, device="cpu", cache_dir=folder)
         prepare_model(loaded.model, chain=True)
         return work(ranks, loaded)
 

@@ -23,8 +23,8 @@ from kvr_mpi.compress.streaming_llm import recency_scores
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.transfers import Range
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.tensor_parallel import Part
 from kvr_mpi.model.tp_group import TensorParallelGroup
-from kvr_mpi.model.tp_weights import Part
 
 # For each layer and KV head the positions that are kept, ascending; None: the layer keeps all it has.
 Retained = list[Sequence[torch.Tensor] | None]

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import ModelShape, meta_model, on_meta, probe_shape
-from kvr_mpi.model.tp_weights import why_not_divided
+from kvr_mpi.model.tensor_parallel import why_not_divided
 
 # Tokens that are counted together: recurrent layers compute chunks of 64, however few there are. A prime, so that
 # what has this size is tokens, and nothing else of a model.

@@ -3,7 +3,7 @@
 After the prefill every document's keys and values are on one rank. Here they are shared out by (document, KV head), as
 a placement says (``compress.placement``, from what the heads actually keep), and all ranks step together: each computes
 its heads' part of attention and of the output projection, a share of the MLP and of the vocabulary, with two sums over
-all ranks in a layer (``model.tensor_parallel``). What is written is chosen on the rank that prefilled the document.
+all ranks in a layer (``model.shared_heads``). What is written is chosen on the rank that prefilled the document.
 FairKV decodes so; weights do not move, since every rank has them all from the prefill.
 
 Of a single document no copies could take turns: there every rank has a part of each head's tokens instead, attends with
@@ -31,7 +31,7 @@ from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.packed_row import Merge, PackedCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
-from kvr_mpi.model.tensor_parallel import share_model, why_not_shared
+from kvr_mpi.model.shared_heads import SharedHeads, why_not_shared
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import decode_packed, why_never_packed
 from kvr_mpi.topology import share_of
@@ -138,6 +138,7 @@ class HeadParallelBatch(Generic[K]):
         self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
         self._is_greedy = False  # until documents are here: all of them take the likeliest token
         self._shared_model = loaded
+        self._shared_heads: SharedHeads | None = None  # once there is something to decode
         self._running: list[_Running[K]] = []
         self._finished: list[Finished[K]] = []
         self._pack: PackedCache | None = None
@@ -282,8 +283,9 @@ class HeadParallelBatch(Generic[K]):
 
     def _use(self, heads: Sequence[Sequence[int]] | None, merge: Merge | None) -> None:
         """Compute with this rank's part of the model from now on."""
-        model = share_model(self._loaded, heads, self.ranks.rank, self.ranks.size, self.ranks.all_reduce)
-        self._shared_model, self._merging = replace(self._loaded, model=model), merge
+        if self._shared_heads is None:
+            self._shared_heads = SharedHeads(self._loaded, self.ranks.rank, self.ranks.size, self.ranks.all_reduce)
+        self._shared_model, self._merging = replace(self._loaded, model=self._shared_heads.choose(heads)), merge
 
     def _merge(self, part: PartialAttention) -> PartialAttention:
         """Join attention to this rank's tokens with that to the others', in one order on all ranks."""

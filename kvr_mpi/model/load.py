@@ -7,6 +7,7 @@ for it by name.
 from __future__ import annotations
 
 import importlib.util
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,12 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.model.checks import check_config, check_dtype, check_loaded
 from kvr_mpi.model.shape import BUILDING, ModelShape, probe_shape
 from kvr_mpi.model.source import explained, fingerprint_of, locate
+from kvr_mpi.model.tensor_parallel import Part, check_part, join_group, part_config, part_of, sliced_weights
 from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.topology import device_index
 
 if TYPE_CHECKING:
     import torch
-
-    from kvr_mpi.model.tp_weights import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,9 @@ def load_model(
     trust_remote_code: bool = False,
     cache_dir: Path,
     device_index: int = 0,
+    tp_group: TensorParallelGroup | None = None,
 ) -> LoadedModel:
-    """Load weights, tokenizer and shape.
+    """Load weights, tokenizer and shape; in a tensor-parallel group this rank's part of them.
 
     Parameters
     ----------
@@ -79,17 +80,26 @@ def load_model(
         Where converted GGUF models are kept.
     device_index : int
         This rank's number on its host; it takes GPU ``device_index % visible GPUs``.
+    tp_group : TensorParallelGroup, optional
+        The ranks that have the other parts; nobody waits for them here.
 
     Raises
     ------
     ModelError
-        If the model is missing, incomplete, damaged or of no known architecture.
+        If the model is missing, incomplete, damaged, of no known architecture, or it is not known how to divide it.
+    ConfigError
+        If its heads cannot be divided among the group.
     """
     source, options = locate(path, offline, trust_remote_code, cache_dir)
+    if source.is_hub and tp_group is not None:
+        raise ModelError(
+            f"model.path {path!r} is an id on the hub, but the ranks of a tensor-parallel group read slices of files "
+            f"in a folder: download it (hf download {path} --local-dir FOLDER), and use that folder"
+        )
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    target = choose_device(device, device_index)
+    target, part = choose_device(device, device_index), None
     with explained(path):
         config = AutoConfig.from_pretrained(source.location, **options)
         if not source.is_hub and not any(Path(source.location).glob("*.safetensors")):
@@ -99,21 +109,27 @@ def load_model(
             )
         check_config(config)
         # Before weights are read: what cannot be run is refused by its shape. Code from a model's folder is built once.
-        shape = None if trust_remote_code else probe_shape(config, torch.float32)
-        with BUILDING:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                source.location,
-                config=config,
-                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-                use_safetensors=True,
-                output_loading_info=True,
-                **options,
-                **placement(target),
-            )
-            tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
+        shape = None if trust_remote_code or tp_group else probe_shape(config, torch.float32)
+        if tp_group is None:
+            with BUILDING:
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    source.location,
+                    config=config,
+                    dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    **options,
+                    **placement(target),
+                )
+        else:
+            part = part_of(config, tp_group.rank, tp_group.size)
+            model, info = _read_part(Path(source.location), config, part, _dtype_of(config, dtype), target)
+        tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
         check_loaded(model, info)
         check_dtype(model.dtype, target)
         model = model.to(target).eval()
+        if tp_group is not None:
+            join_group(model, config, tp_group)
         shape = shape or probe_shape(model.config, model.dtype)
     return LoadedModel(
         model=model,
@@ -123,7 +139,41 @@ def load_model(
         fingerprint=fingerprint_of(source, model.config),
         dtype=model.dtype,
         device=target,
+        tp_group=tp_group,
+        part=part,
     )
+
+
+def _read_part(folder: Path, config: Any, part: Part, dtype: torch.dtype, target: torch.device) -> tuple[Any, Any]:
+    """Read a rank's slices of a model, and say what transformers missed."""
+    from transformers import GenerationConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    mine = part_config(config, part)
+    check_part(config, mine, part)
+    with BUILDING, ExitStack() as opened:
+        model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+            None,
+            config=mine,
+            state_dict=sliced_weights(folder, part, opened),
+            dtype=dtype,
+            output_loading_info=True,
+            **placement(target),
+        )
+    has_own = (folder / "generation_config.json").is_file()
+    model.generation_config = (
+        GenerationConfig.from_pretrained(folder) if has_own else GenerationConfig.from_model_config(config)
+    )
+    return model, info
+
+
+def _dtype_of(config: Any, wanted: str) -> torch.dtype:
+    """Say what a model is computed in: by ``auto`` in its own type."""
+    import torch
+
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    chosen: torch.dtype = own if wanted == "auto" else getattr(torch, wanted)
+    return chosen
 
 
 def placement(device: torch.device) -> dict[str, Any]:
@@ -143,15 +193,13 @@ def load_outline(
 ) -> Outline:
     """Load configuration and tokenizer only; parameters and errors are those of `load_model`."""
     source, options = locate(path, offline, trust_remote_code, cache_dir)
-    import torch
     from transformers import AutoConfig, AutoTokenizer
 
     with explained(path):
         config = AutoConfig.from_pretrained(source.location, **options)
         check_config(config)
         tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
-        own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-        chosen: torch.dtype = own if dtype == "auto" else getattr(torch, dtype)
+        chosen = _dtype_of(config, dtype)
         shape = probe_shape(config, chosen)
     return Outline(config, tokenizer, shape, path, fingerprint_of(source, config), chosen)
 

@@ -1,219 +1,371 @@
-"""A model of which one rank computes some heads, a share of the MLP and a share of the vocabulary.
+"""How a model is divided among ranks: heads, the MLP and the vocabulary (Megatron-LM, Shoeybi et al. 2019, section 3).
 
-Made from outside: a twin with modules of its own and the same weights, of whose linear layers some are replaced by
-views of a part (Megatron-LM, Shoeybi et al. 2019, section 3; but a rank's heads may be any, and as many as it likes).
-Which layers these are is read from transformers' own plan for the architecture (``base_model_tp_plan``). What has
-another plan, or anything else in its attention, is refused: a norm over features of which a rank has only some would be
-wrong without a word.
+What is divided, and where ranks sum, is read from transformers' own plan for the architecture (``base_model_tp_plan``).
+What the plan does not say, or says in words that are not known here, is refused: a norm over features of which a rank
+has only some would be wrong without a word.
+
+Ranks of a tensor-parallel group load slices, so that none ever holds a whole matrix that is divided: a rank's part is a
+model of the same architecture with fewer heads, a narrower MLP and fewer tokens. Ranks that share heads have the whole
+model, and cut it (`shared_heads`).
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
+from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.model.shape import meta_model
+from kvr_mpi.model.tp_group import TensorParallelGroup
+from kvr_mpi.topology import KVHeads, share_of
 
-from kvr_mpi.model.cpu_attention import CpuAttention
-from kvr_mpi.model.kernels import give_kernel, kernel_bytes, kernels_of, use_kernels, without_kernels
-from kvr_mpi.model.load import LoadedModel
-from kvr_mpi.model.products import Product
-from kvr_mpi.model.shape import ModelShape
+if TYPE_CHECKING:
+    import torch
 
-PLAN = {
-    "layers.*.self_attn.q_proj": "colwise",
-    "layers.*.self_attn.k_proj": "colwise",
-    "layers.*.self_attn.v_proj": "colwise",
-    "layers.*.self_attn.o_proj": "rowwise",
-    "layers.*.mlp.gate_proj": "colwise",
-    "layers.*.mlp.up_proj": "colwise",
-    "layers.*.mlp.down_proj": "rowwise",
+ATTENTION = "layers.*.self_attn."
+MLP = "layers.*.mlp."
+# Of transformers' plans, what is known here: a part of the rows, a part of the columns whose products are summed, or
+# all of a norm of each head by itself.
+KNOWN = {
+    **{f"{ATTENTION}{name}_proj": "colwise" for name in "qkv"},
+    f"{ATTENTION}o_proj": "rowwise",
+    **{f"{ATTENTION}{name}_norm": "replicated_with_grad_allreduce" for name in "qk"},
+    f"{MLP}gate_proj": "colwise",
+    f"{MLP}up_proj": "colwise",
+    f"{MLP}down_proj": "rowwise",
+    f"{MLP}experts.gate_up_proj": "packed_colwise",
+    f"{MLP}experts.down_proj": "rowwise",
+    f"{MLP}experts": "moe_tp_experts",
 }
-HEAD_PLAN = {"lm_head": "colwise_gather_output"}
-# Norms of each head by itself, of which every rank has the whole.
-NORMS = ("q_norm", "k_norm")
+EXPERTS = f"{MLP}experts"
+# Matrices as files name them, and the dimension that is divided.
+DIVIDED_DIMS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "embed_tokens", "lm_head"), 0),
+    **dict.fromkeys(("o_proj", "down_proj", "w2"), 1),
+}
+IN_FILES = re.compile(
+    r"(?:^|\.)(?:layers\.\d+\.(?:self_attn\.(?:[qkvo]_proj)|mlp\.(?:gate|up|down)_proj"
+    r"|(?:mlp|block_sparse_moe)\.experts\.\d+\.(?:w[123]|(?:gate|up|down)_proj))|embed_tokens|lm_head)\.(?:weight|bias)$"
+)
+_NUMBER = re.compile(r"\.\d+(?=\.)")
 
-Reduce = Callable[[torch.Tensor], None]
-
-
-def why_not_shared(loaded: LoadedModel) -> str | None:
-    """Say why a model's heads cannot be shared out over ranks; None if they can."""
-    model, shape = loaded.model, loaded.shape
-    if why := why_not_by_config(model.config, shape):
-        return why
-    if dict(getattr(model, "_tp_plan", None) or {}).get("lm_head") != HEAD_PLAN["lm_head"]:
-        return "its vocabulary cannot be divided as Llama's"
-    if not loaded.attends_in_parts or not model._supports_attention_backend:
-        return "its attention cannot be taken over"
-    text, layers = model.config.get_text_config(), getattr(getattr(model, "model", None), "layers", None)
-    if layers is None:  # of a model for more than text
-        return "its layers are not found where Llama has them"
-    for idx, layer in enumerate(layers):
-        if why := _why_not_layer(layer, text):
-            return f"layer {idx}: {why}"
-    return None
+Reduce = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
-def why_not_by_config(config: Any, shape: ModelShape) -> str | None:
-    """Say so as far as it shows without weights."""
-    plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
-    more = {name.rpartition(".")[2] for name in plan.keys() - PLAN.keys()}
-    if any(plan.get(name) != way for name, way in PLAN.items()) or not more <= set(NORMS):
-        return f"transformers' plan for {shape.architecture} is not that of Llama and its kin"
-    seen = {str(layer.visibility) for layer in shape.layers if layer.visibility.size is not None}
-    if seen or shape.has_states or not all(layer.elements for layer in shape.layers):
-        return f"not all its layers see all tokens ({', '.join(sorted(seen)) or 'some keep no keys and values'})"
-    return None
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which heads and which share of the rest are a rank's.
 
-
-def _why_not_layer(layer: Any, text: Any) -> str | None:
-    """Look for what the plan does not say: other parameters, other kinds of linear layers."""
-    for part, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down"))):
-        linear = {f"{name}_proj" for name in names}
-        for name, parameter in part.named_parameters():
-            owner = name.partition(".")[0]
-            if owner not in linear and not (owner in NORMS and parameter.shape == (part.head_dim,)):
-                return f"{name} of shape {tuple(parameter.shape)} is not known here"
-        for name in linear:
-            if type(getattr(part, name, None)) is not torch.nn.Linear:
-                return f"{name} is no plain linear layer"
-    heads, width = text.num_attention_heads, layer.self_attn.q_proj.out_features
-    if width != heads * layer.self_attn.head_dim or heads % text.num_key_value_heads:
-        return f"{heads} query heads do not make up {width} features"
-    return None
-
-
-class _Summed(torch.nn.Module):
-    """A linear layer of which each rank has some inputs: the products are summed over all ranks.
-
-    Parameters
-    ----------
-    first : int
-        Of the inputs it is given, the first that is its own.
+    heads, kv_heads, head_dim : of the whole model.
     """
 
-    def __init__(self, part: torch.nn.Linear, bias: torch.Tensor | None, reduce: Reduce, first: int = 0) -> None:
-        super().__init__()
-        self.part, self._bias, self._reduce, self._first = part, bias, reduce, first
+    rank: int
+    size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply the own features of (..., in_features) to (..., out_features)."""
-        product: torch.Tensor = self.part(rows.narrow(-1, self._first, self.part.in_features)).contiguous()
-        self._reduce(product)
-        return product if self._bias is None else product + self._bias
+    @property
+    def own_heads(self) -> tuple[int, int]:
+        """First and last query head, not included."""
+        return share_of(self.heads, self.rank, self.size)
+
+    @property
+    def own_kv_heads(self) -> tuple[int, int]:
+        """Those that the query heads attend to: of fewer KV heads than ranks several ranks have the same."""
+        first, last = self.own_heads
+        each = self.heads // self.kv_heads
+        return first // each, -(-last // each)
+
+    @property
+    def held(self) -> KVHeads:
+        """The KV heads whose keys and values this rank holds."""
+        return KVHeads(*self.own_kv_heads, self.kv_heads)
+
+    @property
+    def is_alone_with_heads(self) -> bool:
+        """Whether no other rank of the group has the same KV heads."""
+        return self.kv_heads % self.size == 0
+
+    @property
+    def stores(self) -> bool:
+        """Whether these are this rank's to store, since no rank before it has the same."""
+        return self.rank == 0 or replace(self, rank=self.rank - 1).own_kv_heads != self.own_kv_heads
+
+    def bounds(self, name: str, length: int) -> tuple[int, int]:
+        """First and last row or column, not included, of a matrix by its name in its layer."""
+        if name in ("q_proj", "o_proj"):
+            first, last = self.own_heads
+        elif name in ("k_proj", "v_proj"):
+            first, last = self.own_kv_heads
+        else:
+            return share_of(length, self.rank, self.size)
+        return first * self.head_dim, last * self.head_dim
 
 
-def share_model(
-    loaded: LoadedModel, heads: Sequence[Sequence[int]] | None, rank: int, size: int, reduce: Reduce
-) -> torch.nn.Module:
-    """Make a rank's twin of a model, whose weights are views of the model's own wherever they lie together.
+def why_no_plan(config: Any) -> str | None:
+    """Say why transformers' plan for a model cannot be followed here; None if it can, as far as the plan shows."""
+    text = config.get_text_config()
+    if text is not config:
+        return "it is more than a language model"
+    if getattr(config, "quantization_config", None) is not None:
+        return "its weights are quantised"
+    plan = dict(getattr(text, "base_model_tp_plan", None) or {})
+    if not plan:
+        return "transformers has no plan for it"
+    unknown = {name: way for name, way in plan.items() if KNOWN.get(name) != way}
+    if unknown:
+        name, way = next(iter(unknown.items()))
+        return f"transformers' plan has {name} {way}, which is not known here"
+    if missing := {f"{ATTENTION}{name}_proj" for name in "qkvo"} - plan.keys():
+        return f"transformers' plan does not say how {min(missing)} is divided"
+    return None
+
+
+def why_no_vocabulary(model: Any) -> str | None:
+    """Say why a model's vocabulary cannot be divided; None if it can."""
+    if dict(getattr(model, "_tp_plan", None) or {}).get("lm_head") != "colwise_gather_output":
+        return "transformers' plan does not divide its vocabulary"
+    return None
+
+
+def why_not_divided(heads: int, kv_heads: int, size: int) -> str | None:
+    """Say why heads cannot be divided among so many ranks; None if they can, or ranks can share a KV head."""
+    if heads % size or (kv_heads % size and size % kv_heads):
+        fitting = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
+        return f"{heads} query heads and {kv_heads} KV heads cannot be divided by it; choose one of {fitting}"
+    return None
+
+
+def part_of(config: Any, rank: int, size: int) -> Part:
+    """Say what is a rank's of a model.
+
+    Raises
+    ------
+    ConfigError
+        If the heads cannot be divided so.
+    ModelError
+        If it is not known how to divide this model.
+    """
+    name = type(config).__name__.removesuffix("Config")
+    if why := why_no_plan(config):
+        raise ModelError(
+            f"{name}: {why}, so it cannot be divided among the ranks of a tensor-parallel group; use tensor_parallel "
+            f"= 1"
+        )
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if why := why_not_divided(heads, kv_heads, size):
+        raise ConfigError(f"parallel.tensor_parallel = {size}: {name}: {why}")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Part(rank, size, heads, kv_heads, head_dim)
+
+
+def part_config(config: Any, part: Part) -> Any:
+    """Make the configuration of a rank's part of a model; tokens that a rank has not are no padding to it."""
+    mine = copy.deepcopy(config)
+    mine.head_dim = part.head_dim
+    mine.num_key_value_heads = part.own_kv_heads[1] - part.own_kv_heads[0]
+    mine.num_attention_heads = part.own_heads[1] - part.own_heads[0]
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        if isinstance(width := getattr(config, name, None), int):
+            first, last = share_of(width, part.rank, part.size)
+            setattr(mine, name, last - first)
+    first, last = share_of(config.vocab_size, part.rank, part.size)
+    mine.vocab_size, mine.pad_token_id = last - first, None
+    return mine
+
+
+def check_part(config: Any, mine: Any, part: Part) -> None:
+    """Hold the shapes of a part's matrices against those of the whole, as the plan divides them; nothing is loaded.
+
+    Raises
+    ------
+    ModelError
+        Naming the first that is not as planned.
+    """
+    import torch
+
+    whole_model, part_model = meta_model(config, torch.bfloat16), meta_model(mine, torch.bfloat16)
+    if why := why_no_vocabulary(whole_model):
+        raise ModelError(f"{type(whole_model).__name__}: {why}; use tensor_parallel = 1")
+    plan: Mapping[str, str] = config.base_model_tp_plan
+    whole, found = whole_model.state_dict(), part_model.state_dict()
+    for name in whole.keys() | found.keys():
+        if name not in whole or name not in found or found[name].shape != _planned(name, whole[name], plan, part):
+            shapes = " and ".join(str(tuple(one[name].shape)) for one in (whole, found) if name in one)
+            raise ModelError(
+                f"{type(whole_model).__name__}: {name} of shape {shapes} is not divided as transformers' plan says; "
+                f"use tensor_parallel = 1"
+            )
+
+
+def _planned(name: str, whole: torch.Tensor, plan: Mapping[str, str], part: Part) -> tuple[int, ...]:
+    """Shape of a rank's part of a parameter."""
+    module, _, kind = _NUMBER.sub(".*", name).rpartition(".")
+    module = module.removeprefix("model.")
+    shape, leaf = list(whole.shape), module.rpartition(".")[2]
+    if (path := f"{module}.{kind}") in plan and module == EXPERTS:  # (experts, out, in), named without a module
+        dim, packs = (1, 2) if plan[path] == "packed_colwise" else (2, 1)
+        first, last = part.bounds(kind, shape[dim] // packs)
+        shape[dim] = packs * (last - first)
+    elif plan.get(module) in ("colwise", "rowwise") or leaf in ("embed_tokens", "lm_head"):
+        dim = DIVIDED_DIMS[leaf]
+        if dim < len(shape):  # not the bias of summed products
+            first, last = part.bounds(leaf, shape[dim])
+            shape[dim] = last - first
+    return tuple(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlice:
+    """A rank's slice of a tensor in a file, in the way transformers reads one.
+
+    tensor : of safetensors, not read yet.
+    dim : the one that is divided; None: all of it is the rank's.
+    is_zero : the bias of summed products, which one rank adds.
+    """
+
+    tensor: Any
+    dim: int | None
+    first: int = 0
+    last: int = 0
+    is_zero: bool = False
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Read it; its memory is its own, so that what lies around it in the file is not held."""
+        found: torch.Tensor
+        if self.dim is None:
+            found = self.tensor[...].clone()
+            return found.zero_() if self.is_zero else found
+        found = self.tensor[self.first : self.last] if self.dim == 0 else self.tensor[:, self.first : self.last]
+        return found.clone()
+
+    def get_dtype(self) -> str:
+        """Name the type as the file does."""
+        return str(self.tensor.get_dtype())
+
+    def get_shape(self) -> list[int]:
+        """Shape of the slice."""
+        shape = list(self.tensor.get_shape())
+        if self.dim is not None:
+            shape[self.dim] = self.last - self.first
+        return shape
+
+
+def sliced_weights(folder: Path, part: Part, opened: ExitStack) -> dict[str, WeightSlice]:
+    """Open a model's files, and say of every tensor in them what is this rank's; nothing is read."""
+    from safetensors import safe_open
+
+    index, found = folder / "model.safetensors.index.json", {}
+    names = json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else ["model.safetensors"]
+    for file in (folder / name for name in sorted(set(names))):
+        stream = opened.enter_context(safe_open(str(file), framework="pt"))
+        for name in stream.keys():  # noqa: SIM118  (it is no mapping)
+            found[name] = _slice_of(name, stream.get_slice(name), part)
+    return found
+
+
+def _slice_of(name: str, tensor: Any, part: Part) -> WeightSlice:
+    if not IN_FILES.search(name):
+        return WeightSlice(tensor, None)
+    leaf, shape = name.split(".")[-2], list(tensor.get_shape())
+    dim = DIVIDED_DIMS[leaf]
+    if dim >= len(shape):
+        return WeightSlice(tensor, None, is_zero=part.rank > 0)
+    return WeightSlice(tensor, dim, *part.bounds(leaf, shape[dim]))
+
+
+def in_plan(name: str) -> str:
+    """Name a module as transformers' plans do: with a star for the layer's number."""
+    return _NUMBER.sub(".*", f"{name}.")[:-1]
+
+
+def sum_products(model: torch.nn.Module, plan: Mapping[str, str], reduce: Reduce) -> None:
+    """Sum what the modules make that have some of their inputs only.
 
     Parameters
     ----------
-    heads : sequence of sequence of int or None
-        Of each layer the KV heads, ascending and at least one, that this rank computes queries, keys and values of;
-        None: all of every layer, and a share of the output projection.
-    rank, size : int
-        Which share of the MLP and the vocabulary.
+    model : torch.nn.Module
+        The one that the names of the plan are of.
     reduce : callable
-        Sums a tensor over all ranks, in place.
-
-    Returns
-    -------
-    Module
-        Its logits are those of this rank's share of the vocabulary, the shares in rank order.
+        Returns a tensor's sum over all ranks.
     """
-    model = loaded.model
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    with without_kernels(model), torch.inference_mode():
-        twin: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-        for idx, layer in enumerate(twin.model.layers):
-            attention, mlp = layer.self_attn, layer.mlp
-            if heads is None:
-                share, first = _share_of_inputs(attention.o_proj, rank, size)
-                attention.o_proj = _Summed(share, attention.o_proj.bias, reduce, first)
-            else:
-                _keep_heads(attention, heads[idx], reduce)
-            for name in ("gate_proj", "up_proj"):
-                setattr(mlp, name, _share_of_outputs(getattr(mlp, name), rank, size))
-            share, _ = _share_of_inputs(mlp.down_proj, rank, size)
-            mlp.down_proj = _Summed(share, mlp.down_proj.bias, reduce)
-        twin.lm_head = _share_of_outputs(twin.lm_head, rank, size)
-        _compute_like(twin, model)
-    return twin  # type: ignore[no-any-return]
+    for name, module in model.named_modules():
+        if plan.get(in_plan(name)) in ("rowwise", "moe_tp_experts"):
+            module.register_forward_hook(lambda part, given, made: reduce(made))
 
 
-def twin_bytes(loaded: LoadedModel) -> int:
-    """Memory that a rank's twin takes at most beside the model: weights that do not lie together, or are packed anew.
+def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
+    """Let a rank's part of a model sum its products with the other parts, and stand for the whole.
 
-    A twin of two ranks; more ranks take less. Of attention a rank may compute all heads.
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Of `part_config`; changed in place.
+    config : PreTrainedConfig
+        Of the whole model, whose vocabulary is the model's from now on.
+    tp_group : TensorParallelGroup
     """
-    layers = loaded.model.model.layers
-    attention = sum(_bytes_of(layer.self_attn) for layer in layers)
-    if not kernel_bytes(loaded.model):
-        return attention
-    return attention + (sum(_bytes_of(layer.mlp) for layer in layers) + _bytes_of(loaded.model.lm_head)) // 2
+    first, last = share_of(config.vocab_size, tp_group.rank, tp_group.size)
+    sum_products(model.base_model, config.base_model_tp_plan, tp_group.all_reduce)
+    modules = dict(model.base_model.named_modules())
+    for name in modules:
+        if config.base_model_tp_plan.get(in_plan(name)) == "moe_tp_experts":
+            router = modules.get(f"{name.rpartition('.')[0]}.gate")
+            if router is None:
+                raise ModelError(f"{type(model).__name__}: what chooses the experts of {name} is not known here")
+            # One token sent to other experts on another rank, by a rounding, would be a sum of two halves of nothing.
+            router.register_forward_hook(lambda part, given, made: tuple(map(tp_group.agree_on, made)))
+    model.set_input_embeddings(_shared_embedding(model.get_input_embeddings(), tp_group, first, last))
+    model.set_output_embeddings(_shared_head(model.get_output_embeddings(), tp_group, (first, last), config.vocab_size))
+    model.config.vocab_size, model.config.pad_token_id = config.vocab_size, config.pad_token_id
+    for owner in (model, model.base_model):
+        if hasattr(owner, "vocab_size"):
+            owner.vocab_size = config.vocab_size
 
 
-def _bytes_of(module: torch.nn.Module) -> int:
-    return sum(weight.nbytes for weight in module.parameters())
+def _shared_embedding(embedding: Any, tp_group: TensorParallelGroup, first: int, last: int) -> torch.nn.Module:
+    """Make the embedding of all tokens of one that has some of them."""
+    import torch
+
+    class SharedEmbedding(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = embedding
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            """Embed tokens (1, tokens) to (1, tokens, hidden_size)."""
+            if tp_group.is_alone:  # a model of fewer tokens
+                rows: torch.Tensor = self.part(ids % (last - first))
+                return rows
+            is_own = (ids >= first) & (ids < last)
+            rows = self.part(torch.where(is_own, ids - first, 0)).masked_fill(~is_own.unsqueeze(-1), 0)
+            return tp_group.all_reduce(rows)
+
+    return SharedEmbedding()
 
 
-def _keep_heads(attention: Any, heads: Sequence[int], reduce: Reduce) -> None:
-    """Let a layer's attention compute some of its KV heads."""
-    kv_heads = attention.k_proj.out_features // attention.head_dim
-    for name in ("q_proj", "k_proj", "v_proj"):
-        setattr(attention, name, _some_outputs(getattr(attention, name), kv_heads, heads))
-    attention.o_proj = _Summed(_some_inputs(attention.o_proj, kv_heads, heads), attention.o_proj.bias, reduce)
+def _shared_head(head: Any, tp_group: TensorParallelGroup, own: tuple[int, int], vocab_size: int) -> torch.nn.Module:
+    """Make the head of all tokens of one that has some of them."""
+    import torch
 
+    class SharedHead(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = head
 
-def _compute_like(twin: Any, model: Any) -> None:
-    """Lay the twin's weights out where the model's own are, and attend as it does."""
-    parts = {name.removesuffix(".part"): module for name, module in twin.named_modules()}
-    for name, kernel in kernels_of(model).items():
-        if isinstance(kernel, Product) and type(parts[name]) is torch.nn.Linear:
-            give_kernel(parts[name], Product(parts[name], kernel.ways, kernel.library))
-        elif isinstance(kernel, CpuAttention):
-            give_kernel(twin, kernel)
-    use_kernels(twin, True)
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            """Compute logits (..., vocab_size) of states (..., hidden_size)."""
+            share = self.part(hidden)
+            logits: torch.Tensor = share.new_zeros(*share.shape[:-1], vocab_size)
+            logits[..., own[0] : own[1]] = share
+            return tp_group.all_reduce(logits)
 
-
-def _some_outputs(linear: torch.nn.Linear, groups: int, some: Sequence[int]) -> torch.nn.Linear:
-    """Keep some of the equal groups of a layer's outputs."""
-    weight = _pick(linear.weight.view(groups, -1, linear.in_features), 0, some).flatten(0, 1)
-    bias = None if linear.bias is None else _pick(linear.bias.view(groups, -1), 0, some).flatten()
-    return _linear(weight, bias)
-
-
-def _some_inputs(linear: torch.nn.Linear, groups: int, some: Sequence[int]) -> torch.nn.Linear:
-    """Keep some of the equal groups of a layer's inputs, without the bias."""
-    return _linear(_pick(linear.weight.view(linear.out_features, groups, -1), 1, some).flatten(1, 2), None)
-
-
-def _share_of_outputs(linear: torch.nn.Linear, rank: int, size: int) -> torch.nn.Linear:
-    """Keep one of `size` even shares of a layer's outputs."""
-    bias = None if linear.bias is None else linear.bias.tensor_split(size)[rank]
-    return _linear(linear.weight.tensor_split(size)[rank], bias)
-
-
-def _share_of_inputs(linear: torch.nn.Linear, rank: int, size: int) -> tuple[torch.nn.Linear, int]:
-    """Keep one of `size` even shares of a layer's inputs, without the bias; and tell which is the first of them."""
-    shares = linear.weight.tensor_split(size, dim=1)
-    return _linear(shares[rank], None), sum(share.shape[1] for share in shares[:rank])
-
-
-def _pick(tensor: torch.Tensor, dim: int, some: Sequence[int]) -> torch.Tensor:
-    """Take some indices of a dimension: a view if they are next to each other."""
-    if list(some) == list(range(some[0], some[0] + len(some))):
-        return tensor.narrow(dim, some[0], len(some))
-    return tensor.index_select(dim, torch.tensor(some, device=tensor.device))
-
-
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
-    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = torch.nn.Parameter(bias, requires_grad=False)
-    return linear
+    return SharedHead()

@@ -10,7 +10,7 @@ from kvr_mpi.documents.document import AS_THE_JOB
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import find_model
-from kvr_mpi.model.tp_weights import why_not_divided
+from kvr_mpi.model.tensor_parallel import why_not_divided
 
 
 def why_not_combined(spec: JobSpec) -> str | None:

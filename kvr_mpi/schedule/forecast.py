@@ -23,7 +23,7 @@ from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.model import ModelShape, Outline
-from kvr_mpi.model.tp_weights import part_config, part_of
+from kvr_mpi.model.tensor_parallel import part_config, part_of
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
 from kvr_mpi.prefill.packed import PACK_TOKENS

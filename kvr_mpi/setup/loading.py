@@ -7,14 +7,10 @@ from typing import Any
 
 from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.model.adapter import merge_adapter
-from kvr_mpi.model.load_part import load_part
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.setup.host_memory import free_bytes, keep_heap, ranks_on_device
 from kvr_mpi.transport import Transport, host_by_host
 from kvr_mpi.tuning.kernels import choose_kernels
-
-# Of `load_model`, what `load_part` takes; jobs with the others are refused beside groups.
-PART_ARGUMENTS = ("dtype", "device", "cache_dir", "device_index")
 
 
 def load_on_all(
@@ -42,11 +38,7 @@ def load_on_all(
     **arguments
         Of `load_model`.
     """
-    if tp_group is None:
-        loaded = host_by_host(world, lambda: merge_adapter(load_model(path, **arguments), adapter))
-    else:
-        some = {name: arguments[name] for name in PART_ARGUMENTS if name in arguments}
-        loaded = host_by_host(world, lambda: load_part(path, tp_group, **some))
+    loaded = host_by_host(world, lambda: merge_adapter(load_model(path, tp_group=tp_group, **arguments), adapter))
     keep_heap()
     if kernels != "plain":
         free = free_bytes(loaded.device, ranks_on_device(world, loaded.device))

@@ -17,7 +17,7 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.rolling import check_held, rolling_of
 from kvr_mpi.model import Outline, load_outline
 from kvr_mpi.model.adapter import with_adapter
-from kvr_mpi.model.tensor_parallel import why_not_by_config
+from kvr_mpi.model.shared_heads import why_not_by_config
 from kvr_mpi.preflight.checks import find_others, lay_out
 from kvr_mpi.preflight.combinations import check_cache, check_tensor_parallel, why_not_combined
 from kvr_mpi.preflight.inputs import parse_templates, row_format

@@ -32,7 +32,7 @@ from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import kernel_bytes
 from kvr_mpi.model.rope import depends_on_length
-from kvr_mpi.model.tensor_parallel import twin_bytes
+from kvr_mpi.model.shared_heads import shared_bytes
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
@@ -392,8 +392,8 @@ def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int, sharing: HeadS
     """Bytes this rank may take for prompts: most of what it has left, less a part of the model that shares heads."""
     if spec.parallel.memory_gib is not None:
         return int(spec.parallel.memory_gib * GIB)
-    twin = twin_bytes(loaded) if isinstance(sharing, HeadSharing) else 0
-    return max(0, int(MEMORY_SHARE * free_bytes(loaded.device, sharers)) - twin)
+    part = shared_bytes(loaded) if isinstance(sharing, HeadSharing) else 0
+    return max(0, int(MEMORY_SHARE * free_bytes(loaded.device, sharers)) - part)
 
 
 def describe_portable(loaded: LoadedModel) -> Iterator[str]:

@@ -30,7 +30,9 @@ from kvr_mpi.decode.head_parallel import HeadParallelBatch, Prefilled
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.model.tensor_parallel import why_not_shared
+from kvr_mpi.model.kernels import always, kernels_of
+from kvr_mpi.model.products import MULTIPLY, PREPACKED, find_products, give_products
+from kvr_mpi.model.shared_heads import SharedHeads, why_not_shared
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
@@ -248,6 +250,39 @@ def test_a_single_document_is_divided_by_tokens(tokens: int, name: str, size: in
     assert truth is not None and answer.token_ids == truth.token_ids
     row = 4 * 2 * 8
     assert sum(held for _, held, _ in ranks) == row * (ranks[0][2] + 3 * 3 * (NEW_TOKENS - 1))
+
+
+def test_waves_of_other_documents() -> None:
+    """Many documents, a single one, and others than at first."""
+    loaded, waves = ready("llama"), (LENGTHS, LENGTHS[:1], LENGTHS[1:])
+    truth = texts(truths(loaded))
+
+    def work(ranks: Transport) -> None:
+        torch.set_num_threads(1)
+        batch: HeadParallelBatch[int] = HeadParallelBatch(
+            loaded, ranks, make_config(), stop=(), max_new_tokens=NEW_TOKENS, place=PLACES["best-effort"]
+        )
+        for wave in waves:
+            mine = wave[ranks.rank :: ranks.size]
+            batch.add([Prefilled(each, compressed(loaded, each), other_prompt(each), each) for each in mine])
+            found: dict[int, Any] = {}
+            while batch.running:
+                found |= {each.key: each.answer for each in batch.step()}
+            assert texts(found) == {each: truth[each] for each in mine}
+
+    run_local(2, work)
+
+
+@pytest.mark.skipif(MULTIPLY is None, reason="this torch has no oneDNN")
+def test_only_the_weights_of_other_heads_are_packed_anew() -> None:
+    loaded = ready("llama")
+    give_products(loaded.model, dict.fromkeys(find_products(loaded.model), always(PREPACKED)))
+    shared = SharedHeads(loaded, 0, 2, lambda tensor: None)
+    first = kernels_of(shared.choose([[0], [1, 2], [0]]))
+    second = kernels_of(shared.choose([[0], [0, 2], [0]]))
+    assert len(first) == 3 * 7 + 1
+    other = {name for name, kernel in first.items() if second[name] is not kernel}
+    assert other == {f"model.layers.1.self_attn.{name}_proj" for name in "qkvo"}
 
 
 def test_ranks_hold_their_share_and_no_more() -> None:

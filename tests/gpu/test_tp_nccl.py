@@ -21,8 +21,8 @@ from pretended_cuda import PretendedCuda
 from test_nccl import greedy_there
 
 from kvr_mpi.errors import TransportError
+from kvr_mpi.model import load_model
 from kvr_mpi.model.attention_hook import prepare_model
-from kvr_mpi.model.load_part import load_part
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.setup.job_ranks import describe_groups, join_groups
@@ -44,7 +44,7 @@ def run_groups(folder: Path, gpus: PretendedCuda, network: Network) -> list[list
         warm_up(ranks, device)
         job = join_groups(ranks, ranks._control, Topology(4, 4, 2), device)
         assert job.tp_group is not None
-        loaded = load_part(str(folder), job.tp_group, device="cpu", cache_dir=folder)
+        loaded = load_model(str(folder), tp_group=job.tp_group, device="cpu", cache_dir=folder)
         prepare_model(loaded.model, chain=True)
         mine, said = gpus.move(loaded, device), list[str]()
         describe_groups(job, mine, said.append)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.tiny import shrink
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.model import LoadedModel, load_model, load_outline, probe_shape
-from kvr_mpi.model.tensor_parallel import why_not_shared
+from kvr_mpi.model.shared_heads import why_not_shared
 
 
 @pytest.fixture
@@ -114,4 +114,4 @@ def test_heads_of_a_model_for_more_than_text_are_not_shared_out() -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     shape = probe_shape(config, torch.float32)
     loaded = LoadedModel(model, None, shape, "tiny", "tiny", torch.float32, torch.device("cpu"))
-    assert why_not_shared(loaded) == "its layers are not found where Llama has them"
+    assert why_not_shared(loaded) == "it is more than a language model"

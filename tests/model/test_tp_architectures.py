@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from benchmarks.tiny import shrink
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.tp_weights import why_not_tensor_parallel
+from kvr_mpi.model.tensor_parallel import why_no_plan
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import error_share
 from kvr_mpi.prefill.one_prompt import prefill_kvr
@@ -34,7 +34,7 @@ def test_every_architecture_is_exact_or_refused(tmp_path: Path) -> None:
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         try:
             config = shrink(kind)
-            if why_not_tensor_parallel(config):
+            if why_no_plan(config):
                 continue
             torch.manual_seed(0)
             model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -17,8 +17,8 @@ from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.tensor_parallel import check_part, part_config, part_of, why_not_divided
 from kvr_mpi.model.tp_group import TensorParallelError
-from kvr_mpi.model.tp_weights import check_part, part_config, part_of, why_not_divided
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.self_check import check_chain
@@ -104,7 +104,7 @@ def test_no_shared_matrix_is_read_whole(tmp_path: Path, monkeypatch: pytest.Monk
     sizes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
     read: list[tuple[str, int]] = []
 
-    from kvr_mpi.model.tp_weights import WeightSlice
+    from kvr_mpi.model.tensor_parallel import WeightSlice
 
     getitem = WeightSlice.__getitem__
 

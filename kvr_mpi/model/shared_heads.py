@@ -1,0 +1,194 @@
+"""A rank's part of a model that every rank has whole: some heads, a share of the MLP and of the vocabulary.
+
+A copy with modules of its own and the same weights, whose linear layers are cut as `tensor_parallel` says; but a rank's
+heads may be any, and others for other documents. Weights that lie together are views of the model's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvr_mpi.model.cpu_attention import CpuAttention
+from kvr_mpi.model.kernels import give_kernel, kernel_bytes, kernels_of, use_kernels, without_kernels
+from kvr_mpi.model.load import LoadedModel
+from kvr_mpi.model.products import Product
+from kvr_mpi.model.shape import ModelShape
+from kvr_mpi.model.tensor_parallel import (
+    DIVIDED_DIMS,
+    EXPERTS,
+    MLP,
+    sum_products,
+    why_no_plan,
+    why_no_vocabulary,
+)
+from kvr_mpi.topology import share_of
+
+# The linear layers of a layer's attention and MLP.
+LINEAR = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+# Norms of each head by itself, of which every rank has the whole.
+NORMS = ("q_norm", "k_norm")
+
+
+def why_not_shared(loaded: LoadedModel) -> str | None:
+    """Say why a model's heads cannot be shared out over ranks; None if they can."""
+    model, shape = loaded.model, loaded.shape
+    if why := why_not_by_config(model.config, shape) or why_no_vocabulary(model):
+        return why
+    if not loaded.attends_in_parts or not model._supports_attention_backend:
+        return "its attention cannot be taken over"
+    for idx, layer in enumerate(model.model.layers):
+        if why := _why_not_layer(layer, model.config):
+            return f"layer {idx}: {why}"
+    return None
+
+
+def why_not_by_config(config: Any, shape: ModelShape) -> str | None:
+    """Say so as far as it shows without weights."""
+    if why := why_no_plan(config):
+        return why
+    if EXPERTS in config.base_model_tp_plan or f"{MLP}down_proj" not in config.base_model_tp_plan:
+        return "its MLP has experts"
+    seen = {str(layer.visibility) for layer in shape.layers if layer.visibility.size is not None}
+    if seen or shape.has_states or not all(layer.elements for layer in shape.layers):
+        return f"not all its layers see all tokens ({', '.join(sorted(seen)) or 'some keep no keys and values'})"
+    return None
+
+
+def _why_not_layer(layer: Any, config: Any) -> str | None:
+    """Look for what the plan does not say: other parameters, other kinds of linear layers."""
+    for part, linear in ((getattr(layer, name), names) for name, names in LINEAR.items()):
+        for name, parameter in part.named_parameters():
+            owner = name.partition(".")[0]
+            if owner not in linear and not (owner in NORMS and parameter.shape == (part.head_dim,)):
+                return f"{name} of shape {tuple(parameter.shape)} is not known here"
+        for name in linear:
+            if type(getattr(part, name, None)) is not torch.nn.Linear:
+                return f"{name} is no plain linear layer"
+    heads, width = config.num_attention_heads, layer.self_attn.q_proj.out_features
+    if width != heads * layer.self_attn.head_dim or heads % config.num_key_value_heads:
+        return f"{heads} query heads do not make up {width} features"
+    return None
+
+
+class SharedHeads:
+    """One of `size` parts of a model; its share of the MLP and of the vocabulary stays, its heads are chosen anew.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        For which `why_not_shared` is None.
+    rank, size : int
+        Which share of the MLP and the vocabulary.
+    reduce : callable
+        Sums a contiguous tensor over all ranks, in place.
+    """
+
+    def __init__(self, loaded: LoadedModel, rank: int, size: int, reduce: Callable[[torch.Tensor], None]) -> None:
+        self._whole, self._rank, self._size, self._first_input = loaded.model, rank, size, 0
+        self._kernels = kernels_of(self._whole)
+        self._kv_heads = self._whole.config.num_key_value_heads
+        self._heads: dict[int, list[int] | None] = {}  # by layer
+
+        def total(tensor: torch.Tensor) -> torch.Tensor:
+            found = tensor.contiguous()
+            reduce(found)
+            return found
+
+        tensors = itertools.chain(self._whole.parameters(), self._whole.buffers())
+        with without_kernels(self._whole), torch.inference_mode():
+            self._part: Any = copy.deepcopy(self._whole, {id(tensor): tensor for tensor in tensors})
+        sum_products(self._part.model, self._part.config.base_model_tp_plan, total)
+        for idx, layer in enumerate(self._part.model.layers):
+            layer.self_attn.o_proj.register_forward_pre_hook(self._own_inputs)
+            for name in LINEAR["mlp"]:
+                self._cut(f"model.layers.{idx}.mlp.{name}")
+        self._cut("lm_head")
+        for name, kernel in self._kernels.items():
+            if isinstance(kernel, CpuAttention):
+                give_kernel(self._part.get_submodule(name), kernel)
+        use_kernels(self._part, True)
+
+    def choose(self, heads: Sequence[Sequence[int]] | None) -> torch.nn.Module:
+        """Compute with these heads from now on.
+
+        Parameters
+        ----------
+        heads : sequence of sequence of int or None
+            Of each layer the KV heads, ascending and at least one, that this rank computes queries, keys and values of;
+            None: all of every layer, and a share of the output projection.
+
+        Returns
+        -------
+        Module
+            The part, always the same one. Its logits are those of this rank's share of the vocabulary, the shares in
+            rank order.
+        """
+        features = self._whole.model.layers[0].self_attn.o_proj.in_features
+        self._first_input = 0 if heads is not None else share_of(features, self._rank, self._size)[0]
+        for idx in range(len(self._part.model.layers)):
+            mine = None if heads is None else list(heads[idx])
+            if idx in self._heads and self._heads[idx] == mine:
+                continue
+            self._heads[idx] = mine
+            for name in LINEAR["self_attn"]:
+                self._cut(f"model.layers.{idx}.self_attn.{name}", mine)
+        return self._part  # type: ignore[no-any-return]
+
+    def _own_inputs(self, module: Any, given: tuple[torch.Tensor]) -> torch.Tensor:
+        """Give the output projection the features of (..., features) that it has weights for."""
+        return given[0].narrow(-1, self._first_input, module.in_features)
+
+    @torch.inference_mode()
+    def _cut(self, name: str, heads: Sequence[int] | None = None) -> None:
+        """Give a linear layer of the part its weights, and a kernel if the whole has one.
+
+        heads : those whose features it keeps; None: its share, or, where the output projection has the share, all.
+        """
+        whole, part, leaf = self._whole.get_submodule(name), self._part.get_submodule(name), name.rpartition(".")[2]
+        dim = DIVIDED_DIMS[leaf]
+        length = whole.weight.shape[dim]
+        some: Sequence[int] = range(*share_of(length, self._rank, self._size))
+        if heads is not None:
+            each = length // self._kv_heads
+            some = [feature for head in heads for feature in range(head * each, (head + 1) * each)]
+        elif leaf in ("q_proj", "k_proj", "v_proj"):
+            some = range(length)
+        part.weight = torch.nn.Parameter(_pick(whole.weight, dim, some), requires_grad=False)
+        part.out_features, part.in_features = part.weight.shape
+        if whole.bias is not None and dim == 0:
+            part.bias = torch.nn.Parameter(_pick(whole.bias, 0, some), requires_grad=False)
+        elif self._rank:  # one rank adds the bias of summed products
+            part.bias = None
+        kernel = self._kernels.get(name)
+        if isinstance(kernel, Product):
+            is_whole = len(some) == length and (dim == 0 or part.bias is whole.bias)
+            give_kernel(part, kernel if is_whole else Product(part, kernel.ways, kernel.library))
+            use_kernels(part, True)
+
+
+def _pick(tensor: torch.Tensor, dim: int, some: Sequence[int]) -> torch.Tensor:
+    """Take some indices of a dimension, ascending: a view if they are next to each other."""
+    if some[-1] - some[0] == len(some) - 1:
+        return tensor.narrow(dim, some[0], len(some))
+    return tensor.index_select(dim, torch.tensor(some, device=tensor.device))
+
+
+def shared_bytes(loaded: LoadedModel) -> int:
+    """Memory that a rank's part takes at most beside the model: weights that do not lie together, or are packed anew.
+
+    That of one of two ranks; more ranks take less. Of attention a rank may compute all heads.
+    """
+    layers = loaded.model.model.layers
+    attention = sum(_bytes_of(layer.self_attn) for layer in layers)
+    if not kernel_bytes(loaded.model):
+        return attention
+    return attention + (sum(_bytes_of(layer.mlp) for layer in layers) + _bytes_of(loaded.model.lm_head)) // 2
+
+
+def _bytes_of(module: torch.nn.Module) -> int:
+    return sum(weight.nbytes for weight in module.parameters())
