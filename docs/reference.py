@@ -22,6 +22,7 @@ from kvr_mpi import errors
 from kvr_mpi.cli import COMMANDS, group
 from kvr_mpi.cli.environment import VARIABLES
 from kvr_mpi.job import JobSpec
+from kvr_mpi.job.combinations import MODELS, NO_EFFECT, REFUSED, Row
 from kvr_mpi.store import head_rows, kv, outputs
 
 DOCS = Path(__file__).resolve().parent
@@ -123,6 +124,30 @@ def job_keys() -> str:
     return _page(parts)
 
 
+def combinations() -> str:
+    """Write which settings of a job cannot be combined, and which have no effect beside others."""
+
+    def rows(table: Iterable[Row], *, is_refused: bool) -> list[tuple[str, ...]]:
+        return [
+            (_code(row.setting), ", ".join(map(_code, row.others)), row.why, *([row.remedy] if is_refused else []))
+            for row in table
+        ]
+
+    return _page(
+        [
+            "# Settings that cannot be combined",
+            WRITTEN,
+            "All others can. A key without a value stands for any value but its default, a section for one that is in "
+            "the job. Jobs with a setting of the first table and one beside it are refused when they are read "
+            "(exit code 78), those about models when the model is loaded.",
+            _table(("setting", "cannot be combined with", "why", "what to do"), rows(REFUSED, is_refused=True)),
+            "## Settings without effect",
+            "These jobs run, and say so.",
+            _table(("setting", "has no effect with", "why"), rows(NO_EFFECT, is_refused=False)),
+        ]
+    )
+
+
 def schema() -> str:
     """Write what is where in an HDF5 file of results."""
     return _page(
@@ -144,6 +169,7 @@ def schema() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "combinations.md": combinations,
     "commands.md": commands,
     "environment.md": environment,
     "exit-codes.md": exit_codes,
@@ -172,6 +198,11 @@ def _page(parts: Iterable[str]) -> str:
 
 def _block(text: str) -> str:
     return f"```text\n{text.rstrip()}\n```"
+
+
+def _code(name: str) -> str:
+    """Write a setting as code, and what a model is in words."""
+    return name if name in MODELS else f"`{name}`"
 
 
 def _drawing(module: ModuleType) -> str:

@@ -1,4 +1,4 @@
-"""Settings of jobs by name, and the errors about those that cannot be combined; for `test_settings_together`.
+"""Settings of jobs by name; for `test_settings_together`. Which are refused is in `kvr_mpi.job.combinations`.
 
 A setting says how answers are computed (`WAYS`), what is kept beside them (`KEPT`), or what is asked (`ASKED`).
 """
@@ -70,53 +70,14 @@ RUNS: dict[str, Job] = {
     "compressed": {"output.kv": True, **OBSERVED},
 }
 
-STORING, SPREAD = "kv sharded", "sharded questions-sharded"
-ASKING = "questions questions-compressed"
-SCORES, COMPRESSED, LOADING = "score score-column", "compress observed", f"reuse {ASKING}"
-# Names on both sides, and what is said of each pair of them; the first line that fits.
-REFUSED: list[tuple[str, str, str]] = [
-    (STORING, "requests", "output.kv = (true|'sharded') cannot be combined with documents.format = 'openai-batch'"),
-    (STORING, "prompts", r"output.kv = (true|'sharded') cannot be combined with \[\[prompts\]\]"),
-    (STORING, "questions-sharded", "output.kv cannot be combined with questions.sharded"),
-    ("sharded", ASKING, "'sharded' needs parallel.strategy = 'kvr' and a job without questions"),
-    ("sharded", "ring auto single", "'sharded' needs parallel.strategy = 'kvr'"),
-    ("kv", "questions-compressed", "questions about doc-.*: it is compressed"),
-    ("kv", "samples", "output.kv = true, which stores the keys of only one answer"),
-    ("sharded", COMPRESSED, "compression chooses among all tokens on one rank"),
-    (SPREAD, "score", "cannot be combined with generation.score yet"),
-    (SPREAD, "score-column", "cannot be combined with generation.score_column yet"),
-    (SPREAD, "samples", "cannot be combined with generation.n yet"),
-    (SPREAD, "schema", "cannot be combined with generation.json_schema yet"),
-    ("reuse", f"{ASKING} questions-sharded", "documents.reuse cannot be combined with questions"),
-    ("reuse", "prompts", r"documents.reuse cannot be combined with \[\[prompts\]\]"),
-    (f"{LOADING} questions-sharded", COMPRESSED, "compression also needs the queries"),
-    (f"{LOADING} questions-sharded", "adapter", "did not compute the keys and values .* different weights"),
-    (f"{ASKING} questions-sharded", "split", "prompt.too_long cannot be combined with questions"),
-    (f"{ASKING} questions-sharded", "prompts", r"cannot be combined with \[\[prompts\]\]"),
-    (f"{ASKING} questions-sharded", "ring single", "strategy = '(ring|single)' cannot be combined with questions"),
-    (f"{ASKING} questions-sharded", "resumed", "documents.shard cannot be combined with questions"),
-    ("questions-sharded", "planned", "ranks_per_chain = 'auto', .* cannot be combined with questions.sharded"),
-    (ASKING, "planned", "ranks_per_chain = 'auto', .* cannot be combined with questions"),
-    ("prompts", "planned", r"ranks_per_chain = 'auto' cannot be combined with \[\[prompts\]\]"),
-    ("prompts", "requests", r"'openai-batch' cannot be combined with \[\[prompts\]\]"),
-    ("logprobs", SCORES, "generation.logprobs is for the tokens of an answer"),
-    ("split", "score", "too_long = 'split' cannot be combined with generation.score yet"),
-    ("split", "score-column", "too_long = 'split' cannot be combined with generation.score_column yet"),
-    ("split", "samples", "too_long = 'split' cannot be combined with generation.n yet"),
-    ("split", "requests", "prompt.too_long cannot be combined with documents.format = 'openai-batch'"),
-    ("requests", "observed", "rows of documents.format = 'openai-batch' do not say"),
-    ("requests", "score", "'openai-batch' cannot be combined with generation.score yet"),
-    (COMPRESSED, SCORES, r"\[compress\] cannot be combined with generation.score"),
-    (COMPRESSED, "single", "strategy = 'single' decodes from transformers' own cache"),
-    (SCORES, "samples", "generation.n = 2: without"),
-    (SCORES, "schema", "asks for (none|one)"),
-    ("score", "score-column", "exclude each other"),
-    ("chunks", "ring single", "chunk_tokens is for chains"),
-    ("heads", "single", "'single' decodes from transformers' own cache"),
-    ("heads", "sharded questions-sharded", "ranks already decode together"),
-    ("heads", "kv", "output.kv = true stores the cache of one rank"),
-    ("heads", f"logprobs samples schema {SCORES}", "not supported yet by ranks that share heads"),
-]
+# Pairs that are refused for what a run has stored, which no table of settings knows; and what is said.
+STORED_OTHERWISE = {
+    frozenset(("kv", "questions-compressed")): "questions about doc-.*: it is compressed",
+    **{
+        frozenset((name, "adapter")): "did not compute the keys and values .* different weights"
+        for name in ("reuse", "questions", "questions-sharded", "questions-compressed")
+    },
+}
 
 
 def merged(names: Collection[str]) -> dict[str, Any] | None:
@@ -137,12 +98,3 @@ def written(job: Job) -> str:
         return json.dumps(value)
 
     return "\n".join(f"{key} = {as_toml(value)}" for key, value in job.items() if value is not None)
-
-
-def expected(pair: Collection[str]) -> str | None:
-    """What a pair's refusal says; None if it is to be run."""
-    one, two = pair
-    for left, right, said in REFUSED:
-        if (one in left.split() and two in right.split()) or (two in left.split() and one in right.split()):
-            return said
-    return None

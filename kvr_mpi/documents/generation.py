@@ -89,30 +89,16 @@ class GenerationSection(BaseModel):
     def _goes_together(self) -> GenerationSection:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("generation.top_logprobs needs generation.logprobs = true")
-        if self.score and self.score_column is not None:
-            raise ValueError("generation.score and generation.score_column exclude each other: choose one")
-        if self.json_schema is not None and self.max_new_tokens == 0:
+        if self.n > 1 and not self.do_sample:
             raise ValueError(
-                "generation.json_schema is for answers, but max_new_tokens = 0 asks for none: change one of them"
-            )
-        for key in ("stop", "min_new_tokens"):
-            if self.json_schema is not None and getattr(self, key):
-                raise ValueError(
-                    f"generation.{key} cannot be combined with generation.json_schema: it would end or change an "
-                    f"answer where the schema does not; leave one of them out"
-                )
-        if self.n > 1 and (not self.do_sample or self.max_new_tokens == 0):
-            raise ValueError(
-                f"generation.n = {self.n}: without generation.do_sample = true and an answer to write, all answers are "
-                f"the same; set it, or leave n out"
+                f"generation.n = {self.n}: without generation.do_sample = true, all answers are the same; set it, or "
+                f"leave n out"
             )
         if self.scores and self.max_new_tokens:
             raise ValueError(
                 f"generation.score replaces the answer, but max_new_tokens = {self.max_new_tokens} asks for one: "
                 f"leave one of them out, or set generation.max_new_tokens = 0"
             )
-        if self.logprobs and self.max_new_tokens == 0:
-            raise ValueError("generation.logprobs is for the tokens of an answer, but max_new_tokens = 0 asks for none")
         return self
 
     @property

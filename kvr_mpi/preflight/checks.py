@@ -20,8 +20,8 @@ from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, Outpu
 from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
 from kvr_mpi.model.adapter import check_adapter
-from kvr_mpi.preflight.combinations import check_cache, check_decode, check_tensor_parallel
-from kvr_mpi.preflight.inputs import check_answers, check_format, check_prompts, check_schema, templates_of
+from kvr_mpi.model.tensor_parallel import why_not_divided
+from kvr_mpi.preflight.inputs import check_prompts, check_schema, templates_of
 from kvr_mpi.store.folder import check_fresh
 from kvr_mpi.store.targets import check_output_folder
 from kvr_mpi.topology import Topology, divides
@@ -109,14 +109,11 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
     checks: list[Callable[[], object]] = [
         partial(choose_chain_size, spec, ranks),
         partial(_check_table, spec, ranks),
-        partial(check_cache, spec),
-        partial(_check_compress, spec),
-        partial(_check_decode, spec, ranks),
+        partial(_check_profiles, spec),
+        partial(_check_copies, spec, ranks),
         partial(check_tensor_parallel, spec),
         *(partial(_check_template, spec, key, template) for key, template in templates_of(spec).items()),
-        partial(check_format, spec),
         partial(check_prompts, spec),
-        partial(check_answers, spec),
         partial(check_schema, spec),
         partial(_check_columns, spec),
         partial(_check_model, spec.model, offline),
@@ -151,43 +148,67 @@ def _check_table(spec: JobSpec, ranks: int) -> None:
     )
 
 
-def _check_compress(spec: JobSpec) -> None:
-    """Refuse [compress] beside what it would be ignored by, or would make wrong."""
-    if spec.compress is None:
-        return
-    method = f"compress.method = {spec.compress.method!r}"
-    if spec.parallel.strategy == "single":
+def _check_profiles(spec: JobSpec) -> None:
+    """Refuse profiles of heads that are not there."""
+    remedies = {
+        "compress": "use published scores of this model's heads",
+        "decode": "leave it out to place heads by the number of tokens they keep",
+    }
+    for section, remedy in remedies.items():
+        profile = getattr(getattr(spec, section), "profile", None)
+        if profile is not None and not Path(profile).is_file():
+            raise ConfigError(
+                f"{section}.profile = {profile!r}: no such file; create one with kvr search JOB --heads, or {remedy}"
+            )
+
+
+def _check_copies(spec: JobSpec, ranks: int) -> None:
+    """Refuse more copies of heads than the longest chain there may be has ranks."""
+    wanted, copies = spec.parallel.ranks_per_chain, spec.decode.copies
+    size = min(wanted, ranks) if isinstance(wanted, int) else ranks
+    if copies is not None and copies > size:
         raise ConfigError(
-            f"{method}: strategy = 'single' decodes from transformers' own cache, which is not compressed; choose "
-            f"parallel.strategy = 'kvr', which also runs on one rank"
-        )
-    if spec.output.kv == "sharded":
-        raise ConfigError(
-            f"{method}: output.kv = 'sharded' stores the part of each rank of a chain, but compression chooses among "
-            f"all tokens on one rank; choose output.kv = true, or leave one of the two out"
-        )
-    if spec.questions is not None or spec.documents.reuse is not None:
-        key = "[questions]" if spec.questions is not None else "documents.reuse"
-        raise ConfigError(
-            f"{method}: {key} uses stored keys and values, but compression also needs the queries, which are not "
-            f"stored; leave one of the two out"
-        )
-    if spec.compress.observes == "document" and spec.documents.format != "text":
-        raise ConfigError(
-            f"{method}: observes = 'document' needs to know where the document's text is in the prompt, which rows of "
-            f"documents.format = {spec.documents.format!r} do not say; choose observes = 'question'"
-        )
-    if spec.compress.profile is not None and not Path(spec.compress.profile).is_file():
-        raise ConfigError(
-            f"compress.profile = {spec.compress.profile!r}: no such file; create one with kvr search JOB --heads, or "
-            f"use published scores of this model's heads"
+            f"decode.copies = {copies} is more than the {size} rank(s) of a chain; leave it out: the default of one "
+            f"copy fewer than ranks already balances them if heads are split in proportion"
         )
 
 
-def _check_decode(spec: JobSpec, ranks: int) -> None:
-    """Look at [decode] for the longest chain there may be; what is wrong with the chains is said of them."""
-    wanted = spec.parallel.ranks_per_chain
-    check_decode(spec, min(wanted, ranks) if isinstance(wanted, int) else ranks)
+def check_tensor_parallel(spec: JobSpec) -> None:
+    """Refuse tensor-parallel groups that do not divide the heads of the model.
+
+    Raises
+    ------
+    ConfigError
+        Naming the sizes that do.
+    """
+    size = spec.parallel.tensor_parallel
+    if size > 1 and (why := _why_not_heads(spec.model.path, size)):
+        raise ConfigError(f"parallel.tensor_parallel = {size}: {why}")
+
+
+def _why_not_heads(path: str, size: int) -> str | None:
+    """Look into a model's folder for its heads; what is wrong with the folder is said of the model."""
+    try:
+        source = find_model(path)
+    except ModelError:
+        return None
+    if source.is_hub:
+        return (
+            f"model.path {path!r} is an id on the hub, but the ranks of a tensor-parallel group read slices of "
+            f"files in a folder: download it (hf download {path} --local-dir FOLDER), and use that folder"
+        )
+    file = Path(source.location) / "config.json"
+    if source.gguf_file is not None or not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    heads = found.get("num_attention_heads") if isinstance(found, dict) else None
+    kv_heads = found.get("num_key_value_heads") or heads if isinstance(found, dict) else None
+    if not isinstance(heads, int) or not isinstance(kv_heads, int) or min(heads, kv_heads) < 1:
+        return None
+    return why_not_divided(heads, kv_heads, size)
 
 
 def _check_model(model: ModelSection, offline: bool) -> None:

@@ -6,7 +6,7 @@ from kvr_mpi.documents import RowFormat
 from kvr_mpi.documents.json_schema import why_not_followed
 from kvr_mpi.documents.openai_batch import PASSED
 from kvr_mpi.documents.questions import NAME
-from kvr_mpi.documents.templates import TEXT, Template, parse_template
+from kvr_mpi.documents.templates import Template, parse_template
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec
 
@@ -38,7 +38,6 @@ def parse_templates(spec: JobSpec) -> list[Template]:
 
 def row_format(spec: JobSpec) -> RowFormat:
     """Say how the rows of a job's corpus are read."""
-    check_format(spec)
     check_prompts(spec)
     columns = dict.fromkeys(name for template in parse_templates(spec) for name in template.columns)
     wanted = spec.documents
@@ -78,41 +77,8 @@ def check_schema(spec: JobSpec) -> None:
         raise ConfigError(f"generation.json_schema: {why}")
 
 
-def check_answers(spec: JobSpec) -> None:
-    """Refuse settings that cannot be combined with continuations that are scored, or with several answers to a prompt.
-
-    Raises
-    ------
-    ConfigError
-        Naming the first of them.
-    """
-    generation, column = spec.generation, spec.generation.score_column
-    is_split, is_spread = spec.prompt.too_long == "split", spec.is_spread
-    spread = "output.kv = 'sharded'" if spec.output.kv else "questions.sharded"
-    wrong = {
-        "generation.json_schema": {spread: is_spread},
-        "generation.n": {
-            "prompt.too_long = 'split'": is_split,
-            spread: is_spread,
-            f"{spec.output.kv_setting}, which stores the keys of only one answer,": bool(spec.output.kv),
-        },
-        "generation.score" if column is None else "generation.score_column": {
-            "prompt.too_long = 'split'": is_split,
-            spread: is_spread,
-            f"documents.format = {spec.documents.format!r}": spec.documents.format == "openai-batch",
-            "[compress]": spec.compress is not None,
-            "[questions], whose documents have no rows,": column is not None and spec.questions is not None,
-        },
-    }
-    asked = (generation.json_schema is not None, generation.n > 1, generation.scores)
-    for (key, others), is_asked in zip(wrong.items(), asked, strict=True):
-        for name, is_wrong in others.items():
-            if is_asked and is_wrong:
-                raise ConfigError(f"{name} cannot be combined with {key} yet: leave one of them out")
-
-
 def check_prompts(spec: JobSpec) -> None:
-    """Refuse several prompts that cannot be told apart, and settings that cannot be combined with several.
+    """Refuse several prompts that cannot be told apart.
 
     Raises
     ------
@@ -129,55 +95,3 @@ def check_prompts(spec: JobSpec) -> None:
     for prompt in spec.prompts:
         if (first := asked.setdefault(prompt.template, prompt.name)) != prompt.name:
             raise ConfigError(f"prompts: {first!r} and {prompt.name!r} have the same template; leave one of them out")
-    wrong = {
-        "prompt.template": spec.prompt.template != TEXT,
-        f"documents.format = {spec.documents.format!r}": spec.documents.format != "text",
-        "documents.reuse": spec.documents.reuse is not None,
-        spec.output.kv_setting: bool(spec.output.kv),
-        "parallel.ranks_per_chain = 'auto'": spec.planned,
-        "[questions]": spec.questions is not None,
-    }
-    for key, is_wrong in wrong.items():
-        if names and is_wrong:
-            raise ConfigError(f"{key} cannot be combined with [[prompts]]: leave one of them out")
-
-
-def check_format(spec: JobSpec) -> None:
-    """Refuse settings that cannot be combined with what the rows are.
-
-    Raises
-    ------
-    ConfigError
-        Naming the first of them.
-    """
-    documents, prompt = spec.documents, spec.prompt
-    kind = documents.format
-    if kind == "text":
-        return
-    where = f"documents.format = {kind!r}"
-    wrong = {
-        "prompt.template": prompt.template != TEXT,
-        "prompt.system": prompt.system is not None,
-        "prompt.chat_template": prompt.chat_template is False,
-        "prompt.too_long": prompt.too_long != "error",
-        "documents.text_field": documents.text_field != "text",
-    }
-    if kind == "openai-batch":
-        wrong |= {
-            "documents.id_field": documents.id_field != "id",
-            "documents.messages_field": documents.messages_field != "messages",
-        }
-    for key, is_wrong in wrong.items():
-        if is_wrong:
-            raise ConfigError(
-                f"{key} cannot be combined with {where}: each row contains its whole prompt; leave {key} out"
-            )
-    if spec.output.kv:
-        raise ConfigError(
-            f"{spec.output.kv_setting} cannot be combined with {where} yet: leave it out, or use documents.format = "
-            f"'text'"
-        )
-    if kind == "openai-batch" and spec.generation.max_new_tokens == 0:
-        raise ConfigError(
-            f"generation.max_new_tokens = 0 cannot be combined with {where}: requests need answers; set at least 1"
-        )

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.job import JobSpec
+from kvr_mpi.job.combinations import PROMPTS, why_no_effect
+from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import PLAIN, Prefill, prefix_of_cache
+from kvr_mpi.prefill.one_prompt import Prefill, prefix_of_cache
 
 
 @dataclass(slots=True)
@@ -71,24 +72,9 @@ class SharedDocument:
         first.partition = Partition((*shared.partition.bounds[:-1], first.partition.tokens))
 
 
-def why_not_shared(spec: JobSpec, model: Any) -> str | None:
-    """Say why every prompt about a document is prefilled by itself; None if they share what they begin with."""
-    if spec.parallel.strategy == PLAIN:
-        return "strategy = 'single' is plain transformers"
-    if kinds := depends_on_length(model):
-        return f"the rotary embedding ({kinds}) depends on the prompt's length"
-    if spec.is_spread:
-        return "keys and values are spread over the ranks"
-    if spec.cache.is_rolling:
-        return "a rolling cache cannot be continued by other prompts"
-    if spec.compress is not None:
-        return "keys and values are compressed differently for each prompt"
-    return None
-
-
-def describe_sharing(spec: JobSpec, model: Any, frames: Mapping[str, Frame]) -> list[str]:
+def describe_sharing(spec: JobSpec, loaded: LoadedModel, frames: Mapping[str, Frame]) -> list[str]:
     """Say in lines how often a document is prefilled for its prompts, where that is more than once."""
-    if why := why_not_shared(spec, model):
+    if why := why_no_effect(PROMPTS, spec, kinds_of(loaded)):
         return [f"each document is prefilled {len(frames)} times, once per prompt: {why}"]
     groups: dict[object, list[str]] = {}
     for name, frame in frames.items():

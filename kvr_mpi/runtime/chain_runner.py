@@ -12,6 +12,8 @@ from typing import Any
 
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.errors import AgreementError, DocumentError
+from kvr_mpi.job.combinations import PROMPTS, why_no_effect
+from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.cache import WriteLayer
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.transfers import Range
@@ -23,7 +25,7 @@ from kvr_mpi.prefill.registry import KVR, STRATEGIES
 from kvr_mpi.prefill.relay import Relay
 from kvr_mpi.prefill.streaming import prefill_rolling
 from kvr_mpi.requests.prompt_request import PromptRequest
-from kvr_mpi.requests.shared_document import SharedDocument, why_not_shared
+from kvr_mpi.requests.shared_document import SharedDocument
 from kvr_mpi.runtime.planned_prompt import PlannedPrompt
 from kvr_mpi.runtime.slice_planner import SlicePlanner
 from kvr_mpi.runtime.spread_documents import SpreadDocuments
@@ -57,7 +59,7 @@ class ChainRunner:
         self._free_bytes = setup.free_bytes[ranks]
         self.new_tokens = self._spec.generation.max_new_tokens  # of an answer, unless a row says otherwise
         self._slices = SlicePlanner(setup, chain, ranks, say)
-        self._shares_nothing = why_not_shared(self._spec, self._loaded.model) is not None
+        self._shares_nothing = why_no_effect(PROMPTS, self._spec, kinds_of(self._loaded)) is not None
         self._shared: SharedDocument | None = None
         self._parts = PartIndexes()
         self._opened: SharedPrefix | None = None  # the last one that is stored

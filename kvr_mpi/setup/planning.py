@@ -14,12 +14,12 @@ from kvr_mpi.documents.templates import check_system
 from kvr_mpi.documents.token_counts import Counted, count_corpus
 from kvr_mpi.errors import ConfigError, CorpusError
 from kvr_mpi.job import JobSpec
+from kvr_mpi.job.combinations import why_not_heads
 from kvr_mpi.kv.rolling import check_held, rolling_of
 from kvr_mpi.model import Outline, load_outline
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.shared_heads import why_not_by_config
-from kvr_mpi.preflight.checks import find_others, lay_out
-from kvr_mpi.preflight.combinations import check_cache, check_tensor_parallel, why_not_combined
+from kvr_mpi.preflight.checks import check_tensor_parallel, find_others, lay_out
 from kvr_mpi.preflight.inputs import parse_templates, row_format
 from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of
 from kvr_mpi.schedule.placement import Schedule
@@ -88,7 +88,6 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None, 
             "prompt.template"
         )
     check_system(spec.prompt.system)
-    check_cache(spec)
     source = spec.model
     outline = load_outline(
         source.path,
@@ -148,7 +147,7 @@ def _choose_decoding(made: PlannedJob) -> DecodeChoice:
     wanted, all_ranks = spec.ranks_per_chain, made.schedule.ranks
     lengths = {place.ranks for place in made.schedule.placements}
     ranks = max(lengths, default=1) if spec.planned else all_ranks if wanted == "all" else int(wanted)
-    if why := why_not_combined(spec) or why_not_by_config(made.outline.config, shape):
+    if why := why_not_heads(spec) or why_not_by_config(made.outline.config, shape):
         return DecodeChoice("data-parallel", why)
     texts = [tokens for _, tokens in made.texts]
     tokens = min(forecast.frame.max_tokens, sum(texts) // len(texts))

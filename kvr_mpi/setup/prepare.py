@@ -23,6 +23,8 @@ from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
+from kvr_mpi.job.combinations import check_model_combinations, why_not_heads
+from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.attention import why_no_flex
 from kvr_mpi.kv.flex import compiles
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -39,7 +41,6 @@ from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
 from kvr_mpi.prefill.registry import AUTO, KVR, Strategy, candidates, check_takes_chunks
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
-from kvr_mpi.preflight.combinations import why_not_combined
 from kvr_mpi.preflight.inputs import prompts_of
 from kvr_mpi.requests.shared_document import describe_sharing
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
@@ -101,7 +102,7 @@ def prepare(
     why_alone = None if plain else check_together(partial(_why_alone, loaded, rolling))
     for line in (*left_out, *_describe_prompts(spec, frame.max_tokens, compression, why_alone)):
         say(line)
-    sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_combined(spec) or why_alone))
+    sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_heads(spec) or why_alone))
     check_alike(
         world,
         {
@@ -223,13 +224,9 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
         loaded = check_chain(loaded, say=say)
         for line in describe_portable(loaded):
             say(line)
+    check_model_combinations(spec, kinds_of(loaded))
     if spec.is_spread:
         check_shareable(loaded)
-    if spec.output.kv and loaded.shape.has_states:
-        raise ConfigError(
-            f"{spec.output.kv_setting}: {loaded.shape.architecture} keeps states in addition to keys and values, which "
-            f"cannot be stored yet. Set output.kv = false"
-        )
     tokenizer, shape = loaded.tokenizer, loaded.shape
     template = next(iter(prompts_of(spec).values()), spec.prompt.template)
     if spec.documents.format == "messages":
@@ -261,7 +258,7 @@ def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say)
     if not prompts:
         return frame_questions(spec, loaded, weights)
     frames = {name: frame_of(spec, loaded.tokenizer, loaded.shape, template) for name, template in prompts.items()}
-    for line in describe_sharing(spec, loaded.model, frames):
+    for line in describe_sharing(spec, loaded, frames):
         say(line)
     return frames
 

@@ -11,17 +11,12 @@ from pydantic import ValidationError
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.documents.questions import checked, number_questions, read_questions, words_after
 from kvr_mpi.errors import ConfigError, DataError, OutputError
-from kvr_mpi.job import JobSpec, ParallelSection, PromptSection
+from kvr_mpi.job import JobSpec, PromptSection
 from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.schedule.forecast import frame_of
 from kvr_mpi.store.lock import is_alive
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.store.shares import find_runs, read_run_header
-
-# Of a prompt: what the stored ones have already.
-STORED = ("template", "system", "chat_template", "too_long", "keep", "reduce_template")
-# Of documents: how files of texts are read, and what their prompts go on from.
-OF_FILES = ("format", "id_field", "text_field", "messages_field", "reuse")
 
 
 def complete_questions(spec: JobSpec) -> JobSpec:
@@ -30,7 +25,7 @@ def complete_questions(spec: JobSpec) -> JobSpec:
     Raises
     ------
     ConfigError
-        If there is no question, or a setting cannot be combined with questions.
+        If there is no question.
     DataError
         If the run cannot be read.
     """
@@ -40,25 +35,6 @@ def complete_questions(spec: JobSpec) -> JobSpec:
     ask = _named(questions.ask)
     for text in ask.values():
         words_after(questions.template, text)
-    if changed := [key for key in STORED if getattr(spec.prompt, key) != PromptSection.model_fields[key].default]:
-        raise ConfigError(
-            f"prompt.{changed[0]} cannot be combined with questions: the stored prompts are used up to the end of the "
-            f"document; leave it out, and set questions.template for the text after that"
-        )
-    if spec.documents.shard is not None:
-        raise ConfigError(
-            "documents.shard cannot be combined with questions; name the documents in questions.documents"
-        )
-    for key in OF_FILES:
-        if getattr(spec.documents, key) != type(spec.documents).model_fields[key].default:
-            raise ConfigError(
-                f"documents.{key} cannot be combined with questions: they are about the documents of a run, whose "
-                f"prompts are stored; leave it out"
-            )
-    if spec.output.columns:
-        raise ConfigError(
-            "output.columns cannot be combined with questions: a run's documents have no rows; leave it out"
-        )
     header = stored_header("documents.path", spec.documents.path)
     try:
         prompt = PromptSection.model_validate({**header.identity["prompt"], "max_tokens": spec.prompt.max_tokens})
@@ -68,12 +44,15 @@ def complete_questions(spec: JobSpec) -> JobSpec:
             f"kvr-mpi"
         ) from error
     dtype = header.model["dtype"] if spec.model.dtype == "auto" else spec.model.dtype
+    # Every rank, or group, takes documents of its own, unless the ranks of a chain hold one together.
+    chains = {} if questions.sharded else {"ranks_per_chain": spec.parallel.tensor_parallel}
+    parallel = {"strategy": "kvr", "partition": "even", **chains}
     return spec.model_copy(
         update={
             "model": spec.model.model_copy(update={"dtype": dtype}),
             "prompt": prompt,
             "questions": questions.model_copy(update={"ask": ask}),
-            "parallel": _together(spec.parallel) if questions.sharded else _alone(spec.parallel),
+            "parallel": spec.parallel.model_copy(update=parallel),
         }
     )
 
@@ -160,27 +139,3 @@ def _named(ask: list[str] | dict[str, str] | str) -> dict[str, str]:
     if isinstance(ask, str):
         return read_questions(Path(ask))
     return checked(ask if isinstance(ask, dict) else number_questions(ask), "questions.ask")
-
-
-def _alone(parallel: ParallelSection) -> ParallelSection:
-    """Let every rank, or group, take documents of its own: what is left to prefill of them is short."""
-    alone = parallel.tensor_parallel
-    if parallel.ranks_per_chain not in ("all", alone) or parallel.strategy not in ("kvr", "auto"):
-        raise ConfigError(
-            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} cannot be "
-            f"combined with questions: every rank answers about its own documents; leave them out"
-        )
-    return parallel.model_copy(
-        update={"ranks_per_chain": alone, "strategy": "kvr", "partition": "even", "ratios": None}
-    )
-
-
-def _together(parallel: ParallelSection) -> ParallelSection:
-    """Let the ranks of a chain hold a document together."""
-    if parallel.ranks_per_chain == "auto" or parallel.strategy not in ("kvr", "auto"):
-        raise ConfigError(
-            f"parallel.ranks_per_chain = {parallel.ranks_per_chain!r}, strategy = {parallel.strategy!r} cannot be "
-            f"combined with questions.sharded: set the number of ranks that hold a document together, and leave "
-            f"strategy out"
-        )
-    return parallel.model_copy(update={"strategy": "kvr", "partition": "even", "ratios": None})

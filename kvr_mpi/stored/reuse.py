@@ -18,8 +18,9 @@ import xxhash
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.job import JobSpec
+from kvr_mpi.job.combinations import REUSE, why_no_effect
+from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.outputs import open_file
 from kvr_mpi.store.parts import PartIndexes, open_whole_kv
@@ -116,9 +117,7 @@ def find_beginnings(
     path = spec.documents.reuse
     assert path is not None
     together(world, partial(check_made_by, "documents.reuse", [path], spec, loaded, weights))
-    kinds = depends_on_length(loaded.model)
-    if kinds or spec.parallel.strategy == "single":
-        why = f"its rotary embedding ({kinds}) depends on the prompt's length" if kinds else "strategy is 'single'"
+    if why := why_no_effect(REUSE, spec, kinds_of(loaded)):
         say(f"documents.reuse: nothing is reused: {why}")
         return None
     found = StoredBeginnings(*share_json(world, on_root(world, lambda: scan_beginnings(path).to_json())))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -210,46 +209,15 @@ def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("setting", "expected"),
+    ("settings", "expected"),
     [
-        ("parallel.strategy=single", "strategy = 'single' decodes from transformers' own cache"),
-        ("output.kv=sharded", "output.kv = 'sharded' stores the part of each rank"),
-        ("documents.reuse=runs/before", "documents.reuse uses stored keys"),
-        ("questions.ask=['Who?']", r"\[questions\] uses stored keys"),
-        ("compress.profile=nowhere.json", "compress.profile = 'nowhere.json': no such file"),
+        (
+            ("compress.method=headkv", "compress.budget=512", "compress.profile=nowhere.json"),
+            "compress.profile = 'nowhere.json': no such file",
+        ),
+        (("decode.mode=auto", "decode.profile=nowhere.json"), "decode.profile = 'nowhere.json': no such file"),
+        (("decode.mode=auto", "decode.copies=3"), "decode.copies = 3 is more than the 2 rank(s) of a chain"),
     ],
 )
-def test_compression_is_refused_beside_what_would_ignore_it(job: Path, setting: str, expected: str) -> None:
-    method = "headkv" if "profile" in setting else "snapkv"
-    assert re.search(expected, refusal(job, f"compress.method={method}", "compress.budget=512", setting))
-
-
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ("parallel.strategy=single", "strategy = 'single' decodes from transformers' own cache"),
-        ("output.kv=true", "output.kv = true stores the cache of one rank.* or choose mode = 'auto'"),
-        ("output.kv=sharded", "with output.kv = 'sharded', ranks already decode together"),
-        ("questions.sharded=true", "with questions.sharded, ranks already decode together"),
-        (
-            "generation.logprobs=true",
-            "log-probabilities, scores, several samples and schemas are not supported yet by ranks that",
-        ),
-        (
-            "generation.score=['yes']",
-            "log-probabilities, scores, several samples and schemas are not supported yet by ranks that",
-        ),
-        ("decode.copies=3", r"decode.copies = 3 is more than the 2 rank\(s\) of a chain"),
-        ("decode.profile=nowhere.json", "decode.profile = 'nowhere.json': no such file"),
-    ],
-)
-def test_sharing_heads_is_refused_beside_what_would_ignore_it(job: Path, setting: str, expected: str) -> None:
-    assert re.search(expected, refusal(job, "decode.mode=head-parallel", setting))
-    if setting.partition(".")[0] != "decode":
-        check(job, "decode.mode=auto", *([] if "questions" in setting else [setting]))
-
-
-def test_only_texts_are_observed_from_their_end(job: Path) -> None:
-    settings = ("compress.method=snapkv", "compress.budget=512", "compress.observes=document")
-    told = refusal(job, *settings, "documents.format=messages")
-    assert "observes = 'document' needs to know where the document's text is" in told
+def test_profiles_and_copies_of_heads(job: Path, settings: tuple[str, ...], expected: str) -> None:
+    assert expected in refusal(job, *settings)

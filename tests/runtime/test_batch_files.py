@@ -152,10 +152,10 @@ def test_conversations_and_the_same_words_in_a_template(job: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("prompt.template=Sum up: {text}", "prompt.template cannot be combined with documents.format = 'openai-batch'"),
-        ("prompt.system=Be brief.", "prompt.system cannot be combined"),
-        ("prompt.too_long=truncate", "prompt.too_long cannot be combined"),
-        ("documents.id_field=name", "documents.id_field cannot be combined"),
+        ("prompt.template=Sum up: {text}", "cannot be combined with documents.format = 'openai-batch'"),
+        ("prompt.system=Be brief.", "prompt.system = 'Be brief.' cannot be combined"),
+        ("prompt.too_long=truncate", "prompt.too_long = 'truncate' cannot be combined"),
+        ("documents.id_field=name", "documents.id_field = 'name' cannot be combined"),
         ("output.kv=true", "output.kv = true cannot be combined"),
         ("output.kv=sharded", "output.kv = 'sharded' cannot be combined"),
         ("generation.max_new_tokens=0", "generation.max_new_tokens = 0 cannot be combined"),

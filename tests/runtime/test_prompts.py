@@ -201,7 +201,7 @@ def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:
         ({"a": "{text} {title}"}, (), "prompts.a.template '{text} {title}' has {title}"),
         (PROMPTS, ("output.kv=true",), "output.kv = true cannot be combined with [[prompts]]"),
         (PROMPTS, ("output.kv=sharded",), "output.kv = 'sharded' cannot be combined with [[prompts]]"),
-        (PROMPTS, ("prompt.template=Sum up: {text}",), "prompt.template cannot be combined with [[prompts]]"),
+        (PROMPTS, ("prompt.template=Sum up: {text}",), "cannot be combined with [[prompts]]"),
         (PROMPTS, ("parallel.ranks_per_chain=auto",), "'auto' cannot be combined with [[prompts]]"),
     ],
 )

@@ -11,12 +11,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 from constants import Kvr
-from made_jobs import TEXT, answers, last_line, spec_of, with_settings
+from made_jobs import TEXT, answers, last_line, with_settings
 
 from kvr_mpi.cli.plan import plan as plan_command
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import load_job
-from kvr_mpi.preflight.combinations import check_cache
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
 
@@ -131,35 +130,6 @@ def test_no_memory_for_a_step_is_one_documents_error(
     again = with_settings(*APPROXIMATE, f"output.path={tmp_path / 'scarce'}")
     run_here(1, [job, "--resume", "--retry-failed", *again])
     assert answers(tmp_path / "scarce") == {name: record.token_ids for name, record in truth.items()}
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (("parallel.strategy=single",), "parallel.strategy = 'single'"),
-        (("parallel.strategy=ring",), "parallel.strategy = 'ring'"),
-        (("parallel.ranks_per_chain=2",), "parallel.ranks_per_chain = 2"),
-        (("parallel.partition=table", "parallel.table=x"), "parallel.partition = 'table'"),
-        (("parallel.chunk_tokens=32",), "parallel.chunk_tokens = 32"),
-        (("compress.method=streaming-llm", "compress.budget=64"), "[compress]"),
-        (("decode.mode=head-parallel",), "decode.mode = 'head-parallel'"),
-        (("output.kv=true",), "output.kv = true"),
-        (("output.kv=sharded",), "output.kv = sharded"),
-        (("documents.reuse=runs/x",), "documents.reuse"),
-        (("documents.format=openai-batch",), "documents.format = 'openai-batch'"),
-        (("generation.n=2", "generation.do_sample=true"), "generation.n = 2"),
-        (("generation.score=['yes']", "generation.max_new_tokens=0"), "generation.score cannot be combined"),
-        (
-            ("generation.score_column=options", "generation.max_new_tokens=0"),
-            "generation.score_column cannot be combined",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_said_by_name(job: Path, settings: tuple[str, ...], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_cache(spec_of(job, *ROLLING, *settings))
-    assert words in str(caught.value) and "cache.kind = 'rolling'" in str(caught.value)
-    check_cache(spec_of(job, *settings))
 
 
 @pytest.mark.parametrize(

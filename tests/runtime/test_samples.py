@@ -100,7 +100,7 @@ def test_a_batch_file_asks_for_several(job: Path, tmp_path: Path, run_here: Any,
     ("settings", "said"),
     [
         (["generation.n=2"], "without generation.do_sample = true"),
-        ([*THREE, "generation.max_new_tokens=0"], "all answers are the same"),
+        ([*THREE, "generation.max_new_tokens=0"], "cannot be combined with generation.n = 3"),
         (["generation.n=129"], "less than or equal to 128"),
         ([*THREE, "output.kv=true"], "cannot be combined with generation.n"),
         ([*THREE, "prompt.too_long=split"], "cannot be combined with generation.n"),

@@ -101,8 +101,8 @@ def test_stored_documents_are_scored(job: Path, scoring: Path, tmp_path: Path, r
     [
         (['generation.score=[""]'], "an empty continuation has no probability"),
         ([SCORED, "generation.max_new_tokens=4"], "replaces the answer, but max_new_tokens = 4 asks for one"),
-        ([SCORED, "generation.score_column=x"], "exclude each other"),
-        ([SCORED, "generation.logprobs=true"], "max_new_tokens = 0 asks for none"),
+        ([SCORED, "generation.score_column=x"], "both name the continuations"),
+        ([SCORED, "generation.logprobs=true"], "cannot be combined with generation.logprobs = true"),
         ([SCORED, "prompt.too_long=split"], "prompt.too_long = 'split' cannot be combined with generation.score"),
         (["generation.score_column=x"], "generation.score_column: no row has a field 'x'; text files have no fields"),
     ],

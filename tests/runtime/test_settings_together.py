@@ -1,7 +1,8 @@
 """Settings of a job by twos: each pair is refused by name before anything loads, or gives what it gives on one rank.
 
-The settings, and which pairs are refused, are in `settings_by_twos`. A pair is run on two ranks. Its truth is the same
-job on one rank without the ways; of what is only kept, the answers are also those of the job that keeps nothing.
+The settings are in `settings_by_twos`; which pairs are refused is in `kvr_mpi.job.combinations`. A pair is run on two
+ranks. Its truth is the same job on one rank without the ways; of what is only kept, the answers are also those of the
+job that keeps nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import re
 import shutil
 import threading
+import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +23,11 @@ import torch
 from made_adapters import base_of, save_adapter
 from made_jobs import TEXT
 from made_runs import stored_layers
-from settings_by_twos import ASKED, REFUSED, RUNS, SETTINGS, WAYS, Job, expected, merged, written
+from settings_by_twos import ASKED, RUNS, SETTINGS, STORED_OTHERWISE, WAYS, Job, merged, written
 
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
+from kvr_mpi.job.combinations import refusals
+from kvr_mpi.job.load import parse_job
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.setup import prepare
@@ -80,12 +84,9 @@ class Bench:
     truths: dict[frozenset[str], Outcome] = field(default_factory=dict)
 
     def run(self, names: Collection[str], ranks: int, more: Job | None = None) -> Outcome:
-        job = merged(names)
-        assert job is not None
         out, path = self.folder / "out", self.folder / "job.toml"
         shutil.rmtree(out, ignore_errors=True)
-        job = {**self.base, "output.path": str(out), **job, **(more or {})}
-        job = {key: self._place(value) for key, value in job.items()}
+        job = self._job(names, more)
         path.write_text(written(job))
         with self.monkeypatch.context() as patch:
             if "pages" in names:
@@ -104,6 +105,21 @@ class Bench:
             found.records = {record.id: record for record in read_run(out)}
             found.kept = keys_and_values(out / "results.h5")
         return found
+
+    def refusals(self, names: Collection[str]) -> list[str]:
+        """What the table says of the job, as patterns."""
+        job = self._job(names)
+        if "resumed" in names:
+            job["documents.shard"] = "0/2"
+        found = refusals(parse_job(tomllib.loads(written(job)), Path("job.toml"), (), {})[0])
+        said = STORED_OTHERWISE.get(frozenset(names))
+        return [*map(re.escape, found), *([] if found or said is None else [said])]
+
+    def _job(self, names: Collection[str], more: Job | None = None) -> dict[str, Any]:
+        job = merged(names)
+        assert job is not None
+        job = {**self.base, "output.path": str(self.folder / "out"), **job, **(more or {})}
+        return {key: self._place(value) for key, value in job.items()}
 
     def _place(self, value: Any) -> Any:
         """Fill in a folder or file; a run is made when it is first asked for."""
@@ -235,10 +251,10 @@ def bench(prepared: Any, run_here: Any, monkeypatch: pytest.MonkeyPatch) -> Benc
 
 
 def check_pair(bench: Bench, pair: Collection[str]) -> None:
-    found, said = bench.run(pair, RANKS), expected(pair)
-    if said is not None:
+    found, refused = bench.run(pair, RANKS), bench.refusals(pair)
+    if refused:
         assert not found.records and found.code == EXIT_CONFIG, found.said
-        assert re.search(said, found.said), found.said
+        assert all(re.search(said, found.said) for said in refused), found.said
         assert LATE & set(pair) or "loading" not in found.said, found.said
         return
     assert found.code == EXIT_OK, found.said
@@ -250,10 +266,6 @@ def check_pair(bench: Bench, pair: Collection[str]) -> None:
 
 
 PAIRS = [pair for pair in itertools.combinations(SETTINGS, 2) if merged(pair) is not None]
-
-
-def test_every_refusal_is_of_settings_that_are_there() -> None:
-    assert {name for left, right, _ in REFUSED for name in f"{left} {right}".split()} <= SETTINGS.keys()
 
 
 @pytest.mark.slow

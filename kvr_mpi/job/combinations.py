@@ -1,0 +1,295 @@
+"""Which settings of a job can be combined, and why not: the table that refusals, the docs page and the tests go by.
+
+A setting is named as it is written: ``section.key`` stands for any value but the default, ``section.key = value`` for
+that value, ``[section]`` for a section that is there. What a model is (`MODELS`) is named in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.job.spec import JobSpec
+
+# Longer values are left out of messages.
+SHOWN_CHARACTERS = 32
+LEAVE_OUT = "leave one of the two out"
+
+AUTO, RING, SINGLE = (f"parallel.strategy = {name!r}" for name in ("auto", "ring", "single"))
+CHAIN_SIZE, PLANNED = "parallel.ranks_per_chain", "parallel.ranks_per_chain = 'auto'"
+CHUNKS, TABLE, TENSOR_PARALLEL = "parallel.chunk_tokens", "parallel.table", "parallel.tensor_parallel"
+HEADS, HEADS_AUTO = "decode.mode = 'head-parallel'", "decode.mode = 'auto'"
+ROLLING, COMPRESS = "cache.kind", "[compress]"
+KV, SHARDED_KV, COLUMNS = "output.kv", "output.kv = 'sharded'", "output.columns"
+QUESTIONS, UNSHARDED, SHARDED = "[questions]", "questions.sharded = false", "questions.sharded = true"
+SPREAD = (SHARDED_KV, SHARDED)
+PROMPTS, REUSE, SPLIT = "[[prompts]]", "documents.reuse", "prompt.too_long = 'split'"
+ROWS, MESSAGES, REQUESTS = (f"documents.format{kind}" for kind in ("", " = 'messages'", " = 'openai-batch'"))
+PROMPT_KEYS = tuple(f"prompt.{key}" for key in ("template", "system", "too_long"))
+LOGPROBS, SAMPLES, SCHEMA = "generation.logprobs", "generation.n", "generation.json_schema"
+SCORE, SCORE_COLUMN, NO_ANSWER = "generation.score", "generation.score_column", "generation.max_new_tokens = 0"
+SCORES = (SCORE, SCORE_COLUMN)
+
+# What a model is, as far as settings depend on it.
+STATES, GENERIC, LENGTH = (
+    "a model with recurrent layers",
+    "a model whose attention runs over the whole cache",
+    "a model whose rotary embedding depends on the prompt's length",
+)
+MODELS = (STATES, GENERIC, LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A setting that cannot be combined with any of some others.
+
+    why : continues a sentence that names both.
+    remedy : what to do about it.
+    """
+
+    setting: str
+    others: tuple[str, ...]
+    why: str
+    remedy: str = LEAVE_OUT
+
+
+REFUSED = (
+    # How prompts run.
+    Row(CHUNKS, (RING, SINGLE), "only chains compute slices in chunks", "choose strategy = 'kvr' or 'auto'"),
+    Row(CHUNKS, (STATES,), "its layers pass on one state per slice"),
+    Row(CHUNKS, (GENERIC,), "its attention makes a mask for the whole slice"),
+    Row(TABLE, (RING,), "a ring's slices are even", "choose strategy = 'kvr' or 'auto', or another partition"),
+    Row(TABLE, (PLANNED,), "a table is for chains of one length", "choose another partition"),
+    Row(RING, (STATES,), "a ring does not compute tokens in order", "choose strategy = 'kvr'"),
+    Row(RING, (GENERIC,), "a ring delivers a prefix in parts", "choose strategy = 'kvr'"),
+    Row(TENSOR_PARALLEL, (AUTO, RING, SINGLE), "these need a whole model on every rank", "choose strategy = 'kvr'"),
+    Row(
+        TENSOR_PARALLEL, (PLANNED,), "plans are for ranks that hold the whole model", "give a number of ranks, or 'all'"
+    ),
+    Row(
+        TENSOR_PARALLEL, (TABLE,), "tables are measured on ranks that hold the whole model", "choose another partition"
+    ),
+    Row(
+        TENSOR_PARALLEL,
+        ("decode.mode",),
+        "it distributes heads, which tensor_parallel does already",
+        "leave decode.mode out",
+    ),
+    Row(
+        TENSOR_PARALLEL,
+        ("model.adapter",),
+        "an adapter is merged into whole matrices, but a rank of a group loads slices of them",
+        "save a merged model and use its folder",
+    ),
+    Row(TENSOR_PARALLEL, ("model.trust_remote_code",), "transformers has no plan to split such a model"),
+    # Rolling caches.
+    Row(ROLLING, (TENSOR_PARALLEL,), "the ranks of a group hold parts of a model"),
+    Row(ROLLING, (RING, SINGLE), "only chains of one rank have a rolling cache", "choose strategy = 'kvr'"),
+    Row(ROLLING, (CHAIN_SIZE,), "each rank has a rolling cache and documents of its own", "leave it out"),
+    Row(ROLLING, (TABLE,), "prompts are not cut into slices", "leave it out"),
+    Row(ROLLING, (CHUNKS,), "its steps are chunks already (cache.step_tokens)", "leave chunk_tokens out"),
+    Row(ROLLING, (COMPRESS,), "compression chooses among all tokens of a prompt"),
+    Row(ROLLING, (KV,), "a rolling cache holds only part of a prompt, which cannot be continued later"),
+    Row(ROLLING, (QUESTIONS, REUSE), "they need the whole stored prompt"),
+    Row(
+        ROLLING,
+        (REQUESTS, SAMPLES),
+        "several answers to one prompt need its tokens, which are dropped while the first is written",
+    ),
+    Row(ROLLING, SCORES, "tokens of the prompt are dropped while the first continuation is scored"),
+    # Compression.
+    Row(
+        COMPRESS,
+        (SINGLE,),
+        "it decodes from transformers' own cache, which is not compressed",
+        "choose strategy = 'kvr', which also runs on one rank",
+    ),
+    Row(
+        COMPRESS,
+        (SHARDED_KV,),
+        "each rank of a chain stores its part, but compression chooses among all tokens on one rank",
+        "choose output.kv = true, or leave one of the two out",
+    ),
+    Row(
+        COMPRESS,
+        (QUESTIONS, REUSE),
+        "it uses stored keys and values, but compression also needs the queries, which are not stored",
+    ),
+    Row(COMPRESS, SCORES, "continuations are scored with all keys and values"),
+    Row(COMPRESS, (STATES,), "states cannot be compressed by tokens"),
+    Row(COMPRESS, (GENERIC,), "its keys and values cannot be dropped by head"),
+    Row(
+        "compress.observes = 'document'",
+        (MESSAGES, REQUESTS),
+        "its rows do not say where the document's text is in the prompt",
+        "choose observes = 'question'",
+    ),
+    # Several ranks decode together.
+    Row(HEADS, (SINGLE,), "it decodes from transformers' own cache, which cannot be split by heads"),
+    Row(HEADS, SPREAD, "ranks already decode together, each with some of the tokens"),
+    Row(HEADS, (ROLLING,), "a rolling cache stays on one rank"),
+    Row(HEADS, (LOGPROBS, SAMPLES, SCHEMA, *SCORES), "ranks that share heads do not support it yet"),
+    Row(HEADS, (KV,), "it stores the cache of one rank, but ranks that share heads each hold part of a document"),
+    # What is stored, and what is asked of it.
+    Row(
+        SHARDED_KV,
+        (AUTO, RING, SINGLE),
+        "the ranks of a chain store their slices",
+        "choose strategy = 'kvr', or output.kv = true",
+    ),
+    Row(SHARDED_KV, (QUESTIONS,), "prompts that are asked are stored whole", "choose output.kv = true"),
+    Row(SHARDED, (KV,), "prompts that several ranks hold together are not stored again"),
+    Row(KV, (STATES,), "states cannot be stored yet", "set output.kv = false"),
+    Row(
+        QUESTIONS,
+        (*PROMPT_KEYS, "prompt.chat_template", "prompt.keep", "prompt.reduce_template"),
+        "the stored prompts are used up to the end of the document",
+        "leave it out, and set questions.template for the text after that",
+    ),
+    Row(
+        QUESTIONS,
+        (ROWS, "documents.id_field", "documents.text_field", "documents.messages_field", REUSE),
+        "they are about the documents of a run, whose prompts are stored",
+        "leave it out",
+    ),
+    Row(QUESTIONS, (COLUMNS, SCORE_COLUMN), "a run's documents have no rows", "leave it out"),
+    Row(
+        QUESTIONS,
+        ("documents.shard",),
+        "they are about chosen documents of a run",
+        "name the documents in questions.documents",
+    ),
+    Row(QUESTIONS, (RING, SINGLE), "only chains continue stored prompts", "leave strategy out"),
+    Row(UNSHARDED, (CHAIN_SIZE, PLANNED), "every rank answers about its own documents", "leave ranks_per_chain out"),
+    Row(SHARDED, (PLANNED,), "the ranks of a chain hold a document together", "set the number of ranks of a chain"),
+    # Several prompts about a document; rows that are prompts.
+    Row(PROMPTS, ("prompt.template",), "each of them has its own template"),
+    Row(PROMPTS, (ROWS,), "each row contains its whole prompt"),
+    Row(PROMPTS, (REUSE, KV, PLANNED, QUESTIONS), "it works with one prompt about a document only"),
+    Row(
+        ROWS,
+        (*PROMPT_KEYS, "prompt.chat_template = false", "documents.text_field"),
+        "each row contains its whole prompt",
+        "leave it out",
+    ),
+    Row(REQUESTS, ("documents.id_field", "documents.messages_field"), "its rows have fixed fields", "leave it out"),
+    Row(ROWS, (KV,), "conversations and requests are not stored yet", "use documents.format = 'text', or leave it out"),
+    Row(REQUESTS, (NO_ANSWER,), "requests need answers", "set at least 1"),
+    # What an answer is.
+    Row(SAMPLES, (KV,), "it stores the keys of only one answer"),
+    Row(SAMPLES, (SPLIT, *SPREAD), "several answers to one prompt are not supported there yet"),
+    Row(SCHEMA, SPREAD, "answers that follow a schema are not supported there yet"),
+    Row(SCORE, (SCORE_COLUMN,), "both name the continuations"),
+    Row(SCORE, (SPLIT, *SPREAD, REQUESTS), "scores are not supported there yet"),
+    Row(SCORE_COLUMN, (SPLIT, *SPREAD, REQUESTS), "scores are not supported there yet"),
+    Row(LOGPROBS, (NO_ANSWER, *SCORES), "it is for the tokens of an answer, and none is written"),
+    Row(SCHEMA, (NO_ANSWER, *SCORES), "it is for answers, and none is written"),
+    Row(SAMPLES, (NO_ANSWER, *SCORES), "it is for answers, and none is written"),
+    Row(
+        SCHEMA,
+        ("generation.stop", "generation.min_new_tokens"),
+        "it would end or change an answer where the schema does not",
+    ),
+)
+# What is not refused: the first setting then has no effect, as `docs` says.
+NO_EFFECT = (
+    Row(HEADS_AUTO, (REQUESTS,), "requests may ask for log-probabilities, several answers or a schema"),
+    Row(PROMPTS, (SINGLE,), "plain transformers prefills every prompt by itself"),
+    Row(PROMPTS, (LENGTH,), "keys depend on the length of the whole prompt"),
+    Row(PROMPTS, (ROLLING,), "a rolling cache cannot be continued by other prompts"),
+    Row(PROMPTS, (COMPRESS,), "keys and values are compressed differently for each prompt"),
+    Row(REUSE, (SINGLE,), "plain transformers prefills every prompt by itself"),
+    Row(REUSE, (LENGTH,), "keys depend on the length of the whole prompt"),
+    Row(QUESTIONS, (LENGTH,), "keys depend on the length of the whole prompt, so documents are prefilled again"),
+)
+
+# Settings whose names do not say when a job has them.
+SPECIAL: Mapping[str, Callable[[JobSpec], bool]] = {
+    CHAIN_SIZE: lambda job: (
+        isinstance(job.parallel.ranks_per_chain, int) and job.parallel.ranks_per_chain > job.parallel.tensor_parallel
+    ),
+    PLANNED: lambda job: job.planned,
+    NO_ANSWER: lambda job: job.generation.max_new_tokens == 0 and not job.generation.scores,
+}
+
+
+def check_combinations(job: JobSpec) -> None:
+    """Refuse settings of a job that cannot be combined, as it is written.
+
+    Raises
+    ------
+    ConfigError
+        With all of them, and what to do.
+    """
+    _raise(refusals(job))
+
+
+def check_model_combinations(job: JobSpec, model: Collection[str]) -> None:
+    """Refuse settings that the job's model cannot be combined with; `model` is those of `MODELS` that it is.
+
+    Raises
+    ------
+    ConfigError
+        With all of them, and what to do.
+    """
+    _raise(refusals(job, [row for row in REFUSED if not {*row.others}.isdisjoint(MODELS)], model))
+
+
+def refusals(job: JobSpec, rows: Iterable[Row] = REFUSED, model: Collection[str] = ()) -> list[str]:
+    """Say of each two settings that cannot be combined why not, and what to do."""
+    found: dict[frozenset[str], str] = {}
+    for row in rows:
+        if (own := setting_of(row.setting, job)) is None:
+            continue
+        for other in _used(row.others, job, model):
+            refusal = f"{other} cannot be combined with {own}: {row.why}; {row.remedy}"
+            found.setdefault(frozenset((own, other)), refusal)
+    return list(found.values())
+
+
+def why_not_heads(job: JobSpec) -> str | None:
+    """Say what keeps the ranks of a chain from sharing heads when they decode; None: nothing."""
+    settings = (HEADS,) if job.decode.mode == "head-parallel" else (HEADS, HEADS_AUTO)
+    return _first((*REFUSED, *NO_EFFECT), settings, job)
+
+
+def why_no_effect(setting: str, job: JobSpec, model: Collection[str] = ()) -> str | None:
+    """Say what keeps a setting from having an effect, of the job or its model (those of `MODELS`); None: nothing."""
+    return _first(NO_EFFECT, (setting,), job, model)
+
+
+def setting_of(name: str, job: JobSpec, model: Collection[str] = ()) -> str | None:
+    """Write a setting as a job has it, with its value if that is short; None if the job does not have it."""
+    if name in MODELS:
+        return name if name in model else None
+    key, _, wanted = name.partition(" = ")
+    section, _, field = key.strip("[]").partition(".")
+    table = getattr(job, section)
+    if not field or table is None:
+        return key if table else None
+    value, default = getattr(table, field), type(table).model_fields[field].default
+    written = f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
+    if name in SPECIAL:
+        is_used = SPECIAL[name](job)
+    else:
+        is_used = written == name if wanted else value != default
+    return None if not is_used else written if len(written) - len(key) <= SHOWN_CHARACTERS else key
+
+
+def _used(names: Iterable[str], job: JobSpec, model: Collection[str] = ()) -> list[str]:
+    return [written for name in names if (written := setting_of(name, job, model)) is not None]
+
+
+def _first(rows: Iterable[Row], settings: Collection[str], job: JobSpec, model: Collection[str] = ()) -> str | None:
+    reasons = (
+        f"{other}: {row.why}" for row in rows if row.setting in settings for other in _used(row.others, job, model)
+    )
+    return next(reasons, None)
+
+
+def _raise(found: Sequence[str]) -> None:
+    if len(found) > 1:
+        found = [f"{len(found)} pairs of settings cannot be combined:", *(f"- {refusal}" for refusal in found)]
+    if found:
+        raise ConfigError("\n".join(found))

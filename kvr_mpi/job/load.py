@@ -1,0 +1,166 @@
+"""A job is read from its file, the environment and the command line, and checked.
+
+Precedence: command line (``--set section.key=value``) > environment (``KVR_SECTION__KEY``) > job file > defaults.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from kvr_mpi import removed
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.job.combinations import check_combinations
+from kvr_mpi.job.spec import JobSpec
+
+ENVIRONMENT_PREFIX = "KVR_"
+REMOTE_CODE = "model.trust_remote_code"
+
+
+def load_job(
+    path: Path, settings: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> tuple[JobSpec, dict[str, str]]:
+    """Read and check a job.
+
+    Parameters
+    ----------
+    path : Path
+        The TOML file.
+    settings : sequence of str
+        ``section.key=value`` from the command line; the value is TOML, or else a plain string.
+    environ : mapping
+        For ``KVR_SECTION__KEY`` variables.
+
+    Returns
+    -------
+    (JobSpec, dict of str to str)
+        The job, and for each ``section.key`` that was given, where from.
+
+    Raises
+    ------
+    ConfigError
+        Naming file, key, value and the valid choices.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"job file {str(path)!r} not found (looked for {path.absolute()}); kvr init writes one"
+        ) from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"job file {str(path)!r} cannot be read as TOML: {error}") from error
+    return make_job(raw, path, settings, environ)
+
+
+def make_job(
+    raw: dict[str, Any], path: Path, settings: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> tuple[JobSpec, dict[str, str]]:
+    """Check a job that has been read; `path` is where from, the rest as in `load_job`."""
+    spec, sources = parse_job(raw, path, settings, environ)
+    check_combinations(spec)
+    return spec, sources
+
+
+def parse_job(
+    raw: dict[str, Any], path: Path, settings: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> tuple[JobSpec, dict[str, str]]:
+    """Check each section of a job, not which settings can be combined; parameters are those of `make_job`."""
+    sources = {f"{name}.{key}": str(path) for name, table in raw.items() if isinstance(table, dict) for key in table}
+    sources |= {name: str(path) for name, table in raw.items() if isinstance(table, list)}
+    runs_code = _runs_code(raw)
+    for name, value in sorted(environ.items()):
+        section, found, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
+        if name.startswith(ENVIRONMENT_PREFIX) and found:
+            _put(raw, sources, section, key, value, name)
+    if _runs_code(raw) and not runs_code and not any(_target(one) == REMOTE_CODE for one in settings):
+        raise ConfigError(
+            f"{sources[REMOTE_CODE]}: an environment variable alone cannot allow a model's own code to run; write "
+            f"model.trust_remote_code = true into {str(path)!r}, or add --set {REMOTE_CODE}=true"
+        )
+    for setting in settings:
+        target, equals, value = setting.partition("=")
+        section, dot, key = target.strip().partition(".")
+        if not (equals and dot and section and key):
+            raise ConfigError(
+                f"--set {setting!r}: expected section.key=value, for example generation.max_new_tokens=64"
+            )
+        _put(raw, sources, section, key, value.strip(), f"--set {target.strip()}")
+    try:
+        return JobSpec.model_validate(raw), sources
+    except ValidationError as error:
+        findings: dict[tuple[object, str], list[str]] = {}  # what a value might be instead, in one line
+        for item in error.errors():
+            subject, message = _explain(path, sources, dict(item))
+            findings.setdefault((item["loc"][:1], subject), []).append(message)
+        lines = (f"{subject}: {', or '.join(found)}" for (_, subject), found in findings.items())
+        raise ConfigError("\n".join(lines)) from error
+
+
+def show_job(spec: JobSpec, sources: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """List every ``section.key``, its value, and where the value comes from."""
+    return [
+        (key, repr(value), sources.get(key, "default"))
+        for section, table in spec.model_dump().items()
+        if table is not None
+        for key, value in (
+            [(section, table)]
+            if isinstance(table, list)
+            else [(f"{section}.{key}", value) for key, value in table.items()]
+        )
+    ]
+
+
+def _target(setting: str) -> str:
+    return setting.partition("=")[0].strip()
+
+
+def _runs_code(raw: Mapping[str, Any]) -> bool:
+    model = raw.get("model")
+    return isinstance(model, dict) and model.get("trust_remote_code") is True
+
+
+def _put(raw: dict[str, Any], sources: dict[str, str], section: str, key: str, text: str, source: str) -> None:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    except RecursionError as error:
+        raise ConfigError(f"{source}: {section}.{key} = {text[:40]}... cannot be read as TOML: {error}") from error
+    table = raw.setdefault(section, {})
+    if isinstance(table, dict):
+        table[key] = value
+        sources[f"{section}.{key}"] = source
+
+
+def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> tuple[str, str]:
+    """One of pydantic's findings as where it is, and what a user can do about it."""
+    place = [str(part) for part in item["loc"] if not isinstance(part, int)]
+    key = ".".join(place[:2])
+    where = sources.get(key) or next((of for name, of in sources.items() if name.startswith(f"{key}.")), str(path))
+    if (text := removed.KEYS.get(key) or removed.KEYS.get(f"{key}={item['input']}")) is not None:
+        return f"{where}: {key} was removed", text
+    if item["type"] == "extra_forbidden":
+        fields = JobSpec.model_fields if len(place) == 1 else _fields_of(place[0])
+        close = difflib.get_close_matches(place[-1], fields, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        return f"{where}: unknown key {key!r}", f"{hint}valid keys: {', '.join(fields)}"
+    if item["type"] == "missing":
+        about = "" if len(place) == 1 else f" ({_fields_of(place[0])[place[1]].description})"
+        return f"{where}: {key}", f"is missing{about}"
+    said = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error" and len(place) < 2:  # of a whole section; most such findings name its keys
+        return where if said.startswith(f"{key}.") else f"{where}: {key}", said
+    return f"{where}: {key} = {item['input']!r}", said
+
+
+def _fields_of(section: str) -> Mapping[str, Any]:
+    kind = JobSpec.model_fields[section].annotation
+    annotation = next(iter(get_args(kind)), kind)  # of a section that may be missing, what it is else
+    assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return annotation.model_fields

@@ -1,0 +1,130 @@
+"""The table of combinations: every row of it is refused when a job is read, and nothing else it names."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.job import JobSpec, make_job
+from kvr_mpi.job.combinations import (
+    MODELS,
+    NO_EFFECT,
+    REFUSED,
+    check_model_combinations,
+    setting_of,
+    why_no_effect,
+    why_not_heads,
+)
+
+PLAIN = {"model.path": "model", "documents.path": "corpus", "output.path": "out"}
+# One value of each setting that a row names by its key, and what has to be set with it.
+VALUES: dict[str, dict[str, Any]] = {
+    "[compress]": {"compress.method": "snapkv", "compress.budget": 512},
+    "compress.observes = 'document'": {
+        "compress.method": "snapkv",
+        "compress.budget": 512,
+        "compress.observes": "document",
+    },
+    "[questions]": {"questions.ask": ["Who?"]},
+    "questions.sharded = true": {"questions.ask": ["Who?"], "questions.sharded": True},
+    "questions.sharded = false": {"questions.ask": ["Who?"]},
+    "[[prompts]]": {"prompts": [{"name": "a", "template": "{text} a?"}, {"name": "b", "template": "{text} b?"}]},
+    "cache.kind": {"cache.kind": "rolling"},
+    "decode.mode": {"decode.mode": "auto"},
+    "documents.format": {"documents.format": "messages"},
+    "documents.id_field": {"documents.id_field": "name"},
+    "documents.messages_field": {"documents.messages_field": "talk"},
+    "documents.reuse": {"documents.reuse": "runs/before"},
+    "documents.shard": {"documents.shard": "0/2"},
+    "documents.text_field": {"documents.text_field": "body"},
+    "generation.json_schema": {"generation.json_schema": '{"type": "object"}'},
+    "generation.logprobs": {"generation.logprobs": True},
+    "generation.min_new_tokens": {"generation.min_new_tokens": 2},
+    "generation.n": {"generation.n": 2, "generation.do_sample": True},
+    "generation.score": {"generation.score": ["yes"]},
+    "generation.score_column": {"generation.score_column": "choices"},
+    "generation.stop": {"generation.stop": ["END"]},
+    "model.adapter": {"model.adapter": "adapter"},
+    "model.trust_remote_code": {"model.trust_remote_code": True},
+    "output.columns": {"output.columns": ["title"]},
+    "output.kv": {"output.kv": True},
+    "parallel.chunk_tokens": {"parallel.chunk_tokens": 64},
+    "parallel.ranks_per_chain": {"parallel.ranks_per_chain": 2},
+    "parallel.tensor_parallel": {"parallel.tensor_parallel": 2},
+    "parallel.table": {"parallel.partition": "table", "parallel.table": "tables"},
+    "prompt.chat_template": {"prompt.chat_template": True},
+    "prompt.keep": {"prompt.keep": "tail"},
+    "prompt.reduce_template": {"prompt.reduce_template": "{text} All?"},
+    "prompt.system": {"prompt.system": "Be brief."},
+    "prompt.template": {"prompt.template": "{text} Why?"},
+    "prompt.too_long": {"prompt.too_long": "truncate"},
+}
+PAIRS = [(row.setting, other) for row in REFUSED for other in row.others if other not in MODELS]
+OF_MODELS = [(row.setting, other) for row in (*REFUSED, *NO_EFFECT) for other in row.others if other in MODELS]
+NAMES = sorted({name for pair in PAIRS for name in pair})
+
+
+def value_of(name: str) -> dict[str, Any]:
+    key, _, value = name.partition(" = ")
+    return VALUES[name] if name in VALUES or not value else {key: tomllib.loads(f"v = {value}")["v"]}
+
+
+def raw_job(*names: str) -> dict[str, Any]:
+    job: dict[str, Any] = {}
+    for values in (PLAIN, *map(value_of, names)):
+        for key, value in values.items():
+            section, _, field = key.partition(".")
+            if field:
+                job.setdefault(section, {})[field] = value
+            else:
+                job[section] = value
+    return job
+
+
+def job_of(*names: str) -> JobSpec:
+    return make_job(raw_job(*names), Path("job.toml"), (), {})[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_setting_of_the_table_is_no_error_alone(name: str) -> None:
+    assert setting_of(name, job_of(name)) is not None
+    assert setting_of(name, job_of()) is None
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" + ".join)
+def test_a_pair_of_the_table_is_refused_by_name(pair: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        job_of(*pair)
+    assert all(name.partition(" = ")[0] in str(caught.value) for name in pair)
+
+
+@pytest.mark.parametrize("pair", OF_MODELS, ids=" + ".join)
+def test_what_a_model_cannot_is_refused_or_has_no_effect_on_that_model_only(pair: tuple[str, str]) -> None:
+    setting, kind = pair
+    job = job_of(setting)
+    check_model_combinations(job, ())
+    if any(row.setting == setting and kind in row.others for row in NO_EFFECT):
+        assert why_no_effect(setting, job) is None and kind in (why_no_effect(setting, job, [kind]) or "")
+        return
+    with pytest.raises(ConfigError, match=kind):
+        check_model_combinations(job, [kind])
+    check_model_combinations(job, [other for other in MODELS if (setting, other) not in OF_MODELS])
+    check_model_combinations(job_of(), MODELS)
+
+
+def test_all_that_cannot_be_combined_is_said_at_once() -> None:
+    with pytest.raises(ConfigError, match="3 pairs") as caught:
+        job_of("parallel.strategy = 'single'", "[compress]", "decode.mode = 'head-parallel'", "output.kv")
+    assert str(caught.value).count("\n- ") == 3
+
+
+def test_a_job_that_leaves_decoding_open_is_not_refused_but_told_why_heads_are_not_shared() -> None:
+    alone = "decode.mode = 'auto'"
+    assert why_not_heads(job_of(alone)) is None
+    for other in ("output.kv", "generation.logprobs", "documents.format = 'openai-batch'"):
+        assert other.partition(" = ")[0] in (why_not_heads(job_of(alone, other)) or "")
+    assert why_not_heads(job_of("decode.mode = 'head-parallel'", "documents.format = 'openai-batch'")) is None
