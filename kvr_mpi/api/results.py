@@ -166,19 +166,18 @@ class Results:
                     f"{place.file}: /documents/{place.key} is not the document {document_id!r} of the ledger"
                 )
             refuse_compressed(kv.compression, document_id, "Results.kv()")
-            there = {layer.number: layer for layer in kv.layers}
-            if not there:
+            if not kv.layers:
                 raise ConfigError(
                     f"document {document_id!r} has no keys and values: its run had output.kv = false, it failed, or "
                     f"they were pruned"
                 )
-            wanted = there.keys() if layers is None else layers
-            if strange := set(wanted) - there.keys():
+            wanted = kv.layers if layers is None else layers
+            if strange := set(wanted) - {*kv.layers}:
                 raise ConfigError(
                     f"document {document_id!r} has no keys and values of layer {min(strange)}; it has those of "
-                    f"{len(there)}, {min(there)} to {max(there)}"
+                    f"{len(kv.layers)}, {min(kv.layers)} to {max(kv.layers)}"
                 )
-            read, known = {number: there[number].read() for number in sorted(wanted)}, kv.tokens
+            read, known = {number: kv.read(number) for number in sorted(wanted)}, kv.tokens
         return DocumentKV(read, None if known is None else tuple(known.ids), None if known is None else known.text)
 
     def _check_id(self, document_id: str) -> None:

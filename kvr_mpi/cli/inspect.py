@@ -101,14 +101,15 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
             found.check()
         layers = [
             {
-                "layer": layer.number,
-                "keys": list(layer.keys.shape),
-                "values": list(layer.values.shape),
-                "dtype": layer.keys.type_name,
-                **({} if layer.rows is None else {"head_rows": list(layer.rows.counts)}),
+                "layer": number,
+                "keys": list(found.format(number).keys),
+                "values": list(found.format(number).values),
+                "dtype": found.format(number).dtype,
+                **({} if (rows := found.rows(number)) is None else {"head_rows": list(rows.counts)}),
             }
-            for layer in found.layers
+            for number in found.layers
         ]
+        kept = [count for number in found.layers if (rows := found.rows(number)) for count in rows.counts]
     if as_json:
         click.echo(json.dumps({**record.as_json(), "kv": layers}))
         return
@@ -119,8 +120,7 @@ def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> No
         elif name not in ("answer", "token_ids") and (value or name not in ASKED_FOR):
             click.echo(f"{name:21} {printable(str(value))}")
     if found.compression:
-        rows = [layer.rows for layer in found.layers if layer.rows is not None]
-        mean = sum(len(one.positions) for one in rows) / sum(len(one.counts) for one in rows)
+        mean = sum(kept) / len(kept)
         click.echo(f"{'kv':21} {len(layers)} layers, compressed: {mean:.0f} tokens per KV head on average")
     elif layers:
         first = layers[0]

@@ -38,7 +38,7 @@ from kvr_mpi.store.hdf5 import (
     write_dataset,
 )
 from kvr_mpi.store.head_rows import MAX_HEADS, NAMES, open_head_rows, write_head_rows
-from kvr_mpi.store.stored_kv import BLOCK_TOKENS, CachedTokens, KeysValues, StoredKV, StoredLayer
+from kvr_mpi.store.stored_kv import BLOCK_TOKENS, CachedTokens, KeysValues, StoredLayer, StoredPiece
 from kvr_mpi.topology import KVHeads
 
 LAYER_NAME = re.compile(r"layer_[0-9]{3,}", re.ASCII)
@@ -64,7 +64,7 @@ def write_kv(group: h5py.Group, layers: Iterable[KeysValues | None], tokens: Cac
     Returns
     -------
     (int, str)
-        Bytes of keys and values, and the hash of `StoredKV.seal`: 0 and empty if there are none.
+        Bytes of keys and values, and the hash of `StoredPiece.seal`: 0 and empty if there are none.
     """
     found: list[StoredLayer] = []
     kv = None
@@ -100,12 +100,12 @@ def write_kv(group: h5py.Group, layers: Iterable[KeysValues | None], tokens: Cac
             write_attribute(kv, "compression", tokens.compression)
         if tokens.heads is not None:
             _write_heads(kv, tokens.heads)
-    stored = StoredKV(tuple(found), tokens)
+    stored = StoredPiece(tuple(found), tokens)
     return stored.bytes, stored.seal()
 
 
-def open_kv(group: h5py.Group) -> StoredKV:
-    """Find a document's keys and values; nothing of them is read yet.
+def open_kv(group: h5py.Group) -> StoredPiece:
+    """Find what a document's group has of its keys and values; nothing of them is read yet.
 
     Raises
     ------
@@ -114,7 +114,7 @@ def open_kv(group: h5py.Group) -> StoredKV:
     """
     place = f"{where(group)}/kv"
     kv = group_in(group, "kv") if "kv" in group else None
-    stored = StoredKV() if kv is None else _open(kv)
+    stored = StoredPiece() if kv is None else _open(kv)
     announced = read_attribute(group, "kv_bytes", int)
     if stored.bytes != announced:
         raise DataError(f"{place} has {stored.bytes} bytes; the record announces {announced}")
@@ -143,7 +143,7 @@ def strange_members(group: h5py.Group) -> set[str]:
     return strange
 
 
-def _open(kv: h5py.Group) -> StoredKV:
+def _open(kv: h5py.Group) -> StoredPiece:
     layers = tuple(sorted(_layers(kv), key=lambda layer: layer.number))
     rows = {layer.number: layer.rows for layer in layers if layer.rows is not None}
     longest = max((layer.tokens for layer in layers if layer.rows is None), default=0)
@@ -160,7 +160,7 @@ def _open(kv: h5py.Group) -> StoredKV:
         raise DataError(f"{where(kv)} has some of the KV heads, but does not record the tokens")
     if tokens is not None:
         tokens = replace(tokens, compression=compression, rows=rows, heads=heads)
-    return StoredKV(layers, tokens)
+    return StoredPiece(layers, tokens)
 
 
 def _layers(kv: h5py.Group) -> Iterator[StoredLayer]:

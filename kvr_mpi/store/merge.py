@@ -280,7 +280,9 @@ def _copy_document(
         if is_joined:
             assert parts is not None
             whole = open_parts(group, record, parts, files)
-            layers, tokens = whole.read_layers(), whole.tokens
+            last = max(whole.layers)
+            layers = (whole.read(number) if number in whole.layers else None for number in range(last + 1))
+            tokens = whole.tokens
         try:
             if not drops_kv and not is_joined:
                 group.file.copy(group, merged["documents"], name=key_of(name))

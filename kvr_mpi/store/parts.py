@@ -24,11 +24,11 @@ from typing import Any
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import Index, clear_results, index_run, run_files
 from kvr_mpi.store.hdf5 import explained, group_in, hold_open
-from kvr_mpi.store.joined import JoinedKV, JoinedLayer
+from kvr_mpi.store.head_rows import join_head_rows
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.ledger import ShardLine
 from kvr_mpi.store.outputs import Record, key_of, open_file, read_record
-from kvr_mpi.store.stored_kv import CachedTokens, StoredKV, StoredLayer
+from kvr_mpi.store.stored_kv import CachedTokens, StoredKV, StoredPiece
 from kvr_mpi.topology import KVHeads
 
 PARTS = "parts"
@@ -149,10 +149,6 @@ def _read_needs(file: Path, names: Iterable[str]) -> dict[str, list[str]]:
         return {name: parts_of(read_record(group), open_kv(group).tokens) for name, group in groups.items()}
 
 
-WholeKV = StoredKV | JoinedKV
-WholeLayer = StoredLayer | JoinedLayer
-
-
 class PartIndexes:
     """Where the parts of runs are, looked up when the first one of a run is asked for."""
 
@@ -174,7 +170,7 @@ class PartIndexes:
         return self._found[parts]
 
 
-def open_whole_kv(group: Any, parts: PartIndexes, stack: ExitStack) -> WholeKV:
+def open_whole_kv(group: Any, parts: PartIndexes, stack: ExitStack) -> StoredKV:
     """Find all of a document's keys and values, wherever its ranks wrote them; nothing of them is read yet.
 
     Parameters
@@ -191,11 +187,11 @@ def open_whole_kv(group: Any, parts: PartIndexes, stack: ExitStack) -> WholeKV:
     """
     stored = open_kv(group)
     if stored.is_whole:
-        return stored
+        return StoredKV(((stored,),), stored.tokens)
     return open_parts(group, read_record(group), parts.beside(Path(group.file.filename)), stack)
 
 
-def open_parts(group: Any, record: Record, index: Index, stack: ExitStack) -> JoinedKV:
+def open_parts(group: Any, record: Record, index: Index, stack: ExitStack) -> StoredKV:
     """Find the parts of a document, one piece of which is in its record's own group.
 
     Parameters
@@ -213,20 +209,26 @@ def open_parts(group: Any, record: Record, index: Index, stack: ExitStack) -> Jo
         If one is missing or damaged, of another prompt, or they do not fit together.
     """
     own, where = open_kv(group), f"{group.file.filename}:{group.name}"
-    rows = pieces_of(record, own.tokens)
-    ends = [0, *(row[0].stop for row in rows)]
-    if not rows or [row[0].start for row in rows] != ends[:-1]:
+    slices = pieces_of(record, own.tokens)
+    ends = [0, *(row[0].stop for row in slices)]
+    if not slices or [row[0].start for row in slices] != ends[:-1]:
         raise DataError(f"{where}: its slices {list(record.slices)} do not lead up to token {own.first_token}")
     found = []
-    for row in rows:
+    for row in slices:
         stored = [_open_part(record, piece, own.compression, index, stack) if piece.part else own for piece in row]
         for piece, one in zip(row, stored, strict=True):
             _check_piece(piece, one, own, where)
         found.append(tuple(stored))
-    return JoinedKV(tuple(found), own)
+    rows = {
+        layers[0].number: join_head_rows([layer.rows for layer in layers if layer.rows is not None])
+        for layers in zip(*(piece.layers for piece in found[0]), strict=True)
+    }
+    kept = {number: each for number, each in rows.items() if each is not None}
+    assert own.tokens is not None, "it says where it begins"
+    return StoredKV(tuple(found), replace(own.tokens, first=0, heads=None, rows=kept))
 
 
-def _check_piece(piece: Piece, stored: StoredKV, own: StoredKV, where: str) -> None:
+def _check_piece(piece: Piece, stored: StoredPiece, own: StoredPiece, where: str) -> None:
     """Refuse a piece that has not the layers, tokens or shapes that go with the record's own."""
     about = f"{where}: its part from token {piece.start} on"
     if [layer.number for layer in stored.layers] != [layer.number for layer in own.layers]:
@@ -243,7 +245,7 @@ def _check_piece(piece: Piece, stored: StoredKV, own: StoredKV, where: str) -> N
             )
 
 
-def _open_part(record: Record, piece: Piece, compression: str, index: Index, stack: ExitStack) -> StoredKV:
+def _open_part(record: Record, piece: Piece, compression: str, index: Index, stack: ExitStack) -> StoredPiece:
     name = piece.part
     if name not in index.places:
         which = "" if piece.heads is None else f", KV heads {piece.heads.first} to {piece.heads.last},"

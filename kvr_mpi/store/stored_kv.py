@@ -1,6 +1,7 @@
-"""A document's keys and values in a file that is open: which tokens and heads they are of, read block by block.
+"""A document's keys and values in files that are open, in one piece or in those that each rank wrote, read as one.
 
-The layout in the file is described in ``kv``, which writes and opens it.
+Blocks of tokens are held against their digests as they are read. The layout in a file is described in ``kv``, which
+writes and opens it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.arrays import Bits, StoredArray, digest_of, where
+from kvr_mpi.store.hdf5 import explained
 from kvr_mpi.store.head_rows import HeadRows
 from kvr_mpi.topology import KVHeads
 
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 KeysValues = tuple["torch.Tensor", "torch.Tensor"]
 # Tokens that one digest is of.
 BLOCK_TOKENS = 256
+TOKENS_DIM, HEADS_DIM = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +121,8 @@ class StoredLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredKV:
-    """A document's keys and values in a file that is open; empty if none are stored.
+class StoredPiece:
+    """What one rank wrote of a document's keys and values, in a file that is open; empty if nothing is stored.
 
     tokens : whose they are; None if the file does not say.
     """
@@ -137,7 +142,7 @@ class StoredKV:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of it is elsewhere, neither tokens nor heads."""
+        """Whether nothing of the document is elsewhere, neither tokens nor heads."""
         return not self.first_token and self.heads is None
 
     @property
@@ -160,6 +165,139 @@ class StoredKV:
         if not self.layers:
             return ""
         return _seal(self.tokens, map(_facts, self.layers))
+
+
+class LayerFormat(NamedTuple):
+    """Shapes of a layer's keys and values (tokens, kv_heads, head_dim), and their type.
+
+    Where each head keeps its own tokens they are (rows, 1, head_dim).
+    """
+
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKV:
+    """A document's keys and values, all tokens' and all heads', in files that are open.
+
+    pieces : what each rank wrote: rows of them follow each other as the slices do; those of a row have the same tokens,
+        and the KV heads of a group's ranks, in their order. What one rank wrote is one piece.
+    tokens : whose they are; None if the file does not say.
+    """
+
+    pieces: tuple[tuple[StoredPiece, ...], ...]
+    tokens: CachedTokens | None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have keys and values, in order."""
+        return tuple(layer.number for layer in self.pieces[0][0].layers)
+
+    @property
+    def compression(self) -> str:
+        """By which method and settings heads have dropped tokens; empty: they hold all."""
+        return "" if self.tokens is None else self.tokens.compression
+
+    @property
+    def bytes(self) -> int:
+        """Of all layers."""
+        return sum(piece.bytes for row in self.pieces for piece in row)
+
+    def rows(self, layer: int) -> HeadRows | None:
+        """Whose a layer's rows are, if each head keeps its own tokens."""
+        return None if self.tokens is None else self.tokens.rows.get(layer)
+
+    def format(self, layer: int) -> LayerFormat:
+        """Say what a layer's keys and values are."""
+        pieces, rows = self._of_layer(layer), self.rows(layer)
+        some = pieces[0][0]
+        tokens = sum(row[0].tokens for row in pieces) if rows is None else len(rows.positions)
+        heads = sum(piece.keys.shape[1] for piece in pieces[0]) if rows is None else 1
+        keys, values = ((tokens, heads, *array.shape[2:]) for array in (some.keys, some.values))
+        return LayerFormat(keys, values, some.keys.type_name)
+
+    def read(
+        self, layer: int, first: int = 0, last: int | None = None, heads: tuple[int, int] | None = None
+    ) -> KeysValues:
+        """Read a layer's keys and values of a range of tokens, bit for bit, each (tokens, kv_heads, head_dim).
+
+        Only pieces that have some of them are read.
+
+        Parameters
+        ----------
+        layer : int
+            One of `layers`.
+        first, last : int
+            Tokens; where each head keeps its own, rows. `last` is not included; None: to the end.
+        heads : (int, int), optional
+            First and last KV head, not included; not where each head keeps its own tokens. None: all.
+
+        Raises
+        ------
+        DataError
+            If a block of them is not what was written, or they are of no type that keys and values have.
+        """
+        import torch
+
+        pieces, is_compressed = self._of_layer(layer), self.rows(layer) is not None
+        if is_compressed:  # the heads of one row of pieces, one after the other
+            assert heads is None, "whoever reads some heads of compressed layers takes their rows"
+            pieces = [[piece] for piece in pieces[0]]
+        tokens = sum(row[0].tokens for row in pieces)
+        stop, at, found = tokens if last is None else last, 0, []
+        if not 0 <= first <= stop <= tokens:
+            raise DataError(f"layer {layer} has {tokens} tokens; {first} to {stop} were requested")
+        for row in pieces:
+            start, end = max(first - at, 0), min(stop - at, row[0].tokens)
+            if start < end:
+                found.append(_read_row(row, start, end, heads))
+            at += row[0].tokens
+        found = found or [_read_row(pieces[0], 0, 0, heads)]
+        if len(found) == 1:
+            return found[0]
+        keys, values = (torch.cat(each, TOKENS_DIM) for each in zip(*found, strict=True))
+        return keys, values
+
+    def check(self) -> None:
+        """Hold all of it against its checksums; see `StoredLayer.check`."""
+        for layer in self.layers:
+            for piece in chain.from_iterable(self._of_layer(layer)):
+                with explained(_file_of(piece)):
+                    piece.check()
+
+    def seal(self) -> str:
+        """Hash of everything but keys and values themselves, which have their digests; empty if nothing is stored."""
+        seals = [piece.seal() for row in self.pieces for piece in row]
+        return seals[0] if len(seals) == 1 else hashlib.sha256("".join(seals).encode()).hexdigest()
+
+    def _of_layer(self, layer: int) -> list[list[StoredLayer]]:
+        index = self.layers.index(layer)
+        return [[piece.layers[index] for piece in row] for row in self.pieces]
+
+
+def _read_row(row: Sequence[StoredLayer], first: int, last: int, heads: tuple[int, int] | None) -> KeysValues:
+    """Read some tokens of the pieces of a row, of the heads that are wanted; digests are of all heads of a piece."""
+    import torch
+
+    found, at = [], 0
+    for piece in row:
+        count = piece.keys.shape[HEADS_DIM]
+        start, end = (0, count) if heads is None else (max(heads[0] - at, 0), min(heads[1] - at, count))
+        if start < end:
+            with explained(_file_of(piece)):
+                keys, values = piece.read(first, last)
+            found.append((keys, values) if (start, end) == (0, count) else (keys[:, start:end], values[:, start:end]))
+        at += count
+    if len(found) == 1:
+        return found[0]
+    keys, values = (torch.cat(each, HEADS_DIM) for each in zip(*found, strict=True))
+    return keys, values
+
+
+def _file_of(layer: StoredLayer) -> Path:
+    return Path(layer.keys.data.file.filename)
 
 
 def _facts(layer: StoredLayer) -> list[Any]:

@@ -26,6 +26,7 @@ from kvr_mpi.store.outputs import (
     read_record,
 )
 from kvr_mpi.store.parts import PartIndexes, open_whole_kv
+from kvr_mpi.store.stored_kv import StoredKV
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,7 @@ def export_kv(index: Index, ids: Iterable[str], folder: Path, *, overwrite: bool
             group = group_in(group_in(stored, "documents"), place.key)
             record, kv, header = read_record(group), open_whole_kv(group, parts, others), read_header(stored)
             refuse_compressed(kv.compression, name, "kvr export --kv")
-            tensors, whose = dict(_tensors(kv.layers)), kv.tokens
+            tensors, whose = dict(_tensors(kv)), kv.tokens
         if not tensors:
             continue
         about: dict[str, Any] = {**asdict(header), "record": record.as_dict(), "text": None}
@@ -91,8 +92,8 @@ def file_name(key: str) -> str:
     return f"{key[:KEPT_OF_NAME]}%-{hashlib.sha256(key.encode()).hexdigest()}{SUFFIX}"
 
 
-def _tensors(layers: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for layer in layers:
-        keys, values = layer.read()
-        yield f"layer_{layer.number:03d}.keys", keys.contiguous()
-        yield f"layer_{layer.number:03d}.values", values.contiguous()
+def _tensors(kv: StoredKV) -> Iterator[tuple[str, torch.Tensor]]:
+    for number in kv.layers:
+        keys, values = kv.read(number)
+        yield f"layer_{number:03d}.keys", keys.contiguous()
+        yield f"layer_{number:03d}.values", values.contiguous()

@@ -18,9 +18,9 @@ from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.store.hdf5 import explained, group_in, hold_open
-from kvr_mpi.store.joined import read_layer
 from kvr_mpi.store.outputs import Record, read_record
-from kvr_mpi.store.parts import PartIndexes, WholeKV, WholeLayer, open_whole_kv
+from kvr_mpi.store.parts import PartIndexes, open_whole_kv
+from kvr_mpi.store.stored_kv import StoredKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class StoredPrompt:
 
     files: Any
     record: Record
-    kv: WholeKV
+    kv: StoredKV
     ids: tuple[int, ...]
     text: tuple[int, int]
 
@@ -44,7 +44,7 @@ class StoredPrefix:
 
     path, key : HDF5 file, and the document's group in it.
     tokens : how many of the prompt's first tokens.
-    seal : hash of what is stored there (`WholeKV.seal`).
+    seal : hash of what is stored there (`StoredKV.seal`).
     compression : by which method and settings its heads have dropped tokens; empty: they hold all.
     """
 
@@ -71,12 +71,12 @@ class StoredPrefix:
             Where keys and values are, if every rank wrote its own.
         """
         ids = tuple(ids[: self.tokens])
-        open_layer = _opening(self, ids, loaded, parts)
+        stored = _opening(self, ids, loaded, parts)
         if self.compression:
             return SharedPrefix(
-                ids, (), heads=_head_reader(self, loaded, open_layer), compression=self.compression, source=self
+                ids, (), heads=_head_reader(self, loaded, stored), compression=self.compression, source=self
             )
-        read = _row_reader(self, loaded, open_layer)
+        read = _row_reader(self, loaded, stored)
         layers = LoadedLayers(len(loaded.shape.layers), lambda number: read(number, 0, len(ids)), loaded.device)
         return SharedPrefix(ids, layers, read=read, source=self)
 
@@ -108,44 +108,44 @@ def open_prompt(path: Path, key: str, parts: PartIndexes) -> StoredPrompt:
 
 
 def _row_reader(
-    source: StoredPrefix, loaded: LoadedModel, open_layer: Callable[[int], WholeLayer | None]
+    source: StoredPrefix, loaded: LoadedModel, stored: Callable[[], StoredKV]
 ) -> Callable[[int, int, int], torch.Tensor | None]:
     """Return what reads rows of a layer."""
     heads = _own_heads(loaded)
 
     def read(number: int, first: int, last: int) -> torch.Tensor | None:
-        layer = open_layer(number)
-        if layer is None:
+        kv = stored()
+        if number not in kv.layers:
             return None
-        with explained(Path(source.path)):
-            keys, values = read_layer(layer, first, last, heads)
+        keys, values = kv.read(number, first, last, heads)
         return torch.cat([keys.flatten(1), values.flatten(1)], 1)
 
     return read
 
 
 def _head_reader(
-    source: StoredPrefix, loaded: LoadedModel, open_layer: Callable[[int], WholeLayer | None]
+    source: StoredPrefix, loaded: LoadedModel, stored: Callable[[], StoredKV]
 ) -> Callable[[int], list[tuple[torch.Tensor, torch.Tensor]] | None]:
     """Return what reads the rows that compression has kept of each head."""
-    own, path, tokens = slice(*(_own_heads(loaded) or (None,))), Path(source.path), source.tokens
+    heads, tokens = _own_heads(loaded), source.tokens
 
     def read(number: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        layer = open_layer(number)
-        if layer is None:
+        kv = stored()
+        if number not in kv.layers:
             return None
-        with explained(path):
-            if layer.rows is None:
-                keys, values = layer.read(0, tokens)
-                return list(zip(keys.unbind(1), values.unbind(1), strict=True))[own]
-            keys, values = layer.read()
-        bounds = layer.rows.bounds_before(tokens)
+        rows = kv.rows(number)
+        if rows is None:
+            keys, values = kv.read(number, 0, tokens, heads)
+            return list(zip(keys.unbind(1), values.unbind(1), strict=True))
+        keys, values = kv.read(number)
+        bounds = rows.bounds_before(tokens)
         if any(first == last for first, last in bounds):
             raise DataError(
-                f"{path}: a head of layer {number} keeps none of the first {tokens} tokens, up to the end of the text, "
-                f"because its compression selected tokens of the question; to ask again, compress with observes = "
-                f"'document'"
+                f"{source.path}: a head of layer {number} keeps none of the first {tokens} tokens, up to the end of "
+                f"the text, because its compression selected tokens of the question; to ask again, compress with "
+                f"observes = 'document'"
             )
+        own = slice(*(heads or (None,)))
         return [(keys[first:last, 0], values[first:last, 0]) for first, last in bounds[own]]
 
     return read
@@ -158,20 +158,20 @@ def _own_heads(loaded: LoadedModel) -> tuple[int, int] | None:
 
 def _opening(
     source: StoredPrefix, ids: Sequence[int], loaded: LoadedModel, parts: PartIndexes
-) -> Callable[[int], WholeLayer | None]:
-    """Return what finds layers of a stored prompt, which is opened and checked when the first is asked for."""
+) -> Callable[[], StoredKV]:
+    """Return what opens and checks stored keys and values when they are first asked for, and keeps them open."""
     opened: list[StoredPrompt] = []
 
-    def open_layer(number: int) -> WholeLayer | None:
+    def stored() -> StoredKV:
         if not opened:
-            stored = open_prompt(Path(source.path), source.key, parts)
-            if stored.kv.seal() != source.seal:
-                raise DataError(f"{stored.record.id}: its stored keys and values have changed since the job began")
-            _check(stored, ids, loaded)
-            opened.append(stored)
-        return next((one for one in opened[0].kv.layers if one.number == number), None)
+            found = open_prompt(Path(source.path), source.key, parts)
+            if found.kv.seal() != source.seal:
+                raise DataError(f"{found.record.id}: its stored keys and values have changed since the job began")
+            _check(found, ids, loaded)
+            opened.append(found)
+        return opened[0].kv
 
-    return open_layer
+    return stored
 
 
 def _check(stored: StoredPrompt, ids: Sequence[int], loaded: LoadedModel) -> None:
@@ -182,22 +182,17 @@ def _check(stored: StoredPrompt, ids: Sequence[int], loaded: LoadedModel) -> Non
             f"{name}: its stored prompt does not begin with the expected {len(ids)} tokens; the run may have changed: "
             f"start the job again"
         )
-    tokens, found = len(stored.ids), {layer.number: layer for layer in stored.kv.layers}
-    dtype = str(loaded.dtype).removeprefix("torch.")
+    kv, tokens, dtype = stored.kv, len(stored.ids), str(loaded.dtype).removeprefix("torch.")
     for number, shape in enumerate(loaded.shape.layers):
         if not shape.elements:
             continue
-        layer, heads = found.get(number), shape.num_kv_heads if loaded.part is None else loaded.part.kv_heads
-        has = None if layer is None else (layer.keys.shape, layer.values.shape, layer.keys.type_name)
-        rows = None if layer is None else layer.rows
-        if rows is not None:  # which has looked at the number of its rows
-            of_one = sum(rows.counts), 1
-            is_right = has == ((*of_one, shape.key_dim), (*of_one, shape.value_dim), dtype)
-            is_right &= len(rows.counts) == heads
-        else:
-            is_right = has == ((tokens, heads, shape.key_dim), (tokens, heads, shape.value_dim), dtype)
-        if not is_right:
+        heads = shape.num_kv_heads if loaded.part is None else loaded.part.kv_heads
+        has, rows = (kv.format(number), kv.rows(number)) if number in kv.layers else (None, None)
+        # What each head keeps of its own has looked at the number of its rows.
+        of_one = (tokens, heads) if rows is None else (sum(rows.counts), 1)
+        is_right = has == ((*of_one, shape.key_dim), (*of_one, shape.value_dim), dtype)
+        if not is_right or (rows is not None and len(rows.counts) != heads):
             raise DataError(
-                f"{name}: layer {number} has keys and values {has}; this model has {heads} heads of {shape.key_dim} "
-                f"and {shape.value_dim} elements, {dtype}"
+                f"{name}: layer {number} has keys and values {has and tuple(has)}; this model has {heads} heads of "
+                f"{shape.key_dim} and {shape.value_dim} elements, {dtype}"
             )

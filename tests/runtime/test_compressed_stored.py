@@ -30,7 +30,7 @@ from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import check_record, open_file
-from kvr_mpi.store.stored_kv import StoredKV
+from kvr_mpi.store.stored_kv import StoredPiece
 from kvr_mpi.transport.local import LocalTransport
 
 SETTINGS = {"method": "ada-snapkv", "budget": 64, "window": 16, "observes": "document"}
@@ -69,13 +69,13 @@ def ask(tmp_path: Path, tiny_model_dir: Path, run_here: Any) -> Callable[..., An
     return run
 
 
-def open_document(run: Path, name: str) -> tuple[Any, StoredKV]:
+def open_document(run: Path, name: str) -> tuple[Any, StoredPiece]:
     with open_file(run / "results.h5") as file:
         group = group_in(group_in(file, "documents"), name)
         return check_record(group), open_kv(group)
 
 
-def fresh_answer(model: Path, kv: StoredKV, prompt_tokens: int) -> tuple[int, tuple[int, ...]]:
+def fresh_answer(model: Path, kv: StoredPiece, prompt_tokens: int) -> tuple[int, tuple[int, ...]]:
     """What the document's text, compressed and never stored, answers; and how many tokens follow it."""
     loaded = load_model(str(model), dtype="float32", device="cpu", cache_dir=model)
     prepare_model(loaded.model, chain=True)

@@ -20,7 +20,7 @@ from kvr_mpi.store.merge import merge_files
 from kvr_mpi.store.outputs import check_record, open_file
 from kvr_mpi.store.parts import PARTS
 from kvr_mpi.store.shares import read_run_header
-from kvr_mpi.store.stored_kv import StoredKV
+from kvr_mpi.store.stored_kv import StoredPiece
 
 GROUPS = "parallel.tensor_parallel=2"
 Run = Callable[..., Path]
@@ -65,7 +65,7 @@ def stored_in_pieces(stored: Run, ranks: int, *settings: str) -> Path:
         return stored(ranks, GROUPS, *settings, name="pieces")
 
 
-def layers_of(folder: Path) -> dict[str, tuple[StoredKV, list[tuple[torch.Tensor, torch.Tensor]]]]:
+def layers_of(folder: Path) -> dict[str, tuple[StoredPiece, list[tuple[torch.Tensor, torch.Tensor]]]]:
     """All keys and values of a merged run, with all that it says held against its checksums."""
     found = {}
     with open_file(folder / "results.h5") as file:

@@ -15,14 +15,13 @@ from made_runs import HEADER, record, stored_layers
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import index_run
 from kvr_mpi.store.hdf5 import hold_open
-from kvr_mpi.store.joined import JoinedLayer, read_layer
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.merge import merge_files
 from kvr_mpi.store.outputs import open_file
-from kvr_mpi.store.parts import PARTS, PartIndexes, WholeKV, incomplete, open_whole_kv, part_record, pieces_of
+from kvr_mpi.store.parts import PARTS, PartIndexes, incomplete, open_whole_kv, part_record, pieces_of
 from kvr_mpi.store.prune import prune_kv
 from kvr_mpi.store.shards import ShardWriter
-from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.stored_kv import CachedTokens, StoredKV
 from kvr_mpi.topology import KVHeads
 
 PROMPT, HELD, HEADS = 12, 15, 6
@@ -49,7 +48,7 @@ def write_groups(folder: Path, size: int) -> None:
         write_piece(folder, start, heads)
 
 
-def open_whole(folder: Path) -> WholeKV:
+def open_whole(folder: Path) -> StoredKV:
     place = index_run(folder).places[WHOLE.id]
     return open_whole_kv(hold_open(place.file)["documents"][place.key], PartIndexes(), ExitStack())
 
@@ -61,12 +60,12 @@ def test_whoever_reads_reads_all_heads_of_all_tokens(tmp_path: Path, size: int) 
     assert kv.tokens == CachedTokens(IDS, (1, 9)) and kv.bytes == 4 * KEYS.nbytes
     kv.check()
     for layer in kv.layers:
-        assert layer.keys.shape == tuple(KEYS.shape)
+        assert kv.format(layer).keys == tuple(KEYS.shape)
         for first, last in ((0, HELD), (3, 7), (5, 6), (0, 0), (14, 15)):
-            keys, values = layer.read(first, last)
+            keys, values = kv.read(layer, first, last)
             assert torch.equal(keys, KEYS[first:last]) and torch.equal(values, -KEYS[first:last])
         for heads in itertools.combinations(range(HEADS + 1), 2):
-            keys, values = read_layer(layer, 2, 13, heads)
+            keys, values = kv.read(layer, 2, 13, heads)
             assert torch.equal(keys, KEYS[2:13, slice(*heads)]) and torch.equal(values, -KEYS[2:13, slice(*heads)])
     with open_file(merge_files(tmp_path)) as file:
         group = file["documents"]["dir%2Fa"]
@@ -75,7 +74,7 @@ def test_whoever_reads_reads_all_heads_of_all_tokens(tmp_path: Path, size: int) 
         assert "all_heads" not in group["kv"].attrs, "what is merged does not know how it was cut"
         for keys, values in stored_layers(group).values():
             assert torch.equal(keys, KEYS) and torch.equal(values, -KEYS)
-        assert torch.equal(read_layer(merged.layers[0], 1, 4, (2, 5))[0], KEYS[1:4, 2:5])
+        assert torch.equal(open_whole_kv(group, PartIndexes(), ExitStack()).read(0, 1, 4, (2, 5))[0], KEYS[1:4, 2:5])
     assert not (tmp_path / PARTS).exists()
 
 
@@ -85,11 +84,10 @@ def test_only_the_pieces_that_have_wanted_heads_are_read(tmp_path: Path) -> None
     with h5py.File(next((tmp_path / PARTS).glob("shard-*-0004-*.h5")), "r+") as file:
         (group,) = file["documents"].values()
         group["kv/layer_002/keys"][2] += 1
-    layer = open_whole(tmp_path).layers[1]
-    assert isinstance(layer, JoinedLayer)
-    assert torch.equal(layer.read(0, 5, (0, 4))[0], KEYS[:5, :4])
+    kv = open_whole(tmp_path)
+    assert torch.equal(kv.read(2, 0, 5, (0, 4))[0], KEYS[:5, :4])
     with pytest.raises(DataError, match="0004.*layer_002.*damaged"):
-        layer.read(0, 5, (3, 5))
+        kv.read(2, 0, 5, (3, 5))
 
 
 def part_ids(folder: Path) -> list[str]:

@@ -19,7 +19,7 @@ from kvr_mpi.store.hdf5 import create_hdf5, group_in
 from kvr_mpi.store.head_rows import HeadRows, open_head_rows
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.outputs import check_record, open_file, start_file, write_record
-from kvr_mpi.store.stored_kv import CachedTokens, StoredKV
+from kvr_mpi.store.stored_kv import CachedTokens, StoredPiece
 
 ROWS = HeadRows((3, 5), np.array([0, 4, 9, 1, 2, 3, 8, 9], np.int32))
 METHOD = "snapkv: budget 4"
@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "results.h5"
 
 
-def read(path: Path) -> StoredKV:
+def read(path: Path) -> StoredPiece:
     with open_file(path) as file:
         group = group_in(group_in(file, "documents"), "a")
         check_record(group)

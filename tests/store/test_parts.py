@@ -27,7 +27,6 @@ from kvr_mpi.store.outputs import Record, open_file
 from kvr_mpi.store.parts import (
     PARTS,
     PartIndexes,
-    WholeKV,
     incomplete,
     open_whole_kv,
     part_bytes,
@@ -36,7 +35,7 @@ from kvr_mpi.store.parts import (
 from kvr_mpi.store.prune import list_stored, prune_kv
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.shares import find_runs
-from kvr_mpi.store.stored_kv import CachedTokens
+from kvr_mpi.store.stored_kv import CachedTokens, StoredKV
 
 TOKENS = 12
 KEYS = torch.randn(TOKENS, 2, 8, generator=torch.Generator().manual_seed(0))
@@ -140,7 +139,7 @@ def test_a_part_of_another_prompt_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "results.h5").exists()
 
 
-def read_as_one(folder: Path, name: str = "a") -> WholeKV:
+def read_as_one(folder: Path, name: str = "a") -> StoredKV:
     """Read where the document's record is; files close with the process."""
     place = index_run(folder).places[name]
     group = hold_open(place.file)["documents"][place.key]
@@ -153,14 +152,14 @@ def test_whoever_reads_reads_them_as_one(tmp_path: Path, slices: tuple[int, ...]
     write_all(tmp_path, slices)
     kv = read_as_one(tmp_path)
     assert kv.tokens == CachedTokens(tuple(range(TOKENS)), (1, 3))
-    assert [layer.number for layer in kv.layers] == [0, 2] and kv.bytes == 4 * KEYS.nbytes
+    assert kv.layers == (0, 2) and kv.bytes == 4 * KEYS.nbytes
     for layer in kv.layers:
-        assert layer.keys.shape == tuple(KEYS.shape) and layer.keys.type_name == "float32"
+        assert kv.format(layer) == (tuple(KEYS.shape), tuple(KEYS.shape), "float32")
         for first, last in itertools.combinations_with_replacement(range(TOKENS + 1), 2):
-            keys, values = layer.read(first, last)
+            keys, values = kv.read(layer, first, last)
             assert torch.equal(keys, KEYS[first:last]) and torch.equal(values, -KEYS[first:last])
-        with pytest.raises(DataError, match="were asked for"):
-            layer.read(3, TOKENS + 1)
+        with pytest.raises(DataError, match="were requested"):
+            kv.read(layer, 3, TOKENS + 1)
 
 
 def test_a_flipped_bit_of_any_part_is_named_when_it_is_read(tmp_path: Path) -> None:
@@ -169,10 +168,10 @@ def test_a_flipped_bit_of_any_part_is_named_when_it_is_read(tmp_path: Path) -> N
     with h5py.File(path, "r+") as file:
         file["documents"]["a%2F0-5"]["kv/layer_002/keys"][2] += 1
     kv = read_as_one(tmp_path)
-    kv.layers[0].read()
-    kv.layers[1].read(5, TOKENS)
+    kv.read(0)
+    kv.read(2, 5, TOKENS)
     with pytest.raises(DataError, match=f"{path.name}.*layer_002.*damaged"):
-        kv.layers[1].read(4, 6)
+        kv.read(2, 4, 6)
 
 
 def test_pruned_documents_lose_all_of_their_parts(tmp_path: Path) -> None:
@@ -194,7 +193,7 @@ def test_pruned_documents_lose_all_of_their_parts(tmp_path: Path) -> None:
     assert part_bytes(tmp_path) < size
     assert [one.id for one in list_stored(index_run(tmp_path))] == ["a/b"]
     assert incomplete(tmp_path, ["a", "a/b"], index_run(tmp_path / PARTS, verify=True).places, {}) == set()
-    assert torch.equal(read_as_one(tmp_path, "a/b").layers[0].read()[0], KEYS)
+    assert torch.equal(read_as_one(tmp_path, "a/b").read(0)[0], KEYS)
     with open_file(merge_files(tmp_path)) as file:
         assert not open_kv(file["documents/a"]).layers and len(open_kv(file["documents/a%2Fb"]).layers) == 1
 
