@@ -36,7 +36,7 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.routes import relay
 from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.tuning.kernels import choose_kernels
@@ -45,7 +45,7 @@ from kvr_mpi.tuning.kernels import choose_kernels
 def make_prefill(loaded: LoadedModel, tokens: int, reserve_tokens: int, arena: PagedArena | None) -> Prefill:
     """Make a prompt's cache with noise in it, as if the prompt had been run."""
     partition = Partition((0, tokens))
-    cache = SliceCache(loaded, Relay(partition, 0), None, reserve_tokens=reserve_tokens)
+    cache = SliceCache(loaded, relay(partition, 0), None, reserve_tokens=reserve_tokens)
     cache.keep_in(arena)
     cache.finish()
     for layer in cache.layers:

@@ -14,7 +14,7 @@ from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
-from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.routes import relay
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport
@@ -96,7 +96,7 @@ class PrefilledDocuments:
         return found
 
     def _copy(self, cache: SliceCache) -> SliceCache:
-        made = SliceCache(self._loaded, Relay(Partition((0, cache.length)), 0), None)
+        made = SliceCache(self._loaded, relay(Partition((0, cache.length)), 0), None)
         made.finish()
         for mine, theirs in zip(made.layers, cache.layers, strict=True):
             mine.post()

@@ -291,8 +291,8 @@ class Trial:
             reset_peak(loaded.device)
         predicted = 0
         if self.registered.in_jobs and not self.registered.is_plain:
-            exchange = self.registered.exchanges(self.cut)[world.rank]
-            predicted = held_bytes(loaded.device) + self.footprint.exchange_bytes(exchange)
+            route = self.registered.routes(self.cut)[world.rank]
+            predicted = held_bytes(loaded.device) + self.footprint.route_bytes(route)
         began_cpu_s = time.process_time()
         prefill = self._prefill()
         cpu_s = time.process_time() - began_cpu_s if prefill is not None else 0.0

@@ -16,8 +16,7 @@ from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_by, prefill_single
-from kvr_mpi.prefill.relay import Relay
-from kvr_mpi.prefill.ring import Ring
+from kvr_mpi.prefill.routes import relay, ring
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 
@@ -132,7 +131,7 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
     for prompt, truth in zip(prompts, logits, strict=True):
         told(prompt.fails)
         prefill = prefill_by(
-            partial(Ring, saves_last_layer=True) if prompt.strategy == "ring" else Relay,
+            partial(ring, saves_last_layer=True) if prompt.strategy == "ring" else relay,
             tiny(prompt.model),
             prompt.ids,
             prompt.partition,

@@ -21,7 +21,7 @@ from kvr_mpi.compress.scores import top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.compress.streaming_llm import recency_scores
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.kv.transfers import Range
+from kvr_mpi.kv.route import Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.tensor_parallel import Part
 from kvr_mpi.model.tp_group import TensorParallelGroup

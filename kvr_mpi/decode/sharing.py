@@ -18,7 +18,7 @@ from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.base import FixedTag, gather_json, share_json
 
@@ -112,7 +112,7 @@ def share_documents(
             prefill.cache = None
         else:
             _receive(ranks, document, layouts, loaded)
-        cache = SliceCache(loaded, Relay(Partition((0, document.tokens)), 0), None)
+        cache = SliceCache(loaded, relay(Partition((0, document.tokens)), 0), None)
         cache.finish()
         cache.adopt(layouts, document.tokens, document.slack)
         caches.append(cache)

@@ -51,10 +51,6 @@ class PartialAttention:
         out = torch.lerp(self.out.float(), other.out.float(), weight)
         return PartialAttention(out, torch.logaddexp(self.lse, other.lse))
 
-    def in_float32(self) -> PartialAttention:
-        """Widen the output, so that it can be merged in place."""
-        return PartialAttention(self.out.float(), self.lse)
-
     def join(self, after: PartialAttention) -> PartialAttention:
         """Put the queries of another part after these."""
         return PartialAttention(torch.cat([self.out, after.out], dim=2), torch.cat([self.lse, after.lse], dim=2))
@@ -63,12 +59,15 @@ class PartialAttention:
         """Give the part of some of the queries, as views."""
         return PartialAttention(self.out[:, :, first:last], self.lse[:, :, first:last])
 
-    def merge_after(self, at: int, other: PartialAttention) -> None:
-        """Join the queries from `at` on with their attention over other keys, in place: in float32."""
-        assert self.out.dtype == torch.float32, "of a narrower type each merge would round"
-        after = PartialAttention(self.out[:, :, at:], self.lse[:, :, at:])
+    def merge_after(self, at: int, other: PartialAttention) -> PartialAttention:
+        """Join the queries from `at` on with their attention over other keys, in float32; in place if `at` is not 0."""
+        if not at:
+            return self.merge(other)
+        whole = PartialAttention(self.out.float(), self.lse)
+        after = whole.cut(at, self.out.shape[2])
         after.out.lerp_(other.out.float(), torch.sigmoid(other.lse - after.lse).unsqueeze(-1))
         torch.logaddexp(after.lse, other.lse, out=after.lse)
+        return whole
 
     def finish(self, params: AttentionParams) -> torch.Tensor:
         """Return the output (1, heads, queries, value_dim), when all keys are in.

@@ -18,16 +18,16 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.buffers import LayerBuffers, make_flat
 from kvr_mpi.kv.clock import Clock, times_without_waits
 from kvr_mpi.kv.contents import rows_by_token
-from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layer import SliceLayer, WholeLayer
 from kvr_mpi.kv.layout import UniformLayout
 from kvr_mpi.kv.observation import Observation
 from kvr_mpi.kv.paged import PagedArena, PageRun
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.ragged import RaggedLayout, check_retained, elements_needed
+from kvr_mpi.kv.route import Range, Route
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.states import EmptyLayer, StateAndSliceLayer, StateAndWholeLayer, StateLayer
-from kvr_mpi.kv.transfers import PromptTransfers, Range
+from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.last_token import LastRow
@@ -50,7 +50,7 @@ class SliceCache(Cache):
     Parameters
     ----------
     loaded : LoadedModel
-    exchange : Exchange
+    route : Route
         The strategy, on this rank.
     transfers : PromptTransfers or None
         The prompt's transfers on this rank; None if the chain has only this rank.
@@ -78,13 +78,13 @@ class SliceCache(Cache):
     keeps_all : bool
         This rank ends with the keys and values of all tokens.
     chunks : list of list of (int, int)
-        The tokens that come together, in the order in which they do (`Exchange.chunks`).
+        The tokens that come together, in the order in which they do (`Route.chunks`).
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
-        exchange: Exchange,
+        route: Route,
         transfers: PromptTransfers | None,
         *,
         reserve_tokens: int = 0,
@@ -94,17 +94,17 @@ class SliceCache(Cache):
         window: Range | None = None,
     ) -> None:
         shape = loaded.shape
-        self.exchange, self.transfers, self.prefix = exchange, transfers, prefix
+        self.route, self.transfers, self.prefix = route, transfers, prefix
         self.dtype, self.device = loaded.dtype, loaded.device
-        self.is_decode_rank = transfers is None or exchange.rank == exchange.decode_rank
+        self.is_decode_rank = transfers is None or route.is_last
         self.observation = Observation(window) if window is not None and self.is_decode_rank else None
         if self.observation is not None:
-            self.observation.check_in(exchange.owned)
-        self.start, self.prompt_tokens = exchange.owned[0][0], exchange.partition.tokens
-        self.chunks = exchange.chunks
-        self.share = _make_share(loaded, exchange, prefix, reserve_tokens) if is_spread else None
+            self.observation.check_in(route.owned)
+        self.start, self.prompt_tokens = route.owned[0][0], route.partition.tokens
+        self.chunks = route.chunks
+        self.share = _make_share(loaded, route, prefix, reserve_tokens) if is_spread else None
         self.keeps_all = self.is_decode_rank and self.share is None
-        self.capacity = exchange.capacity + (reserve_tokens if self.keeps_all else 0)
+        self.capacity = route.capacity + (reserve_tokens if self.keeps_all else 0)
         self.in_parts, self.first_position = loaded.attends_in_parts, shape.first_position
         self.tail = contextlib.ExitStack()  # what is entered after the last attention, until the model returns
         self._clock = Clock(self.device)
@@ -183,14 +183,14 @@ class SliceCache(Cache):
     @property
     def chunk_lengths(self) -> list[int]:
         """Tokens of each chunk of the slice."""
-        return [sum(last - first for first, last in chunk) for chunk in self.chunks]
+        return self.route.chunk_lengths
 
     @property
     def positions(self) -> torch.Tensor | None:
         """Positions (1, tokens) of this rank's tokens if they are not contiguous; None: the model counts."""
-        if not self.prefilling or len(self.exchange.owned) == 1:
+        if not self.prefilling or len(self.route.owned) == 1:
             return None
-        stretches = [torch.arange(first, last, device=self.device) for first, last in self.exchange.owned]
+        stretches = [torch.arange(first, last, device=self.device) for first, last in self.route.owned]
         return torch.cat(stretches).unsqueeze(0) + self.first_position
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
@@ -199,7 +199,7 @@ class SliceCache(Cache):
 
     def reads_only_last(self, layer_idx: int) -> bool:
         """Whether only the last token's output of this layer is ever used: true for the last layer in a prefill."""
-        return self.prefilling and self.exchange.saves_last_layer and layer_idx == self._last
+        return self.prefilling and self.route.saves_last_layer and layer_idx == self._last
 
     def advance(self, layer_idx: int) -> None:
         """Begin a layer: finish those before it, and post receives as far ahead as the transport wants; idempotent."""
@@ -227,7 +227,7 @@ class SliceCache(Cache):
         ChunkDoneError
             To leave this layer for the current chunk.
         """
-        is_read = self.is_decode_rank or not self.exchange.saves_last_layer
+        is_read = self.is_decode_rank or not self.route.saves_last_layer
         leaves = layer_idx == self._stop or (layer_idx == self._last and not is_read)
         if len(self.chunks) > 1 and self.layers[layer_idx].chunks_left:
             if leaves or (self.reads_only_last(layer_idx) and self.observation is None):
@@ -337,7 +337,7 @@ class SliceCache(Cache):
             if self.share is not None:
                 self.share.take(layer)
             if self._write_layer is not None:
-                bounds = self.exchange.partition.bounds[self.exchange.rank :][:2]
+                bounds = self.route.partition.bounds[self.route.position :][:2]
                 self._write_layer(rows_by_token(layer, *bounds) if layer.shape.elements else None)
 
     def _post_up_to(self, count: int) -> None:
@@ -346,9 +346,9 @@ class SliceCache(Cache):
         self._posted = max(self._posted, min(count, len(self.layers)))
 
 
-def _make_share(loaded: LoadedModel, exchange: Exchange, prefix: SharedPrefix | None, reserve_tokens: int) -> Share:
+def _make_share(loaded: LoadedModel, route: Route, prefix: SharedPrefix | None, reserve_tokens: int) -> Share:
     """Make room for this rank's own tokens; the first rank also holds those of the prefix."""
-    (start, stop), tokens = exchange.owned[0], exchange.partition.tokens
+    (start, stop), tokens = route.owned[0], route.partition.tokens
     if prefix is not None and start == prefix.tokens:
         start = 0
     return Share(loaded, start, stop, tokens, reserve_tokens=reserve_tokens)

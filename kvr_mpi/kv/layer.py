@@ -1,8 +1,8 @@
 """One layer's keys and values of a slice, on one rank.
 
 Every attention layer of a causal LM calls ``past_key_values.update(keys, values, layer_idx)`` and then an attention
-function (see ``attention_hook``). `SliceLayer.update` takes this rank's keys and values and lets an `Exchange` send
-them; `SliceLayer.attend` lets it attend to what has come from the others (KV-Runahead, section 4.1, Fig. 5).
+function (see ``attention_hook``). `SliceLayer.update` takes this rank's keys and values and sends them as its
+`Route` says; `SliceLayer.attend` attends to what comes from the others (KV-Runahead, section 4.1, Fig. 5).
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_up_to, attend_window
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_masked, attend_up_to, attend_window
 from kvr_mpi.kv.buffers import LayerBuffers
-from kvr_mpi.kv.exchange import Exchange
 from kvr_mpi.kv.layout import UniformLayout
 from kvr_mpi.kv.paged import PageRun
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.ragged import RaggedLayout
-from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers, Range
+from kvr_mpi.kv.route import Range, Route, in_two_groups
+from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import cut_range
 
+# Devices on which the prefix is attended to in two groups.
+GROUPING = ("cuda",)
+
 
 class LayersOwner(Protocol):
     """What a layer needs of the cache it belongs to (`cache.SliceCache`)."""
 
-    exchange: Exchange
+    route: Route
     chunks: Sequence[Sequence[Range]]
     transfers: PromptTransfers | None
     prefix: SharedPrefix | None
@@ -89,7 +92,7 @@ class SliceLayer(CacheLayerMixin):
         self.layout = layout = UniformLayout(cache.buffers.take(self.shape), self.shape)
         if self.segments is not None:
             self.segments.buffer = layout.buffer
-            cache.exchange.post(self.segments)
+            self.segments.post(cache.route)
         if cache.prefix is not None and cache.prefilling:
             cache.prefix.copy_into(layout.buffer, self.layer_idx)  # fails if it is read, and damaged
 
@@ -113,7 +116,7 @@ class SliceLayer(CacheLayerMixin):
         cache.current = self
         if cache.prefilling:
             if self.segments is not None:
-                cache.exchange.share(self.segments, self.fresh_ranges)
+                self.segments.share(cache.route, self.fresh_ranges)
             cache.advance(self.layer_idx)
             cache.leave_if_done(self.layer_idx)
         return key_states, value_states
@@ -157,11 +160,33 @@ class SliceLayer(CacheLayerMixin):
         query = query[:, :, skipped:]
         sees_all = self.shape.visibility.sees_all(self.length)
         if self.cache.prefilling and not skipped and sees_all:
-            part = self.cache.exchange.attend(self, query, keys, values, params)
+            part = self._attend_route(query, keys, values, params)
         else:
             part = self._attend_collected(query, params, skipped)
         out = part.finish(params).to(query.dtype)
         return torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
+
+    def _attend_route(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> PartialAttention:
+        """Attend to the own tokens while the others are on their way, and then to those, step by step as they come."""
+        route = self.cache.route
+        start = route.owned[0][0]
+        if route.is_dense or self.fresh_ranges[0][0] > start:
+            if self.segments is not None:  # the first chunk has waited for them, unless nobody reads what it gives
+                self.segments.collect()
+            if route.is_dense:
+                return attend_masked(query, *self.rows(0, route.capacity), params, start)
+            return attend_up_to(query, *self.rows(0, self.length), params)
+        part = attend(query, keys, values, params, causal=query.shape[2] > 1)
+        for step in in_two_groups(route.steps) if route.in_order and query.device.type in GROUPING else route.steps:
+            for segment in step.segments:
+                assert self.segments is not None
+                self.segments.wait_for(segment)
+            for first, last in step.ranges:
+                some = query[:, :, step.first_query :]
+                part = part.merge_after(step.first_query, attend(some, *self.rows(first, last), params))
+        return part
 
     def _attend_collected(self, query: torch.Tensor, params: AttentionParams, skipped: int) -> PartialAttention:
         """Attend once everything is here: decoded tokens, the only token that is read, or a window or chunks."""

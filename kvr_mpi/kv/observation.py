@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvr_mpi.kv.transfers import Range
+from kvr_mpi.kv.route import Range
 from kvr_mpi.model.attention_hook import AttentionParams
 
 
@@ -55,7 +55,7 @@ class Observation:
             rows = torch.cat([self.layers[layer_idx].query, rows], dim=2)
         self.layers[layer_idx] = WindowQueries(rows, params)
 
-    def check_in(self, owned: list[Range]) -> None:
+    def check_in(self, owned: Sequence[Range]) -> None:
         """Make sure that a rank computes the whole window.
 
         Raises

@@ -84,16 +84,16 @@ class StateLayer(LinearAttentionLayer):
     def post(self) -> None:
         """Post the receive of the states, or take those of what all prompts begin with."""
         cache = self.cache
-        if cache.exchange.rank > 0 and self.segments is not None:
+        if cache.route.position > 0 and self.segments is not None:
             if self._incoming is None:
                 self._incoming = torch.empty(self.state_bytes, dtype=torch.uint8, device=cache.device)
-            self.segments.receive_states(self._incoming, cache.exchange.rank - 1)
+            self.segments.receive_states(self._incoming, cache.route.position - 1)
             self._expect()
         elif cache.prefix is not None and cache.prefilling:
             self._incoming = cache.prefix.states[self.layer_idx].clone()
             self._expect()
-        if self.segments is not None and cache.exchange.rank < cache.exchange.decode_rank:
-            self.segments.announce_states(cache.exchange.rank + 1)
+        if self.segments is not None and cache.route.position < cache.route.decode_position:
+            self.segments.announce_states(cache.route.position + 1)
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Take the inputs of a convolution, and return them after those before (1, channels, tokens)."""
@@ -112,8 +112,8 @@ class StateLayer(LinearAttentionLayer):
 
     def leave(self) -> None:
         """Send the states if that has not been done: the layer is through when the next is begun."""
-        place = self.cache.exchange.rank
-        if not self._is_sent and self.segments is not None and place < self.cache.exchange.decode_rank:
+        place = self.cache.route.position
+        if not self._is_sent and self.segments is not None and place < self.cache.route.decode_position:
             self.segments.send_states(self.packed(), place + 1)
         self._is_sent = True
 
@@ -146,11 +146,11 @@ class StateLayer(LinearAttentionLayer):
         StateLayer.post(self)
         if (
             self.segments is not None
-            and self.cache.exchange.rank < self.cache.exchange.decode_rank
+            and self.cache.route.position < self.cache.route.decode_position
             and not self._is_sent
         ):
             nothing = torch.zeros(self.state_bytes, dtype=torch.uint8, device=self.cache.device)
-            self.segments.send_states(nothing, self.cache.exchange.rank + 1)
+            self.segments.send_states(nothing, self.cache.route.position + 1)
             self._is_sent = True
 
     def release(self, *, wait: bool) -> bool:

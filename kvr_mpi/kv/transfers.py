@@ -1,6 +1,6 @@
 """One prompt's way over one rank: its neighbours, its messages' tags, and each layer's segments under way.
 
-Stands between the strategies (``exchange``), which say what goes where, and the `Forwarder`, which carries it.
+Stands between the strategies (``route``), which say what goes where, and the `Forwarder`, which carries it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import torch
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.kv.clock import Clock, Kind, Waits
+from kvr_mpi.kv.route import Range, Route
 from kvr_mpi.model.masks import FULL, Visibility
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport.base import FIRST_PROMPT_TAG
 from kvr_mpi.transport.forwarder import Forwarder, Transfer
-
-Range = tuple[int, int]
 
 
 class PromptTransfers:
@@ -98,6 +97,25 @@ class LayerTransfers:
         self._state_transfers: list[Transfer] = []
         self._asked: set[tuple[str, int, int]] = set()
 
+    def post(self, route: Route) -> None:
+        """Announce the layer's sends and post its receives, before it computes."""
+        for hop in route.hops:
+            onward = None if hop.dest is None else route.sent(hop.bounds, self.visibility)
+            if hop.source is not None:
+                if bounds := route.received(hop.bounds, self.visibility):
+                    to, first = (hop.dest, onward[0]) if onward else (None, None)
+                    self.receive(bounds, hop.source, hop.segment, to, first)
+            elif hop.dest is not None and onward:
+                self.announce(hop.dest, hop.segment, onward)
+
+    def share(self, route: Route, ranges: Sequence[Range]) -> None:
+        """Send the own segments that are in the buffer now: those of some chunks, or all."""
+        for hop in route.hops:
+            is_made = any(first <= hop.bounds[0] and hop.bounds[1] <= last for first, last in ranges)
+            if hop.source is None and hop.dest is not None and is_made:
+                if bounds := route.sent(hop.bounds, self.visibility):
+                    self.send(bounds, hop.dest, hop.segment)
+
     def announce(self, dest: int, segment: int, bounds: Range) -> None:
         """Say that a segment will be sent, in the order in which `dest` receives from here."""
         if self._is_new("announce", dest, segment):
@@ -175,7 +193,11 @@ class LayerTransfers:
             self._states = None
 
     def wait_for(self, segment: int) -> None:
-        """Return when a segment is here; the time is counted."""
+        """Return when a segment is here; the time is counted.
+
+        Callers wait in a fixed order, whatever comes first: sums in another order differ in their last bits, and the
+        same job is to give the same answers every time.
+        """
         transfer, _ = self._arriving.pop(segment)
         with self.prompt.waiting("receive", self.layer_idx, transfer.peer):
             self.prompt.forwarder.wait(transfer)
@@ -184,16 +206,6 @@ class LayerTransfers:
         """Return when all segments are here."""
         for segment in list(self._arriving):
             self.wait_for(segment)
-
-    def arrivals(self) -> Iterator[Range]:
-        """Yield the ranges of the segments to come, each when it is here, in the order their receives were posted.
-
-        A fixed order, whatever comes first: sums in another order differ in their last bits, and the same job is to
-        give the same answers every time.
-        """
-        for segment, (_, bounds) in list(self._arriving.items()):
-            self.wait_for(segment)
-            yield bounds
 
     def are_through(self) -> bool:
         """Say whether all of them are here and gone on, and help them along."""

@@ -23,7 +23,7 @@ from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
-from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.routes import relay
 
 
 @torch.inference_mode()
@@ -81,7 +81,7 @@ def prefill_after_compressed(
 def _load(loaded: LoadedModel, partition: Partition, prefix: SharedPrefix, slack: int) -> SliceCache:
     """Make a cache that holds what is stored, with room for so many tokens more."""
     layouts = [_load_layer(loaded, idx, shape, prefix, slack) for idx, shape in enumerate(loaded.shape.layers)]
-    cache = SliceCache(loaded, Relay(partition, 0), None)
+    cache = SliceCache(loaded, relay(partition, 0), None)
     cache.finish()
     cache.adopt(layouts, prefix.tokens, slack)
     return cache

@@ -58,10 +58,10 @@ def play_on(cache: SliceCache) -> None:
             continue
         if layer.buffer is None:
             if not slots:  # the layers that have buffers come first, and have given them back by now
-                slots = cache.buffers.scratch(cache.exchange.longest_segment(), cache.exchange.slots)
+                slots = cache.buffers.scratch(cache.route.longest_segment, cache.route.slots)
             layer.segments.do_without(slots, layer.shape.elements)
-        cache.exchange.post(layer.segments)
-        cache.exchange.share(layer.segments, cache.exchange.owned)
+        layer.segments.post(cache.route)
+        layer.segments.share(cache.route, cache.route.owned)
         if layer.shape.states:
             layer.play_on()
         layer.release(wait=True)

@@ -19,14 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.kv.cache import LAYERS_HELD
-from kvr_mpi.kv.exchange import Exchange, MakeExchange
 from kvr_mpi.kv.rolling import Rolling
+from kvr_mpi.kv.route import MakeRoute, Route
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.compatibility import why_no_chunks
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport.base import LAYERS_AHEAD
 from kvr_mpi.transport.local import PretendedChain
 
@@ -94,22 +94,22 @@ class Footprint:
     takes_chunks: bool = False
     _known: dict[tuple[int, int | None], int] = field(default_factory=dict)
 
-    def exchange_bytes(self, exchange: Exchange, *, reserve_tokens: int = 0, is_spread: bool = False) -> int:
+    def route_bytes(self, route: Route, *, reserve_tokens: int = 0, is_spread: bool = False) -> int:
         """Most bytes a rank takes for a prompt under any strategy, beyond what it holds already.
 
         An upper bound: a rank that does not keep all is taken to hold as many layers as it may before it waits. With
         `is_spread` every rank keeps its own tokens, and none all.
         """
-        is_decode_rank = exchange.rank == exchange.decode_rank
+        is_decode_rank = route.is_last
         layers = sorted((layer.elements for layer in self.shape.layers), reverse=True)
         reserved = reserve_tokens if is_decode_rank else 0
-        computed = sum(stop - start for start, stop in exchange.owned)
+        computed = sum(stop - start for start, stop in route.owned)
         kept = (computed + reserved) * sum(layers) if is_spread else 0
         if is_spread or not is_decode_rank:
             layers = layers[: LAYERS_HELD + 1 + LAYERS_AHEAD]
-        tokens = exchange.capacity + (0 if is_spread else reserved)
-        longest = max(sum(last - first for first, last in chunk) for chunk in exchange.chunks)
-        return (tokens * sum(layers) + kept) * self.shape.dtype_bytes + self.activation_bytes(computed, longest)
+        tokens = route.capacity + (0 if is_spread else reserved)
+        activation_bytes = self.activation_bytes(computed, max(route.chunk_lengths))
+        return (tokens * sum(layers) + kept) * self.shape.dtype_bytes + activation_bytes
 
     def rolling_bytes(self, rolling: Rolling) -> int:
         """Most bytes a prompt takes that goes through a rolling cache, whatever its length."""
@@ -204,7 +204,7 @@ def check_fits(
     partition: Partition,
     free_bytes: Sequence[int],
     reserve_tokens: int,
-    make: MakeExchange = Relay,
+    make: MakeRoute = relay,
     *,
     is_spread: bool = False,
 ) -> None:
@@ -215,7 +215,7 @@ def check_fits(
     free_bytes : sequence of int
         Bytes each rank of the chain has left for prompts, in the order of their slices.
     make : callable
-        The strategy's exchange.
+        The strategy's route.
     is_spread : bool
         Every rank keeps its own tokens, and none all.
 
@@ -226,7 +226,7 @@ def check_fits(
     """
     size = len(free_bytes)
     needs = [
-        footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_spread=is_spread)
+        footprint.route_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_spread=is_spread)
         for rank in range(size)
     ]
     short = [rank for rank, (need, free) in enumerate(zip(needs, free_bytes, strict=True)) if need > free]
@@ -275,7 +275,7 @@ def ranks_that_fit(
     reserve_tokens: int,
     most: int = 4096,
     *,
-    make: MakeExchange = Relay,
+    make: MakeRoute = relay,
     slices_per_rank: int = 1,
     is_spread: bool = False,
 ) -> int | None:
@@ -287,7 +287,7 @@ def ranks_that_fit(
         if size > 1:
             ends.add(size - 2)
         needs = (
-            footprint.exchange_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_spread=is_spread)
+            footprint.route_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_spread=is_spread)
             for rank in ends
         )
         if all(need <= free for need in needs):

@@ -18,11 +18,11 @@ from transformers import DynamicCache
 from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache, SliceDoneError, WriteLayer
-from kvr_mpi.kv.exchange import MakeExchange
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.route import MakeRoute, Range
 from kvr_mpi.kv.shares import Share
-from kvr_mpi.kv.transfers import PromptTransfers, Range
+from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model, run_plain
 from kvr_mpi.model.rope import depends_on_length
@@ -30,7 +30,7 @@ from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.compatibility import check_order, why_no_chunks
 from kvr_mpi.prefill.failure import UNREADABLE, agree, describe_failure, digest_of, is_out_of_memory, is_spared, play_on
-from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.routes import relay
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
@@ -176,12 +176,12 @@ def prefill_kvr(
     **options
         Of `prefill_by`.
     """
-    return prefill_by(Relay, loaded, ids, partition, chain, **options)
+    return prefill_by(relay, loaded, ids, partition, chain, **options)
 
 
 @torch.inference_mode()
 def prefill_by(
-    make: MakeExchange,
+    make: MakeRoute,
     loaded: LoadedModel,
     ids: Sequence[int],
     partition: Partition,
@@ -190,34 +190,34 @@ def prefill_by(
     strategy: str = "kvr",
     **options: Unpack[Options],
 ) -> Prefill:
-    """Prefill on several ranks, which come to each other's keys and values by an exchange.
+    """Prefill on several ranks, which come to each other's keys and values by a route.
 
     Parameters
     ----------
     make : callable
-        Makes the exchange for each place of the slices.
+        Makes the route of each position of the slices.
     ids : sequence of int
         The whole prompt, the same on every rank.
     partition : Partition
-        The prompt's slices, as the exchange takes them; with a prefix the first slice includes it.
+        The prompt's slices, as the route takes them; with a prefix the first slice includes it.
     strategy : str
-        The exchange's name.
+        The strategy's name.
     **options
         See `Options`.
     """
     make, known = _prepare(make, loaded, ids, partition, strategy, options)
     rotation = _rotation(make, partition, chain.size, known, options.get("last"))
-    exchange = make(partition, rotation.place_of(chain.rank), known)
-    check_order(loaded, exchange)
+    route = make(partition, rotation.place_of(chain.rank), known)
+    check_order(loaded, route)
     began = time.perf_counter()
     own, forwarder = None, options.get("forwarder")
     if forwarder is None and chain.size > 1:
-        own = forwarder = Forwarder(chain, forwards=exchange.forwards, device=loaded.device)
+        own = forwarder = Forwarder(chain, forwards=route.forwards, device=loaded.device)
     transfers = None
     if forwarder is not None and chain.size > 1:
-        transfers = PromptTransfers(forwarder, exchange.segments, len(loaded.shape.layers), rotation)
+        transfers = PromptTransfers(forwarder, route.segments, len(loaded.shape.layers), rotation)
     given: dict[str, Any] = {name: value for name, value in options.items() if name in CACHE_OPTIONS}
-    cache = SliceCache(loaded, exchange, transfers, **given)
+    cache = SliceCache(loaded, route, transfers, **given)
     spares_chain = options.get("spares_chain", False)
     logits, failure = _run_slice(loaded, ids, cache, forwarder, options)
     if failure is not None:  # and the error, with all that it held, is forgotten
@@ -225,7 +225,7 @@ def prefill_by(
     failed: list[int] = []
     if spares_chain:
         digest = None if failure is not None else digest_of(ids, partition.bounds, strategy)
-        failed = agree(transfers, exchange.rank, exchange.decode_rank, cache.device, digest)
+        failed = agree(transfers, route.position, route.decode_position, cache.device, digest)
     wait_for_compute(loaded.device)
     seconds = time.perf_counter() - began
     layer_times_s, waits = cache.layer_times_s, transfers.waits if transfers else None
@@ -245,7 +245,7 @@ def prefill_by(
         seconds,
         wait_s=wait_s,
         sent_bytes=transfers.sent_bytes if transfers else 0,
-        last=rotation.rank_of(exchange.decode_rank),
+        last=rotation.rank_of(route.decode_position),
         error=told,
         layer_times_s=layer_times_s,
         send_wait_s=send_wait_s,
@@ -258,9 +258,9 @@ def prefill_by(
 
 
 def _prepare(
-    make: MakeExchange, loaded: LoadedModel, ids: Sequence[int], partition: Partition, strategy: str, options: Options
-) -> tuple[MakeExchange, int]:
-    """Refuse what does not go together; return how exchanges are made, and how many tokens are known already."""
+    make: MakeRoute, loaded: LoadedModel, ids: Sequence[int], partition: Partition, strategy: str, options: Options
+) -> tuple[MakeRoute, int]:
+    """Refuse what does not go together; return how routes are made, and how many tokens are known already."""
     partition.check_tokens(len(ids))
     loaded.shape.check_ids(ids)
     if (chunk_tokens := options.get("chunk_tokens")) is not None:
@@ -268,7 +268,7 @@ def _prepare(
             raise ModelError(f"chunks of {chunk_tokens} tokens: expected at least 1")
         if why := why_no_chunks(loaded):
             raise ModelError(why)
-        if not make(partition, 0).takes_chunks:
+        if not make(partition, 0).in_order:
             raise ModelError(f"strategy = {strategy!r} cannot use chunks; use strategy = 'kvr' for them")
         make = partial(make, chunk_tokens=chunk_tokens)
     make = partial(make, sends_all=options.get("keeps_all", False) or not loaded.attends_in_parts)
@@ -280,16 +280,16 @@ def _prepare(
     return make, prefix.tokens
 
 
-def _rotation(make: MakeExchange, partition: Partition, size: int, known: int, last: int | None) -> Rotation:
+def _rotation(make: MakeRoute, partition: Partition, size: int, known: int, last: int | None) -> Rotation:
     """Turn the slices' places so that a rank has the last one."""
-    return Rotation(size) if last is None else Rotation.bringing(size, make(partition, 0, known).decode_rank, last)
+    return Rotation(size) if last is None else Rotation.bringing(size, make(partition, 0, known).decode_position, last)
 
 
 def _run_slice(
     loaded: LoadedModel, ids: Sequence[int], cache: SliceCache, forwarder: Forwarder | None, options: Options
 ) -> tuple[torch.Tensor | None, str | None]:
     """Run this rank's tokens; return logits (vocab_size,), if there are any, or what went wrong."""
-    mine = [token for first, last in cache.exchange.owned for token in ids[first:last]]
+    mine = [token for first, last in cache.route.owned for token in ids[first:last]]
     logits = None
     try:
         with guarded(loaded.tp_group):

@@ -15,7 +15,7 @@ from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.transfers import Range
+from kvr_mpi.kv.route import Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.tp_group import guarded
@@ -23,7 +23,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.after_compressed import prefill_after_compressed
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
-from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport.local import LocalTransport
 
 # Tokens of a packed forward.
@@ -102,7 +102,7 @@ def _prefill_row(
     for ids, partition, reserve in zip(prompts, partitions, reserves, strict=True):
         if prefix is not None:
             prefix.check(ids)
-        cache = SliceCache(loaded, Relay(partition, 0, start), None, reserve_tokens=reserve, prefix=prefix)
+        cache = SliceCache(loaded, relay(partition, 0, start), None, reserve_tokens=reserve, prefix=prefix)
         cache.keep_in(arena)
         caches.append(cache)
     device = loaded.device

@@ -1,27 +1,28 @@
 """The strategies, one line each: how each is cut, run, forecast and verified, and what it needs of a model.
 
 Stands above the prefill, which runs them, and the cost model, which forecasts them. Jobs, ``first-token``, ``kvr
-verify``, ``kvr plan`` and ``forecast`` take their strategies from here: a new one is a class that keeps the
-`Exchange` protocol, and an entry in `STRATEGIES`.
+verify``, ``kvr plan`` and ``forecast`` take their strategies from here: a new one is a table of routes
+(``routes``), and an entry in `STRATEGIES`.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from kvr_mpi.costs.costmodel import chain_seconds, ring_seconds, single_seconds, tsp_seconds
 from kvr_mpi.errors import ModelError
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.routes import all_gather, relay, ring
 
 if TYPE_CHECKING:  # what runs strategies is imported when they run: forecasts need no torch
     from typing import Unpack
 
     from kvr_mpi.costs.costmodel import RelayKind
     from kvr_mpi.costs.layer_costs import Costs
-    from kvr_mpi.kv.exchange import Exchange, MakeExchange
+    from kvr_mpi.kv.route import MakeRoute, Route
     from kvr_mpi.model import LoadedModel
     from kvr_mpi.prefill.memory_budget import Footprint
     from kvr_mpi.prefill.one_prompt import Options, Prefill
@@ -46,7 +47,7 @@ class Forecast(Protocol):
 class Way:
     """How a strategy runs, and what that takes; `make` is None for plain transformers on one rank."""
 
-    make: MakeExchange | None
+    make: MakeRoute | None
     seconds: Forecast
 
 
@@ -88,12 +89,12 @@ class Strategy:
         """Cut a prompt into slices of one length, after the tokens that are known already."""
         return Partition.even(tokens - known, self.stretches * ranks).after(known)
 
-    def exchanges(self, partition: Partition, known: int = 0, chunk_tokens: int | None = None) -> list[Exchange]:
-        """Make the exchange of every rank, first slice first."""
+    def routes(self, partition: Partition, known: int = 0, chunk_tokens: int | None = None) -> list[Route]:
+        """Make the route of every position, first slice first."""
         make = self.ours.make
         assert make is not None, self.name
-        places = range(partition.size // self.stretches)
-        return [make(partition, place, known, chunk_tokens=chunk_tokens) for place in places]
+        positions = range(partition.size // self.stretches)
+        return [make(partition, position, known, chunk_tokens=chunk_tokens) for position in positions]
 
     def seconds(self, costs: Costs, partition: Partition, known: int = 0) -> float:
         """Forecast the time to the first token, in jobs; nobody computes the first `known` tokens."""
@@ -192,19 +193,6 @@ class Strategy:
         return error, allowed_error(loaded.dtype)
 
 
-def _exchange(name: str, **options: Any) -> MakeExchange:
-    """Make a strategy's exchanges, by their module and class in this room; they are imported when they run."""
-
-    def make(partition: Partition, rank: int, prefix_tokens: int = 0, **more: Any) -> Exchange:
-        module, _, kind = name.partition(":")
-        made: Exchange = getattr(importlib.import_module(f"kvr_mpi.prefill.{module}"), kind)(
-            partition, rank, prefix_tokens, **options, **more
-        )
-        return made
-
-    return make
-
-
 def _single(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cut-through") -> float:
     return single_seconds(costs, sum(lengths))
 
@@ -226,26 +214,26 @@ STRATEGIES: Mapping[str, Strategy] = {
         Strategy(
             "tsp-dense",
             "even slices, an all-gather in every layer, the whole rectangle computed",
-            Way(_exchange("all_gather:AllGather", dense=True), _tsp(True)),
+            Way(partial(all_gather, is_dense=True), _tsp(True)),
         ),
         Strategy(
             "tsp-causal",
             "the same without the tokens after a slice",
-            Way(_exchange("all_gather:AllGather", dense=False, saves_last_layer=True), _tsp(False)),
-            published=Way(_exchange("all_gather:AllGather", dense=False), _tsp(False)),
+            Way(partial(all_gather, is_dense=False, saves_last_layer=True), _tsp(False)),
+            published=Way(partial(all_gather, is_dense=False), _tsp(False)),
         ),
         Strategy(
             "ring",
             "zigzag ring attention",
-            Way(_exchange("ring:Ring", saves_last_layer=True), _ring(True)),
-            published=Way(_exchange("ring:Ring"), _ring(False)),
+            Way(partial(ring, saves_last_layer=True), _ring(True)),
+            published=Way(ring, _ring(False)),
             stretches=2,
             in_jobs=True,
         ),
         Strategy(
             "kvr",
             "KV-Runahead: uneven slices, keys and values passed down the chain",
-            Way(_exchange("relay:Relay"), chain_seconds),
+            Way(relay, chain_seconds),
             has_cuts=True,
             in_jobs=True,
             needs_parts=False,

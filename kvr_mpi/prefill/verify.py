@@ -96,7 +96,7 @@ def _strategies(
                 return one.prefill(loaded, ids, cut, world, lends=one.in_jobs, reserve_tokens=NEW_TOKENS)
 
             name = f"{one.name} {how} {partition}" if how else one.name
-            yield name, one.exchanges(partition)[0].decode_rank, run
+            yield name, one.routes(partition)[0].decode_position, run
         if one.takes_chunks and why_no_chunks(loaded) is None:
             cut, length = one.cut_evenly(tokens, world.size), draw.randrange(1, max(2, tokens // (2 * world.size)))
 
@@ -105,7 +105,7 @@ def _strategies(
             ) -> Prefill:
                 return one.prefill(loaded, ids, cut, world, reserve_tokens=NEW_TOKENS, chunk_tokens=many)
 
-            yield f"{one.name} in chunks of {length}", one.exchanges(cut)[0].decode_rank, run_chunks
+            yield f"{one.name} in chunks of {length}", one.routes(cut)[0].decode_position, run_chunks
 
 
 def does_not_fit(loaded: LoadedModel) -> list[str]:

@@ -16,13 +16,13 @@ from kvr_mpi.job.combinations import PROMPTS, why_no_effect
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.cache import WriteLayer
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.transfers import Range
+from kvr_mpi.kv.route import Range
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import check_fits, check_rolling_fits
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.registry import KVR, STRATEGIES
-from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.routes import relay
 from kvr_mpi.prefill.streaming import prefill_rolling
 from kvr_mpi.requests.prompt_request import PromptRequest
 from kvr_mpi.requests.shared_document import SharedDocument
@@ -170,7 +170,7 @@ class ChainRunner:
             elif plan.partition is None:
                 check_fits(footprint, Partition((0, plan.prompt.tokens)), free, plan.new_tokens)
             else:
-                make = partial(plan.strategy.ours.make or Relay, chunk_tokens=plan.chunk_tokens)
+                make = partial(plan.strategy.ours.make or relay, chunk_tokens=plan.chunk_tokens)
                 check_fits(
                     footprint, plan.partition, free * self.chain.size, plan.new_tokens, make, is_spread=self.is_spread
                 )
@@ -191,8 +191,8 @@ class ChainRunner:
             needs[plan.decode_rank] = own + self._setup.kv_bytes(plan.shared_tokens)
         else:
             new_tokens = 0 if plan.shared_tokens else plan.new_tokens
-            exchanges = plan.strategy.exchanges(plan.partition, plan.known_tokens, plan.chunk_tokens)
-            needs = self._slices.needs(exchanges, plan.decode_rank, new_tokens)
+            routes = plan.strategy.routes(plan.partition, plan.known_tokens, plan.chunk_tokens)
+            needs = self._slices.needs(routes, plan.decode_rank, new_tokens)
             needs[plan.decode_rank] += own if plan.shared_tokens else 0
         spare = 0 if (arena := self._setup.arena) is None else arena.spare_bytes
         return all(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from kvr_mpi.kv.exchange import Exchange
+from kvr_mpi.kv.route import Route
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.registry import KVR, Strategy, choose_chunks
 from kvr_mpi.schedule.partitioner import Partitioner
@@ -63,7 +63,7 @@ class SlicePlanner:
             fitting = (
                 one
                 for one in order
-                if max(self.needs(one.exchanges(self.cut(one, tokens, known, last), known), last, new_tokens)) <= free
+                if max(self.needs(one.routes(self.cut(one, tokens, known, last), known), last, new_tokens)) <= free
             )
             self._chosen[key] = next(fitting, next((one for one in order if one.takes_chunks), order[0]))
         return self._chosen[key]
@@ -78,19 +78,19 @@ class SlicePlanner:
         """Say in chunks of how many tokens slices are computed, on an otherwise empty chain; None: at once."""
 
         def fits(chunk_tokens: int | None) -> bool:
-            exchanges = strategy.exchanges(partition, known, chunk_tokens)
-            return max(self.needs(exchanges, self._size - 1, new_tokens)) <= min(self._free_bytes)
+            routes = strategy.routes(partition, known, chunk_tokens)
+            return max(self.needs(routes, self._size - 1, new_tokens)) <= min(self._free_bytes)
 
         return choose_chunks(self._spec.parallel.chunk_tokens, strategy, self._setup.footprint, fits)
 
-    def needs(self, exchanges: Sequence[Exchange], decode_rank: int, new_tokens: int) -> list[int]:
+    def needs(self, routes: Sequence[Route], decode_rank: int, new_tokens: int) -> list[int]:
         """Bytes each rank of the chain takes for a prompt while it is prefilled."""
         assert self._setup.footprint is not None
         size, needs = self._size, [0] * self._size
-        for exchange in exchanges:
-            rotation = Rotation.bringing(size, exchange.decode_rank, decode_rank)
-            needs[rotation.rank_of(exchange.rank)] = self._setup.footprint.exchange_bytes(
-                exchange, reserve_tokens=new_tokens, is_spread=self._spec.is_spread
+        for route in routes:
+            rotation = Rotation.bringing(size, route.decode_position, decode_rank)
+            needs[rotation.rank_of(route.position)] = self._setup.footprint.route_bytes(
+                route, reserve_tokens=new_tokens, is_spread=self._spec.is_spread
             )
         return needs
 

@@ -28,7 +28,7 @@ from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
 from kvr_mpi.prefill.packed import PACK_TOKENS
 from kvr_mpi.prefill.registry import KVR, Strategy, candidates, choose_chunks, fastest
-from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.routes import relay
 from kvr_mpi.schedule.placement import Seconds
 from kvr_mpi.tuning.lookup import choose_slices
 from kvr_mpi.tuning.table import FOLDER, Table, load_table, table_files
@@ -295,12 +295,12 @@ def with_memory(forecast: Forecast, footprint: Footprint, memory_bytes: float, h
             return held_bytes + footprint.rolling_bytes(forecast.rolling)
         size = min(ranks, tokens)
         strategy = forecast.strategy(tokens, size)
-        make = strategy.ours.make or Relay
+        make = strategy.ours.make or relay
         partition = forecast.cut_for(strategy, tokens, size)
         # The first slice is the longest, one of the end ranks keeps everything; between them the last but one has most.
         ends = {0, max(0, size - 2), size - 1}
         made = (make(partition, rank, chunk_tokens=chunk_tokens) for rank in ends)
-        return held_bytes + max(footprint.exchange_bytes(one, reserve_tokens=forecast.new_tokens) for one in made)
+        return held_bytes + max(footprint.route_bytes(one, reserve_tokens=forecast.new_tokens) for one in made)
 
     @functools.cache
     def chunks(tokens: int, ranks: int) -> int | None:

@@ -22,7 +22,7 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.paged import PagedArena, pages_for
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.kv.transfers import Range
+from kvr_mpi.kv.route import Range
 from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.prefill.memory_budget import Footprint
 from kvr_mpi.prefill.registry import Strategy

@@ -29,7 +29,7 @@ from kvr_mpi.model.cpu_attention import attention_kernel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
 from kvr_mpi.prefill.packed import prefill_packed
-from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport import Transport, gather_json, share_json
 
 PROBE_TOKENS = 16
@@ -139,7 +139,7 @@ def kept_token_seconds(loaded: LoadedModel, chain: Transport) -> float:
 @torch.inference_mode()
 def _made_up(loaded: LoadedModel, tokens: int) -> SliceCache:
     """Make the cache of a prompt that nobody has computed, and of whose last token it is the turn to attend."""
-    made = SliceCache(loaded, Relay(Partition((0, tokens)), 0), None)
+    made = SliceCache(loaded, relay(Partition((0, tokens)), 0), None)
     made.finish()
     for layer in made.layers:
         layer.post()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from benchmarks.catalogue_table import render
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
-from kvr_mpi.prefill.ring import Ring
+from kvr_mpi.prefill.registry import STRATEGIES, Way
 
 pytestmark = pytest.mark.slow
 TABLE = ROOT / "docs" / "architectures.md"
@@ -111,7 +112,9 @@ def test_a_strategy_may_be_refused_but_not_fail(monkeypatch: pytest.MonkeyPatch)
     def fail(*args: Any, **kwargs: Any) -> None:
         raise error
 
-    monkeypatch.setattr(Ring, "__init__", fail)
+    ring = STRATEGIES["ring"]
+    broken = replace(ring, published=Way(fail, ring.ours.seconds))
+    monkeypatch.setattr(exactness, "STRATEGIES", {**STRATEGIES, "ring": broken})
     error: Exception = ModelError("no ring of this model")
     verdict = judge_entry(catalogue()["llama gqa"])
     assert verdict.kind == "exact (fast)"

@@ -169,7 +169,7 @@ def test_a_wait_in_a_layer_is_seen(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
         torch.tensor([0, query.shape[2]], dtype=torch.int32, device=query.device)
         return whole(query, *args, **options)
 
-    monkeypatch.setattr("kvr_mpi.prefill.relay.attend", with_table)
+    monkeypatch.setattr("kvr_mpi.kv.layer.attend", with_table)
     assert gpu.waits_per_layer(run_alone, "llama-gqa", as_it_is) == 1
     row = torch.empty(4, device=GPU)
     with Traffic() as traffic:

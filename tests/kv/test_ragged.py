@@ -24,7 +24,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, run_next
-from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.routes import relay
 
 __all__ = ["one_thread"]  # a fixture of every test here
 
@@ -323,7 +323,7 @@ def test_memory_is_given_back(by_heads: bool) -> None:
     retained: Retained = [[torch.arange(tokens // 8), torch.arange(3 * tokens // 8)] for _ in range(3)]
     gc.collect()
     before = resident_bytes()
-    cache = SliceCache(loaded, Relay(Partition((0, tokens)), 0), None)
+    cache = SliceCache(loaded, relay(Partition((0, tokens)), 0), None)
     cache.finish()
     for layer in cache.layers:
         layer.post()

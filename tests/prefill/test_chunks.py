@@ -84,8 +84,8 @@ def test_chunks_end_at_the_same_tokens_however_the_prompt_is_cut() -> None:
     for options in ({"prefix": prefix}, {}):
         run = prefill_kvr(loaded, ids, Partition((0, 70)), LocalTransport(), chunk_tokens=16, **options)
         caches.append(run)
-    assert caches[0].cache.chunks == [[(21, 32)], [(32, 48)], [(48, 64)], [(64, 70)]]
-    assert caches[1].cache.chunks[1:] == [[(16, 32)], [(32, 48)], [(48, 64)], [(64, 70)]]
+    assert caches[0].cache.chunks == (((21, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
+    assert caches[1].cache.chunks[1:] == (((16, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
     assert torch.allclose(caches[0].logits, caches[1].logits, atol=1e-4)
 
 
@@ -200,12 +200,12 @@ def test_memory_decides_on_chunks_only_where_it_is_short() -> None:
 
     def chosen(asked: Any, free_bytes: int, strategy: str = "kvr") -> int | None:
         def fits(chunk_tokens: int | None) -> bool:
-            exchanges = KVR.exchanges(partition, 0, chunk_tokens)
-            return max(footprint.exchange_bytes(one) for one in exchanges) <= free_bytes
+            routes = KVR.routes(partition, 0, chunk_tokens)
+            return max(footprint.route_bytes(one) for one in routes) <= free_bytes
 
         return choose_chunks(asked, STRATEGIES[strategy], footprint, fits)
 
-    needs = {size: max(map(footprint.exchange_bytes, KVR.exchanges(partition, 0, size))) for size in (None, 2048, 512)}
+    needs = {size: max(map(footprint.route_bytes, KVR.routes(partition, 0, size))) for size in (None, 2048, 512)}
     assert needs[None] > needs[2048] > needs[512]
     assert chosen("auto", needs[None]) is None
     assert chosen("auto", needs[None] - 1) == 2048
@@ -254,9 +254,7 @@ def test_jobs_run_in_chunks_and_answer_the_same(
     footprint = footprint_of(tf.AutoConfig.from_pretrained(tiny_model_dir), torch.float32)
     cuts = [Partition(record.slices) for record in read_run(tmp_path / "auto") if len(record.slices) == 3]
     needs = {
-        size: max(
-            footprint.exchange_bytes(one, reserve_tokens=6) for cut in cuts for one in KVR.exchanges(cut, 0, size)
-        )
+        size: max(footprint.route_bytes(one, reserve_tokens=6) for cut in cuts for one in KVR.routes(cut, 0, size))
         for size in (None, 128)
     }
     assert len(cuts) == 2 and needs[128] < needs[None]

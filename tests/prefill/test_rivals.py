@@ -14,7 +14,7 @@ from kvr_mpi.kv.contents import layer_kv
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
-from kvr_mpi.prefill.ring import Ring
+from kvr_mpi.prefill.routes import ring
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 RIVALS: dict[str, Callable[..., Prefill]] = {
@@ -66,9 +66,9 @@ def test_what_crosses_the_links() -> None:
 def test_every_stretch_of_a_ring_has_one_owner() -> None:
     for size in range(1, 6):
         partition = Partition.even(97, 2 * size)
-        owned = sorted(bounds for rank in range(size) for bounds in Ring(partition, rank).owned)
+        owned = sorted(bounds for rank in range(size) for bounds in ring(partition, rank).owned)
         assert owned == sorted((partition.start(i), partition.stop(i)) for i in range(2 * size))
-        assert Ring(partition, 0).owned[-1][1] == 97
+        assert ring(partition, 0).owned[-1][1] == 97
 
 
 def test_a_ring_of_one_is_the_whole_prompt() -> None:

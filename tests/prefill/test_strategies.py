@@ -20,11 +20,13 @@ from pipelines import Failing
 
 from kvr_mpi.cli.plan import plan
 from kvr_mpi.errors import DocumentError, ModelError
+from kvr_mpi.kv.route import Route
 from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import check_fits, footprint_of
 from kvr_mpi.prefill.registry import KVR, MARGIN, STRATEGIES, candidates, fastest
+from kvr_mpi.prefill.routes import ring
 from kvr_mpi.prefill.verify import verify
 from kvr_mpi.schedule.strategy_choice import choose_strategies
 from kvr_mpi.store.folder import read_run
@@ -226,8 +228,8 @@ def test_every_strategy_of_the_registry_is_exact_behind_a_prefix(name: str) -> N
             found = ranks[1].logits
             assert found is not None and ranks[1].strategy == strategy.name
             torch.testing.assert_close(found, truth, atol=1e-4, rtol=0)
-            assert len(strategy.exchanges(cut, known)) == 3
-            owned = [stretch for one in strategy.exchanges(cut, known) for stretch in one.owned]
+            assert len(strategy.routes(cut, known)) == 3
+            owned = [stretch for one in strategy.routes(cut, known) for stretch in one.owned]
             assert sum(stop - start for start, stop in owned) == 61 - known
 
 
@@ -246,22 +248,23 @@ def test_models_that_cannot_go_round_are_refused_by_name() -> None:
         RING.check(state)
 
 
-def test_a_ring_that_answers_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvr_mpi.prefill.ring import Ring
+def test_a_ring_that_answers_wrongly_is_found() -> None:
+    def attend_to_one_neighbour(*args: Any, **options: Any) -> Route:
+        route = ring(*args, **options)
+        return replace(route, steps=route.steps[:1])
 
     loaded = tiny("llama-gqa")
     prepare_model(loaded.model, chain=True)
-    sources = Ring._sources
-    monkeypatch.setattr(Ring, "_sources", lambda ring: sources(ring)[:1])  # looks at one neighbour only
+    wrong = replace(RING, ours=replace(RING.ours, make=attend_to_one_neighbour))
     with pytest.raises(ModelError, match="a ring differs from one rank by"):
-        RING.check(loaded)
+        wrong.check(loaded)
 
 
 def test_a_rings_memory_is_that_of_whole_buffers() -> None:
     loaded = tiny("llama-gqa")
     footprint = footprint_of(loaded.model.config, loaded.dtype)
     cut, kv_bytes = RING.cut_evenly(1000, 2), loaded.shape.kv_bytes_per_token
-    decode_rank, other = (footprint.exchange_bytes(one, reserve_tokens=24) for one in RING.exchanges(cut))
+    decode_rank, other = (footprint.route_bytes(one, reserve_tokens=24) for one in RING.routes(cut))
     computed = footprint.activation_bytes(500)
     assert (decode_rank, other) == (1024 * kv_bytes + computed, 1000 * kv_bytes + computed)
     make = RING.ours.make

@@ -62,7 +62,7 @@ def test_no_memory_on_one_rank_is_an_error_record(
     longest = max(wanted.values(), key=lambda record: record.prompt_tokens)
 
     def no_memory(model: Any, ids: torch.Tensor, cache: SliceCache, **options: Any) -> torch.Tensor:
-        partition = getattr(cache.exchange, "partition", None)
+        partition = getattr(cache.route, "partition", None)
         if threading.current_thread().name == "rank 1" and partition and partition.tokens == longest.prompt_tokens:
             raise MemoryError("out of memory (on purpose)")
         return run_model(model, ids, cache, **options)

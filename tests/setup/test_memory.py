@@ -15,7 +15,7 @@ from models import CONFIGS, tiny
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, check_fits, footprint_of, ranks_that_fit
-from kvr_mpi.prefill.relay import Relay
+from kvr_mpi.prefill.routes import relay
 from kvr_mpi.setup import host_memory as memory
 
 # Models without windows, softcaps or sinks, whose attention is one kernel.
@@ -40,18 +40,18 @@ def test_the_last_rank_keeps_everything_and_the_others_a_few_layers() -> None:
     footprint = footprint_of(loaded.model.config, loaded.dtype)
     partition = Partition((0, 600, 1000))
     kv_bytes = loaded.shape.kv_bytes_per_token
-    last = footprint.exchange_bytes(Relay(partition, 1), reserve_tokens=24)
+    last = footprint.route_bytes(relay(partition, 1), reserve_tokens=24)
     assert last == 1024 * kv_bytes + footprint.activation_bytes(400)
-    first = footprint.exchange_bytes(Relay(partition, 0), reserve_tokens=24)
+    first = footprint.route_bytes(relay(partition, 0), reserve_tokens=24)
     assert first <= 600 * kv_bytes + footprint.activation_bytes(600)
 
 
 def test_what_does_not_fit_is_refused_with_the_number_of_ranks_that_would_do() -> None:
     footprint = footprint_of(tiny("llama-gqa").model.config, torch.float32)
     partition = Partition.even(4096, 2)
-    need = max(footprint.exchange_bytes(Relay(partition, rank)) for rank in (0, 1))
+    need = max(footprint.route_bytes(relay(partition, rank)) for rank in (0, 1))
     check_fits(footprint, partition, [need, need], 0)
-    alone = footprint.exchange_bytes(Relay(Partition((0, 4096)), 0))
+    alone = footprint.route_bytes(relay(Partition((0, 4096)), 0))
     with pytest.raises(DocumentError, match=r"4096 tokens does not fit: rank 0 of 1 needs .* 2 ranks would be enough"):
         check_fits(footprint, Partition((0, 4096)), [(alone + need) // 2], 0)
     assert ranks_that_fit(footprint, 4096, need, 0) == 2

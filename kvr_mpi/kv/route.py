@@ -1,0 +1,182 @@
+"""A strategy as data: what each position of a prompt's slices owns, sends, receives and attends to, in order.
+
+Tables of routes are made in ``prefill.routes``. One loop runs them: `LayerTransfers.post` and `share` move segments,
+`SliceLayer` attends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from kvr_mpi.model.masks import Visibility
+    from kvr_mpi.partition import Partition
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One segment's way over this position.
+
+    segment : its number among all of the layer.
+    bounds : its tokens.
+    source : position that it comes from; None: it is this position's own.
+    dest : position that it is sent to, or forwarded to as it arrives; None: it stays.
+    """
+
+    segment: int
+    bounds: Range
+    source: int | None
+    dest: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Attention to some tokens once they are here.
+
+    segments : those that have to arrive first.
+    ranges : the tokens attended to, one call of attention each.
+    first_query : the first of this position's queries that attend.
+    """
+
+    segments: tuple[int, ...]
+    ranges: tuple[Range, ...]
+    first_query: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One strategy at one position of a prompt's slices; positions need not be in the order of the chain's ranks.
+
+    partition : of the prompt.
+    position : whose route this is.
+    decode_position : ends with all keys and values, and the last token.
+    segments : messages of keys and values of a layer, over all positions.
+    owned : the tokens this position computes.
+    chunks : those that it computes together, in order; one of all, unless it computes them in chunks.
+    capacity : tokens a layer's buffer holds.
+    hops : own segments in the order in which they are sent, then the others in the order in which they come.
+    steps : what is attended to after the own tokens.
+    reads_from : the first token of this position that reads what comes; None: it is sent everything.
+    next_reads_from : the first token of the next position, likewise.
+    in_order : each position goes on where the one before has ended; only then can it compute in chunks.
+    saves_last_layer : what nobody reads of the last layer is left out.
+    is_dense : the whole rectangle of own and all tokens is computed, and masked.
+    slots : segments for which a rank without buffers needs room, so that no rank waits for ever (``failure``).
+    """
+
+    partition: Partition
+    position: int
+    decode_position: int
+    segments: int
+    owned: tuple[Range, ...]
+    chunks: tuple[tuple[Range, ...], ...]
+    capacity: int
+    hops: tuple[Hop, ...]
+    steps: tuple[Step, ...]
+    reads_from: int | None = None
+    next_reads_from: int | None = None
+    in_order: bool = False
+    saves_last_layer: bool = True
+    is_dense: bool = False
+    slots: int = 1
+
+    @property
+    def forwards(self) -> bool:
+        """Whether this position passes segments on."""
+        return any(hop.source is not None and hop.dest is not None for hop in self.hops)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this position ends with all keys and values."""
+        return self.position == self.decode_position
+
+    @property
+    def chunk_lengths(self) -> list[int]:
+        """Tokens of each chunk."""
+        return [sum(last - first for first, last in chunk) for chunk in self.chunks]
+
+    @property
+    def longest_segment(self) -> int:
+        """Tokens of the longest segment that is sent or received here."""
+        return max((hop.bounds[1] - hop.bounds[0] for hop in self.hops), default=0)
+
+    def received(self, bounds: Range, visibility: Visibility) -> Range | None:
+        """Which tokens of a segment this position is sent; None if it sees none."""
+        return _seen_from(bounds, self.reads_from, visibility)
+
+    def sent(self, bounds: Range, visibility: Visibility) -> Range | None:
+        """Which tokens of a segment this position sends or forwards; None if the next ones see none."""
+        return _seen_from(bounds, self.next_reads_from, visibility)
+
+    def first_held(self, visibility: Visibility) -> int:
+        """Position of the first token from which on this rank has all keys and values of such a layer."""
+        first = 0 if self.reads_from is None else visibility.first_key(self.reads_from)
+        received_from = min((hop.bounds[0] for hop in self.hops if hop.source is not None), default=0)
+        return 0 if first <= received_from else first
+
+
+class MakeRoute(Protocol):
+    """How a strategy makes the route of one position."""
+
+    def __call__(
+        self,
+        partition: Partition,
+        position: int,
+        known: int = 0,
+        *,
+        sends_all: bool = False,
+        chunk_tokens: int | None = None,
+    ) -> Route:
+        """Make it.
+
+        Parameters
+        ----------
+        known : int
+            The first tokens, which every rank has already; they are within the first slice.
+        sends_all : bool
+            Send all tokens of layers with a window or chunks, too.
+        chunk_tokens : int or None
+            Ranks compute and send their tokens in chunks, which end at multiples of this. A strategy that is not in
+            order takes none; that is refused before (`prefill.one_prompt`).
+        """
+
+
+def in_two_groups(steps: tuple[Step, ...]) -> list[Step]:
+    """Join the steps that wait for segments into two; neighbouring ranges become one call of attention.
+
+    One call and one merge for each segment cost a GPU more time than is gained by overlapping with segments that are
+    still on their way. The first group has at least half of the tokens.
+    """
+    coming = [step for step in steps if step.segments]
+    joined = [step for step in steps if not step.segments]
+    tokens, seen, group = sum(map(_tokens_of, coming)), 0, list[Step]()
+    for step in coming:
+        group.append(step)
+        before, seen = seen, seen + _tokens_of(step)
+        if 2 * before < tokens <= 2 * seen or step is coming[-1]:
+            segments = tuple(segment for one in group for segment in one.segments)
+            joined.append(Step(segments, _joined([each for one in group for each in one.ranges])))
+            group = []
+    return joined
+
+
+def _joined(ranges: list[Range]) -> tuple[Range, ...]:
+    found: list[Range] = []
+    for first, last in sorted(ranges):
+        if found and found[-1][1] == first:
+            found[-1] = (found[-1][0], last)
+        else:
+            found.append((first, last))
+    return tuple(found)
+
+
+def _tokens_of(step: Step) -> int:
+    return sum(last - first for first, last in step.ranges)
+
+
+def _seen_from(bounds: Range, position: int | None, visibility: Visibility) -> Range | None:
+    first = bounds[0] if position is None else max(bounds[0], visibility.first_key(position))
+    return (first, bounds[1]) if first < bounds[1] else None
