@@ -2,8 +2,9 @@
 
 Once for a processor, a number of threads, torch's version and a model's shapes: each way beside the module's own code,
 back to back, at the row counts that matter (`model.kernels.ROWS`). All ranks of a host measure at once, as they will
-work, and take the same ways. What was found is kept in ``KVR_CACHE``; what is chosen of it is tried on random numbers
-at every row count, each time, before it is used.
+work, and take the same ways. What was found is kept in ``KVR_CACHE``, and measured again by the next jobs if
+other programs ran meanwhile; what is chosen of it is tried on random numbers at every row count, each time, before it
+is used.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ COPY_SHARE = 0.25
 # Models with fewer features than this gain nothing worth a compiler.
 LEAST_FEATURES = 256
 PAIRS, SAMPLE_S = 5, 1e-3
+# Measured again by the next job if a rank had its processor for less than this share of the time, up to so many times.
+QUIET_SHARE, MOST_TRIES = 0.95, 3
 # A call that takes longer is not measured: fewer rows stand for it.
 MOST_CALL_S = 0.2
 MOST_FILE_BYTES = 1 << 20
@@ -54,13 +57,24 @@ Gains = dict[str, dict[str, list[float]]]
 
 
 class _Kept(BaseModel):
-    """What a file in the cache says: how many times faster each way is than plain, at each of `ROWS`."""
+    """What a file in the cache says: how many times faster each way is than plain, at each of `ROWS`.
+
+    busy_share : for which share of the time the rank with least of it had its processor while it measured.
+    tries : how often it was measured; this is the one with the largest share.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     holds_for: str
     rows: list[int]
     gains: dict[str, dict[str, list[Annotated[float, Field(ge=0, le=1e6)]]]]
+    busy_share: Annotated[float, Field(ge=0)]
+    tries: Annotated[int, Field(ge=1)]
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no later job measures again."""
+        return self.busy_share >= QUIET_SHARE or self.tries >= MOST_TRIES
 
 
 def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache_dir: Path, say: Say) -> None:
@@ -87,23 +101,34 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         holds_for = _holds_for(pieces, attention)
         file = cache_dir / "kernels" / f"{xxhash.xxh3_64_hexdigest(holds_for.encode())}.json"
         known = _read(file, holds_for, pieces)
-        if known is None:
-            say("measuring kernels for this model on this processor, once: some seconds")
-        mine = together(world, partial(_known_or_measured, known, pieces))
-        views = share_json(world, gather_json(world, [socket.gethostname(), mine]))
-        gains = _middle(mine, [found for host, found in views if host == socket.gethostname()])
+        is_known = known is not None and known.is_final
+        if not is_known:
+            again = "" if known is None else " again, since other programs ran when it was measured"
+            say(f"measuring kernels for this model on this processor{again}: some seconds")
+        mine, share = together(world, partial(_known_or_measured, known if is_known else None, pieces))
+        views = share_json(world, gather_json(world, [socket.gethostname(), mine, share]))
+        here = [(found, share) for host, found, share in views if host == socket.gethostname()]
+        gains, share = _middle(mine, [found for found, _ in here]), min(share for _, share in here)
+        if known is not None and share < known.busy_share:
+            gains, share = known.gains, known.busy_share
         ways = _right_ways(pieces, choose_ways(gains, _copy_bytes(loaded.model, narrowed), room), say)
     if attention is not None and (taken := ways.get(attention_name(loaded))) is not None:
         give_kernel(loaded.model, CpuAttention(attention, taken))
     del pieces
-    if known is None and world.local_rank == 0:
-        _keep(file, holds_for, gains, say)
+    if not is_known and world.local_rank == 0:
+        tries = 1 if known is None else known.tries + 1
+        _keep(file, _Kept(holds_for=holds_for, rows=list(ROWS), gains=gains, busy_share=share, tries=tries), say)
     give_products(loaded.model, ways, products, narrowed)
-    say(_describe(ways, kernel_bytes(loaded.model), "measured" if known is None else "from earlier measurements"))
+    say(_describe(ways, kernel_bytes(loaded.model), "from earlier measurements" if is_known else "measured"))
 
 
-def _known_or_measured(known: Gains | None, pieces: Sequence[Piece]) -> Gains:
-    return measure_gains(pieces) if known is None else known
+def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Gains, float]:
+    """Return the gains, and for which share of the time that measuring took this thread had a processor."""
+    if known is not None:
+        return known.gains, known.busy_share
+    began_s, ran_s = time.perf_counter(), time.thread_time()
+    gains = measure_gains(pieces)
+    return gains, (time.thread_time() - ran_s) / (time.perf_counter() - began_s)
 
 
 def _open_attention(loaded: LoadedModel, cache_dir: Path, say: Say, *, compiles: bool) -> AttentionLibrary | None:
@@ -252,7 +277,7 @@ def _holds_for(pieces: Sequence[Piece], attention: AttentionLibrary | None) -> s
     )
 
 
-def _read(file: Path, holds_for: str, pieces: Sequence[Piece]) -> Gains | None:
+def _read(file: Path, holds_for: str, pieces: Sequence[Piece]) -> _Kept | None:
     """Read what was measured before; None if there is nothing of the kind that is expected."""
     try:
         kept = _Kept.model_validate_json(read_regular(file, MOST_FILE_BYTES))
@@ -261,11 +286,10 @@ def _read(file: Path, holds_for: str, pieces: Sequence[Piece]) -> Gains | None:
     expected = {piece.name: set(piece.ways) - {PLAIN} for piece in pieces}
     same = {name: set(ways) for name, ways in kept.gains.items()} == expected
     whole = all(len(row) == len(ROWS) for ways in kept.gains.values() for row in ways.values())
-    return kept.gains if same and whole and kept.holds_for == holds_for and kept.rows == list(ROWS) else None
+    return kept if same and whole and kept.holds_for == holds_for and kept.rows == list(ROWS) else None
 
 
-def _keep(file: Path, holds_for: str, gains: Gains, say: Say) -> None:
-    kept = _Kept(holds_for=holds_for, rows=list(ROWS), gains=gains)
+def _keep(file: Path, kept: _Kept, say: Say) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with replacing(file) as stream:

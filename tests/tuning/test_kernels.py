@@ -28,6 +28,12 @@ ROOM = 1 << 34
 needs_onednn = pytest.mark.skipif(MULTIPLY is None, reason="this torch has no oneDNN")
 
 
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take this machine for quiet, whatever runs on it."""
+    monkeypatch.setattr(kernels, "QUIET_SHARE", 0.0)
+
+
 @pytest.fixture
 def loaded() -> Iterator[Any]:
     found = tiny("llama-gqa")
@@ -134,6 +140,32 @@ def test_it_is_measured_once_for_a_machine_and_a_model(loaded: Any, gains: list[
     finally:
         torch.set_num_threads(threads)
     assert len(gains) == 2
+
+
+@needs_onednn
+def test_what_was_measured_beside_other_programs_is_measured_again_a_few_times(
+    loaded: Any, gains: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "QUIET_SHARE", float("inf"))  # never had a rank its processor to itself
+    for _ in range(kernels.MOST_TRIES + 2):
+        choose(loaded, tmp_path)
+    assert len(gains) == kernels.MOST_TRIES
+
+
+@needs_onednn
+def test_what_was_measured_beside_other_programs_gives_way_to_what_was_not(
+    loaded: Any, gains: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "QUIET_SHARE", float("inf"))
+    choose(loaded, tmp_path)
+    (file,) = (tmp_path / "kernels").iterdir()
+    kept = json.loads(file.read_text())
+    loud = {name: {way: [0.5] * len(ROWS) for way in ways} for name, ways in kept["gains"].items()}
+    for share, gain in ((0.0, 2.0), (1e9, 0.5)):  # less, and more, than any measurement has
+        file.write_text(json.dumps({**kept, "gains": loud, "busy_share": share}))
+        choose(loaded, tmp_path)
+        found = json.loads(file.read_text())["gains"]
+        assert {each for ways in found.values() for row in ways.values() for each in row} == {gain}
 
 
 @needs_onednn
