@@ -1,4 +1,4 @@
-"""Transports of test programs, by name: those that jobs may ask for, and gloo, which runs NCCL's code on CPUs."""
+"""Transports of test programs, by name: those that jobs may ask for, and NCCL's way over gloo."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gloo import GlooTransport
 
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.choose import open_transport, warm_up
-from kvr_mpi.transport.torchdist import TorchDistTransport
 
 CPU = torch.device("cpu")
 
@@ -18,6 +18,6 @@ def open_ranks(world: Transport, name: Any) -> Transport:
     """Connect every pair of ranks; all of them call this."""
     if name != "gloo":
         return open_transport(world, name, CPU, cache_dir=Path("/nonexistent"), every_pair=True)[0]
-    ranks = TorchDistTransport(world, "gloo", CPU)
+    ranks = GlooTransport(world, CPU)
     warm_up(ranks, CPU, every_pair=True)
     return ranks

@@ -47,6 +47,17 @@ class Request(Protocol):
         """Return when it has ended."""
 
 
+class Ended:
+    """A transfer that has ended."""
+
+    def test(self) -> bool:
+        """Say so."""
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
 class Transport(Protocol):
     """What ranks need of each other.
 

@@ -21,7 +21,7 @@ from kvr_mpi.topology import following
 from kvr_mpi.transport.base import Transport, gather_json, share_json, together
 from kvr_mpi.transport.mpi import MpiTransport
 from kvr_mpi.transport.mpi_query import cuda_support, library_version, loaded_libraries
-from kvr_mpi.transport.torchdist import TorchDistTransport
+from kvr_mpi.transport.nccl import NcclTransport
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ def open_transport(
     name, why = together(world, lambda: choose(wanted, views, in_processes=isinstance(world, MpiTransport)))
     transport = world
     if name == "nccl":
-        transport = TorchDistTransport(world, "nccl", device)
+        transport = NcclTransport(world, device)
     elif isinstance(world, MpiTransport):
         transport = world.handing("staged" if name == "staged" else "direct" if mine.device == "cuda" else "host")
     warm_up(transport, device, every_pair=every_pair)

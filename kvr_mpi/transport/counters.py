@@ -7,7 +7,7 @@ once and in one step, so two ranks never draw the same number: that is how docum
 from __future__ import annotations
 
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 from kvr_mpi.transport.base import Transport
 from kvr_mpi.transport.local import LocalTransport, shared_counts
@@ -17,19 +17,6 @@ from kvr_mpi.transport.mpi import MpiTransport
 LOOK_IN_S = 0.002
 
 
-class Counters(Protocol):
-    """Whole numbers, all 0 to begin with."""
-
-    def add(self, slot: int, amount: int = 1) -> int:
-        """Add to one of them and return what it was before; in one step, whoever else adds."""
-
-    def read(self) -> list[int]:
-        """Return all of them, each as it was at some moment of the call."""
-
-    def close(self) -> None:
-        """Let go of them; every rank calls this, and it waits for all."""
-
-
 class LocalCounters:
     """Counters of threads of one process."""
 
@@ -37,14 +24,14 @@ class LocalCounters:
         self._lock, self._counts = shared_counts(world, count)
 
     def add(self, slot: int, amount: int = 1) -> int:
-        """Add, and return what it was before."""
+        """Add to one of them and return what it was before; in one step, whoever else adds."""
         with self._lock:
             before = self._counts[slot]
             self._counts[slot] += amount
         return before
 
     def read(self) -> list[int]:
-        """Return all of them."""
+        """Return all of them, each as it was at some moment of the call."""
         with self._lock:
             return list(self._counts)
 
@@ -115,6 +102,9 @@ class MpiCounters:
     def _look_in(self) -> None:
         while not self._ended.wait(LOOK_IN_S):
             self._comm.Iprobe()
+
+
+Counters = LocalCounters | MpiCounters
 
 
 def open_counters(world: Transport, count: int) -> Counters:

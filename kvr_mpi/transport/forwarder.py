@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvr_mpi.trace import Kind, Recorder
-from kvr_mpi.transport.base import Request, Transport
+from kvr_mpi.transport.base import Ended, Request, Transport
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ SPINS = 200
 PAUSE_S = 5e-5
 
 
-class _PartOfRequest:
+class _PartOfRequest(Ended):
     """An ended receive of which only some of the bytes are passed on.
 
     ``landed``: those bytes in host memory, if the message came that way.
@@ -38,12 +38,6 @@ class _PartOfRequest:
     def __init__(self, received: Request, start: int, stop: int) -> None:
         landed = getattr(received, "landed", None)
         self.landed = None if landed is None else landed[start:stop]
-
-    def test(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
 
 
 class Transfer:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.transport.base import LAYERS_AHEAD, Request
+from kvr_mpi.transport.base import LAYERS_AHEAD, Ended, Request
 from kvr_mpi.transport.collectives import all_reduce
 
 if TYPE_CHECKING:
@@ -37,16 +37,6 @@ class _Hub:
         self.barrier.abort()
         for hub in self.groups.values():
             hub.fail()
-
-
-class _Sent:
-    """A message that was copied away: it has ended."""
-
-    def test(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
 
 
 class _Receive:
@@ -98,14 +88,14 @@ class LocalTransport:
         self.rank, self.size = rank, self._hub.size
         self.local_rank, self.local_size = rank, self.size
 
-    def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> _Sent:
+    def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
         """Copy the tensor into the mailbox of `dest`."""
         with self._hub.arrived:
             self._hub.mail[self.rank, dest, tag].append(tensor.clone())
             self._hub.arrived.notify_all()
-        return _Sent()
+        return Ended()
 
-    def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> _Receive:
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Receive into `tensor` when tested or waited for."""
         return _Receive(self._hub, (source, self.rank, tag), tensor)
 
@@ -197,16 +187,6 @@ def run_local(size: int, work: Callable[[LocalTransport], T], device: torch.devi
     return [results[rank] for rank in range(size)]
 
 
-class _Arrived:
-    """A transfer that has ended."""
-
-    def test(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
-
-
 class PretendedChain(LocalTransport):
     """The second rank of a chain whose first has sent everything already; what it sent does not matter."""
 
@@ -214,7 +194,7 @@ class PretendedChain(LocalTransport):
         super().__init__()
         self.rank, self.size, self.local_rank, self.local_size = 1, 2, 1, 2
 
-    def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> _Arrived:  # type: ignore[override]
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         """Leave the buffer as it is, but not as it came: denormals would make the timing wrong."""
         tensor.zero_()
-        return _Arrived()
+        return Ended()

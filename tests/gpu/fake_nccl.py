@@ -20,7 +20,7 @@ from pretended_cuda import GpuTensor, PretendedCuda, Stream, grains
 from stacks import stacks_of
 
 from kvr_mpi.transport.local import LocalTransport, run_local
-from kvr_mpi.transport.torchdist import TorchDistTransport
+from kvr_mpi.transport.nccl import NcclTransport
 
 T = TypeVar("T")
 
@@ -200,9 +200,9 @@ class Group:
 
 
 def run_on_gpus(
-    size: int, network: Network, work: Callable[[TorchDistTransport], T], *, timeout_s: float = 4 * TIMEOUT_S
+    size: int, network: Network, work: Callable[[NcclTransport], T], *, timeout_s: float = 4 * TIMEOUT_S
 ) -> list[T]:
-    """Run `work` on so many threads, each a rank with a GPU, over torchdist's own code.
+    """Run `work` on so many threads, each a rank with a GPU, over the transport's own code.
 
     Raises
     ------
@@ -215,7 +215,7 @@ def run_on_gpus(
     def rank(local: LocalTransport) -> T:
         device = torch.device("cuda", local.rank)
         torch.cuda.set_device(device)
-        return work(TorchDistTransport(local, "nccl", device))
+        return work(NcclTransport(local, device))
 
     def all_ranks() -> None:
         try:
@@ -239,7 +239,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, network: Network) -> Network:
     def make(store: Any, rank: int, size: int, options: Options) -> Group:
         return network.group(store, rank, size, options)
 
-    for module in ("torchdist", "forwarder"):  # many ranks that look often take the processor from each other
+    for module in ("nccl", "forwarder"):  # many ranks that look often take the processor from each other
         monkeypatch.setattr(f"kvr_mpi.transport.{module}.PAUSE_S", 1e-3)
     monkeypatch.setattr("kvr_mpi.transport.forwarder.SPINS", 2)
     make.Options = Options  # type: ignore[attr-defined]

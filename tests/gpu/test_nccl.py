@@ -1,4 +1,4 @@
-"""The way over NCCL, with torchdist's own code, on a group that hangs where NCCL would. No GPU has run any of this."""
+"""The way over NCCL, on a group that hangs where NCCL would. No GPU has run any of this."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, run_next
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.links import Link, measure_links
-from kvr_mpi.transport.torchdist import MAX_BLOCKS, TorchDistTransport
+from kvr_mpi.transport.nccl import MAX_BLOCKS, NcclTransport
 from kvr_mpi.tuning.measure import observe
 
 NEW_TOKENS = 2
@@ -33,7 +33,7 @@ def on_gpus(gpus: PretendedCuda, loaded: LoadedModel, size: int) -> list[LoadedM
     return [gpus.move(loaded, torch.device("cuda", rank)) for rank in range(size)]
 
 
-def gpu_of(ranks: TorchDistTransport) -> torch.device:
+def gpu_of(ranks: NcclTransport) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -48,7 +48,7 @@ def greedy_there(loaded: LoadedModel, prefill: Prefill) -> list[int]:
     return tokens
 
 
-def prompts_on(chain: TorchDistTransport, loaded: LoadedModel, ids: list[int]) -> list[list[int]]:
+def prompts_on(chain: NcclTransport, loaded: LoadedModel, ids: list[int]) -> list[list[int]]:
     """Prompts that end at each rank in turn, one after the other without a barrier, and then every rival."""
     warm_up(chain, loaded.device, every_pair=True)
     forwarder = Forwarder(chain, device=loaded.device)
@@ -84,7 +84,7 @@ def test_chains_of_a_planned_job_share_the_links(gpus: PretendedCuda, network: N
     truth = greedy(loaded.model, single(loaded, ids), NEW_TOKENS)
     models = on_gpus(gpus, loaded, 4)
 
-    def work(ranks: TorchDistTransport) -> list[list[int]]:
+    def work(ranks: NcclTransport) -> list[list[int]]:
         mine, found = models[ranks.rank], []
         warm_up(ranks, mine.device)
         for chain in (ranks, ranks.split(ranks.rank // 2), ranks.split(ranks.rank)):
@@ -102,7 +102,7 @@ def test_chains_of_a_planned_job_share_the_links(gpus: PretendedCuda, network: N
 def test_links_are_measured(size: int, gpus: PretendedCuda, network: Network) -> None:
     gpus.watches = False
 
-    def work(ranks: TorchDistTransport) -> Link | None:
+    def work(ranks: NcclTransport) -> Link | None:
         warm_up(ranks, gpu_of(ranks))
         return measure_links(ranks, gpu_of(ranks))
 
@@ -113,7 +113,7 @@ def test_links_are_measured(size: int, gpus: PretendedCuda, network: Network) ->
 def test_a_prompt_is_observed(gpus: PretendedCuda, network: Network) -> None:
     models = on_gpus(gpus, tiny("llama-gqa"), 3)
 
-    def work(ranks: TorchDistTransport) -> tuple[float, ...]:
+    def work(ranks: NcclTransport) -> tuple[float, ...]:
         warm_up(ranks, models[ranks.rank].device)
         return observe(models[ranks.rank], ranks, Partition((0, 30, 50, 60))).busy_s
 
@@ -123,7 +123,7 @@ def test_a_prompt_is_observed(gpus: PretendedCuda, network: Network) -> None:
 def test_the_stand_in_refuses_host_memory(gpus: PretendedCuda, network: Network) -> None:
     """As it was when links were measured with words in host memory."""
 
-    def work(ranks: TorchDistTransport) -> None:
+    def work(ranks: NcclTransport) -> None:
         warm_up(ranks, gpu_of(ranks))
         measure_links(ranks, CPU)
 
@@ -140,7 +140,7 @@ def test_the_stand_in_hangs_where_nothing_was_warmed_up(gpus: PretendedCuda, mon
 def test_a_failed_transfer_is_not_taken_for_one_that_has_ended(gpus: PretendedCuda, network: Network) -> None:
     """Here of another length: a receive gets what was sent first, whatever its tag. Only an exception says so."""
 
-    def work(ranks: TorchDistTransport) -> None:
+    def work(ranks: NcclTransport) -> None:
         warm_up(ranks, gpu_of(ranks))
         data = [torch.zeros(size, dtype=torch.uint8, device=gpu_of(ranks)) for size in (3, 5)]
         if ranks.rank == 0:
@@ -158,11 +158,11 @@ def test_a_failed_transfer_is_not_taken_for_one_that_has_ended(gpus: PretendedCu
 def test_an_all_gather_leaves_the_computation_its_room(
     heeds_limit: bool, gpus: PretendedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the limit that torchdist sets, eight ranks' transfers take all but four of a GPU's multiprocessors."""
+    """Without the transport's limit, eight ranks' transfers take all but four of a GPU's multiprocessors."""
     network, gpus.watches = installed(monkeypatch, Network(gpus, heeds_limit=heeds_limit)), False
     models = on_gpus(gpus, tiny("llama-gqa"), 8)
 
-    def work(chain: TorchDistTransport) -> None:
+    def work(chain: NcclTransport) -> None:
         warm_up(chain, models[chain.rank].device, every_pair=True)
         network.most_held.clear()
         chain.barrier()
@@ -181,11 +181,11 @@ def test_receives_are_posted_when_their_layer_begins(
 ) -> None:
     """Of one layer at a time; two layers ahead two wait before anything is computed, and a kernel with them."""
     if ahead is not None:
-        monkeypatch.setattr(TorchDistTransport, "layers_ahead", ahead)
+        monkeypatch.setattr(NcclTransport, "layers_ahead", ahead)
     models, begun = on_gpus(gpus, tiny("llama-gqa"), 2), threading.Event()
     models[1].model.model.layers[0].register_forward_pre_hook(lambda *given: begun.set())
 
-    def work(chain: TorchDistTransport) -> None:
+    def work(chain: NcclTransport) -> None:
         warm_up(chain, models[chain.rank].device)
         assert chain.rank or begun.wait(20), "rank 1 begins without rank 0"
         prefill_kvr(models[chain.rank], prompt(20), Partition((0, 12, 20)), chain)
@@ -197,7 +197,7 @@ def test_receives_are_posted_when_their_layer_begins(
 def test_groups_are_aborted_with_transfers_under_way(gpus: PretendedCuda, network: Network) -> None:
     """A peer that failed never comes: to wait for it in the end is to hang."""
 
-    def work(ranks: TorchDistTransport) -> None:
+    def work(ranks: NcclTransport) -> None:
         warm_up(ranks, gpu_of(ranks))
         data = torch.zeros(4, dtype=torch.uint8, device=gpu_of(ranks))
         if ranks.rank == 1:

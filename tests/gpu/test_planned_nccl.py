@@ -1,4 +1,4 @@
-"""A planned job from its documents to its answers, its ranks on pretended GPUs, over torchdist's own code."""
+"""A planned job from its documents to its answers, its ranks on pretended GPUs, over the transport's own code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.store.lock import this_process
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.local import run_local
-from kvr_mpi.transport.torchdist import TorchDistTransport
+from kvr_mpi.transport.nccl import NcclTransport
 
 CPU = torch.device("cpu")
 TEXT = """
@@ -73,7 +73,7 @@ def test_a_planned_job_over_nccl(
         return gpus.move(load(world, path, **arguments | {"device": "cpu", "kernels": "plain"}), _own())
 
     def open_there(world: Any, *arguments: Any, **more: Any) -> tuple[Any, str]:
-        ranks = TorchDistTransport(world, "nccl", _own())
+        ranks = NcclTransport(world, _own())
         warm_up(ranks, _own())
         return ranks, "transport: nccl"
 

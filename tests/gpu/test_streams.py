@@ -21,8 +21,8 @@ from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.mpi import MpiTransport
+from kvr_mpi.transport.nccl import NcclTransport
 from kvr_mpi.transport.staging import StagedReceive, StagedSend, Staging
-from kvr_mpi.transport.torchdist import TorchDistTransport
 
 GPU = torch.device("cuda", 3)
 
@@ -40,7 +40,7 @@ class Ended:
 class Faulty:
     """A transport with a fault put back: ``blind``, ``computed`` or ``received``."""
 
-    def __init__(self, ranks: TorchDistTransport, fault: str) -> None:
+    def __init__(self, ranks: NcclTransport, fault: str) -> None:
         self._ranks, self._fault = ranks, fault
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
@@ -62,7 +62,7 @@ def prefill_on(gpus: PretendedCuda, network: Network, fault: str) -> None:
     """A prompt on three ranks, the second of which passes on."""
     models = on_gpus(gpus, tiny("llama-gqa"), 3)
 
-    def work(ranks: TorchDistTransport) -> None:
+    def work(ranks: NcclTransport) -> None:
         warm_up(ranks, models[ranks.rank].device)
         for group in network.groups:
             group.forwards.clear()
@@ -96,7 +96,7 @@ def test_the_sanitizer_finds_a_missing_wait(fault: str, gpus: PretendedCuda, net
 
 
 def test_a_wait_for_the_stream_of_nccl_is_found(gpus: PretendedCuda, network: Network) -> None:
-    def work(ranks: TorchDistTransport) -> None:
+    def work(ranks: NcclTransport) -> None:
         warm_up(ranks, torch.device("cuda", ranks.rank))
         if ranks.rank == 0:
             data = torch.zeros(4, dtype=torch.uint8, device="cuda:0")
@@ -176,7 +176,7 @@ def test_times_are_the_gpus_own(
         monkeypatch.setattr("kvr_mpi.kv.cache.Clock", lambda device: Clock(None))
     models = on_gpus(gpus, tiny("llama-gqa"), 2)
 
-    def work(ranks: TorchDistTransport) -> list[float]:
+    def work(ranks: NcclTransport) -> list[float]:
         warm_up(ranks, models[ranks.rank].device)
         return prefill_kvr(models[ranks.rank], prompt(24), Partition((0, 14, 24)), ranks).layer_times_s
 

@@ -29,7 +29,7 @@ from kvr_mpi.setup.job_ranks import describe_groups, join_groups
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
-from kvr_mpi.transport.torchdist import TorchDistTransport
+from kvr_mpi.transport.nccl import NcclTransport
 
 IDS, NEW_TOKENS = ids_of(24), 2
 GROUP_LINKS, CHAIN_LINKS = {(0, 1), (2, 3)}, {(0, 2), (1, 3)}
@@ -39,7 +39,7 @@ Orders = dict[tuple[int, int, int, str], list[int]]
 def run_groups(folder: Path, gpus: PretendedCuda, network: Network) -> list[list[list[int]]]:
     """Two groups of two ranks: prompts that end at each in turn, without a barrier, and their answers."""
 
-    def work(ranks: TorchDistTransport) -> list[list[int]]:
+    def work(ranks: NcclTransport) -> list[list[int]]:
         device = torch.device("cuda", ranks.rank)
         warm_up(ranks, device)
         job = join_groups(ranks, ranks._control, Topology(4, 4, 2), device)
@@ -96,7 +96,7 @@ def test_sums_and_a_chain_never_wait_for_each_other(
 def test_two_orders_over_one_link_are_found(gpus: PretendedCuda, network: Network) -> None:
     """What would be if a sum and a chain had a link in common: one rank begins with the one, one with the other."""
 
-    def work(ranks: TorchDistTransport) -> None:
+    def work(ranks: NcclTransport) -> None:
         device = torch.device("cuda", ranks.rank)
         warm_up(ranks, device)
         rows, total = torch.zeros(6, device=device), torch.ones(2, device=device)

@@ -1,4 +1,4 @@
-"""Ranks as members of a torch.distributed process group: NCCL between GPUs; tests run it with gloo between CPUs.
+"""Ranks as members of process groups of torch.distributed, with NCCL between their GPUs.
 
 MPI stays the introduction and the control channel: it hands the rendezvous address round, and barriers and small
 messages go over it. Only tensors travel over torch.distributed. No default process group is made, so that nothing
@@ -17,29 +17,23 @@ are aborted, since their peer may never come.
 from __future__ import annotations
 
 import contextlib
-import queue
 import socket
-import threading
 import time
 import weakref
-from collections import defaultdict
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.transport.base import LAYERS_AHEAD, Request, Transport, as_bytes, share_json, together
+from kvr_mpi.transport.base import Request, Transport, as_bytes, gather_json, share_json, together
 from kvr_mpi.transport.collectives import all_reduce
 
 if TYPE_CHECKING:
     import torch
 
-Backend = Literal["nccl", "gloo"]
-
 # A transfer may wait as long as the slowest rank computes; that a rank is dead is the launcher's to notice.
 TIMEOUT = timedelta(days=7)
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 PAUSE_S = 5e-5
-JOIN_S = 2.0
 # Thread blocks of one transfer, and so multiprocessors that it takes from the computation; NCCL rounds to a power of
 # two. With 7 peers both ways that is 56 of an H100's 132. NCCL_MAX_CTAS overrides it.
 MAX_BLOCKS = 4
@@ -79,111 +73,33 @@ class _GpuWork:
             time.sleep(PAUSE_S)
 
 
-class _HostWork:
-    """A transfer of gloo's, which moves by itself but tells only those who wait for it.
-
-    Its length travels before it, since gloo takes a message that is too short for a whole one.
-    """
-
-    def __init__(self, works: list[Any], length: torch.Tensor, data: torch.Tensor, peer: str) -> None:
-        self._works, self._length, self._data, self._peer = works, length, data, peer
-        self._ended = threading.Event()
-        self._failure: Exception | None = None
-
-    def run(self) -> None:
-        """Wait for the length, compare it, and wait for the message; in a thread of its own."""
-        try:
-            self._works[0].wait(TIMEOUT)
-            if int(self._length) != self._data.numel():
-                size = self._data.numel()
-                raise TransportError(f"expected {size} bytes from {self._peer}, but received {int(self._length)}")
-            self._works[1].wait(TIMEOUT)
-        except Exception as error:  # raised where the rank waits
-            self._failure = error if isinstance(error, TransportError) else TransportError(f"gloo: {error}")
-        self._ended.set()
-
-    def test(self) -> bool:
-        if self._ended.is_set() and self._failure is not None:
-            raise self._failure
-        return self._ended.is_set()
-
-    def wait(self) -> None:
-        self._ended.wait()
-        self.test()
-
-
-class _Waiter:
-    """A thread that waits for one link's transfers of one direction, which end in the order they began."""
-
-    def __init__(self) -> None:
-        self._works: queue.SimpleQueue[_HostWork | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="gloo link")
-        self._thread.start()
-
-    def watch(self, work: _HostWork) -> _HostWork:
-        """Begin to wait for a transfer."""
-        self._works.put(work)
-        return work
-
-    def end(self) -> None:
-        """Let the thread end when what it waits for has ended."""
-        self._works.put(None)
-
-    def join(self) -> None:
-        """Wait for its end, unless what it waits for never ends.
-
-        A thread that lets go of a transfer while the interpreter ends brings the process down.
-        """
-        self._thread.join(JOIN_S)
-
-    def _run(self) -> None:
-        while (work := self._works.get()) is not None:
-            work.run()
-
-
 class _Groups:
-    """The process groups of all ranks of the job, and who waits for their links."""
+    """The process groups of all ranks of the job: one for messages to higher ranks, one for those to lower ones."""
 
-    def __init__(self, control: Transport, backend: Backend, device: torch.device) -> None:
+    def __init__(self, control: Transport, device: torch.device) -> None:
         import torch
 
-        self.backend, self.rank = backend, control.rank
-        store = _meet(control)
-        self.up, self.down = (_make(backend, store, name, control.rank, control.size) for name in ("up", "down"))
-        self.waiters: dict[tuple[str, int], _Waiter] = defaultdict(_Waiter)
+        self.rank, store = control.rank, meet(control)
+        self.up, self.down = (_make(store, name, control.rank, control.size) for name in ("up", "down"))
         # What is passed on waits for no computation: NCCL lets a send wait for the stream it is called under.
         self.side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.under_way: set[Any] = set()
-        self.end = weakref.finalize(self, _end, [self.up, self.down], self.under_way, self.waiters)
+        self.end = weakref.finalize(self, _end, [self.up, self.down], self.under_way)
 
     def send(self, data: torch.Tensor, dest: int, tag: int, *, passed_on: bool) -> Request:
         import torch
 
         group = self.up if dest > self.rank else self.down
-        if self.backend == "gloo":
-            length = torch.tensor([data.numel()])
-            works = [group.send([part], dest, tag) for part in (length, data)]
-            return self.waiters["to", dest].watch(_HostWork(works, length, data, f"rank {dest}"))
         with torch.cuda.stream(self.side) if passed_on else contextlib.nullcontext():
             return _GpuWork(group.send([data], dest, 0), data, self.under_way)
 
     def receive(self, data: torch.Tensor, source: int, tag: int) -> Request:
-        import torch
-
         group = self.up if source < self.rank else self.down
-        if self.backend == "gloo":
-            length = torch.zeros(1, dtype=torch.int64)
-            works = [group.recv([part], source, tag) for part in (length, data)]
-            return self.waiters["from", source].watch(_HostWork(works, length, data, f"rank {source} (tag {tag})"))
         return _GpuWork(group.recv([data], source, 0), data, self.under_way)
 
 
-def _end(groups: list[Any], under_way: set[Any], waiters: dict[tuple[str, int], _Waiter]) -> None:
-    """Give back what NCCL or gloo holds."""
-    for waiter in waiters.values():
-        waiter.end()
-    for waiter in waiters.values():
-        waiter.join()
+def _end(groups: list[Any], under_way: set[Any]) -> None:
+    """Give back what NCCL holds."""
     for group in groups:
         if under_way:
             group.abort()
@@ -191,38 +107,36 @@ def _end(groups: list[Any], under_way: set[Any], waiters: dict[tuple[str, int], 
             group.shutdown()
 
 
-class TorchDistTransport:
-    """Tensors over torch.distributed, everything else over the transport that introduced the ranks.
+class NcclTransport:
+    """Tensors over NCCL, everything else over the transport that introduced the ranks.
 
     Parameters
     ----------
     control : Transport
         For barriers and small messages.
-    backend : {'nccl', 'gloo'}
     device : torch.device
-        Where the tensors are; for NCCL a GPU that no other rank uses.
+        Where the tensors are: a GPU that no other rank uses.
 
     Raises
     ------
     TransportError
-        On all ranks, if the ranks cannot meet or this torch lacks the backend.
+        On all ranks, if the ranks cannot meet or this torch lacks NCCL.
     """
 
-    has_tags = False  # gloo's waiters go by order, too
+    has_tags = False
     tag_ub = 2**31 - 1
+    layers_ahead = 0  # a posted receive holds a part of the GPU until it is served
 
-    def __init__(self, control: Transport, backend: Backend, device: torch.device) -> None:
-        self._take(control, _Groups(control, backend, device), tuple(range(control.size)))
+    def __init__(self, control: Transport, device: torch.device) -> None:
+        self._take(control, self._open(control, device), tuple(range(control.size)))
+
+    def _open(self, control: Transport, device: torch.device) -> _Groups:
+        return _Groups(control, device)
 
     def _take(self, control: Transport, groups: _Groups, members: tuple[int, ...]) -> None:
         self._control, self._groups, self._members = control, groups, members
         self.rank, self.size = control.rank, control.size
         self.local_rank, self.local_size = control.local_rank, control.local_size
-
-    @property
-    def layers_ahead(self) -> int:
-        """None where a posted receive holds a part of the GPU until it is served."""
-        return 0 if self._groups.backend == "nccl" else LAYERS_AHEAD
 
     def close(self) -> None:
         """End the process groups, of all transports that were split off, too: nobody uses them any more."""
@@ -252,12 +166,11 @@ class TorchDistTransport:
         """Give the root every rank's bytes."""
         return self._control.gather(data, root)
 
-    def split(self, color: int) -> TorchDistTransport:
+    def split(self, color: int) -> NcclTransport:
         """Make a transport among the ranks of the same color, over the same links."""
-        part = object.__new__(TorchDistTransport)
-        control = self._control.split(color)
-        everyone = [int(rank) for rank in _gather_all(control, self._members[self.rank])]
-        part._take(control, self._groups, tuple(everyone))
+        part, control = object.__new__(type(self)), self._control.split(color)
+        members = share_json(control, gather_json(control, self._members[self.rank]))
+        part._take(control, self._groups, tuple(members))
         return part
 
     def abort(self, exit_code: int) -> None:
@@ -265,13 +178,7 @@ class TorchDistTransport:
         self._control.abort(exit_code)
 
 
-def _gather_all(control: Transport, value: int) -> list[int]:
-    found = control.gather(str(value).encode())
-    everyone: list[int] = share_json(control, [int(data) for data in found])
-    return everyone
-
-
-def _meet(control: Transport) -> Any:
+def meet(control: Transport) -> Any:
     """Open the store on rank 0, and let the others join it; its address goes round over the control transport."""
     dist = _distributed()
 
@@ -291,19 +198,14 @@ def _meet(control: Transport) -> Any:
     return together(control, lambda: _explained(join, f"joining rank 0 at {address[0]}:{address[1]}"))
 
 
-def _make(backend: Backend, store: Any, name: str, rank: int, size: int) -> Any:
+def _make(store: Any, name: str, rank: int, size: int) -> Any:
     dist = _distributed()
-
-    prefixed = dist.PrefixStore(name, store)
-    if backend == "gloo":
-        return _explained(
-            lambda: dist.ProcessGroupGloo(prefixed, rank, size, TIMEOUT),
-            "opening gloo's sockets (GLOO_SOCKET_IFNAME names the network interface)",
-        )
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # its few blocks wait for no kernel's many
     options._timeout = TIMEOUT
     options.config.max_ctas = MAX_BLOCKS
-    return _explained(lambda: dist.ProcessGroupNCCL(prefixed, rank, size, options), "starting NCCL")
+    return _explained(
+        lambda: dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options), "starting NCCL"
+    )
 
 
 def _distributed() -> Any:
