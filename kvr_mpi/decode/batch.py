@@ -21,7 +21,7 @@ from kvr_mpi.decode.sampling import Answer, DecodeSequence, SamplingParams
 from kvr_mpi.decode.scoring import score_continuations
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.errors import DocumentError
-from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.tp_group import guarded
@@ -95,7 +95,7 @@ class DecodeBatch(Generic[K]):
         self._running: list[_Running[K]] = []
         self._aside: list[_Running[K]] = []  # no memory for their next token until another document leaves
         self._finished: list[Finished[K]] = []
-        self._packs: dict[tuple[_Running[K], ...], PackedCache] = {}
+        self._packs: dict[tuple[_Running[K], ...], DecodeCache] = {}
         self._anew_at = begins_anew_at(loaded.model)
         self._why_alone, self._graphs = why_alone, graphs
         self.rows: int | None = None
@@ -287,11 +287,11 @@ class DecodeBatch(Generic[K]):
 
     def _run_eagerly(self, group: list[_Running[K]], last: list[int]) -> torch.Tensor:
         """Compute the same, after these tokens, kernel by kernel."""
-        if len(group) == 1:
+        if self._why_alone is not None or group[0].prefill.is_plain:
             return self._run_alone(group[0].prefill, last[0]).unsqueeze(0)
         members = tuple(group)
         if members not in self._packs:
-            self._packs[members] = PackedCache([each.prefill.cache for each in group], [1] * len(group))
+            self._packs[members] = DecodeCache([each.prefill.cache for each in group])
         return decode_packed(self._loaded, self._packs[members], last)
 
     def _begins_anew(self, document: _Running[K]) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.padded_row import PaddedCache, PaddedRow, PartSize, append_token, runs_of
 from kvr_mpi.kv.paged import PagedArena, PageRun, pages_for
 from kvr_mpi.model import LoadedModel
@@ -247,7 +247,7 @@ def why_not_captured(loaded: LoadedModel, arena: PagedArena, capture: Capture | 
     try:
         caches = [each.cache for each in prefill_packed(loaded, prompts, reserve_tokens=2, arena=arena)]
         alone = prefill_packed(loaded, prompts, reserve_tokens=2)
-        row = PackedCache(caches, [1, 1])
+        row = DecodeCache(caches)
         for token in (5, 6):  # the first is captured, the second replayed
             found = graphs.step(caches, [token, token], partial(decode_packed, loaded, row, [token, token]))
             ids = torch.tensor([[token]], device=loaded.device)

@@ -28,7 +28,7 @@ from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.attention import PartialAttention, merge_over_ranks
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.packed_row import Merge, PackedCache
+from kvr_mpi.kv.decode_cache import DecodeCache, Merge
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.shared_heads import SharedHeads, why_not_shared
@@ -141,7 +141,7 @@ class HeadParallelBatch(Generic[K]):
         self._shared_heads: SharedHeads | None = None  # once there is something to decode
         self._running: list[_Running[K]] = []
         self._finished: list[Finished[K]] = []
-        self._pack: PackedCache | None = None
+        self._pack: DecodeCache | None = None
         self._merging: Merge | None = None
         self.counts = np.zeros((len(loaded.shape.layers), 0, 0), dtype=np.int64)
         self.owners: list[Owners] = []
@@ -202,7 +202,7 @@ class HeadParallelBatch(Generic[K]):
         if not self._running:
             return []
         if self._pack is None:
-            self._pack = PackedCache([each.cache for each in self._running], [1] * len(self._running), self._merging)
+            self._pack = DecodeCache([each.cache for each in self._running], self._merging)
         logits = decode_packed(self._shared_model, self._pack, [each.last_token for each in self._running])
         finished, going_on = [], []
         for document, token in zip(self._running, self._choose(logits).tolist(), strict=True):

@@ -14,7 +14,7 @@ import torch
 
 from kvr_mpi.kv.buffers import make_flat
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
+from kvr_mpi.kv.head_store import HeadStore, elements_needed
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -105,34 +105,34 @@ def share_documents(
     own, caches = iter(prefills), []
     for at, document in enumerate(documents):
         owned = [parts_of(at, rank) for rank in range(ranks.size)]
-        layouts = _make_layouts(loaded, document, owned[ranks.rank], heads, appends)
+        stores = _make_stores(loaded, document, owned[ranks.rank], heads, appends)
         if document.home == ranks.rank:
             prefill = next(own)
-            _hand_out(ranks, prefill.cache, owned, layouts)
+            _hand_out(ranks, prefill.cache, owned, stores)
             prefill.cache = None
         else:
-            _receive(ranks, document, layouts, loaded)
+            _receive(ranks, document, stores, loaded)
         cache = SliceCache(loaded, relay(Partition((0, document.tokens)), 0), None)
         cache.finish()
-        cache.adopt(layouts, document.tokens, document.slack)
+        cache.adopt(stores, document.tokens, document.slack)
         caches.append(cache)
     return caches
 
 
-def _make_layouts(
+def _make_stores(
     loaded: LoadedModel,
     document: SharedDocument,
     owned: Sequence[Sequence[Part]],
     heads: Sequence[Sequence[int]],
     appends: bool,
-) -> list[RaggedLayout]:
+) -> list[HeadStore]:
     """Make room for what this rank owns of a document, in one piece of memory."""
     shapes, slack = loaded.shape.layers, document.slack if appends else 0
     kept = [[last - first for _, first, last in parts] for parts in owned]
     sizes = [elements_needed(shape, counts, slack) for shape, counts in zip(shapes, kept, strict=True)]
     flats = torch.split(make_flat(sum(sizes), loaded.dtype, loaded.device), sizes)
     return [
-        RaggedLayout(
+        HeadStore.by_heads(
             flat,
             replace(shape, num_kv_heads=len(computed)),
             counts,
@@ -146,7 +146,7 @@ def _make_layouts(
 
 
 def _hand_out(
-    ranks: Transport, cache: SliceCache, owned: Sequence[Sequence[Sequence[Part]]], layouts: Sequence[RaggedLayout]
+    ranks: Transport, cache: SliceCache, owned: Sequence[Sequence[Sequence[Part]]], stores: Sequence[HeadStore]
 ) -> None:
     """Send every rank what it owns, and put one's own in its place."""
     requests = []
@@ -158,7 +158,7 @@ def _hand_out(
             for held in layer.head(head)
         ]
         if rank == ranks.rank:
-            for place, part in zip(_places(layouts, cache.length), rows, strict=True):
+            for place, part in zip(_places(stores, cache.length), rows, strict=True):
                 place.copy_(part)
         elif message := [part.flatten() for part in rows]:
             requests.append(ranks.isend(torch.cat(message), rank, FixedTag.SHARED_HEADS))
@@ -166,9 +166,9 @@ def _hand_out(
         request.wait()
 
 
-def _receive(ranks: Transport, document: SharedDocument, layouts: Sequence[RaggedLayout], loaded: LoadedModel) -> None:
+def _receive(ranks: Transport, document: SharedDocument, stores: Sequence[HeadStore], loaded: LoadedModel) -> None:
     """Receive what this rank owns of another rank's document."""
-    places = list(_places(layouts, document.tokens))
+    places = list(_places(stores, document.tokens))
     if not places:
         return
     message = torch.empty(sum(place.numel() for place in places), dtype=loaded.dtype, device=loaded.device)
@@ -177,8 +177,8 @@ def _receive(ranks: Transport, document: SharedDocument, layouts: Sequence[Ragge
         place.copy_(part.view(place.shape))
 
 
-def _places(layouts: Sequence[RaggedLayout], length: int) -> Iterator[torch.Tensor]:
+def _places(stores: Sequence[HeadStore], length: int) -> Iterator[torch.Tensor]:
     """Where each head's keys and values go, in the order of a message."""
-    for layout in layouts:
-        for at in range(len(layout.heads)):
-            yield from layout.head_rows(at, length)
+    for store in stores:
+        for at in range(len(store.heads)):
+            yield from store.head_rows(at, length)

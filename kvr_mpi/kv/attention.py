@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvr_mpi.kv.flex import NotCompiledError, attend_flex, suits_flex
-from kvr_mpi.model.attention_hook import AttentionParams, HeldHead
+from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.collectives import all_gather
 
@@ -133,18 +132,6 @@ def attend_up_to(
     before = keys.shape[2] - query.shape[2]
     part = attend(query, keys[:, :, before:], values[:, :, before:], params, causal=query.shape[2] > 1)
     return part.merge(attend(query, keys[:, :, :before], values[:, :, :before], params)) if before else part
-
-
-def attend_held(
-    query: torch.Tensor, held: Sequence[HeldHead], kv_heads: int, params: AttentionParams
-) -> PartialAttention:
-    """Attend from one query a head of several documents (1, heads, documents, dim) to what each KV head holds.
-
-    By the kernel, which has to take them. Of heads of which nothing is held the log-sum-exp is minus infinity.
-    """
-    assert params.kernel is not None and params.is_plain
-    out, lse = params.kernel.attend_heads(query, held, kv_heads, params.scale)
-    return PartialAttention(out.transpose(0, 1).unsqueeze(0), lse.transpose(0, 1).unsqueeze(0))
 
 
 def attend_window(

@@ -18,12 +18,11 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.buffers import LayerBuffers, make_flat
 from kvr_mpi.kv.clock import Clock, times_without_waits
 from kvr_mpi.kv.contents import rows_by_token
+from kvr_mpi.kv.head_store import HeadStore, check_retained, elements_needed
 from kvr_mpi.kv.layer import SliceLayer, WholeLayer
-from kvr_mpi.kv.layout import UniformLayout
 from kvr_mpi.kv.observation import Observation
 from kvr_mpi.kv.paged import PagedArena, PageRun
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.ragged import RaggedLayout, check_retained, elements_needed
 from kvr_mpi.kv.route import Range, Route
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.states import EmptyLayer, StateAndSliceLayer, StateAndWholeLayer, StateLayer
@@ -305,18 +304,18 @@ class SliceCache(Cache):
         whole = make_flat(sum(sizes), self.dtype, self.device)  # one piece: pages are given in wholes
         for layer, kept, flat in zip(self.layers, retained, torch.split(whole, sizes), strict=True):
             if layer.shape.elements:
-                before = layer.buffer
+                before = layer.layout.buffer
                 layer.keep_only(kept, slack, flat)
                 self.buffers.discard(before)
         self.buffers.clear()
         self.run = None
         self.capacity = length + slack
 
-    def adopt(self, layouts: Sequence[RaggedLayout | UniformLayout], length: int, slack: int) -> None:
-        """Take over the layouts of a document of `length` tokens, or of some of its heads, prefilled elsewhere."""
+    def adopt(self, stores: Sequence[HeadStore], length: int, slack: int) -> None:
+        """Take over the rows of a document of `length` tokens, or of some of its heads, prefilled elsewhere."""
         assert not self.prefilling
-        for layer, layout in zip(self.layers, layouts, strict=True):
-            layer.layout, layer.length = layout, length
+        for layer, store in zip(self.layers, stores, strict=True):
+            layer.layout, layer.length = store, length
         self.capacity = length + slack
 
     def note_states(self) -> None:

@@ -17,10 +17,10 @@ from transformers.cache_utils import CacheLayerMixin
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_masked, attend_up_to, attend_window
 from kvr_mpi.kv.buffers import LayerBuffers
+from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layout import UniformLayout
 from kvr_mpi.kv.paged import PageRun
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.ragged import RaggedLayout
 from kvr_mpi.kv.route import Range, Route, in_two_groups
 from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers
 from kvr_mpi.model import LayerShape
@@ -78,7 +78,7 @@ class SliceLayer(CacheLayerMixin):
         self.fresh_ranges: Sequence[Range] = ()  # which those are
         self.chunks_left = len(cache.chunks)  # of the slice, to be appended
         self.attended = True
-        self.layout: UniformLayout | RaggedLayout | None = None
+        self.layout: UniformLayout | HeadStore | None = None
         self.is_over: bool = False  # let go of, with everything sent
         self.segments: LayerTransfers | None = (
             None if cache.transfers is None else LayerTransfers(cache.transfers, layer_idx, shape.visibility)
@@ -153,8 +153,9 @@ class SliceLayer(CacheLayerMixin):
         # A single token's query heads may come folded into the query length (1, kv_heads, group, head_dim).
         if query.shape[2] != self.fresh and self.fresh > 1:
             raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
-        if isinstance(self.layout, RaggedLayout):
-            return self.layout.attend(query, self.length, self.fresh, params)
+        if isinstance(self.layout, HeadStore) and not self.layout.is_whole:
+            part = self.layout.attend(query.reshape(1, -1, self.fresh, query.shape[-1]), self.length, params)
+            return part.finish(params).to(query.dtype).reshape(*query.shape[:-1], self.layout.shape.value_dim)
         self.cache.observe(self.layer_idx, query, self.fresh_ranges, params)
         skipped = self.fresh - 1 if self.cache.reads_only_last(self.layer_idx) else 0
         query = query[:, :, skipped:]
@@ -201,37 +202,41 @@ class SliceLayer(CacheLayerMixin):
         return self.layout.buffer if isinstance(self.layout, UniformLayout) else None
 
     @property
+    def store(self) -> HeadStore:
+        """What decoding reads, once the prompt is through."""
+        if isinstance(self.layout, HeadStore):
+            return self.layout
+        if self.segments is not None:
+            self.segments.collect()
+        assert self.layout is not None, "this rank keeps its keys and values"
+        return HeadStore.by_tokens(self.layout, self.shape)
+
+    @property
     def is_ragged(self) -> bool:
         """Whether its heads keep tokens of their own."""
-        return isinstance(self.layout, RaggedLayout)
+        return isinstance(self.layout, HeadStore) and not self.layout.is_whole
 
     @property
     def held_bytes(self) -> int:
         """Memory its keys and values take."""
-        if isinstance(self.layout, RaggedLayout):
-            return self.layout.held_bytes
         return 0 if self.layout is None else self.layout.buffer.nbytes
 
     @property
     def head_counts(self) -> list[int]:
         """Tokens that each KV head holds."""
-        if isinstance(self.layout, RaggedLayout):
-            return [count + self.length - self.layout.origin for count in self.layout.kept]
-        return [self.length] * self.shape.num_kv_heads
+        return self.store.counts(self.length)
 
     @property
     def positions(self) -> list[torch.Tensor]:
         """Whose keys each KV head holds, (tokens,) int32 on the host, where heads keep tokens of their own."""
-        assert isinstance(self.layout, RaggedLayout) and self.layout.positions is not None, "this rank has dropped some"
-        decoded = torch.arange(self.layout.origin, self.length, dtype=torch.int32)
-        return [torch.cat([kept, decoded]) for kept in self.layout.positions]
+        store = self.store
+        assert store.positions is not None, "this rank has dropped some"
+        decoded = torch.arange(store.origin, self.length, dtype=torch.int32)
+        return [torch.cat([kept, decoded]) for kept in store.positions]
 
     def head(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that a KV head holds, as views (tokens, dim)."""
-        if isinstance(self.layout, RaggedLayout):
-            return self.layout.head_rows(head, self.length)
-        keys, values = self.rows(0, self.length)
-        return keys[0, head], values[0, head]
+        return self.store.head_rows(head, self.length)
 
     def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a range of tokens, as views (1, kv_heads, tokens, head_dim).
@@ -241,8 +246,7 @@ class SliceLayer(CacheLayerMixin):
         ModelError
             If heads keep tokens of their own: no range is there as a whole.
         """
-        if not isinstance(self.layout, UniformLayout):
-            raise ModelError(f"layer {self.layer_idx}: its heads keep different tokens, so there is no range of them")
+        assert self.layout is not None, "this rank holds keys and values"
         return self.layout.rows(first, last)
 
     def lay_by_heads(self) -> None:
@@ -250,7 +254,7 @@ class SliceLayer(CacheLayerMixin):
         if self.segments is not None:
             self.segments.wait_through()
         if isinstance(self.layout, UniformLayout) and self.cache.run is None:  # pages are read by token
-            self.layout.lay_by_heads(self.length)
+            self.layout = HeadStore.laid_anew(self.layout, self.shape, self.length)
 
     def keep_only(self, retained: Sequence[torch.Tensor] | None, slack: int, flat: torch.Tensor) -> None:
         """Move what is kept into other memory; see `cache.SliceCache.keep_only`.
@@ -263,18 +267,17 @@ class SliceLayer(CacheLayerMixin):
         if self.segments is not None:
             self.segments.wait_through()
         keys, values = self.rows(0, self.length)
-        if retained is None:
-            uniform = UniformLayout(flat.view(self.length + slack, self.shape.elements), self.shape)
-            uniform.write(0, keys, values)
-            self.layout = uniform
-        else:
-            ragged = RaggedLayout(flat, self.shape, list(map(len, retained)), slack, self.length)
-            for head, positions in enumerate(retained):
-                own_keys, own_values = ragged.head_rows(head, self.length)
-                torch.index_select(keys[0, head], 0, positions.to(keys.device), out=own_keys)
-                torch.index_select(values[0, head], 0, positions.to(keys.device), out=own_values)
-            ragged.positions = [positions.to("cpu", torch.int32) for positions in retained]
-            self.layout = ragged
+        counts = [self.length] * self.shape.num_kv_heads if retained is None else list(map(len, retained))
+        store = HeadStore.by_heads(flat, self.shape, counts, slack, self.length, is_whole=retained is None)
+        for head, places in enumerate(store.head_rows(head, self.length) for head in range(len(counts))):
+            for place, rows in zip(places, (keys[0, head], values[0, head]), strict=True):
+                if retained is None:
+                    place.copy_(rows)
+                else:
+                    torch.index_select(rows, 0, retained[head].to(rows.device), out=place)
+        if retained is not None:
+            store.positions = [positions.to("cpu", torch.int32) for positions in retained]
+        self.layout = store
         self.segments = None  # they hold the buffer, too
 
     def release(self, *, wait: bool) -> bool:

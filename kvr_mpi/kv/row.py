@@ -1,7 +1,7 @@
 """What a row of tokens needs to look like a cache to the model, whatever its tokens are of.
 
-``packed_row`` (several documents), ``shares`` (prompts that stay spread over ranks) and ``rolling`` (a prompt's last
-tokens) say what a layer keeps and how it attends; the rest of transformers' interface is here.
+``packed_row`` (several prompts), ``decode_cache`` (answers), ``shares`` (prompts that stay spread over ranks) and
+``rolling`` (a prompt's last tokens) say what a layer keeps and how it attends; the rest is here.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Share:
         first = self.own_start if self.document is not None else bounds.first_row(shape.visibility)
         rows = self.stop + self.reserve_tokens - first
         buffer = torch.empty(rows, shape.elements, dtype=self.dtype, device=self.device)
-        layer = self.layers[layer_idx] = ShareLayer(UniformLayout(buffer, shape), first)
+        layer = self.layers[layer_idx] = ShareLayer(UniformLayout(buffer, shape), shape, first)
         return layer
 
     def prepare(self, layer_idx: int) -> ShareLayer | None:
@@ -150,9 +150,7 @@ class Share:
         """Let a CPU attend faster, once the share is complete."""
         if self.document is not None:
             self.document.lay_by_heads()
-        for layer in self.layers:
-            if layer is not None:
-                layer.layout.lay_by_heads(self.held_until - layer.first)
+        self.layers = [None if layer is None else layer.by_heads(self.held_until) for layer in self.layers]
 
     def own_kv(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values of this rank's tokens and those decoded since, each (tokens, kv_heads, head_dim)."""

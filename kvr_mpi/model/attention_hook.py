@@ -12,7 +12,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -24,24 +24,9 @@ from kvr_mpi.model.layer_chunks import layers_in_chunks
 from kvr_mpi.model.masks import check_mask, request_mask
 from kvr_mpi.model.rope import embed_whole_lengths, whole_lengths
 from kvr_mpi.model.shape import LayerShape, cache_argument
+from kvr_mpi.model.unit_table import Integers, UnitTable
 
 ATTENTION = "kvr"
-
-
-class HeldHead(NamedTuple):
-    """What a KV head of a document holds: some rows of keys and values (rows, head_dim), the features of each together.
-
-    document, head : their places among those that are asked for.
-    keys, values : at least `last` rows.
-    first, last : rows that are attended to, at least one.
-    """
-
-    document: int
-    head: int
-    keys: torch.Tensor
-    values: torch.Tensor
-    first: int
-    last: int
 
 
 class AttentionKernel(Protocol):
@@ -62,11 +47,11 @@ class AttentionKernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Give output (1, heads, queries, head_dim) and log-sum-exp (1, heads, queries) of query, keys and values."""
 
-    def takes_heads(self, query: torch.Tensor, held: Sequence[HeldHead]) -> bool:
-        """Whether it is to attend from one query a head of several documents to what their heads hold."""
+    def takes_units(self, query: torch.Tensor, table: UnitTable) -> bool:
+        """Whether it is to attend from one query a head of several documents to their units."""
 
-    def attend_heads(
-        self, query: torch.Tensor, held: Sequence[HeldHead], kv_heads: int, scale: float
+    def attend_units(
+        self, query: torch.Tensor, table: UnitTable, lengths: Integers, scale: float, firsts: Integers | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Give output (documents, heads, head_dim) and log-sum-exp (documents, heads) in float32."""
 

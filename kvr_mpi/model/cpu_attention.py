@@ -10,16 +10,16 @@ values once, nearly as fast as memory gives them (``decode_attention.cpp``). The
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from kvr_mpi.model.attention_hook import HeldHead
 from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, Ways, way_for
 from kvr_mpi.model.narrow_product import NarrowProducts
+from kvr_mpi.model.unit_table import COUNT, LSE, OUT, QUERY, Integers, Unit, UnitTable
 
 # All of one library, with the products of few rows.
 _NAMES = ("tiled_attention.cpp", "decode_attention.cpp", "narrow_product.cpp")
@@ -102,14 +102,14 @@ class AttentionLibrary:
         fits = shape == values.shape and batch == shape[0] == 1 and dim == shape[3] and heads % max(shape[1], 1) == 0
         return fits and dim % self.multiple == 0 and min(shape) > 0
 
-    def takes_heads(self, query: torch.Tensor, held: Sequence[HeldHead]) -> bool:
-        """Whether the kernel can attend from one query a head of documents to what heads hold, all of one kind."""
-        if not held or type(query) is not torch.Tensor or query.stride(-1) != 1 or query.device.type != "cpu":
+    def takes_units(self, query: torch.Tensor, table: UnitTable) -> bool:
+        """Whether the kernel can attend from one query a head of documents to their units, all of one kind."""
+        if not table.units or type(query) is not torch.Tensor or query.stride(-1) != 1 or query.device.type != "cpu":
             return False
-        dim, dtype = query.shape[-1], query.dtype
+        dim, dtype, unit = query.shape[-1], query.dtype, table.units[0]
         of_one_kind = all(
             type(each) is torch.Tensor and each.dtype == dtype and each.shape[-1] == dim and each.stride(-1) == 1
-            for each in (held[0].keys, held[0].values)
+            for each in (unit.keys, unit.values)
         )
         return of_one_kind and dim % self.multiple == 0 and dtype in (torch.float32, torch.bfloat16)
 
@@ -144,10 +144,10 @@ class AttentionLibrary:
         (_, heads, queries, dim), (_, kv_heads, count, _) = query.shape, keys.shape
         assert queries <= count if causal else window is None
         if queries == 1:
-            first = 0 if window is None else max(0, count - window)
-            rows = zip(keys[0].unbind(0), values[0].unbind(0), strict=True)
-            held = [HeldHead(0, head, *row, first, count) for head, row in enumerate(rows)]
-            one, lse = self.attend_heads(query, held, kv_heads, scale)
+            firsts = None if window is None else np.array([max(0, count - window)])
+            pairs = enumerate(zip(keys[0].unbind(0), values[0].unbind(0), strict=True))
+            table = UnitTable(1, kv_heads, [Unit(0, head, *pair) for head, pair in pairs])
+            one, lse = self.attend_units(query, table, np.array([count]), scale, firsts)
             return one.view(1, heads, 1, dim).to(query.dtype), lse.view(1, heads, 1)
         group, threads = heads // kv_heads, torch.get_num_threads()
         out = torch.empty(1, queries, heads, dim).transpose(1, 2)
@@ -162,47 +162,42 @@ class AttentionLibrary:
                 self._attend(ctypes.byref(shape), *(each.data_ptr() for each in tensors), threads)
         return out, lse
 
-    def attend_heads(
-        self, query: torch.Tensor, held: Sequence[HeldHead], kv_heads: int, scale: float
+    def attend_units(
+        self, query: torch.Tensor, table: UnitTable, lengths: Integers, scale: float, firsts: Integers | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend from one query a head of several documents, each head to what it holds.
+        """Attend from one query a head of several documents, each KV head to its unit.
 
         Parameters
         ----------
         query : torch.Tensor
             (1, heads, documents, head_dim).
-        held : sequence of HeldHead
-            Each KV head of a document at most once. All of what they hold is of one kind, such as `takes` takes.
-        kv_heads : int
-            Of a document.
+        table : UnitTable
+            Such as `takes_units` takes.
+        lengths : array
+            Of the documents (documents,): how many rows units have.
+        firsts : array or None
+            The first row of each document that is attended to (documents,); None: all are.
 
         Returns
         -------
         torch.Tensor, torch.Tensor
             Output (documents, heads, head_dim) and log-sum-exp (documents, heads), float32; zero and minus infinity of
-            heads of which nothing is held.
+            heads without a unit.
         """
-        (_, heads, documents, dim), group = query.shape, query.shape[1] // kv_heads
-        complete = len(held) == documents * kv_heads
-        out = torch.empty(documents, heads, dim) if complete else torch.zeros(documents, heads, dim)
-        lse = torch.empty(documents, heads) if complete else torch.full((documents, heads), float("-inf"))
+        (_, heads, documents, dim), group = query.shape, query.shape[1] // table.kv_heads
+        out = (torch.empty if table.is_complete else torch.zeros)(documents, heads, dim)
+        lse = torch.empty(documents, heads)
+        if not table.is_complete:
+            lse.fill_(float("-inf"))
         size, (_, by_head, by_document, _) = query.element_size(), query.stride()
-        queries, outs, lses = query.data_ptr(), out.data_ptr(), lse.data_ptr()
-        units: list[int] = []
-        for document, head, keys, values, first, last in held:
-            if not 0 <= first < last <= keys.shape[0] or values.shape[0] < last:  # the kernel would read beyond
-                raise ValueError(f"keys {first} to {last} of {keys.shape[0]}, values of {values.shape[0]}")
-            row, at = document * heads + head * group, document * by_document + head * group * by_head
-            of_keys, of_values = keys.stride(0), values.stride(0)
-            units += (queries + at * size, keys.data_ptr() + first * of_keys * size)
-            units += (values.data_ptr() + first * of_values * size, outs + row * dim * 4, lses + row * 4)
-            units += (last - first, of_keys, of_values)
-        pieces = sum(-((each.first - each.last) // self._piece) for each in held)
-        room = torch.empty((len(held) + pieces) * group * (dim + 2))
-        step = _Step(len(held), group, dim, by_head, scale, query.dtype == torch.bfloat16)
+        units, at = table.rows(table.counts(lengths), firsts, size), table.document * heads + table.head * group
+        units[:, QUERY] = query.data_ptr() + (table.document * by_document + table.head * (group * by_head)) * size
+        units[:, OUT], units[:, LSE] = out.data_ptr() + at * (dim * 4), lse.data_ptr() + at * 4
+        pieces = -int((-units[:, COUNT] // self._piece).sum())
+        room = torch.empty((len(units) + pieces) * group * (dim + 2))
+        step = _Step(len(units), group, dim, by_head, scale, query.dtype == torch.bfloat16)
         with _named("decode attention"):
-            table = (ctypes.c_int64 * len(units))(*units)
-            self._decode(ctypes.byref(step), table, room.data_ptr(), torch.get_num_threads())
+            self._decode(ctypes.byref(step), units.ctypes.data, room.data_ptr(), torch.get_num_threads())
         return out, lse
 
 
@@ -237,15 +232,15 @@ class CpuAttention:
         """Attend (`AttentionLibrary.attend`)."""
         return self._library.attend(query, keys, values, scale, causal=causal, window=window)
 
-    def takes_heads(self, query: torch.Tensor, held: Sequence[HeldHead]) -> bool:
-        """Whether it can attend from one query a head of documents (`AttentionLibrary.takes_heads`), and is faster."""
-        return self.ways[0] != PLAIN and self._library.takes_heads(query, held)
+    def takes_units(self, query: torch.Tensor, table: UnitTable) -> bool:
+        """Whether it can attend from one query a head of documents (`AttentionLibrary.takes_units`), and is faster."""
+        return self.ways[0] != PLAIN and self._library.takes_units(query, table)
 
-    def attend_heads(
-        self, query: torch.Tensor, held: Sequence[HeldHead], kv_heads: int, scale: float
+    def attend_units(
+        self, query: torch.Tensor, table: UnitTable, lengths: Integers, scale: float, firsts: Integers | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend from one query a head of documents (`AttentionLibrary.attend_heads`)."""
-        return self._library.attend_heads(query, held, kv_heads, scale)
+        """Attend from one query a head of documents (`AttentionLibrary.attend_units`)."""
+        return self._library.attend_units(query, table, lengths, scale, firsts)
 
 
 def attention_kernel(model: Any) -> CpuAttention | None:

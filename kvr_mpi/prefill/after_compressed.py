@@ -14,9 +14,8 @@ import torch
 from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.kv.buffers import make_flat
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.layout import UniformLayout
+from kvr_mpi.kv.head_store import HeadStore, elements_needed
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.tp_group import guarded
@@ -80,32 +79,27 @@ def prefill_after_compressed(
 
 def _load(loaded: LoadedModel, partition: Partition, prefix: SharedPrefix, slack: int) -> SliceCache:
     """Make a cache that holds what is stored, with room for so many tokens more."""
-    layouts = [_load_layer(loaded, idx, shape, prefix, slack) for idx, shape in enumerate(loaded.shape.layers)]
+    stores = [_load_layer(loaded, idx, shape, prefix, slack) for idx, shape in enumerate(loaded.shape.layers)]
     cache = SliceCache(loaded, relay(partition, 0), None)
     cache.finish()
-    cache.adopt(layouts, prefix.tokens, slack)
+    cache.adopt(stores, prefix.tokens, slack)
     return cache
 
 
-def _load_layer(
-    loaded: LoadedModel, layer_idx: int, shape: LayerShape, prefix: SharedPrefix, slack: int
-) -> RaggedLayout | UniformLayout:
+def _load_layer(loaded: LoadedModel, layer_idx: int, shape: LayerShape, prefix: SharedPrefix, slack: int) -> HeadStore:
     """Put a layer's rows where they stay."""
     assert prefix.heads is not None, "it is compressed"
     heads = prefix.heads(layer_idx)
     assert heads is not None, "models that are compressed keep keys and values in every layer"
     counts = [len(keys) for keys, _ in heads]
     flat = make_flat(elements_needed(shape, counts, slack), loaded.dtype, loaded.device)
-    if shape.visibility.size is not None:  # it forgets by position, and has them all
-        uniform = UniformLayout(flat.view(-1, shape.elements), shape)
-        keys, values = (torch.stack(each).unsqueeze(0) for each in zip(*heads, strict=True))
-        uniform.write(0, keys, values)
-        return uniform
-    layout = RaggedLayout(flat, shape, counts, slack, prefix.tokens)
+    # A layer that forgets by position has them all.
+    is_whole = shape.visibility.size is not None
+    store = HeadStore.by_heads(flat, shape, counts, slack, prefix.tokens, is_whole=is_whole)
     for at, stored in enumerate(heads):
-        for place, rows in zip(layout.head_rows(at, prefix.tokens), stored, strict=True):
+        for place, rows in zip(store.head_rows(at, prefix.tokens), stored, strict=True):
             place.copy_(rows)
-    return layout
+    return store
 
 
 def _size_of(loaded: LoadedModel, cache: SliceCache, compression: str) -> RetainedSize:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -123,7 +124,7 @@ def _prefill_row(
 
 
 @torch.inference_mode()
-def decode_packed(loaded: LoadedModel, cache: PackedCache, tokens: Sequence[int]) -> torch.Tensor:
+def decode_packed(loaded: LoadedModel, cache: DecodeCache, tokens: Sequence[int]) -> torch.Tensor:
     """Run one more token of each document.
 
     Returns

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.shares import SharesCache
 from kvr_mpi.model import LoadedModel
@@ -228,7 +228,7 @@ def why_not_packed(loaded: LoadedModel, arena: PagedArena | None = None) -> str 
         truths, founds = [each.logits for each in alone], [each.logits for each in together]
         with torch.inference_mode():
             truths += [run_next(loaded.model, each, torch.tensor([[5]], device=device)) for each in alone]
-        founds += list(decode_packed(loaded, PackedCache([each.cache for each in together], [1, 1]), [5, 5]))
+        founds += list(decode_packed(loaded, DecodeCache([each.cache for each in together]), [5, 5]))
     except (ModelError, *FAILURES) as error:
         return f"{loaded.shape.architecture} does not run packed ({type(error).__name__}: {error})"
     for truth, found in zip(truths, founds, strict=True):

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.head_parallel import HeadParallelBatch, Place, Prefilled
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.cpu_attention import attention_kernel
@@ -104,13 +104,12 @@ def attention_seconds(loaded: LoadedModel, caches: Sequence[SliceCache], ranks: 
     ranks : Transport
         Those that begin together.
     """
-    pack, kernel = PackedCache(caches, [1] * len(caches)), attention_kernel(loaded.model)
+    pack, kernel = DecodeCache(caches), attention_kernel(loaded.model)
     group = loaded.model.config.get_text_config().num_attention_heads // loaded.shape.layers[0].num_kv_heads
     best = [math.inf] * len(pack.layers)
     ranks.barrier()
     for repeat, (at, layer) in itertools.product(range(ATTENTION_REPEATS), enumerate(pack.layers)):
-        document = layer.documents[0]
-        shape = document.layout.shape if document.is_ragged else document.shape
+        shape = layer.shape
         sizes = (1, shape.num_kv_heads * group, len(caches), shape.key_dim)
         query = torch.randn(sizes, device=loaded.device).to(loaded.dtype)
         began = time.perf_counter()

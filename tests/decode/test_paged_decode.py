@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.tiny import shrink
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.kv import packed_row
+from kvr_mpi.kv import decode_cache
 from kvr_mpi.kv.paged import PAGE_TOKENS
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
@@ -87,7 +87,7 @@ def test_pages_of_another_document_are_found_out(reads_pages: Watched, monkeypat
     """The tests above can fail: with a wrong page answers are others."""
     loaded = ready("llama-gqa")
     truth = answer(loaded, None)
-    pages = packed_row._in_pages
+    pages = decode_cache._in_pages
 
     def swapped(documents: Any) -> Any:
         row = pages(documents)
@@ -96,7 +96,7 @@ def test_pages_of_another_document_are_found_out(reads_pages: Watched, monkeypat
                 group.table.pages.copy_(group.table.pages.flip(0).clone())
         return row
 
-    monkeypatch.setattr(packed_row, "_in_pages", swapped)
+    monkeypatch.setattr(decode_cache, "_in_pages", swapped)
     assert answer(loaded, arena_of(loaded, 8)) != truth
 
 

@@ -16,7 +16,7 @@ from rows import long_rope, one_thread, other_prompt
 from kvr_mpi.decode import batch as batches
 from kvr_mpi.decode import graphs as stepping
 from kvr_mpi.decode.graphs import StepGraphs, why_not_captured
-from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.padded_row import PaddedRow
 from kvr_mpi.kv.paged import PAGE_TOKENS, PagedArena
 from kvr_mpi.model import LoadedModel
@@ -94,7 +94,7 @@ def documents(loaded: LoadedModel, arena: PagedArena, reserve: int) -> tuple[lis
 @torch.inference_mode()
 def step(graphs: StepGraphs, loaded: LoadedModel, caches: list[Any]) -> torch.Tensor:
     tokens = [7 + at for at in range(len(caches))]
-    return graphs.step(caches, tokens, lambda: decode_packed(loaded, PackedCache(caches, [1] * len(caches)), tokens))
+    return graphs.step(caches, tokens, lambda: decode_packed(loaded, DecodeCache(caches), tokens))
 
 
 @torch.inference_mode()

@@ -12,10 +12,10 @@ from gpu_steps import Absent, Figures, Given
 
 from kvr_mpi.decode.graphs import StepGraphs, why_not_captured
 from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, attend_window, why_no_flex
+from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.flex import suits_flex
-from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv.head_store import HeadStore, elements_needed
 from kvr_mpi.kv.paged import PagedArena
-from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import prepare_model
@@ -58,10 +58,9 @@ def graphs_are_exact(given: Given) -> Figures:
             if at in (8, 16):
                 mine, alone = mine[1:], alone[1:]
             tokens = [(11 * at + place) % 500 for place in range(len(mine))]
-            ones = [1] * len(mine)
-            eager = functools.partial(decode_packed, loaded, PackedCache(mine, ones), tokens)
+            eager = functools.partial(decode_packed, loaded, DecodeCache(mine), tokens)
             logits = graphs.step(mine, tokens, eager)
-            truth = decode_packed(loaded, PackedCache(alone, ones), tokens)
+            truth = decode_packed(loaded, DecodeCache(alone), tokens)
             worst = max(worst, error_share(logits, truth))
         assert not told, told
         assert graphs.replayed >= STEPS // 2, graphs.replayed
@@ -137,13 +136,13 @@ def ragged_heads_are_exact(given: Given) -> Figures:
     for dim, kept in ((64, (700, 31, 1500, 1500)), (128, (5, 9, 9, 2)), (256, (1, 1, 1, 1))):
         shape, origin = LayerShape(4, dim, dim), 2000
         flat = torch.randn(elements_needed(shape, kept, 3), generator=draw, device=device, dtype=torch.bfloat16)
-        layout, params = RaggedLayout(flat, shape, kept, 3, origin), AttentionParams(dim**-0.5)
+        store, params = HeadStore.by_heads(flat, shape, kept, 3, origin), AttentionParams(dim**-0.5)
         fresh = torch.randn(2, 1, 4, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)
-        layout.write(origin, *fresh)
+        store.write(origin, *fresh)
         query = torch.randn(1, 16, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)
-        found = layout.attend(query, origin + 1, 1, params)
+        found = store.attend(query, origin + 1, params).out
         for head in range(4):
-            keys, values = (rows[None, None] for rows in layout.head_rows(head, origin + 1))
+            keys, values = (rows[None, None] for rows in store.head_rows(head, origin + 1))
             group = slice(4 * head, 4 * head + 4)
             out, _ = truth_of(query[:, group], keys, values, params, None, None)
             error = float((found[:, group].double() - out).abs().max() / out.abs().max())
@@ -157,7 +156,7 @@ def ragged_heads_are_exact(given: Given) -> Figures:
     for cache in mine:  # of heads that keep all their tokens nothing may change
         every = torch.arange(cache.length, device=device)
         cache.keep_only([[every] * layer.num_kv_heads for layer in loaded.shape.layers], STEPS)
-    ragged, whole, most = PackedCache(mine, [1] * len(mine)), PackedCache(alone, [1] * len(alone)), 0.0
+    ragged, whole, most = DecodeCache(mine), DecodeCache(alone), 0.0
     for at in range(STEPS):
         tokens = [(11 * at + place) % 500 for place in range(len(mine))]
         logits = (decode_packed(loaded, cache, tokens) for cache in (ragged, whole))

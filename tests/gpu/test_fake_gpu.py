@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvr_mpi.kv import attention
 from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, attend_window
-from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
@@ -48,11 +48,11 @@ def run_packed(loaded: LoadedModel) -> list[Prefill]:
     return prefill_packed(loaded, [prompt(40), prompt(30)], reserve_tokens=4)
 
 
-Row = tuple[LoadedModel, PackedCache]
+Row = tuple[LoadedModel, DecodeCache]
 
 
 def make_row(loaded: LoadedModel) -> Row:
-    return loaded, PackedCache([prefill.cache for prefill in run_packed(loaded)], [1, 1])
+    return loaded, DecodeCache([prefill.cache for prefill in run_packed(loaded)])
 
 
 def make_row_of_heads(loaded: LoadedModel) -> Row:
@@ -62,14 +62,14 @@ def make_row_of_heads(loaded: LoadedModel) -> Row:
         kept = [torch.arange(3 + head, device=GPU) for head in range(loaded.shape.layers[0].num_kv_heads)]
         for layer in cache.layers:
             layer.keep_only(kept, 4, torch.empty(1000, dtype=loaded.dtype, device=GPU)[: 2 * 8 * (7 + 8)])
-    return loaded, PackedCache(caches, [1, 1])
+    return loaded, DecodeCache(caches)
 
 
 def make_row_of_pages(loaded: LoadedModel) -> Row:
     """Documents lie in pages; the first step copies their lengths to the GPU, and later ones count on from those."""
     arena = PagedArena(loaded.shape.layers, loaded.dtype, GPU, extent_pages=4)
     prefills = prefill_packed(loaded, [prompt(40), prompt(30)], reserve_tokens=4, arena=arena)
-    row = loaded, PackedCache([prefill.cache for prefill in prefills], [1, 1])
+    row = loaded, DecodeCache([prefill.cache for prefill in prefills])
     step(row)
     return row
 

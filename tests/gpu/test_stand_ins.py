@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvr_mpi.cli.environment import tell_libraries
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv import attention, ragged
-from kvr_mpi.kv.ragged import RaggedLayout, elements_needed
+from kvr_mpi.kv import attention, head_store
+from kvr_mpi.kv.head_store import HeadStore, elements_needed
 from kvr_mpi.model import LayerShape, choose_device
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.checks import check_dtype
@@ -222,15 +222,14 @@ def test_ragged_heads_are_sequences_to_flash_attention(
 ) -> None:
     draw, shape, kept = torch.Generator().manual_seed(0), LayerShape(4, 8, 8), [5, 9, 9, 2][: len(heads)]
     flat = torch.randn(elements_needed(shape, kept, 3), generator=draw)
-    layout = RaggedLayout(flat, shape, kept, 3, 100, heads)
+    store = HeadStore.by_heads(flat, shape, kept, 3, 100, heads)
     keys, query = torch.randn(1, 4, 1, 8, generator=draw), torch.randn(1, 12, 1, 8, generator=draw)
-    layout.write(100, keys, keys)
+    store.write(100, keys, keys)
     params = AttentionParams(0.3, sinks=torch.randn(12, generator=draw) if has_sinks else None)
-    truth = layout.attend(query, 101, 1, params)
-    monkeypatch.setattr(ragged, "takes_flash", lambda *args: True)
-    monkeypatch.setattr(ragged, "_is_short_way", lambda *args: False)
+    truth = store.attend(query, 101, params).finish(params)
+    monkeypatch.setattr(head_store, "takes_flash", lambda *args: True)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _varlen_reference)
-    torch.testing.assert_close(layout.attend(query, 101, 1, params), truth)
+    torch.testing.assert_close(store.attend(query, 101, params).finish(params), truth)
 
 
 def test_parts_of_heads_are_joined_in_float32_whatever_the_model_is() -> None:
@@ -238,8 +237,8 @@ def test_parts_of_heads_are_joined_in_float32_whatever_the_model_is() -> None:
     draw, shape, kept, heads = torch.Generator().manual_seed(0), LayerShape(4, 8, 8), [9, 9, 2], [0, 2, 3]
     flat = torch.randn(elements_needed(shape, kept, 3), generator=draw).bfloat16()
     query, params = torch.randn(1, 12, 1, 8, generator=draw).bfloat16(), AttentionParams(0.3)
-    narrow = RaggedLayout(flat, shape, kept, 3, 100, heads).attend_part(query, 100, params)
-    wide = RaggedLayout(flat.float(), shape, kept, 3, 100, heads).attend_part(query.float(), 100, params)
+    narrow = HeadStore.by_heads(flat, shape, kept, 3, 100, heads).attend(query, 100, params)
+    wide = HeadStore.by_heads(flat.float(), shape, kept, 3, 100, heads).attend(query.float(), 100, params)
     assert narrow.out.dtype == narrow.lse.dtype == torch.float32
     torch.testing.assert_close(narrow.out, wide.out, atol=2e-2, rtol=2e-2)
     assert narrow.lse[:, 3:6].isneginf().all() and not narrow.lse[:, 6:].isneginf().any()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -17,11 +18,12 @@ from models import prompt
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvr_mpi.kv.attention import attend
-from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel, probe_shape
-from kvr_mpi.model.attention_hook import AttentionParams, HeldHead, prepare_model
+from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.model.cpu_attention import OWN, AttentionLibrary, CpuAttention, attention_kernel
 from kvr_mpi.model.kernels import PLAIN, always, forget_kernels, give_kernel, without_kernels
+from kvr_mpi.model.unit_table import Unit, UnitTable
 from kvr_mpi.prefill.packed import decode_packed
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
@@ -123,37 +125,51 @@ def test_heads_of_documents_of_any_length(
 ) -> None:
     torch.manual_seed(dim)
     query = torch.randn(1, 4, 2 * group, dim).to(dtype).transpose(1, 2)  # of four documents with two KV heads
-    spans = {(0, 0): (0, 1), (0, 1): (3, 2100), (1, 1): (0, 1024), (2, 0): (500, 1525), (3, 0): (0, 7), (3, 1): (6, 7)}
-    held, capacity = [], 2200
-    for (document, head), (first, last) in spans.items():
+    lengths, firsts = [2100, 1024, 1525, 7], [3, 0, 500, 0]
+    lasts = {(0, 0): 90, (0, 1): 2100, (1, 1): 1024, (2, 0): 1525, (3, 0): 7, (3, 1): 1}  # two heads dropped rows
+    units, capacity = [], 2200
+    for (document, head), last in lasts.items():
         both = torch.randn(capacity, 2, dim).to(dtype)  # rows that do not follow each other
-        both[:first], both[last:] = math.nan, math.nan  # nothing of that is read
-        held.append(HeldHead(document, head, both[:, 0], both[:, 1], first, last))
+        both[: firsts[document]], both[last:] = math.nan, math.nan  # nothing of that is read
+        units.append(Unit(document, head, both[:, 0], both[:, 1], last - lengths[document]))
+    table = UnitTable(4, 2, units)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert library.takes_heads(query, held)
-        out, lse = library.attend_heads(query, held, 2, 0.2)
+        assert library.takes_units(query, table)
+        out, lse = library.attend_units(query, table, np.array(lengths), 0.2, np.array(firsts))
     finally:
         torch.set_num_threads(before)
     for document, head in itertools.product(range(4), range(2)):
         rows = slice(head * group, head * group + group)
-        if (document, head) not in spans:
+        if (document, head) not in lasts:
             assert not out[document, rows].any() and bool((lse[document, rows] == -math.inf).all())
             continue
-        one = next(each for each in held if each[:2] == (document, head))
-        seen = slice(one.first, one.last)
+        one = next(each for each in units if each[:2] == (document, head))
+        seen = slice(firsts[document], lasts[document, head])
         keys, values = one.keys[None, None, seen].double(), one.values[None, None, seen].double()
         truth = exact(query[:, rows, document : document + 1].double(), keys, values, 0.2, causal=False)
         torch.testing.assert_close(out[None, document, rows].double(), truth[0][:, :, 0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(lse[None, document, rows].double(), truth[1][:, :, 0], rtol=1e-5, atol=1e-5)
 
 
-def test_heads_that_it_does_not_take(kernel: CpuAttention, library: AttentionLibrary) -> None:
+def test_rows_beyond_the_memory_are_not_read(library: AttentionLibrary) -> None:
+    rows = torch.randn(20, 64)
+    table = UnitTable(2, 1, [Unit(0, 0, rows, rows), Unit(1, 0, rows, rows, filled=5, grows=False)])
+    for lengths in ([21, 3], [0, 3]):
+        with pytest.raises(ValueError, match=rf"units of \[{lengths[0]}, 5\] rows with room for \[20, 20\]"):
+            library.attend_units(torch.randn(1, 3, 2, 64), table, np.array(lengths), 0.2)
+
+
+def test_units_that_it_does_not_take(kernel: CpuAttention, library: AttentionLibrary) -> None:
     query, rows = torch.randn(1, 6, 3, 64), torch.randn(20, 64)
-    right = HeldHead(0, 0, rows, rows, 0, 20)
-    assert kernel.takes_heads(query, [right])
-    wrong = {
+    right = Unit(0, 0, rows, rows)
+
+    def takes(query: torch.Tensor, *units: Unit, kernel: CpuAttention = kernel) -> bool:
+        return kernel.takes_units(query, UnitTable(3, 2, units))
+
+    assert takes(query, right)
+    wrong: dict[str, tuple[torch.Tensor, list[Unit]]] = {
         "nothing": (query, []),
         "type": (query.double(), [right]),
         "of another type": (query.bfloat16(), [right]),
@@ -162,9 +178,9 @@ def test_heads_that_it_does_not_take(kernel: CpuAttention, library: AttentionLib
         "strides": (query, [right._replace(keys=torch.randn(64, 20).T)]),
         "kind": (FakeTensorMode().from_tensor(query), [right]),
     }
-    for name, (asking, held) in wrong.items():
-        assert not kernel.takes_heads(asking, held), name
-    assert not CpuAttention(library, (PLAIN, OWN, OWN, OWN)).takes_heads(query, [right])
+    for name, (asking, units) in wrong.items():
+        assert not takes(asking, *units), name
+    assert not takes(query, right, kernel=CpuAttention(library, (PLAIN, OWN, OWN, OWN)))
 
 
 def test_large_scores_and_small_ones(library: AttentionLibrary) -> None:
@@ -281,13 +297,13 @@ def test_decoding_with_it_gives_the_same_tokens(
     give_kernel(loaded.model, kernel)
     prepare_model(loaded.model, chain=True)
     alone: list[int] = []
-    attending = kernel._library.attend_heads
+    attending = kernel._library.attend_units
 
-    def count(query: torch.Tensor, held: Sequence[HeldHead], *more: Any) -> Any:
-        alone.append(len(held))
-        return attending(query, held, *more)
+    def count(query: torch.Tensor, table: UnitTable, *more: Any) -> Any:
+        alone.append(len(table.units))
+        return attending(query, table, *more)
 
-    monkeypatch.setattr(kernel._library, "attend_heads", count)
+    monkeypatch.setattr(kernel._library, "attend_units", count)
     after = chain(loaded, prompt(200), (0, 120, 200), reserve=12)
     found = greedy(loaded.model, after, 12)
     assert len(alone) >= 11 * len(loaded.shape.layers)
@@ -299,8 +315,8 @@ def test_documents_together_and_compressed_ones(
     loaded: LoadedModel, kernel: CpuAttention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    attending = kernel.attend_heads
-    monkeypatch.setattr(kernel, "attend_heads", lambda *given: (calls.append(1), attending(*given))[1])
+    attending = kernel.attend_units
+    monkeypatch.setattr(kernel, "attend_units", lambda *given: (calls.append(1), attending(*given))[1])
     give_kernel(loaded.model, kernel)
     prepare_model(loaded.model, chain=True)
 
@@ -316,7 +332,7 @@ def test_documents_together_and_compressed_ones(
                 ],
                 4,
             )
-        packed = PackedCache(caches, [1] * 3)
+        packed = DecodeCache(caches)
         return torch.stack([decode_packed(loaded, packed, [token] * 3) for token in (7, 100, 3)])
 
     for kept in (None, 20):

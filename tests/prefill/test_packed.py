@@ -15,7 +15,7 @@ from torch.nn.attention import varlen
 
 from kvr_mpi.kv import packed_row as row
 from kvr_mpi.kv.contents import layer_kv
-from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill import packed
@@ -52,7 +52,7 @@ def test_prompts_together_are_prompts_alone(name: str) -> None:
     for found, truth in zip(together, apart, strict=True):
         assert found.partition == truth.partition
         check_equal(loaded, found, truth)
-    cache = PackedCache([each.cache for each in together], [1] * len(prompts))
+    cache = DecodeCache([each.cache for each in together])
     for token in (7, 150, 3):  # and after them one token each, over the windows' edges
         logits = decode_packed(loaded, cache, [token] * len(prompts))
         with torch.inference_mode():
@@ -166,7 +166,7 @@ def test_a_failed_row_leaves_no_trace() -> None:
     prompts = [other_prompt(tokens) for tokens in LENGTHS]
     caches = [each.cache for each in prefill_packed(loaded, prompts, reserve_tokens=2)]
     truths = [each.cache for each in prefill_packed(loaded, prompts, reserve_tokens=2)]
-    cache, truth = PackedCache(caches, [1] * 5), PackedCache(truths, [1] * 5)
+    cache, truth = DecodeCache(caches), DecodeCache(truths)
     for layer in range(3):
         broken = loaded.model.model.layers[layer].mlp.register_forward_pre_hook(fail)
         with pytest.raises(torch.OutOfMemoryError):
@@ -184,7 +184,7 @@ def fail(*args: Any) -> None:
 def test_a_full_cache_is_refused() -> None:
     loaded = ready("llama-gqa")
     caches = [each.cache for each in prefill_packed(loaded, [prompt(5), prompt(3)], reserve_tokens=1)]
-    cache = PackedCache(caches, [1, 1])
+    cache = DecodeCache(caches)
     decode_packed(loaded, cache, [1, 1])
     with pytest.raises(ValueError, match="a cache of 6 tokens is full"):
         decode_packed(loaded, cache, [1, 1])

@@ -1,0 +1,88 @@
+"""The table of a decode step's attention: one unit for each KV head of each document.
+
+A unit is the run of rows of keys and values that the query heads of a group read. A table is built when documents join
+or leave; between steps only the documents' lengths change. Its rows are the ``Unit``s of ``decode_attention.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Integers = npt.NDArray[np.int64]
+# Columns, in the order of the C++ structure's fields.
+QUERY, KEYS, VALUES, OUT, LSE, COUNT, KEY_ROW, VALUE_ROW = range(8)
+
+
+class Unit(NamedTuple):
+    """The rows that one KV head of a document holds.
+
+    document, head : indices of the document and of its KV head in the query.
+    keys, values : (capacity, head_dim), the features of a row next to each other.
+    filled : rows that are, less the document's length if it grows with that.
+    grows : whether each token of the document adds a row.
+    """
+
+    document: int
+    head: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    filled: int = 0
+    grows: bool = True
+
+
+class UnitTable:
+    """The units of one layer.
+
+    Parameters
+    ----------
+    documents, kv_heads : int
+        Of the queries: (1, heads, documents, head_dim), heads a multiple of kv_heads.
+    units : sequence of Unit
+        Each KV head of a document at most once.
+    """
+
+    def __init__(self, documents: int, kv_heads: int, units: Sequence[Unit]) -> None:
+        self.documents, self.kv_heads, self.units = documents, kv_heads, units
+        self.is_complete = len(units) == documents * kv_heads
+        self.document, self.head, self._count, self._grows, self._capacity = (
+            np.array(
+                [(unit.document, unit.head, unit.filled, unit.grows, len(unit.keys)) for unit in units], dtype=np.int64
+            )
+            .reshape(-1, 5)
+            .T
+        )
+        self._rows: Integers | None = None
+
+    def counts(self, lengths: Integers) -> Integers:
+        """Rows that each unit has, when the documents have grown to these lengths (documents,).
+
+        Raises
+        ------
+        ValueError
+            If one has more than it has room for, or none: a kernel would read beyond.
+        """
+        counts = self._count + self._grows * lengths[self.document]
+        if bool(((counts < 1) | (counts > self._capacity)).any()):
+            raise ValueError(f"units of {counts.tolist()} rows with room for {self._capacity.tolist()}")
+        return counts
+
+    def rows(self, counts: Integers, firsts: Integers | None, item_bytes: int) -> Integers:
+        """Fill in what units read (units, 8): the rows from the first on, or from `firsts` (documents,) on."""
+        if self._rows is None:
+            self._rows = np.zeros((len(self.units), 8), dtype=np.int64)
+            for row, unit in zip(self._rows, self.units, strict=True):
+                row[KEYS], row[VALUES] = unit.keys.data_ptr(), unit.values.data_ptr()
+                row[KEY_ROW], row[VALUE_ROW] = unit.keys.stride(0), unit.values.stride(0)
+        table = self._rows.copy()
+        table[:, COUNT] = counts
+        if firsts is not None:
+            skipped = firsts[self.document]
+            table[:, COUNT] -= skipped
+            table[:, KEYS] += skipped * table[:, KEY_ROW] * item_bytes
+            table[:, VALUES] += skipped * table[:, VALUE_ROW] * item_bytes
+        return table
