@@ -14,8 +14,8 @@ from kvr_mpi.doctor.deadlines import wait_for, within
 from kvr_mpi.doctor.facts import RankFacts, group_hosts
 from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, some, warn
 from kvr_mpi.topology import place_in_group
-from kvr_mpi.transport import Request, Transport, clocks
-from kvr_mpi.transport.links import Effort, measure_links
+from kvr_mpi.transport import Request, Transport
+from kvr_mpi.transport.links import Effort, measure_links, measure_skews
 
 # So many times as long as a message may take is a whole measurement given.
 LIMITS = 6
@@ -252,7 +252,7 @@ def first_on_each_host(facts: Sequence[RankFacts]) -> list[int]:
     return [ranks[0].rank for ranks in list(group_hosts(facts).values())[1:]]
 
 
-def measure_skews(transport: Transport, ranks: Sequence[int]) -> dict[int, float]:
+def measure_clocks(transport: Transport, ranks: Sequence[int]) -> dict[int, float]:
     """Estimate, on rank 0, how far each rank's clock is ahead, in seconds; every rank calls it.
 
     Raises
@@ -266,7 +266,7 @@ def measure_skews(transport: Transport, ranks: Sequence[int]) -> dict[int, float
         is_first, has_begun = not has_begun and transport.rank != 0, True  # others may be asked before
         wait_for(request, TIMEOUT_S * (1 + len(ranks) if who == "rank 0" else 1), who, asleep=is_first)
 
-    return {rank: skew.ahead_s for rank, skew in clocks.measure_skews(transport, ranks, wait).items()}
+    return {rank: skew.ahead_s for rank, skew in measure_skews(transport, ranks, wait).items()}
 
 
 def check_clocks(skews_s: Mapping[int, float], facts: Sequence[RankFacts]) -> list[Finding]:

@@ -134,7 +134,7 @@ def _shared_folder(scene: Scene) -> list[Finding]:
 def _clocks(scene: Scene) -> list[Finding]:
     meet(scene.transport, scene.request.patience_s)
     chosen: list[int] = share_json(scene.transport, links.first_on_each_host(scene.facts) if scene.facts else [])
-    skews_s = links.measure_skews(scene.transport, chosen)
+    skews_s = links.measure_clocks(scene.transport, chosen)
     return links.check_clocks(skews_s, scene.facts) if scene.transport.rank == 0 else []
 
 

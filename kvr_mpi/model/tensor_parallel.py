@@ -49,10 +49,6 @@ DIVIDED_DIMS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "embed_tokens", "lm_head"), 0),
     **dict.fromkeys(("o_proj", "down_proj", "w2"), 1),
 }
-IN_FILES = re.compile(
-    r"(?:^|\.)(?:layers\.\d+\.(?:self_attn\.(?:[qkvo]_proj)|mlp\.(?:gate|up|down)_proj"
-    r"|(?:mlp|block_sparse_moe)\.experts\.\d+\.(?:w[123]|(?:gate|up|down)_proj))|embed_tokens|lm_head)\.(?:weight|bias)$"
-)
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 Reduce = Callable[["torch.Tensor"], "torch.Tensor"]
@@ -273,13 +269,14 @@ def sliced_weights(folder: Path, part: Part, opened: ExitStack) -> dict[str, Wei
 
 
 def _slice_of(name: str, tensor: Any, part: Part) -> WeightSlice:
-    if not IN_FILES.search(name):
+    """Say what is a rank's; transformers refuses what has another shape than in the model, which `check_part` knows."""
+    leaf, shape = name.split(".")[-2:-1], list(tensor.get_shape())
+    dim = DIVIDED_DIMS.get(leaf[0]) if leaf else None
+    if dim is None:
         return WeightSlice(tensor, None)
-    leaf, shape = name.split(".")[-2], list(tensor.get_shape())
-    dim = DIVIDED_DIMS[leaf]
     if dim >= len(shape):
         return WeightSlice(tensor, None, is_zero=part.rank > 0)
-    return WeightSlice(tensor, dim, *part.bounds(leaf, shape[dim]))
+    return WeightSlice(tensor, dim, *part.bounds(leaf[0], shape[dim]))
 
 
 def in_plan(name: str) -> str:

@@ -22,7 +22,7 @@ from kvr_mpi.store.traces import TRACE_BYTES, TracedPrompt, TraceHeader, TraceWr
 from kvr_mpi.topology import Rotation
 from kvr_mpi.trace import Recorder, Span
 from kvr_mpi.transport import Request, Transport, gather_json, on_root, share_json
-from kvr_mpi.transport.clocks import Skew, measure_skews
+from kvr_mpi.transport.links import Skew, measure_skews
 
 
 class Trace:

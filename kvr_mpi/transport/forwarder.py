@@ -15,6 +15,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvr_mpi.trace import Kind, Recorder
@@ -40,28 +41,28 @@ class _PartOfRequest(Ended):
         self.landed = None if landed is None else landed[start:stop]
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
     """One transfer in a forwarder's care, and the one that passes it on, if it is to be passed on.
 
     Of what is received the rows from `onward_from` on are passed on.
     """
 
-    __slots__ = (
-        *("arrived", "dest", "onward", "onward_from", "prompt", "received", "request", "tag", "tensor"),
-        *("began_s", "kind", "layer", "peer", "traced_prompt"),
-    )
-
-    def __init__(
-        self, tensor: torch.Tensor, tag: int, prompt: int, dest: int | None = None, onward_from: int = 0
-    ) -> None:
-        self.tensor, self.tag, self.prompt, self.dest, self.onward_from = tensor, tag, prompt, dest, onward_from
-        self.request: Request | None = None  # None: to be sent when its turn comes
-        self.received: Request | None = None  # for one that passes on: the request that has filled its tensor
-        self.arrived = False
-        self.onward: Transfer | None = None
-        # For the trace: what it is, of which prompt and layer, from or to whom, and since when.
-        self.kind: Kind = "send"
-        self.traced_prompt, self.layer, self.peer, self.began_s = -1, -1, -1, 0.0
+    tensor: torch.Tensor
+    tag: int
+    prompt: int
+    dest: int | None = None
+    onward_from: int = 0
+    request: Request | None = None  # None: to be sent when its turn comes
+    received: Request | None = None  # for one that passes on: the request that has filled its tensor
+    arrived: bool = False
+    onward: Transfer | None = None
+    # For the trace: what it is, of which prompt and layer, from or to whom, and since when.
+    kind: Kind = "send"
+    traced_prompt: int = -1
+    layer: int = -1
+    peer: int = -1
+    began_s: float = 0.0
 
     @property
     def through(self) -> bool:
@@ -131,8 +132,7 @@ class Forwarder:
             For the trace.
         """
         with self._lock:
-            transfer = Transfer(tensor, tag, self._prompt)
-            transfer.traced_prompt, transfer.layer = self.recorder.prompt, layer
+            transfer = Transfer(tensor, tag, self._prompt, traced_prompt=self.recorder.prompt, layer=layer)
             return self._send(transfer, dest)
 
     def receive(
@@ -155,10 +155,9 @@ class Forwarder:
             For the trace.
         """
         with self._lock:
-            transfer = Transfer(tensor, tag, self._prompt, forward_to, forward_from)
-            transfer.traced_prompt, transfer.layer = self.recorder.prompt, layer
-            transfer.kind, transfer.peer, transfer.began_s = "receive", source, time.perf_counter()
-            transfer.request = self.transport.irecv(tensor, source, tag)
+            transfer = Transfer(tensor, tag, self._prompt, forward_to, forward_from, layer=layer, kind="receive")
+            transfer.traced_prompt, transfer.peer = self.recorder.prompt, source
+            transfer.began_s, transfer.request = time.perf_counter(), self.transport.irecv(tensor, source, tag)
             if forward_to is not None and not self.transport.has_tags:
                 self._turns[forward_to].append(tag)
             self._pending.append(transfer)
@@ -239,14 +238,12 @@ class Forwarder:
             ]:
                 self._pending.remove(transfer)
                 if transfer.dest is not None:
-                    transfer.onward = Transfer(transfer.tensor[transfer.onward_from :], transfer.tag, transfer.prompt)
-                    transfer.onward.received = transfer.request
-                    transfer.onward.kind = "forward"
-                    transfer.onward.traced_prompt, transfer.onward.layer = transfer.traced_prompt, transfer.layer
-                    if transfer.onward_from and transfer.request is not None:
+                    rows, received = transfer.tensor[transfer.onward_from :], transfer.request
+                    if transfer.onward_from and received is not None:
                         total = transfer.tensor.nbytes
-                        start = total - transfer.onward.tensor.nbytes
-                        transfer.onward.received = _PartOfRequest(transfer.request, start, total)
+                        received = _PartOfRequest(received, total - rows.nbytes, total)
+                    transfer.onward = Transfer(rows, transfer.tag, transfer.prompt, received=received, kind="forward")
+                    transfer.onward.traced_prompt, transfer.onward.layer = transfer.traced_prompt, transfer.layer
                     self._send(transfer.onward, transfer.dest)
                 transfer.request, transfer.arrived = None, True
                 self.recorder.note(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -24,18 +23,8 @@ PAUSE_S = 5e-5
 Start = Callable[[torch.Tensor], Request]
 
 
-class Mark(Protocol):
-    """A point in a stream."""
-
-    def query(self) -> bool:
-        """Say whether the stream has passed it."""
-
-
-class _Passed:
-    """Where there are no streams everything is done when the call returns."""
-
-    def query(self) -> bool:
-        return True
+# A point in a stream; None where there are none, and everything is done when the call returns.
+Mark = torch.cuda.Event | None
 
 
 class Staging:
@@ -67,13 +56,13 @@ class Staging:
     def progress(self) -> None:
         """Begin the transfers whose marks are passed, in their order."""
         with self._lock:
-            while self._waiting and self._waiting[0].ready.query():
+            while self._waiting and _is_passed(self._waiting[0].ready):
                 self._waiting.pop(0).begin()
 
     def mark(self) -> Mark:
         """Mark where the rank's computation has come to."""
         if not self._is_gpu:
-            return _Passed()
+            return None
         mark = torch.cuda.Event()
         mark.record()
         return mark
@@ -86,7 +75,7 @@ class Staging:
         """Copy to the host what the current stream is filling; the copy is whole when the mark is passed."""
         host = self.tp_group(data)
         if not self._is_gpu:
-            return host.copy_(data), _Passed()
+            return host.copy_(data), None
         self._out.wait_stream(torch.cuda.current_stream(data.device))
         with torch.cuda.stream(self._out):
             host.copy_(data, non_blocking=True)
@@ -94,10 +83,10 @@ class Staging:
 
     def deliver(self, host: torch.Tensor, into: torch.Tensor, free: Mark) -> Mark:
         """Copy to the device, into memory that is free once `free` is passed; whole when the new mark is passed."""
-        if not self._is_gpu:
+        if free is None:
             into.copy_(host)
-            return _Passed()
-        self._into.wait_event(free)  # type: ignore[arg-type]
+            return None
+        self._into.wait_event(free)
         with torch.cuda.stream(self._into):
             into.copy_(host, non_blocking=True)
             return self.mark()
@@ -156,7 +145,7 @@ class StagedSend:
             if not staging.direct:
                 source, ready = staging.fetch(data)
             else:
-                source, ready = data, _Passed() if is_whole else staging.mark()
+                source, ready = data, None if is_whole else staging.mark()
             self._request = staging.start_when(ready, start, source)
 
     def test(self) -> bool:
@@ -177,7 +166,7 @@ class StagedReceive:
     def __init__(self, staging: Staging, into: torch.Tensor, start: Start) -> None:
         self._staging, self._into = staging, into
         self._free = staging.mark()  # what was computed in this memory before is read when this is passed
-        self._whole: Mark | None = None
+        self._is_delivered, self._whole = False, self._free  # the mark from which on the message is there
         self.landed: torch.Tensor | None = None
         self._request: Request
         if staging.direct:
@@ -193,13 +182,17 @@ class StagedReceive:
             return False
         if self.landed is None:
             return True
-        if self._whole is None:
-            self._whole = self._staging.deliver(self.landed, self._into, self._free)
-        return self._whole.query()
+        if not self._is_delivered:
+            self._is_delivered, self._whole = True, self._staging.deliver(self.landed, self._into, self._free)
+        return _is_passed(self._whole)
 
     def wait(self) -> None:
         """Return when it is there."""
         _until(self.test)
+
+
+def _is_passed(mark: Mark) -> bool:
+    return mark is None or mark.query()
 
 
 def _until(done: Callable[[], bool]) -> None:

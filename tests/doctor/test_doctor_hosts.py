@@ -45,5 +45,5 @@ def test_clocks() -> None:
     assert only(links.check_clocks({2: 0.2}, facts)).status == "ok"
     found = only(links.check_clocks({2: -3.5}, facts))
     assert found.status == "warn" and "node2 is 3.500 s behind node1" in found.found
-    skews_s = run_local(3, lambda world: links.measure_skews(world, [1, 2]))[0]
+    skews_s = run_local(3, lambda world: links.measure_clocks(world, [1, 2]))[0]
     assert set(skews_s) == {1, 2} and all(abs(skew_s) < 30 for skew_s in skews_s.values())

@@ -29,7 +29,7 @@ if len(sys.argv) == 5:
     from kvr_mpi.doctor import links, steps
 
     if launched_rank(os.environ) == 1:
-        setattr(links, {"links": "measure_chain", "clocks": "measure_skews"}[where], lose_this_rank)
+        setattr(links, {"links": "measure_chain", "clocks": "measure_clocks"}[where], lose_this_rank)
     steps.main(REQUEST.validate_json(sys.argv[3]), None, os.environ)
 else:
     patience_s = float(sys.argv[3])
