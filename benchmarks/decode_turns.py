@@ -86,10 +86,8 @@ class PrefilledDocuments:
         """Make fresh ones, that keep what the method chooses, or everything."""
         found = []
         for number, (prompt, prefill) in enumerate(zip(self.prompts, self._prefills, strict=True)):
-            window = None if compression is None else compression.window_of(prompt.tokens, prompt.text)
-            retained: Retained = [None] * len(prefill.cache.layers)
-            if compression is not None and window is not None:
-                retained = compression.choose(prefill.cache, window)
+            chosen = None if compression is None else compression.choose(prefill.cache, prompt.text)
+            retained: Retained = chosen or [None] * len(prefill.cache.layers)
             copy = Prefill(prefill.partition, self._copy(prefill.cache), prefill.logits, 0.0)
             copy.cache.keep_only(retained, self.new_tokens)
             found.append(Prefilled(number, copy, prompt.ids))

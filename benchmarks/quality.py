@@ -81,6 +81,8 @@ class QualityBench:
         options: Any = {"reserve_tokens": room, "prefix": self._prefix}
         if compression is not None:
             options["window"] = compression.observed_of(prompt.tokens, prompt.text)
+            options["retain"] = compression.retain(prompt.tokens, prompt.text)
         found = prefill_kvr(self._loaded, prompt.ids, Partition((0, prompt.tokens)), LocalTransport(), **options)
-        retained = None if compression is None else compression.compress(found.cache, prompt.text, slack=room)
-        return found, float(prompt.tokens) if retained is None else retained.tokens
+        if compression is None or not found.cache.is_ragged:
+            return found, float(prompt.tokens)
+        return found, compression.size_of(found.cache).tokens

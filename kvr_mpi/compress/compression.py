@@ -1,7 +1,8 @@
-"""A method applied to prompts: which tokens observe, and, when a prompt is through, which each KV head keeps.
+"""A method applied to prompts: which tokens observe, and, when a layer is through, which each of its KV heads keeps.
 
-Stands between a prefill, whose last rank ends with all keys and the window's queries, and decoding, which goes on from
-what is kept. What follows the window is kept by every head, beside the budget: after a document that is what is asked.
+A prefill's last rank has all keys of a layer, and the window's queries: it drops what is not kept before the next layer
+is computed, and decoding goes on from what is kept. What follows the window is kept by every head, beside the budget:
+after a document that is what is asked.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvr_mpi.compress.budget import Budget
+from kvr_mpi.compress.budget import Budget, TokenCounts
 from kvr_mpi.compress.head_profile import HeadProfile, read_profile
 from kvr_mpi.compress.registry import SINKS
 from kvr_mpi.compress.scores import top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.compress.streaming_llm import recency_scores
 from kvr_mpi.errors import ConfigError
+from kvr_mpi.kv.observation import Retain, WindowQueries
 from kvr_mpi.kv.route import Range
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.tensor_parallel import Part
@@ -101,66 +104,58 @@ class Compression:
         dropped = 0 if window is None else window[1] - self.settings.kept_of(window[1])
         return dropped * sum(loaded.shape.layers[idx].elements for idx in self.layers) * loaded.dtype.itemsize
 
-    @torch.inference_mode()
-    def compress(self, cache: Any, text: Range, *, slack: int) -> RetainedSize | None:
-        """Let a cache keep what the method chooses, after a prefill on the rank with all keys.
+    def retain(self, tokens: int, text: Range) -> Retain | None:
+        """Make what chooses for a prompt, layer by layer, what its heads keep; None if all of it is kept.
 
         Parameters
         ----------
-        cache : SliceCache
-            Which has observed what `observed_of` says.
+        tokens : int
+            Of the prompt.
         text : (int, int)
-            Where the document's text is in the prompt.
-        slack : int
-            Room for tokens to be decoded.
-
-        Returns
-        -------
-        RetainedSize or None
-            None if the cache stays whole.
+            Where the document's text is in it.
         """
-        window = self.window_of(cache.length, text)
-        if window is None:
+        if (window := self.window_of(tokens, text)) is None:
             return None
-        retained = self.choose(cache, window)
-        size = self.size_of(cache, retained)
-        cache.keep_only(retained, slack)
-        cache.observation = None
-        return size
+        each = self.settings.kept_of(window[1]) - self.settings.observed_tokens
+        budget = Budget(each, window[0], len(self.layers), self.kv_heads)
+        counts = self.settings.rule.share_out(budget, self.settings.window, self.profile)
+        return partial(self._choose, window, each, counts)
 
-    def choose(self, cache: Any, window: Range) -> Retained:
-        """Choose what each KV head keeps, after a prefill.
+    def _choose(
+        self, window: Range, each: int, counts: TokenCounts, layer: Any, observed: WindowQueries | None
+    ) -> Sequence[torch.Tensor] | None:
+        """Choose what each KV head of a layer (`SliceLayer`) keeps: its candidates, the window and what follows it."""
+        if layer.layer_idx not in self.layers:
+            return None
+        scores = self._scores(layer, window, observed)
+        shares = torch.from_numpy(counts[self.layers.index(layer.layer_idx)]).to(scores.device)
+        if self.settings.rule.compete is not None:
+            shares = self.settings.rule.compete(self._of_all_heads(scores), each)
+        always = torch.arange(window[0], layer.length, device=scores.device)
+        return [torch.cat([chosen, always]) for chosen in top_tokens(scores, shares[slice(*self._own)])]
+
+    @torch.inference_mode()
+    def choose(self, cache: Any, text: Range) -> Retained | None:
+        """Choose what each KV head keeps of a whole cache that has observed the window; None: all of it.
 
         Parameters
         ----------
         cache : SliceCache
-            Of the rank with all keys, which has observed the window.
-        window : (int, int)
-            As from `window_of`.
+            After a prefill with `observed_of`, on the rank with all keys.
         """
-        start, stop = window
-        each = self.settings.kept_of(stop) - self.settings.observed_tokens
-        budget = Budget(each, start, len(self.layers), self.kv_heads)
-        counts, own = self.settings.rule.share_out(budget, self.settings.window, self.profile), slice(*self._own)
-        retained: Retained = [None] * len(cache.layers)
-        for place, layer_idx in enumerate(self.layers):
-            scores = self._scores(cache, layer_idx, window)
-            shares = torch.from_numpy(counts[place]).to(scores.device)
-            if self.settings.rule.compete is not None:
-                shares = self.settings.rule.compete(self._of_all_heads(scores), each)
-            always = torch.arange(start, cache.length, device=scores.device)
-            retained[layer_idx] = [torch.cat([chosen, always]) for chosen in top_tokens(scores, shares[own])]
-        return retained
+        retain = self.retain(cache.length, text)
+        if retain is None:
+            return None
+        observed = {} if cache.observation is None else cache.observation.layers
+        return [retain(layer, observed.get(layer.layer_idx)) for layer in cache.layers]
 
-    def size_of(self, cache: Any, retained: Retained) -> RetainedSize:
-        """Say how much of a cache that is, with what the other ranks of the group keep."""
+    def size_of(self, cache: Any) -> RetainedSize:
+        """Say how much a compressed cache holds of its prompt, with what the other ranks of the group hold."""
         kept, kv_bytes = 0, 0
-        for layer_idx, (layer, heads) in enumerate(zip(cache.layers, retained, strict=True)):
-            shape = layer.shape
-            every = layer.length * shape.num_kv_heads if shape.elements else 0
-            tokens = every if heads is None else sum(map(len, heads))
-            kept += tokens if layer_idx in self.layers else 0
-            kv_bytes += tokens * (shape.key_dim + shape.value_dim) * cache.dtype.itemsize
+        for layer in cache.layers:
+            tokens = sum(layer.head_counts) if layer.shape.elements else 0
+            kept += tokens if layer.layer_idx in self.layers else 0
+            kv_bytes += tokens * (layer.shape.key_dim + layer.shape.value_dim) * cache.dtype.itemsize
         if self.tp_group is not None:
             kept, kv_bytes = self.tp_group.total([kept, kv_bytes], cache.device)
         return RetainedSize(str(self.settings), kept / (len(self.layers) * self.kv_heads), kv_bytes)
@@ -178,17 +173,16 @@ class Compression:
         whole[slice(*self._own)] = scores
         return self.tp_group.all_reduce(whole)
 
-    def _scores(self, cache: Any, layer_idx: int, window: Range) -> torch.Tensor:
+    def _scores(self, layer: Any, window: Range, observed: WindowQueries | None) -> torch.Tensor:
         """Score the tokens before the window (this rank's heads, tokens)."""
         start, stop = window
         first, last = self._own
+        keys, _ = layer.rows(0, stop)
         if not self.settings.rule.observes:
-            return recency_scores(start, SINKS, last - first, cache.device)
-        observed = cache.observation
-        if observed is None or observed.window != window or layer_idx not in observed.layers:
-            raise ValueError(f"layer {layer_idx} has not observed tokens {start} to {stop}")
-        seen, (keys, _) = observed.layers[layer_idx], cache.layers[layer_idx].rows(0, stop)
-        return window_scores(seen.query, keys, seen.params, start=start)
+            return recency_scores(start, SINKS, last - first, keys.device)
+        if observed is None or observed.query.shape[2] != stop - start:
+            raise ValueError(f"layer {layer.layer_idx} has not observed tokens {start} to {stop}")
+        return window_scores(observed.query, keys, observed.params, start=start)
 
 
 def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compression:

@@ -66,7 +66,13 @@ class LayerBuffers:
         return flat[:size].view(self._capacity, shape.elements)
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Let a buffer be used again, by a rank that does not keep it."""
+        """Let a buffer be used again; on a rank that keeps all layers its pages go back to the system.
+
+        That is on a CPU, where memory is in pages; what the buffer holds is not defined afterwards.
+        """
+        if self._keeps:
+            self._discard(buffer)
+            return
         whole = self._capacity * max(shape.elements for shape in self._shapes)
         self._free.append(torch.as_strided(buffer, (whole,), (1,)))
 
@@ -76,11 +82,13 @@ class LayerBuffers:
         elements = max(shape.elements for shape in self._shapes)
         return list(torch.empty(count, rows * elements, dtype=self._dtype, device=self._device))
 
-    def discard(self, buffer: torch.Tensor) -> None:
-        """Give a kept layer's pages back that nobody reads any more, before the whole can be let go.
+    def clear(self) -> None:
+        """Forget all memory: what no layer holds goes back to the system."""
+        self._all = self._pages = self._given = None
+        self._free.clear()
 
-        On a CPU, where memory is in pages; what the buffer holds is not defined afterwards.
-        """
+    def _discard(self, buffer: torch.Tensor) -> None:
+        """Give a kept layer's pages back that nobody reads any more, before the whole can be let go."""
         if self._pages is None or self._all is None:
             return
         start = buffer.data_ptr() - self._all.data_ptr()
@@ -88,11 +96,6 @@ class LayerBuffers:
         last = (start + buffer.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if first < last and hasattr(mmap, "MADV_DONTNEED"):
             self._pages.madvise(mmap.MADV_DONTNEED, first, last - first)
-
-    def clear(self) -> None:
-        """Forget all memory: what no layer holds goes back to the system."""
-        self._all = self._pages = self._given = None
-        self._free.clear()
 
     def _make(self, elements: int) -> torch.Tensor:
         flat, self._pages = _make_flat(self._capacity * elements, self._dtype, self._device)

@@ -20,7 +20,7 @@ from kvr_mpi.kv.clock import Clock, times_without_waits
 from kvr_mpi.kv.contents import rows_by_token
 from kvr_mpi.kv.head_store import HeadStore, check_retained, elements_needed
 from kvr_mpi.kv.layer import SliceLayer, WholeLayer
-from kvr_mpi.kv.observation import Observation
+from kvr_mpi.kv.observation import Observation, Retain
 from kvr_mpi.kv.paged import PagedArena, PageRun
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range, Route
@@ -63,6 +63,9 @@ class SliceCache(Cache):
         Every rank keeps its own tokens, in `share`, and none keeps all.
     window : (int, int) or None
         Bounds of the observation window, whose queries the decode rank keeps; it has to be in its last range of tokens.
+    retain : Retain or None
+        Chooses what each KV head of a layer keeps as soon as the decode rank has attended in it: the rest is dropped,
+        so that this rank never holds all layers as a whole. Tokens decoded later are kept by all heads.
 
     Attributes
     ----------
@@ -91,6 +94,7 @@ class SliceCache(Cache):
         stop_after: int | None = None,
         is_spread: bool = False,
         window: Range | None = None,
+        retain: Retain | None = None,
     ) -> None:
         shape = loaded.shape
         self.route, self.transfers, self.prefix = route, transfers, prefix
@@ -99,6 +103,8 @@ class SliceCache(Cache):
         self.observation = Observation(window) if window is not None and self.is_decode_rank else None
         if self.observation is not None:
             self.observation.check_in(route.owned)
+        self._retain = retain if self.is_decode_rank else None
+        self._reserve_tokens = reserve_tokens
         self.start, self.prompt_tokens = route.owned[0][0], route.partition.tokens
         self.chunks = route.chunks
         self.share = _make_share(loaded, route, prefix, reserve_tokens) if is_spread else None
@@ -122,7 +128,8 @@ class SliceCache(Cache):
         self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self._last].states
         super().__init__(layers=layers)
         filled = [layer.shape for layer in layers[: None if self._stop is None else self._stop + 1 + LAYERS_AHEAD]]
-        self.buffers = LayerBuffers(filled, self.capacity, keeps=self.keeps_all, dtype=self.dtype, device=self.device)
+        keeps = self.keeps_all and self._retain is None
+        self.buffers = LayerBuffers(filled, self.capacity, keeps=keeps, dtype=self.dtype, device=self.device)
         self.run: PageRun | None = None
 
     @property
@@ -138,7 +145,7 @@ class SliceCache(Cache):
         MemoryError, torch.OutOfMemoryError
             If there is no memory for it.
         """
-        if arena is not None and self.keeps_all and self._stop is None:
+        if arena is not None and self.keeps_all and self._stop is None and self._retain is None:
             self.run = arena.take(self.capacity)
             self.buffers.use(self.run.buffers)
         elif arena is not None:
@@ -243,6 +250,8 @@ class SliceCache(Cache):
     def settle(self) -> None:
         """Finish the layers that are still open, after the model has returned."""
         self._leave(self.layers[max(self._begun, 0) :])
+        if self._retain is not None:
+            self.buffers.clear()
 
     def finish(self) -> None:
         """End the prefill; unfinished sends continue in the background, and from now on tokens are decoded."""
@@ -265,7 +274,7 @@ class SliceCache(Cache):
         """Drop all keys and values except those that each head is to keep, and free their memory.
 
         Call it on the decode rank after the prefill. Tokens decoded later are kept by all heads, at their true
-        positions. If an error is raised, nothing has changed.
+        positions. If it is refused, nothing has changed.
 
         Parameters
         ----------
@@ -297,19 +306,22 @@ class SliceCache(Cache):
         for layer, kept in zip(self.layers, retained, strict=True):
             if kept is not None:
                 check_retained(kept, layer.shape, layer.length, layer.layer_idx)
-        length, sizes = self.length, []
+        length = self.length
         for layer, kept in zip(self.layers, retained, strict=True):
-            counts = [length] * layer.shape.num_kv_heads if kept is None else list(map(len, kept))
-            sizes.append(elements_needed(layer.shape, counts, slack))
-        whole = make_flat(sum(sizes), self.dtype, self.device)  # one piece: pages are given in wholes
-        for layer, kept, flat in zip(self.layers, retained, torch.split(whole, sizes), strict=True):
             if layer.shape.elements:
-                before = layer.layout.buffer
-                layer.keep_only(kept, slack, flat)
-                self.buffers.discard(before)
+                self._drop(layer, kept, slack)
         self.buffers.clear()
         self.run = None
         self.capacity = length + slack
+
+    def _drop(self, layer: SliceLayer, kept: Sequence[torch.Tensor] | None, slack: int) -> None:
+        """Let the heads of a layer keep what they are to keep, and give its buffer back."""
+        assert layer.layout is not None, "it was filled"
+        counts = [layer.length] * layer.shape.num_kv_heads if kept is None else list(map(len, kept))
+        flat = make_flat(elements_needed(layer.shape, counts, slack), self.dtype, self.device)
+        before = layer.layout.buffer
+        layer.keep_only(kept, slack, flat)
+        self.buffers.give_back(before)
 
     def adopt(self, stores: Sequence[HeadStore], length: int, slack: int) -> None:
         """Take over the rows of a document of `length` tokens, or of some of its heads, prefilled elsewhere."""
@@ -338,6 +350,12 @@ class SliceCache(Cache):
             if self._write_layer is not None:
                 bounds = self.route.partition.bounds[self.route.position :][:2]
                 self._write_layer(rows_by_token(layer, *bounds) if layer.shape.elements else None)
+            if self._retain is not None and layer.shape.elements:
+                observed = None if self.observation is None else self.observation.layers.pop(layer.layer_idx)
+                kept = self._retain(layer, observed)
+                if kept is not None:
+                    check_retained(kept, layer.shape, layer.length, layer.layer_idx)
+                self._drop(layer, kept, self._reserve_tokens)
 
     def _post_up_to(self, count: int) -> None:
         for layer in self.layers[self._posted : count]:

@@ -6,8 +6,9 @@ Only the rank with the last slice keeps them: it ends with all keys, and the win
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -21,6 +22,11 @@ class WindowQueries:
 
     query: torch.Tensor
     params: AttentionParams
+
+
+# Given a layer and what it has observed, chooses what each of its KV heads keeps: positions (tokens,) int64, ascending.
+# None: the layer keeps all it has.
+Retain = Callable[[Any, "WindowQueries | None"], "Sequence[torch.Tensor] | None"]
 
 
 @dataclass(frozen=True, slots=True)

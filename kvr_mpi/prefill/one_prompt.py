@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache, SliceDoneError, WriteLayer
+from kvr_mpi.kv.observation import Retain
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import MakeRoute, Range
@@ -94,6 +95,8 @@ class Options(TypedDict, total=False):
         Every rank ends with the keys and values of its own tokens, and none with all (`Prefill.share`).
     window
         Tokens whose queries the rank with the last slice keeps, for compression; they have to be in that slice.
+    retain
+        Chooses what each KV head keeps of a layer as soon as it is through, on the rank with the last slice.
     chunk_tokens
         Every rank computes its slice in chunks that end at multiples of this, wherever slices end. None: at once.
     arena
@@ -112,13 +115,14 @@ class Options(TypedDict, total=False):
     keeps_all: bool
     is_spread: bool
     window: Range | None
+    retain: Retain | None
     chunk_tokens: int | None
     arena: PagedArena | None
     write_layer: WriteLayer | None
 
 
 # Of these, what a rank's cache is told.
-CACHE_OPTIONS = ("reserve_tokens", "prefix", "stop_after", "is_spread", "window")
+CACHE_OPTIONS = ("reserve_tokens", "prefix", "stop_after", "is_spread", "window", "retain")
 
 
 @torch.inference_mode()

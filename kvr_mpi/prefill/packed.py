@@ -13,6 +13,7 @@ import torch
 
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.kv.observation import Retain
 from kvr_mpi.kv.packed_row import PackedCache
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -38,6 +39,7 @@ def prefill_packed(
     reserve_tokens: int | Sequence[int] = 0,
     prefix: SharedPrefix | None = None,
     window: Range | None = None,
+    retain: Retain | None = None,
     arena: PagedArena | None = None,
 ) -> list[Prefill]:
     """Prefill several short prompts in one forward pass, each exactly as if alone (`prefill_kvr` on one rank).
@@ -54,6 +56,8 @@ def prefill_packed(
         What all of them begin with, if it has been computed; the prompts still contain it.
     window : (int, int) or None
         Of a single prompt: tokens whose queries are kept (`one_prompt.Options`).
+    retain : Retain or None
+        Of a single prompt: chooses what its heads keep.
     arena : PagedArena or None
         Where keys and values are kept; None: each prompt's in memory of its own.
 
@@ -62,13 +66,14 @@ def prefill_packed(
     list of Prefill
         In the prompts' order, each with its own cache. Every one took as long as all of its forward pass.
     """
-    assert window is None or len(prompts) == 1, "prompts that are observed run one by one"
+    assert (window is None and retain is None) or len(prompts) == 1, "prompts that are compressed run one by one"
     reserves = [reserve_tokens] * len(prompts) if isinstance(reserve_tokens, int) else reserve_tokens
     if prefix is not None and prefix.heads is not None:
         pairs = zip(prompts, reserves, strict=True)
         return [prefill_after_compressed(loaded, ids, prefix, reserve) for ids, reserve in pairs]
     if len(prompts) == 1 or why_never_packed(loaded):
-        options: dict[str, Any] = {"prefix": prefix, "spares_chain": True, "window": window, "arena": arena}
+        options: dict[str, Any] = {"prefix": prefix, "spares_chain": True, "window": window, "retain": retain}
+        options["arena"] = arena
         return [
             prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=reserve, **options)
             for ids, reserve in zip(prompts, reserves, strict=True)

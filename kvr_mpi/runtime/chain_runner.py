@@ -16,7 +16,6 @@ from kvr_mpi.job.combinations import PROMPTS, why_no_effect
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.cache import WriteLayer
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.route import Range
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import check_fits, check_rolling_fits
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -244,6 +243,7 @@ class ChainRunner:
             write_layer=write_layer,
             is_spread=self.is_spread,
             window=self._setup.window_of(planned.prompt),
+            retain=self._setup.retain_of(planned.prompt),
             chunk_tokens=planned.chunk_tokens,
             arena=self._setup.arena,
         )
@@ -283,18 +283,26 @@ class ChainRunner:
             return self.documents.prefill(row)
         if (rolling := self._setup.rolling) is not None:
             return [prefill_rolling(self._loaded, planned.prompt.ids, rolling) for planned in row]
-        windows = [self._setup.window_of(planned.prompt) for planned in row]
-        if any(windows):  # prompts that are observed run one by one
-            return [one for each, window in zip(row, windows, strict=True) for one in self._prefill_row([each], window)]
-        rows = [row] if self._setup.why_alone is None else [[planned] for planned in row]
+        # Prompts that are compressed run one by one.
+        is_packed = self._setup.why_alone is None and not any(self._setup.retain_of(each.prompt) for each in row)
+        rows = [row] if is_packed else [[planned] for planned in row]
         return [prefill for some in rows for prefill in self._prefill_row(some)]
 
-    def _prefill_row(self, row: Sequence[PlannedPrompt], window: Range | None = None) -> list[Prefill]:
+    def _prefill_row(self, row: Sequence[PlannedPrompt]) -> list[Prefill]:
         ids, reserves = [planned.prompt.ids for planned in row], [planned.new_tokens for planned in row]
         if not row[0].shared_tokens:
-            prefix = row[0].prefix
+            setup, first = self._setup, row[0]
+            window, retain = (
+                (None, None) if len(row) > 1 else (setup.window_of(first.prompt), setup.retain_of(first.prompt))
+            )
             return prefill_packed(
-                self._loaded, ids, reserve_tokens=reserves, prefix=prefix, window=window, arena=self._setup.arena
+                self._loaded,
+                ids,
+                reserve_tokens=reserves,
+                prefix=first.prefix,
+                window=window,
+                retain=retain,
+                arena=setup.arena,
             )
         shared = self._shared
         assert shared is not None and shared.ids == row[0].shared_ids, "it goes on from what was prefilled last"

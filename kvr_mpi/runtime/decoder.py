@@ -16,7 +16,6 @@ from kvr_mpi.decode.head_parallel import HeadParallelWave
 from kvr_mpi.decode.shares_batch import SharesBatch
 from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.model.tp_group import guarded
-from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.requests.prompt_request import PromptOutcome, PromptRequest
 from kvr_mpi.runtime.result_sink import ResultSink
@@ -44,7 +43,7 @@ class Decoder:
         calls, and the one with a prompt's last share delivers its answer; where they share heads (HeadParallelWave)
         each starts and delivers its own prompts, and all call `decode`. None: a rank decodes alone.
     compression : Compression or None
-        Which keys and values are kept when a prompt is through.
+        Which keys and values are kept of a prompt; it says how much that is.
     recorder : Recorder, optional
         Told when answers are decoded, and how many.
     """
@@ -95,8 +94,9 @@ class Decoder:
             if self._delivers(prefill):
                 self._fail(request, prefill.error)
             return
-        if self._compression is not None and not self._compress(self._compression, request, prefill):
-            return
+        if self._compression is not None and prefill.retained is None and prefill.cache.is_ragged:
+            with guarded(self._compression.tp_group):
+                prefill.retained = self._compression.size_of(prefill.cache)
         if self._decodes and self._delivers(prefill):
             self._sink.report_prefill(request.document_id, prefill, request.work)
         if prefill.share is not None and not self._delivers(prefill) and request.is_final:
@@ -134,23 +134,6 @@ class Decoder:
         """Whether there is no time left; ranks that decode together have to see it at once."""
         is_over = self._stop.is_over
         return is_over if self._chain is None else bool(share_json(self._chain, is_over))
-
-    def _compress(self, compression: Compression, request: PromptRequest, prefill: Prefill) -> bool:
-        """Let a prompt's cache keep what the method chooses; say whether there was memory for that."""
-        try:
-            slack = request.new_tokens  # of a row, perhaps, and not the job's
-            with guarded(compression.tp_group):
-                prefill.retained = compression.compress(prefill.cache, request.prompt.text, slack=slack)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            what = str(error).splitlines()[0]
-        else:
-            return True
-        # Out of the except block: the error held on to what was made.
-        prefill.cache = None
-        self._fail(request, f"not enough memory to compress its keys and values: {what}")
-        return False
 
     def _step(self) -> None:
         """Write one token of every answer, and deliver what is finished."""

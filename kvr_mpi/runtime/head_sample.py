@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvr_mpi.compress.compression import Compression
 from kvr_mpi.compress.head_profile import Counts, similarities
@@ -114,12 +113,9 @@ def retained_counts(loaded: LoadedModel, prompts: Sequence[Prompt], compression:
     compression : Compression
     """
     for prompt in prompts:
-        window = compression.window_of(prompt.tokens, prompt.text)
-        if window is None:
+        retain = compression.retain(prompt.tokens, prompt.text)
+        if retain is None:
             continue
-        observed = compression.observed_of(prompt.tokens, prompt.text)
-        options: Any = {"window": observed}
+        options: Any = {"window": compression.observed_of(prompt.tokens, prompt.text), "retain": retain}
         found = prefill_kvr(loaded, prompt.ids, Partition((0, prompt.tokens)), LocalTransport(), **options)
-        with torch.inference_mode():
-            retained = compression.choose(found.cache, window)
-        yield np.array([[len(head) for head in layer] for layer in retained if layer is not None], dtype=np.float64)
+        yield np.array([layer.head_counts for layer in found.cache.layers if layer.is_ragged], dtype=np.float64)

@@ -19,6 +19,7 @@ from kvr_mpi.decode.graphs import StepGraphs
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.documents.prompts import Frame, Prompt
 from kvr_mpi.job import JobSpec
+from kvr_mpi.kv.observation import Retain
 from kvr_mpi.kv.paged import PagedArena, pages_for
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
@@ -131,6 +132,10 @@ class JobSetup:
     def window_of(self, prompt: Prompt) -> Range | None:
         """Say which tokens' queries compression asks for; None if it asks for none."""
         return None if self.compression is None else self.compression.observed_of(prompt.tokens, prompt.text)
+
+    def retain_of(self, prompt: Prompt) -> Retain | None:
+        """Make what chooses which keys and values compression keeps of a prompt; None if it keeps all."""
+        return None if self.compression is None else self.compression.retain(prompt.tokens, prompt.text)
 
     def chain_costs(self, ranks: slice) -> Costs:
         """Costs of the ranks of one chain, measured or from the table."""

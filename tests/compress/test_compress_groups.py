@@ -47,10 +47,11 @@ def keep(
     """Prefill and compress a prompt; of each layer the positions of this rank's heads, and how much all heads keep."""
     compression = open_compression(settings, loaded)
     partition, window = Partition.even(len(IDS), chain.size), compression.observed_of(len(IDS), TEXT)
-    cache = prefill_kvr(loaded, IDS, partition, chain, window=window, reserve_tokens=4).cache
+    options: Any = {"window": window, "retain": compression.retain(len(IDS), TEXT), "reserve_tokens": 4}
+    cache = prefill_kvr(loaded, IDS, partition, chain, **options).cache
     if cache is None or not cache.is_decode_rank:
         return [], None
-    size = compression.compress(cache, TEXT, slack=4)
+    size = compression.size_of(cache) if cache.is_ragged else None
     kept = [[head.tolist() for head in layer.positions] for layer in cache.layers if layer.is_ragged]
     return kept, size
 

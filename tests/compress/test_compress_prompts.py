@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import prompt, tiny
+import transformers as tf
+from models import COMMON, prompt, tiny
 
-from kvr_mpi.compress.compression import Compression, Retained, open_compression
+from kvr_mpi.compress.compression import Compression, open_compression
 from kvr_mpi.compress.registry import METHODS
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError, PartitionError
+from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.model import probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix
+from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr
 from kvr_mpi.prefill.registry import STRATEGIES
-from kvr_mpi.transport.local import run_local
+from kvr_mpi.transport.base import LAYERS_AHEAD
+from kvr_mpi.transport.local import LocalTransport, run_local
 
 TOKENS, TEXT = 90, (10, 75)
 WINDOW = {"window": 12}
@@ -50,13 +55,14 @@ def prefill(
     observed = compression.observed_of(tokens, TEXT)
     if observed is not None:
         partition = partition.with_last_from(observed[0], known)
-    options: Any = {"window": observed, "prefix": prefix}
+    options: Any = {"window": observed, "prefix": prefix, "retain": compression.retain(tokens, TEXT)}
     found = run_local(ranks, lambda rank: way.prefill(loaded, ids, partition, rank, **options))
     return next(one for one in found if one.logits is not None), window
 
 
-def positions(retained: Retained) -> list[list[list[int]] | None]:
-    return [None if layer is None else [head.tolist() for head in layer] for layer in retained]
+def positions(cache: SliceCache) -> list[list[list[int]] | None]:
+    """What each head of each layer keeps; None of a layer that keeps all it has."""
+    return [[head.tolist() for head in layer.positions] if layer.is_ragged else None for layer in cache.layers]
 
 
 def chosen(
@@ -64,7 +70,7 @@ def chosen(
 ) -> list[list[list[int]] | None]:
     found, window = prefill(compression, name, ranks, strategy, known)
     assert window is not None
-    return positions(compression.choose(found.cache, window))
+    return positions(found.cache)
 
 
 @pytest.mark.parametrize("observes", ["question", "document"])
@@ -77,9 +83,8 @@ def test_each_head_keeps_the_window_and_what_follows_it_and_the_budget_is_kept(
     found, window = prefill(compression, "llama-gqa", 2)
     stop = TEXT[1] if observes == "document" else TOKENS
     assert window == (stop - settings.observed_tokens, stop)
-    retained = compression.choose(found.cache, window)
     kept = 0
-    for layer in positions(retained):
+    for layer in positions(found.cache):
         assert layer is not None and len(layer) == 2
         for head in layer:
             assert head == sorted(set(head)) and head[-1] == TOKENS - 1
@@ -87,7 +92,7 @@ def test_each_head_keeps_the_window_and_what_follows_it_and_the_budget_is_kept(
             kept += len(head)
     beside = TOKENS - stop
     assert kept == 3 * 2 * (30 + beside)
-    size = compression.size_of(found.cache, retained)
+    size = compression.size_of(found.cache)
     assert size.tokens == 30 + beside and size.kv_bytes == kept * 2 * 8 * 4
     whole = TOKENS * tiny("llama-gqa").shape.kv_bytes_per_token
     assert whole - compression.dropped_bytes(tiny("llama-gqa"), TOKENS, TEXT) == size.kv_bytes, "as was planned with"
@@ -145,9 +150,33 @@ def test_a_window_that_is_cut_is_refused() -> None:
     with pytest.raises(ValueError, match="observation window, tokens 78 to 90"):
         run_local(2, lambda rank: STRATEGIES["kvr"].prefill(
             loaded, prompt(TOKENS), Partition((0, 80, TOKENS)), rank, window=window))  # fmt: skip
-    found, _ = prefill(compression, "llama-gqa", 1)
+    retain = compression.retain(TOKENS, TEXT)
     with pytest.raises(ValueError, match="has not observed"):
-        compression.choose(found.cache, (70, 82))
+        prefill_kvr(loaded, prompt(TOKENS), Partition((0, TOKENS)), LocalTransport(), window=(70, 77), retain=retain)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_dropped_is_dropped_before_the_next_layers(ranks: int) -> None:
+    """Of sixteen layers a few are held as a whole at any time, and each of the others in the memory of what is kept."""
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(**{**COMMON, "num_hidden_layers": 16}, num_key_value_heads=2)
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    loaded = replace(tiny("llama-gqa"), model=model, shape=probe_shape(config, torch.float32))
+    prepare_model(model, chain=True)
+    compression, tokens, text = open_compression(settings_of("snapkv"), loaded), 400, (1, 400)
+    retain, held = compression.retain(tokens, text), list[int]()
+    assert retain is not None
+
+    def watched(layer: Any, observed: Any) -> Any:
+        held.append(layer.cache.held_bytes)
+        return retain(layer, observed)
+
+    options: Any = {"window": compression.observed_of(tokens, text), "retain": watched}
+    cut = Partition.even(tokens, ranks)
+    cache = run_local(ranks, lambda rank: prefill_kvr(loaded, prompt(tokens), cut, rank, **options))[-1].cache
+    whole = tokens * loaded.shape.kv_bytes_per_token
+    assert len(held) == 16 and cache.held_bytes == compression.size_of(cache).kv_bytes < whole / 10
+    assert max(held) <= cache.held_bytes + (2 + LAYERS_AHEAD) * whole / 16 < whole / 2
 
 
 @pytest.mark.parametrize("bounds, known", [((0, 30, 60, 90), 0), ((0, 85, 88, 90), 0), ((0, 40, 60, 90), 38)])

@@ -150,8 +150,7 @@ def test_no_memory_to_compress_is_one_documents_error(
     assert failed == {"doc-3.txt", "doc-4.txt"}
     for name, record in found["demanding"].items():
         if name in failed:
-            assert record.error.startswith("not enough memory to compress its keys and values: ") and not record.answer
-            assert "allocate" in record.error
+            assert "out of memory" in record.error and "allocate" in record.error and not record.answer
         else:
             assert record.token_ids == found["content"][name].token_ids
 

@@ -87,7 +87,9 @@ def fresh_answer(model: Path, kv: StoredPiece, prompt_tokens: int) -> tuple[int,
     window = compression.window_of(len(ids), text)
     assert window is not None
     prompt = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), window=window)
-    chosen = [[head[head < text[1]] for head in heads or ()] for heads in compression.choose(prompt.cache, window)]
+    retained = compression.choose(prompt.cache, text)
+    assert retained is not None
+    chosen = [[head[head < text[1]] for head in heads or ()] for heads in retained]
     known = prefill_kvr(loaded, ids[: text[1]], Partition((0, text[1])), LocalTransport())
     known.cache.keep_only(chosen, len(asked) + NEW_TOKENS)
     with torch.inference_mode():
