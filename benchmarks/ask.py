@@ -51,7 +51,7 @@ from kvr_mpi.store.outputs import Header, Record
 from kvr_mpi.store.parts import part_record
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.stored_kv import CachedTokens, KeysValues
-from kvr_mpi.transport import Transport, gather_json, share_json
+from kvr_mpi.transport import Transport, gather_json, on_root, share_json
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import connect
 
@@ -288,8 +288,10 @@ def main(arguments: Sequence[str]) -> None:
     wanted = set(options.only.split(","))
     if unknown := wanted - set(WHAT):
         parser.error(f"--only {min(unknown)}: expected some of {', '.join(WHAT)}")
+    if not Path(options.folder).is_dir():
+        parser.error(f"{options.folder} is no folder")
     world, _ = open_transport(connect(), "auto", torch.device("cpu"), cache_dir=Path.home() / ".cache/kvr-mpi")
-    folder = Path(share_json(world, tempfile.mkdtemp(dir=options.folder, prefix="bench-ask-")))
+    folder = Path(share_json(world, on_root(world, lambda: tempfile.mkdtemp(dir=options.folder, prefix="bench-ask-"))))
     torch.set_num_threads(1)
     try:
         run(Bench(options, world, folder), wanted)

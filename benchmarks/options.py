@@ -94,7 +94,7 @@ def rival_options(function: F) -> F:
             default="",
             metavar="NAMES",
             help="Other engines to compare with, which use all cores: openvino, llama.cpp; "
-            "`make -f benchmarks/rivals.mk` installs them.",
+            "`benchmarks/install_rivals` installs them.",
         ),
         click.option(
             "--rivals-folder",

@@ -85,6 +85,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--documents", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
+    if not Path(options.folder).is_dir():
+        parser.error(f"{options.folder} is no folder")
     documents = [layers_of(int(options.gib * 2**30) // 4) for _ in range(4)]
     size = sum(tensor.nbytes for layers in documents for layer in layers for tensor in layer)
     ratios = []
