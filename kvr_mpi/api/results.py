@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from os import PathLike
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ConfigError, DataError
 from kvr_mpi.store.folder import Index, read_records
-from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.head_rows import refuse_compressed
-from kvr_mpi.store.outputs import STATUSES, Header, Record, open_file, read_record
-from kvr_mpi.store.parts import PartIndexes, open_whole_kv
+from kvr_mpi.store.outputs import STATUSES, Header, Record, open_file
+from kvr_mpi.store.parts import open_document
 from kvr_mpi.store.run import wanted_documents
 from kvr_mpi.store.shares import find_runs, index_runs, read_header_of, tell_missing
 from kvr_mpi.store.stored_kv import KeysValues
@@ -158,9 +156,7 @@ class Results:
         """
         self._check_id(document_id)
         place = self._index.places[document_id]
-        with open_file(place.file) as stored, ExitStack() as others:
-            group = group_in(group_in(stored, "documents"), place.key)
-            record, kv = read_record(group), open_whole_kv(group, PartIndexes(), others)
+        with open_file(place.file) as stored, open_document(stored, place.key) as (record, kv):
             if record.id != document_id:
                 raise DataError(
                     f"{place.file}: /documents/{place.key} is not the document {document_id!r} of the ledger"

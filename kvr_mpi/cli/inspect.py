@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,15 +87,12 @@ def _show_errors(path: Path, as_json: bool, verify: bool) -> None:
 def _show_document(path: Path, document: str, as_json: bool, verify: bool) -> None:
     from kvr_mpi.errors import printable
     from kvr_mpi.store.folder import find_record
-    from kvr_mpi.store.hdf5 import group_in
-    from kvr_mpi.store.outputs import open_file, read_record
-    from kvr_mpi.store.parts import PartIndexes, open_whole_kv
+    from kvr_mpi.store.outputs import open_file
+    from kvr_mpi.store.parts import open_document
     from kvr_mpi.store.record import ASKED_FOR, DATASETS
 
     file, key = find_record(path, document, verify=verify)
-    with open_file(file) as stored, ExitStack() as others:
-        group = group_in(group_in(stored, "documents"), key)
-        record, found = read_record(group), open_whole_kv(group, PartIndexes(), others)
+    with open_file(file) as stored, open_document(stored, key) as (record, found):
         if verify:
             found.check()
         layers = [

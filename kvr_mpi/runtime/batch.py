@@ -39,7 +39,7 @@ from kvr_mpi.runtime.tracing import Trace, open_states, open_trace
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker, WorkerContext, answers_text
 from kvr_mpi.setup.job_ranks import JobRanks, join_groups
-from kvr_mpi.setup.job_setup import JobSetup, Machine
+from kvr_mpi.setup.job_setup import JobSetup, Machine, identity_of
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.rates import Say
 from kvr_mpi.setup.stored_size import check_stored_size
@@ -47,7 +47,7 @@ from kvr_mpi.store.folder import Index, check_writable, index_run, read_records,
 from kvr_mpi.store.lock import Owner
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.parts import PARTS
-from kvr_mpi.store.run import Run, known_corpus, open_run
+from kvr_mpi.store.run import Run, check_resumable, known_corpus, open_run
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.states import remove_states
 from kvr_mpi.trace import Recorder
@@ -234,7 +234,10 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
         return stored.corpus.to_json()
     if others := find_others(spec):
         log.line(f"{describe_others(others)}: {name_files(others)}")
-    return scan_documents(spec, None if options.overwrite else known_corpus(folder)).to_json()
+    corpus = scan_documents(spec, None if options.overwrite else known_corpus(folder))
+    if options.resume:  # rather now than when the model is loaded
+        check_resumable(folder, identity_of(spec), corpus)
+    return corpus.to_json()
 
 
 def open_source(setup: JobSetup, corpus: Corpus) -> Source:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,9 +21,8 @@ from kvr_mpi.report.style import bytes_text
 from kvr_mpi.requests.document_request import DocumentRequest
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.folder import DamagedFile, Index
-from kvr_mpi.store.hdf5 import group_in
-from kvr_mpi.store.outputs import key_of, open_file, read_record
-from kvr_mpi.store.parts import PartIndexes, open_whole_kv
+from kvr_mpi.store.outputs import key_of, open_file
+from kvr_mpi.store.parts import PartIndexes, open_document
 from kvr_mpi.store.shares import find_runs, index_runs, tell_missing
 from kvr_mpi.stored.prompt import StoredPrefix, StoredPrompt, open_prompt
 
@@ -228,9 +226,7 @@ def _look(index: Index, name: str, parts: PartIndexes, *, is_sharded: bool) -> S
     """Find out what is stored of a document; nothing of its keys and values is read."""
     file = index.places[name].file
     try:
-        with open_file(file) as stored, ExitStack() as others:
-            group = group_in(group_in(stored, "documents"), key_of(name))
-            record, kv = read_record(group), open_whole_kv(group, parts, others)
+        with open_file(file) as stored, open_document(stored, key_of(name), parts) as (record, kv):
             seal, size = kv.seal(), kv.bytes
     except DataError as error:
         return StoredDocument(name, file, error=str(error))

@@ -167,22 +167,12 @@ class JobSetup:
     def header(self) -> Header:
         """Say what the answers depend on, for the output files."""
         spec, loaded = self.spec, self.loaded
-        identity: dict[str, Any] = {
+        identity = {
             "model": loaded.fingerprint,
             "dtype": str(loaded.dtype).removeprefix("torch."),
-            "prompt": spec.prompt.model_dump(),
-            "generation": spec.generation.model_dump(),
-            "kv": spec.output.kv,
             "frame": hashlib.sha256(json.dumps([self.frame.head, self.frame.tail]).encode()).hexdigest(),
+            **identity_of(spec),
         }
-        if columns := passed_columns(spec):
-            identity["columns"] = columns
-        if spec.prompts:
-            identity["prompts"] = prompts_of(spec)
-        if spec.documents.format != "text":
-            identity["format"] = spec.documents.format
-        if spec.questions is not None:
-            identity["questions"] = spec.questions.model_dump(include={"ask", "template"})
         if self.compression is not None:
             identity["compress"] = self.compression.identity
         if self.rolling is not None:
@@ -197,3 +187,21 @@ class JobSetup:
         if self.weights:
             about |= {"tokenizer": tokenizer_fingerprint(loaded.tokenizer), "weights": self.weights}
         return Header(identity, about)
+
+
+def identity_of(spec: JobSpec) -> dict[str, Any]:
+    """Say what the answers depend on, as far as the job says it: all but what the model has a part in."""
+    identity: dict[str, Any] = {
+        "prompt": spec.prompt.model_dump(),
+        "generation": spec.generation.model_dump(),
+        "kv": spec.output.kv,
+    }
+    if columns := passed_columns(spec):
+        identity["columns"] = columns
+    if spec.prompts:
+        identity["prompts"] = prompts_of(spec)
+    if spec.documents.format != "text":
+        identity["format"] = spec.documents.format
+    if spec.questions is not None:
+        identity["questions"] = spec.questions.model_dump(include={"ask", "template"})
+    return identity

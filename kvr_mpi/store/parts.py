@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -168,6 +168,29 @@ class PartIndexes:
             there = bool(run_files(parts)) and not parts.is_symlink()
             self._found[parts] = index_run(parts, passes_damaged=True) if there else Index({})
         return self._found[parts]
+
+
+@contextlib.contextmanager
+def open_document(file: Any, key: str, parts: PartIndexes | None = None) -> Iterator[tuple[Record, StoredKV]]:
+    """Find a document's record, and all of its keys and values, for as long as the block takes.
+
+    Parameters
+    ----------
+    file : h5py.File
+        That is open.
+    key : str
+        Of the document's group.
+    parts : PartIndexes, optional
+        Looked up anew if left out.
+
+    Raises
+    ------
+    DataError
+        If the record is damaged; else as `open_whole_kv`.
+    """
+    with ExitStack() as others:
+        group = group_in(group_in(file, "documents"), key)
+        yield read_record(group), open_whole_kv(group, parts or PartIndexes(), others)
 
 
 def open_whole_kv(group: Any, parts: PartIndexes, stack: ExitStack) -> StoredKV:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import Index, index_run
-from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.merge import copy_documents, part_of
-from kvr_mpi.store.outputs import open_file, read_header, read_record
-from kvr_mpi.store.parts import PartIndexes, document_of, index_parts, open_whole_kv
+from kvr_mpi.store.outputs import open_file, read_header
+from kvr_mpi.store.parts import PartIndexes, document_of, index_parts, open_document
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +35,11 @@ def list_stored(index: Index) -> list[StoredKVOf]:
     found, parts = [], PartIndexes()
     for file, places in index.by_file().items():
         with open_file(file) as stored:
-            documents = group_in(stored, "documents")
             for name, place in places.items():
                 if place.is_done:
-                    group = group_in(documents, place.key)
-                    with ExitStack() as others:
-                        size = open_whole_kv(group, parts, others).bytes
-                    if size:
-                        found.append(StoredKVOf(name, size, _time(read_record(group).finished_at)))
+                    with open_document(stored, place.key, parts) as (record, kv):
+                        if kv.bytes:
+                            found.append(StoredKVOf(name, kv.bytes, _time(record.finished_at)))
     return sorted(found, key=lambda one: (one.finished_at, one.id))
 
 

@@ -34,6 +34,8 @@ RUN_FILE_BYTES = 1 << 30
 VERIFY_BYTES = 1 << 30
 NAMED = 5  # examples in a message
 ALL = slice(0, None, 1)
+# Of a run's identity: what is known when its model is.
+OF_MODEL = ("model", "dtype", "frame", "compress", "cache")
 
 Mode = Literal["new", "overwrite", "resume"]
 
@@ -132,6 +134,29 @@ def open_run(
     except BaseException:
         lock.release()
         raise
+
+
+def check_resumable(folder: Path, identity: dict[str, Any], corpus: Corpus) -> None:
+    """Refuse to continue a run with other settings or documents, as far as that shows before a model is loaded.
+
+    Parameters
+    ----------
+    folder : Path
+    identity : dict
+        What the answers depend on; what the model has a part in (`OF_MODEL`) is left to `open_run`.
+    corpus : Corpus
+
+    Raises
+    ------
+    OutputError
+        Saying what differs.
+    """
+    stored = _read_run_file(folder)
+    if stored is None or not any(survey(folder).documents()):
+        return
+    known = {key: value for key, value in stored[0]["identity"].items() if key not in OF_MODEL}
+    _check_identity(folder, known, identity)
+    _check_corpus(folder, stored[1], corpus)
 
 
 def begun_with(folder: Path) -> tuple[Corpus, slice] | None:

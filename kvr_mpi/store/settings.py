@@ -23,11 +23,6 @@ class OutputSettings(BaseModel):
         0, description="maximum number of error records for exit code 0: a number, or a share such as 0.05 or '5%'"
     )
 
-    @property
-    def kv_setting(self) -> str:
-        """`kv` as it stands in a job file, for messages."""
-        return f"output.kv = {self.kv!r}" if isinstance(self.kv, str) else f"output.kv = {str(self.kv).lower()}"
-
     @field_validator("max_failed")
     @classmethod
     def _number_or_share(cls, value: int | float | str) -> int | float | str:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +17,12 @@ from typing import TYPE_CHECKING, Any
 from kvr_mpi.disk import PART, create
 from kvr_mpi.errors import OutputError
 from kvr_mpi.store.folder import Index
-from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.head_rows import refuse_compressed
 from kvr_mpi.store.outputs import (
     open_file,
     read_header,
-    read_record,
 )
-from kvr_mpi.store.parts import PartIndexes, open_whole_kv
+from kvr_mpi.store.parts import PartIndexes, open_document
 from kvr_mpi.store.stored_kv import StoredKV
 
 if TYPE_CHECKING:
@@ -54,9 +51,8 @@ def export_kv(index: Index, ids: Iterable[str], folder: Path, *, overwrite: bool
     parts = PartIndexes()
     for name in ids:
         place = index.places[name]
-        with open_file(place.file) as stored, ExitStack() as others:
-            group = group_in(group_in(stored, "documents"), place.key)
-            record, kv, header = read_record(group), open_whole_kv(group, parts, others), read_header(stored)
+        with open_file(place.file) as stored, open_document(stored, place.key, parts) as (record, kv):
+            header = read_header(stored)
             refuse_compressed(kv.compression, name, "kvr export --kv")
             tensors, whose = dict(_tensors(kv)), kv.tokens
         if not tensors:

@@ -17,9 +17,9 @@ from kvr_mpi.errors import DataError
 from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.store.hdf5 import explained, group_in, hold_open
-from kvr_mpi.store.outputs import Record, read_record
-from kvr_mpi.store.parts import PartIndexes, open_whole_kv
+from kvr_mpi.store.hdf5 import explained, hold_open
+from kvr_mpi.store.outputs import Record
+from kvr_mpi.store.parts import PartIndexes, open_document
 from kvr_mpi.store.stored_kv import StoredKV
 
 
@@ -100,8 +100,7 @@ def open_prompt(path: Path, key: str, parts: PartIndexes) -> StoredPrompt:
         )
     file, others = hold_open(path), ExitStack()
     with explained(path):
-        group = group_in(group_in(file, "documents"), key)
-        record, kv = read_record(group), open_whole_kv(group, parts, others)
+        record, kv = others.enter_context(open_document(file, key, parts))
     if kv.tokens is None:
         raise DataError(f"{path}:/documents/{key} does not record which tokens its keys and values are of")
     return StoredPrompt((file, others), record, kv, tuple(kv.tokens.ids), kv.tokens.text)

@@ -7,7 +7,6 @@ them, the longest first, and held against the stored tokens themselves; its keys
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,8 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import REUSE, why_no_effect
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.store.hdf5 import group_in
 from kvr_mpi.store.outputs import open_file
-from kvr_mpi.store.parts import PartIndexes, open_whole_kv
+from kvr_mpi.store.parts import PartIndexes, open_document
 from kvr_mpi.store.shares import find_runs, index_runs
 from kvr_mpi.store.stored_kv import BLOCK_TOKENS
 from kvr_mpi.stored.asking import check_made_by
@@ -83,13 +81,11 @@ def scan_beginnings(path: str) -> StoredBeginnings:
     found, passed_over = StoredBeginnings(list(map(str, places)), [], {}), 0
     for number, file in enumerate(places):
         with open_file(file) as stored:
-            documents = group_in(stored, "documents")
             for place in places[file].values():
                 if not place.is_done:
                     continue
                 try:
-                    with ExitStack() as others:
-                        kv = open_whole_kv(group_in(documents, place.key), parts, others)
+                    with open_document(stored, place.key, parts) as (_, kv):
                         whose, seal = kv.tokens, kv.seal()
                 except DataError:
                     continue  # not used; `kvr inspect` says what is wrong with it

@@ -8,7 +8,7 @@ from typing import Any
 
 import h5py
 import pytest
-from made_jobs import TEXT, answers
+from made_jobs import TEXT, answers, with_settings
 
 from kvr_mpi.documents.prompts import Prompt, encode_text
 from kvr_mpi.store.folder import read_run
@@ -67,6 +67,28 @@ def test_existing_results_are_refused_resumed_or_deleted(
     again = run_here(2, [job, "--overwrite", "--set", "documents.limit=1"])
     assert again.returncode == 0, again.stderr
     assert len(answers(tmp_path / "out")) == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("prompt.template=Read: {text}", "prompt was"),
+        ("generation.max_new_tokens=9", "generation was"),
+        ("output.columns=[]", ""),
+        ("documents.limit=1", "documents have changed"),
+    ],
+)
+def test_another_job_is_not_resumed_and_says_so_before_the_model_is_loaded(
+    job: Path, run_here: Any, setting: str, words: str
+) -> None:
+    begun = with_settings("documents.limit=2", "generation.max_new_tokens=1")
+    assert run_here(1, [job, *begun]).returncode == 0
+    resumed = run_here(1, [job, "--resume", *begun, *with_settings(setting)])
+    if not words:
+        assert resumed.returncode == 0 and "2 of them already done" in resumed.stderr
+        return
+    assert resumed.returncode == 78 and "cannot resume" in resumed.stderr and words in resumed.stderr
+    assert "loading" not in resumed.stderr
 
 
 def test_braces_in_documents_are_text(job: Path, tmp_path: Path, run_here: Any, tiny_model_dir: Path) -> None:
