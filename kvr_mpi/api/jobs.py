@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from kvr_mpi.api.ranks import joined_ranks
 from kvr_mpi.api.results import Results, open_results
 from kvr_mpi.cli.environment import is_offline, read_environment
-from kvr_mpi.cli.run import RunArguments, run_on
+from kvr_mpi.cli.run import run_on
 from kvr_mpi.errors import EXIT_OK, ConfigError
 from kvr_mpi.job import JobSpec, load_job, make_job
-from kvr_mpi.runtime.stopping import STOP_SIGNALS
+from kvr_mpi.runtime.options import RunOptions
 from kvr_mpi.schedule.simulate import HARDWARE, ForecastRow, look_out
 from kvr_mpi.schedule.simulate import simulate as forecast
 from kvr_mpi.transport import on_root, share_json
@@ -88,21 +88,11 @@ def run(
     """
     if overwrite and resume:
         raise ConfigError("overwrite=True deletes the results that resume=True would continue from: choose one")
-    told = RunArguments(
-        settings=(),
-        transport=None,
-        overwrite=overwrite,
-        resume=resume,
-        retry_failed=retry_failed,
-        time_limit=time_limit,
-        stop_signals=",".join(STOP_SIGNALS),
-        show_config=False,
-        progress="lines",
-    )
+    options = RunOptions(overwrite=overwrite, resume=resume, retry_failed=retry_failed, time_limit=time_limit)
     with joined_ranks(comm) as world:
         text = share_json(world, on_root(world, lambda: read_job(job, settings).model_dump_json()))
         spec = JobSpec.model_validate_json(text)
-        code = run_on(world, _name_of(job), told, lambda: (spec, {}))
+        code = run_on(world, _name_of(job), options, lambda: (spec, {}))
     return RunOutcome(code, Path(spec.output.path))
 
 

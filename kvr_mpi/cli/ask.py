@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvr_mpi.cli.options import command
-from kvr_mpi.cli.run import RunArguments, run_as_told, run_options
+from kvr_mpi.cli.run import run_as_told, run_options
 
 if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
@@ -67,13 +67,12 @@ def ask(**given: Any) -> int:
     """  # noqa: D301
     wishes = {name: given.pop(name) for name in ("runs", "questions", "file", "documents", "output", "model")}
     wishes |= {name: given.pop(name) for name in ("max_new_tokens", "reuse", "sharded", "dry_run")}
-    told = RunArguments(**given)
     if wishes["dry_run"]:
         from kvr_mpi.stored.asking import complete_questions
 
-        _describe(complete_questions(_make_job(wishes, told.settings)[0]))
+        _describe(complete_questions(_make_job(wishes, given["settings"])[0]))
         return 0
-    return run_as_told("kvr ask", told, lambda settings: _make_job(wishes, settings))
+    return run_as_told("kvr ask", given, lambda settings: _make_job(wishes, settings))
 
 
 def _make_job(wishes: dict[str, Any], settings: Any) -> tuple[JobSpec, dict[str, str]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvr_mpi.runtime.options import Environment
+
 if TYPE_CHECKING:
-    from kvr_mpi.setup.job_setup import Machine
     from kvr_mpi.store.lock import Owner
 
 
@@ -51,15 +51,6 @@ VARIABLES: dict[str, dict[str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """What the machine and the batch system tell a process."""
-
-    machine: Machine
-    deadline_s: float | None  # Unix time
-    owner: Owner  # this process, as others see who holds an output folder
-
-
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Read cores, threads, caches and the batch system's deadline.
 
@@ -76,7 +67,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         threads=int(threads) if threads.isdecimal() and int(threads) > 0 else None,
         offline=is_offline(environ),
     )
-    return Environment(machine, float(deadline) if deadline.isdecimal() else None, read_owner(environ))
+    return Environment(machine, read_owner(environ), float(deadline) if deadline.isdecimal() else None)
 
 
 def read_owner(environ: Mapping[str, str] = os.environ) -> Owner:

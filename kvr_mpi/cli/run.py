@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from kvr_mpi.cli.options import (
     set_option,
 )
 from kvr_mpi.duration import duration_text, parse_duration
+from kvr_mpi.runtime.options import STOP_SIGNALS, RunOptions
 from kvr_mpi.transport.choose import NAMES
 
 if TYPE_CHECKING:
@@ -29,24 +30,6 @@ if TYPE_CHECKING:
 
 
 LoadJob = Callable[[Sequence[str]], "tuple[JobSpec, dict[str, str]]"]
-
-
-@dataclass(frozen=True, slots=True)
-class RunArguments:
-    """How a command runs a job, as described in the help of `run_options`.
-
-    settings : of the job, from the command line.
-    """
-
-    settings: tuple[str, ...]
-    transport: str | None
-    overwrite: bool
-    resume: bool
-    retry_failed: bool
-    time_limit: str | None
-    stop_signals: str
-    show_config: bool
-    progress: str
 
 
 # What every command has that runs a job.
@@ -72,7 +55,7 @@ run_options = grouped(
     ),
     click.option(
         "--stop-signals",
-        default="TERM,USR2",
+        default=",".join(STOP_SIGNALS),
         show_default=True,
         metavar="NAMES",
         help="Signals after which the job finishes its current documents, starts no others, and ends with exit code "
@@ -106,38 +89,45 @@ def run(**given: Any) -> int:
     from kvr_mpi.job import load_job
 
     job = given.pop("job")
-    return run_as_told(str(job), RunArguments(**given), lambda settings: load_job(job, settings))
+    return run_as_told(str(job), given, lambda settings: load_job(job, settings))
 
 
-def run_as_told(name: str, options: RunArguments, load: LoadJob) -> int:
+def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
     """Run a job on all ranks that were started.
 
     Parameters
     ----------
     name : str
         Of the job, for a line of text.
-    options : RunArguments
+    given : dict
+        Values of `run_options`, by name.
     load : callable
         Given settings, makes the job, and says of each of its settings where it is from; called on one rank.
     """
-    settings = options.settings
+    transport, shows_config = given.pop("transport"), given.pop("show_config")
+    settings = (*given.pop("settings"), *([] if transport is None else [f"parallel.transport={transport}"]))
+    options = RunOptions(**{**given, "stop_signals": tuple(parse_names(given["stop_signals"]))})
     check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume)
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.errors import KvrError, exit_line
     from kvr_mpi.report.log import Log
     from kvr_mpi.transport.mpi import connect
 
-    if options.transport is not None:
-        settings = (*settings, f"parallel.transport={options.transport}")
     try:
         world = connect()
     except KvrError as error:
         Log().line(f"error: {error}\n{exit_line(error.exit_code)}")
         return error.exit_code
-    return guarded(world, lambda: run_on(world, name, options, lambda: load(settings)))
+    return guarded(world, lambda: run_on(world, name, options, lambda: load(settings), shows_config))
 
 
-def run_on(world: Transport, name: str, told: RunArguments, load: Callable[[], tuple[JobSpec, dict[str, str]]]) -> int:
+def run_on(
+    world: Transport,
+    name: str,
+    options: RunOptions,
+    load: Callable[[], tuple[JobSpec, dict[str, str]]],
+    shows_config: bool = False,
+) -> int:
     """Run a job on these ranks, which all call this; returns the exit code. The rest is as in `run_as_told`."""
     from kvr_mpi.cli.environment import is_offline, read_environment, read_owner
     from kvr_mpi.job import JobSpec, show_job
@@ -152,7 +142,7 @@ def run_on(world: Transport, name: str, told: RunArguments, load: Callable[[], t
             from kvr_mpi.stored.asking import complete_questions
 
             spec = complete_questions(spec)
-        if told.show_config:
+        if shows_config:
             rows = show_job(spec, sources)
             width = max(len(key) for key, _, _ in rows)
             for key, value, source in rows:
@@ -161,7 +151,7 @@ def run_on(world: Transport, name: str, told: RunArguments, load: Callable[[], t
 
     # Read by one rank only, so that all ranks run the same job even if the file changes under them.
     spec: JobSpec = JobSpec.model_validate_json(share_json(world, on_root(world, load_here)))
-    if told.show_config:
+    if shows_config:
         return 0
 
     def goes_on() -> bool:
@@ -169,9 +159,9 @@ def run_on(world: Transport, name: str, told: RunArguments, load: Callable[[], t
         owner = read_owner()
         return owner.restart > 0 and is_of_job(Path(spec.output.path), owner.job)
 
-    resume = bool(share_json(world, on_root(world, lambda: told.resume or goes_on())))
-    overwrite = told.overwrite and not resume
-    told_s = None if told.time_limit is None else time.time() + parse_duration(told.time_limit)
+    resume = bool(share_json(world, on_root(world, lambda: options.resume or goes_on())))
+    overwrite = options.overwrite and not resume
+    limit_s = None if options.time_limit is None else time.time() + parse_duration(options.time_limit)
     on_root(world, lambda: check_job(spec, world.size, goes_on=overwrite or resume, offline=is_offline()))
     Log(world.rank).root(
         f"{name} is valid; starting {world.size} rank(s), each of which imports torch and transformers"
@@ -179,26 +169,18 @@ def run_on(world: Transport, name: str, told: RunArguments, load: Callable[[], t
     # Only now what takes seconds to import.
     from kvr_mpi.cli.launch import quiet_libraries
     from kvr_mpi.report.progress import wants_bar
-    from kvr_mpi.runtime.batch import RunOptions, run_job
+    from kvr_mpi.runtime.batch import run_job
     from kvr_mpi.transport.mpi import launched_size
 
     quiet_libraries()
     environment = read_environment()
     log, deadline_s = Log(world.rank), environment.deadline_s
-    if told_s is not None:
-        deadline_s = told_s
+    if limit_s is not None:
+        deadline_s = limit_s
     elif deadline_s is not None and deadline_s <= time.time():  # whoever it was meant for, this job is running
         ago = duration_text(time.time() - deadline_s)
         log.root(f"warning: SLURM_JOB_END_TIME says that the job ended {ago} ago: ignored")
         deadline_s = None
-    options = RunOptions(
-        machine=environment.machine,
-        owner=environment.owner,
-        overwrite=overwrite,
-        resume=resume,
-        retry_failed=told.retry_failed,
-        bar=wants_bar(told.progress, launched_size(os.environ) is not None),
-        deadline_s=deadline_s,
-        stop_signals=tuple(parse_names(told.stop_signals)),
-    )
-    return run_job(spec, options, world, log)
+    has_bar = wants_bar(options.progress, launched_size(os.environ) is not None)
+    options = replace(options, overwrite=overwrite, resume=resume, progress="bar" if has_bar else "lines")
+    return run_job(spec, options, replace(environment, deadline_s=deadline_s), world, log)

@@ -7,9 +7,9 @@ the front of its own list, and, when that is empty, from the list with most left
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,18 @@ from kvr_mpi.requests.sources import Source, TextSource
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.decoding import choose_modes, with_decoder
+from kvr_mpi.runtime.options import Environment, RunOptions
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
-from kvr_mpi.runtime.stopping import STOP_SIGNALS, SharedStop, Stop, listening
+from kvr_mpi.runtime.stopping import SharedStop, Stop, listening
 from kvr_mpi.runtime.stored_source import StoredSource, check_askable, scan_stored
 from kvr_mpi.runtime.tally import Tally, describe_throughput
 from kvr_mpi.runtime.tracing import Trace, open_states, open_trace
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker, WorkerContext, answers_text
 from kvr_mpi.setup.job_ranks import JobRanks, join_groups
-from kvr_mpi.setup.job_setup import JobSetup, Machine, identity_of
+from kvr_mpi.setup.job_setup import JobSetup, identity_of
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.rates import Say
 from kvr_mpi.setup.stored_size import check_stored_size
@@ -56,21 +57,7 @@ from kvr_mpi.transport.choose import open_transport, warm_up
 from kvr_mpi.transport.counters import Counters, open_counters
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """How to run, as opposed to what."""
-
-    machine: Machine
-    owner: Owner
-    overwrite: bool = False
-    resume: bool = False
-    retry_failed: bool = False
-    bar: bool = False
-    deadline_s: float | None = None  # Unix time at which the batch system ends the job
-    stop_signals: Sequence[str] = field(default=STOP_SIGNALS)
-
-
-def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> int:
+def run_job(spec: JobSpec, options: RunOptions, environment: Environment, world: Transport, log: Log) -> int:
     """Run a whole job; every rank calls this.
 
     Returns
@@ -79,29 +66,35 @@ def run_job(spec: JobSpec, options: RunOptions, world: Transport, log: Log) -> i
         Exit code: 0; 65 if more documents have error records than `output.max_failed` allows; 75 if it was stopped
         before the end.
     """
-    folder = Path(spec.output.path)
-    stop = Stop(options.deadline_s)
+    stop = Stop(environment.deadline_s)
     with listening(stop, options.stop_signals, lambda why: _end_at_once(world, log, why)), ExitStack() as held:
-        return _run(spec, options, world, log, folder, stop, held)
+        return _run(spec, options, environment, world, log, stop, held)
 
 
 def _run(
-    spec: JobSpec, options: RunOptions, world: Transport, log: Log, folder: Path, stop: Stop, held: ExitStack
+    spec: JobSpec,
+    options: RunOptions,
+    environment: Environment,
+    world: Transport,
+    log: Log,
+    stop: Stop,
+    held: ExitStack,
 ) -> int:
+    folder, machine = Path(spec.output.path), environment.machine
     topology = together(world, lambda: lay_out(spec, world.size))
     log.root("reading the documents")
     corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options, log))))
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
-    links, reason = open_transport(world, spec.parallel.transport, device, cache_dir=options.machine.cache_dir)
+    links, reason = open_transport(world, spec.parallel.transport, device, cache_dir=machine.cache_dir)
     log.root(reason)
     ranks = join_groups(links, world, topology, device)
     chain = ranks.lane.split(topology.by_group.chain_color(ranks.lane.rank))
-    prepared = prepare(spec, options.machine, links, chain, log.line, ranks=ranks)
+    prepared = prepare(spec, machine, links, chain, log.line, ranks=ranks)
     if spec.questions is not None and (kinds := depends_on_length(prepared.loaded.model)):
         log.root(
             f"all documents are prefilled again, since the rotary embedding ({kinds}) depends on the prompt's length"
         )
-    run = on_root(world, lambda: held.enter_context(_open(folder, prepared, corpus, options, log)))
+    run = on_root(world, lambda: held.enter_context(_open(folder, prepared, corpus, options, environment.owner, log)))
     # Rank 0 reads the folder; no other rank lists it, since two lists may differ.
     session, ids = share_json(world, None if run is None else [run.session, sorted(run.done | run.failed)])
     done = set(ids)
@@ -115,14 +108,13 @@ def _run(
     files = ProgressFiles(folder, log.line) if spec.report.metrics and world.rank == 0 else None
     name = f"{world.rank:04d}"
     counters = open_counters(world, FIRST_LIST + shares.slots)
+    has_bar = options.progress == "bar" and world.rank == 0
     with (
         open_states(folder, session, world, stop.deadline_s, log, spec.parallel.tensor_parallel) as states,
         open_trace(prepared, folder, session, ranks, log, states) as trace,
         closing(ShardWriter(folder, name, prepared.header(), session, recorder=trace.recorder)) as writer,
         _open_parts(prepared, folder, session, world) as parts,
-        Progress(
-            log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=options.bar and world.rank == 0, files=files
-        ) as progress,
+        Progress(log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=has_bar, files=files) as progress,
     ):
         source = open_source(prepared, corpus)
         shared_stop = SharedStop(stop, counters, None if run is None else run.check, ranks.peers)
@@ -276,7 +268,7 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
     return corpus
 
 
-def _open(folder: Path, prepared: JobSetup, corpus: Corpus, options: RunOptions, log: Log) -> Run:
+def _open(folder: Path, prepared: JobSetup, corpus: Corpus, options: RunOptions, owner: Owner, log: Log) -> Run:
     """Make the output folder ours."""
     return open_run(
         folder,
@@ -285,7 +277,7 @@ def _open(folder: Path, prepared: JobSetup, corpus: Corpus, options: RunOptions,
         share=prepared.spec.documents.share,
         mode="overwrite" if options.overwrite else "resume" if options.resume else "new",
         retry_failed=options.retry_failed,
-        owner=options.owner,
+        owner=owner,
         say=log.line,
     )
 

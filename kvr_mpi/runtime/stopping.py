@@ -18,8 +18,6 @@ from kvr_mpi.runtime.slots import Slot
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.counters import Counters
 
-# What a batch system sends before the end, and what it sends at it (SLURM: --signal=USR2@..., then TERM).
-STOP_SIGNALS = ("TERM", "USR2")
 # Predictions are off by this much, and what is done has to be written.
 MARGIN = 1.25
 WRITE_S = 15.0

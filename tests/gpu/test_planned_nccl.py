@@ -14,7 +14,8 @@ from made_jobs import answers, spec_of
 from pretended_cuda import PretendedCuda
 
 from kvr_mpi.report.log import Log
-from kvr_mpi.runtime.batch import RunOptions, run_job
+from kvr_mpi.runtime.batch import run_job
+from kvr_mpi.runtime.options import Environment, RunOptions
 from kvr_mpi.setup import prepare
 from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.store.lock import this_process
@@ -60,10 +61,10 @@ def test_a_planned_job_over_nccl(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpus.watches = size > 2
-    options = RunOptions(Machine(cache_dir, cores=2, offline=True), this_process())
+    environment = Environment(Machine(cache_dir, cores=2, offline=True), this_process())
 
     def run(spec: Any, world: Any) -> int:
-        return run_job(spec, options, world, Log(world.rank, world.size, io.StringIO()))
+        return run_job(spec, RunOptions(), environment, world, Log(world.rank, world.size, io.StringIO()))
 
     monkeypatch.setattr("kvr_mpi.runtime.batch.choose_device", lambda name, rank: CPU)
     assert run_local(1, lambda rank: run(spec_of(job, f"output.path={tmp_path / 'alone'}"), rank)) == [0]

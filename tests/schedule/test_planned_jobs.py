@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.tiny import shrink
 from kvr_mpi.model import probe_shape
 from kvr_mpi.report.log import Log
-from kvr_mpi.runtime.batch import RunOptions, run_job
+from kvr_mpi.runtime.batch import run_job
+from kvr_mpi.runtime.options import Environment, RunOptions
 from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.lock import this_process
@@ -107,9 +109,10 @@ def test_documents_without_room_are_refused_and_the_rest_is_done(
     job: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = spec_of(job, "documents.limit=10")
-    options = RunOptions(Machine(cache_dir, cores=2, offline=True), this_process())
+    environment = Environment(Machine(cache_dir, cores=2, offline=True), this_process())
     monkeypatch.setattr("kvr_mpi.setup.prepare.free_bytes", lambda device, sharers: 1_000_000)
-    codes = run_local(2, lambda rank: run_job(spec, options, rank, Log(rank.rank, rank.size, io.StringIO())))
+    run = partial(run_job, spec, RunOptions(), environment)
+    codes = run_local(2, lambda rank: run(rank, Log(rank.rank, rank.size, io.StringIO())))
     assert codes == [65, 65]
     records = {record.id: record for record in read_run(tmp_path / "out")}
     assert {name for name, record in records.items() if record.status == "error"} == {"doc-08.txt"}

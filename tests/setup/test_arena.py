@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,8 @@ from kvr_mpi.model.graph_capture import call_again
 from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.report.log import Log
-from kvr_mpi.runtime.batch import RunOptions, run_job
+from kvr_mpi.runtime.batch import run_job
+from kvr_mpi.runtime.options import Environment, RunOptions
 from kvr_mpi.setup import arena as arenas
 from kvr_mpi.setup import prepare
 from kvr_mpi.setup.arena import TRIAL_PAGES, graph_bytes, open_arena, open_graphs
@@ -143,11 +145,12 @@ def test_a_job_from_pages_gives_the_same_answers_and_stores_the_same(
         assert arena is not None and arena.has_scrap
         return StepGraphs(loaded, said.append, capture=call_again, patience=0)
 
-    options = RunOptions(Machine(cache_dir, cores=2, offline=True), this_process())
+    environment = Environment(Machine(cache_dir, cores=2, offline=True), this_process())
 
     def run(name: str) -> tuple[Any, dict[str, bytes]]:
         spec = spec_of(job, "output.kv=true", f"output.path={tmp_path / name}")
-        codes = run_local(2, lambda rank: run_job(spec, options, rank, Log(rank.rank, rank.size, io.StringIO())))
+        work = partial(run_job, spec, RunOptions(), environment)
+        codes = run_local(2, lambda rank: work(rank, Log(rank.rank, rank.size, io.StringIO())))
         assert codes == [0, 0]
         return answers(tmp_path / name), stored_arrays(tmp_path / name / "results.h5")
 

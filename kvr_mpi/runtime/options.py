@@ -1,0 +1,43 @@
+"""How a job is run, as opposed to what: for the command line and for Python alike; imports nothing that takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from kvr_mpi.setup.job_setup import Machine
+    from kvr_mpi.store.lock import Owner
+
+# What a batch system sends before the end, and what it sends at it (SLURM: --signal=USR2@..., then TERM).
+STOP_SIGNALS = ("TERM", "USR2")
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run a job, as described in the help of ``kvr run``.
+
+    time_limit : minutes, h:mm:ss or d-hh from now, as in sbatch; None: the end of the SLURM job, if it is one.
+    stop_signals : names.
+    """
+
+    overwrite: bool = False
+    resume: bool = False
+    retry_failed: bool = False
+    time_limit: str | None = None
+    stop_signals: Sequence[str] = STOP_SIGNALS
+    progress: Literal["auto", "bar", "lines"] = "lines"
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the machine and the batch system tell a process.
+
+    owner : this process, as others see who holds an output folder.
+    deadline_s : Unix time at which the job is ended; None: never.
+    """
+
+    machine: Machine
+    owner: Owner
+    deadline_s: float | None = None
