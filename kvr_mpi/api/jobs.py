@@ -14,6 +14,7 @@ from kvr_mpi.cli.environment import is_offline, read_environment
 from kvr_mpi.cli.run import run_on
 from kvr_mpi.errors import EXIT_OK, ConfigError
 from kvr_mpi.job import JobSpec, load_job, make_job
+from kvr_mpi.job.combinations import check_combinations
 from kvr_mpi.runtime.options import RunOptions
 from kvr_mpi.schedule.simulate import HARDWARE, ForecastRow, look_out
 from kvr_mpi.schedule.simulate import simulate as forecast
@@ -167,7 +168,7 @@ def read_job(job: Job, settings: Sequence[str] = ()) -> JobSpec:
     Raises
     ------
     ConfigError
-        If it is none; settings for a job that was read already are refused.
+        If it is none, or has settings that cannot be combined; settings for a job that was read already are refused.
     """
     if isinstance(job, JobSpec):
         if settings:
@@ -175,6 +176,7 @@ def read_job(job: Job, settings: Sequence[str] = ()) -> JobSpec:
                 f"settings = {list(settings)} are for jobs that are read from a file; this one has been read already: "
                 f"pass its path, or change the object"
             )
+        check_combinations(job)  # it may have been changed since
         spec = job
     elif isinstance(job, Mapping):
         raw = {name: dict(table) if isinstance(table, Mapping) else table for name, table in job.items()}

@@ -15,6 +15,7 @@ from made_runs import corpus_of, record, take, write
 
 import kvr_mpi
 from kvr_mpi import KvrError
+from kvr_mpi.api.jobs import read_job
 from kvr_mpi.cli import group
 from kvr_mpi.errors import EXIT_BAD_DATA, ConfigError, OutputError
 from kvr_mpi.store.shards import ShardWriter
@@ -105,13 +106,18 @@ def test_a_plan_is_that_of_the_command(job: dict[str, Any]) -> None:
 
 
 def test_a_job_is_read_from_a_file_or_taken_as_it_is(job: dict[str, Any]) -> None:
-    from kvr_mpi.api.jobs import read_job
-
     spec = read_job(ROOT / "jobs" / "demo.toml", ["generation.max_new_tokens=3"])
     assert spec.generation.max_new_tokens == 3 and read_job(spec) is spec
     with pytest.raises(ConfigError, match="has been read already"):
         read_job(spec, ["generation.max_new_tokens=3"])
     assert read_job(job).output.kv
+
+
+def test_a_job_that_was_changed_is_refused_as_one_that_is_read(job: dict[str, Any]) -> None:
+    spec = read_job(job)
+    changed = spec.model_copy(update={"decode": spec.decode.model_copy(update={"mode": "head-parallel"})})
+    with pytest.raises(ConfigError, match="output.kv = true cannot be combined with decode.mode"):
+        kvr_mpi.run(changed, comm=LocalTransport())
 
 
 def test_a_forecast_is_that_of_the_command() -> None:
