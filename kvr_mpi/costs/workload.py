@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import ModelShape, meta_model, on_meta, probe_shape
 from kvr_mpi.model.tensor_parallel import why_not_divided
 
@@ -227,6 +227,8 @@ def _count(model: Any, shape: ModelShape) -> tuple[float, float, float, int]:
     import torch
     from torch.overrides import TorchFunctionMode
 
+    from kvr_mpi.model.layer_chunks import decoder_layers
+
     before = products = attention = 0.0
     heads, attends, tokens = 0, True, min(COUNTED_TOKENS, shape.max_tokens or COUNTED_TOKENS)
 
@@ -258,7 +260,7 @@ def _count(model: Any, shape: ModelShape) -> tuple[float, float, float, int]:
                     products, before = products + flop, before if heads else before + flop
             return result
 
-    hooks = [layer.register_forward_pre_hook(begin(number)) for number, layer in enumerate(_decoder_layers(model))]
+    hooks = [layer.register_forward_pre_hook(begin(number)) for number, layer in enumerate(decoder_layers(model))]
     try:
         with Counter():
             model(torch.zeros(1, tokens, dtype=torch.long), use_cache=True)
@@ -266,13 +268,3 @@ def _count(model: Any, shape: ModelShape) -> tuple[float, float, float, int]:
         for hook in hooks:
             hook.remove()
     return before if heads else 0.0, products, attention, heads
-
-
-def _decoder_layers(model: Any) -> list[Any]:
-    """Find the layers; none where they are not in one list, and take turns or go round."""
-    from kvr_mpi.model.layer_chunks import decoder_layers
-
-    try:
-        return decoder_layers(model)
-    except ModelError:
-        return []

@@ -6,7 +6,6 @@ touch transformers' cache classes. No model code is changed, and the model is no
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,18 +28,14 @@ from kvr_mpi.kv.states import EmptyLayer, StateAndSliceLayer, StateAndWholeLayer
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
-from kvr_mpi.model.last_token import LastRow
-from kvr_mpi.model.layer_chunks import ChunkDoneError
+from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.transport.base import LAYERS_AHEAD
 
+Chunks = Sequence[Sequence[Range]]
 # Takes a layer's keys and values, each (tokens, kv_heads, head_dim); None if it has none.
 WriteLayer = Callable[[tuple[torch.Tensor, torch.Tensor] | None], None]
 # Layers a rank holds until they are sent, before it waits for the link.
 LAYERS_HELD = 8
-
-
-class SliceDoneError(Exception):
-    """Raised in the last layer to leave the model, when the rest of its output would not be used."""
 
 
 class SliceCache(Cache):
@@ -76,11 +71,9 @@ class SliceCache(Cache):
     in_parts : bool
         Our attention attends to the prefix in parts; otherwise the model's own attention attends to all of it at once.
     cuts_last_layer : bool
-        What follows the last layer's attention is computed for the last token only (``last_token``).
+        The last layer takes the last token as a chunk of its own, the only one that attends (``layer_chunks``).
     keeps_all : bool
         This rank ends with the keys and values of all tokens.
-    chunks : list of list of (int, int)
-        The tokens that come together, in the order in which they do (`Route.chunks`).
     """
 
     def __init__(
@@ -106,12 +99,11 @@ class SliceCache(Cache):
         self._retain = retain if self.is_decode_rank else None
         self._reserve_tokens = reserve_tokens
         self.start, self.prompt_tokens = route.owned[0][0], route.partition.tokens
-        self.chunks = route.chunks
+        self._last_chunks: Chunks = route.chunks  # those of the last layer
         self.share = _make_share(loaded, route, prefix, reserve_tokens) if is_spread else None
         self.keeps_all = self.is_decode_rank and self.share is None
         self.capacity = route.capacity + (reserve_tokens if self.keeps_all else 0)
         self.in_parts, self.first_position = loaded.attends_in_parts, shape.first_position
-        self.tail = contextlib.ExitStack()  # what is entered after the last attention, until the model returns
         self._clock = Clock(self.device)
         self._made: list[tuple[Any, int]] = []  # when each layer's keys were made, and after how many waits
         self.layer_begins_s: list[float] = []  # the same by the host's clock, for traces
@@ -162,6 +154,8 @@ class SliceCache(Cache):
 
     def begin(self) -> None:
         """Post the first layers' receives, before anything is computed."""
+        if self.cuts_last_layer and self.is_decode_rank and self.route.saves_last_layer:
+            self._last_chunks = _with_last_alone(self.route.chunks)
         if self.transfers is not None:
             self.transfers.begin()
         self._post_up_to(self._layers_ahead)
@@ -179,17 +173,13 @@ class SliceCache(Cache):
             raise ModelError("a layer attends without having updated the cache")
         return self.current
 
-    def after_attention(self, layer: SliceLayer) -> None:
-        """Arrange that everything after the last layer's attention is computed for the last token only."""
-        tokens = sum(self.chunk_lengths)
-        is_last = tokens > 1 and layer.is_complete
-        if self.cuts_last_layer and is_last and self.reads_only_last(layer.layer_idx):
-            self.tail.enter_context(LastRow(layer.fresh, tokens))
+    def chunks(self, layer_idx: int) -> Chunks:
+        """Tokens that a layer takes together, in order (`Route.chunks`)."""
+        return self._last_chunks if layer_idx == self._last else self.route.chunks
 
-    @property
-    def chunk_lengths(self) -> list[int]:
-        """Tokens of each chunk of the slice."""
-        return self.route.chunk_lengths
+    def chunk_lengths(self, layer_idx: int) -> list[int]:
+        """Tokens of each chunk of the slice that a layer takes."""
+        return [sum(last - first for first, last in chunk) for chunk in self.chunks(layer_idx)]
 
     @property
     def positions(self) -> torch.Tensor | None:
@@ -228,19 +218,15 @@ class SliceCache(Cache):
 
         Raises
         ------
-        SliceDoneError
-            To leave the model.
-        ChunkDoneError
-            To leave this layer for the current chunk.
+        UnreadError
+            To leave this layer for the current chunk, or the model.
         """
         is_read = self.is_decode_rank or not self.route.saves_last_layer
-        leaves = layer_idx == self._stop or (layer_idx == self._last and not is_read)
-        if len(self.chunks) > 1 and self.layers[layer_idx].chunks_left:
-            if leaves or (self.reads_only_last(layer_idx) and self.observation is None):
-                self.layers[layer_idx].attended = True  # nothing asks what it would give
-                raise ChunkDoneError
-        elif leaves and self.layers[layer_idx].is_complete:
-            raise SliceDoneError
+        layer = self.layers[layer_idx]
+        if layer_idx == self._stop or (layer_idx == self._last and not is_read):
+            if len(self.route.chunks) > 1 or layer.is_complete:
+                layer.attended = True  # nothing asks what it would give
+                raise UnreadError
 
     def observe(self, layer_idx: int, query: torch.Tensor, ranges: Sequence[Range], params: AttentionParams) -> None:
         """Keep the queries that are in the observation window, if any, out of (1, heads, tokens, dim) for `ranges`."""
@@ -361,6 +347,13 @@ class SliceCache(Cache):
         for layer in self.layers[self._posted : count]:
             layer.post()
         self._posted = max(self._posted, min(count, len(self.layers)))
+
+
+def _with_last_alone(chunks: Chunks) -> Chunks:
+    """Let the last token be a chunk of its own."""
+    *before, (*ranges, (first, last)) = chunks
+    rest = [*ranges, (first, last - 1)] if last - first > 1 else ranges
+    return [*before, *([rest] if rest else []), [(last - 1, last)]]
 
 
 def _make_share(loaded: LoadedModel, route: Route, prefix: SharedPrefix | None, reserve_tokens: int) -> Share:

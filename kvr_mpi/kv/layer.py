@@ -25,6 +25,7 @@ from kvr_mpi.kv.route import Range, Route, in_two_groups
 from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import cut_range
 
@@ -36,7 +37,6 @@ class LayersOwner(Protocol):
     """What a layer needs of the cache it belongs to (`cache.SliceCache`)."""
 
     route: Route
-    chunks: Sequence[Sequence[Range]]
     transfers: PromptTransfers | None
     prefix: SharedPrefix | None
     buffers: LayerBuffers
@@ -49,6 +49,9 @@ class LayersOwner(Protocol):
     in_parts: bool
     current: SliceLayer | None
     run: PageRun | None
+
+    def chunks(self, layer_idx: int) -> Sequence[Sequence[Range]]:
+        """Tokens that a layer takes together, in order."""
 
     def reads_only_last(self, layer_idx: int) -> bool:
         """Whether only the last token's output of this layer is ever read."""
@@ -76,7 +79,7 @@ class SliceLayer(CacheLayerMixin):
         self.length = cache.start
         self.fresh = 0  # tokens last appended
         self.fresh_ranges: Sequence[Range] = ()  # which those are
-        self.chunks_left = len(cache.chunks)  # of the slice, to be appended
+        self.chunks_done = 0  # of the slice, appended
         self.attended = True
         self.layout: UniformLayout | HeadStore | None = None
         self.is_over: bool = False  # let go of, with everything sent
@@ -116,7 +119,7 @@ class SliceLayer(CacheLayerMixin):
         cache.current = self
         if cache.prefilling:
             if self.segments is not None:
-                self.segments.share(cache.route, self.fresh_ranges)
+                self.segments.share(cache.route, cache.route.owned if self.has_all_chunks else self.fresh_ranges)
             cache.advance(self.layer_idx)
             cache.leave_if_done(self.layer_idx)
         return key_states, value_states
@@ -124,7 +127,12 @@ class SliceLayer(CacheLayerMixin):
     @property
     def is_complete(self) -> bool:
         """Whether all that the later ranks need of this layer is made, once it is updated."""
-        return not self.chunks_left
+        return self.has_all_chunks
+
+    @property
+    def has_all_chunks(self) -> bool:
+        """Whether all tokens of the slice are appended."""
+        return self.chunks_done == len(self.cache.chunks(self.layer_idx))
 
     def leave(self) -> None:
         """Nothing to do when the next layer is begun: keys and values are sent at once."""
@@ -148,6 +156,11 @@ class SliceLayer(CacheLayerMixin):
         -------
         torch.Tensor
             (1, heads, tokens, value_dim) in the query's dtype.
+
+        Raises
+        ------
+        UnreadError
+            To leave the last layer for a chunk that does not have the last token.
         """
         self.attended = True
         # A single token's query heads may come folded into the query length (1, kv_heads, group, head_dim).
@@ -157,10 +170,13 @@ class SliceLayer(CacheLayerMixin):
             part = self.layout.attend(query.reshape(1, -1, self.fresh, query.shape[-1]), self.length, params)
             return part.finish(params).to(query.dtype).reshape(*query.shape[:-1], self.layout.shape.value_dim)
         self.cache.observe(self.layer_idx, query, self.fresh_ranges, params)
-        skipped = self.fresh - 1 if self.cache.reads_only_last(self.layer_idx) else 0
+        reads_only_last = self.cache.reads_only_last(self.layer_idx)
+        if reads_only_last and not self.has_all_chunks:
+            raise UnreadError
+        skipped = self.fresh - 1 if reads_only_last else 0
         query = query[:, :, skipped:]
         sees_all = self.shape.visibility.sees_all(self.length)
-        if self.cache.prefilling and not skipped and sees_all:
+        if self.cache.prefilling and not reads_only_last and sees_all:
             part = self._attend_route(query, keys, values, params)
         else:
             part = self._attend_collected(query, params, skipped)
@@ -321,10 +337,10 @@ class SliceLayer(CacheLayerMixin):
         """
         if not self.cache.prefilling:
             return [(self.length, self.length + self.fresh)]
-        if not self.chunks_left:
+        if self.has_all_chunks:
             raise ModelError(f"layer {self.layer_idx}: it is updated once more with the same tokens")
-        ranges = self.cache.chunks[-self.chunks_left]
-        self.chunks_left -= 1
+        ranges = self.cache.chunks(self.layer_idx)[self.chunks_done]
+        self.chunks_done += 1
         expected = sum(last - first for first, last in ranges)
         if self.fresh != expected:
             raise ModelError(f"layer {self.layer_idx}: keys of {self.fresh} tokens have come instead of {expected}")

@@ -16,13 +16,13 @@ import torch
 
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv.attention import PartialAttention, attend
-from kvr_mpi.kv.cache import SliceDoneError
 from kvr_mpi.kv.layer import attend_ranges
 from kvr_mpi.kv.layout import UniformLayout
 from kvr_mpi.kv.row import RowCache, RowLayer
 from kvr_mpi.kv.settings import CacheSettings
 from kvr_mpi.model import LayerShape, LoadedModel, ModelShape
 from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.masks import Visibility
 
 # The approximation, as it is asked for and recorded.
@@ -150,12 +150,12 @@ class RollingLayer(RowLayer):
 
         Raises
         ------
-        SliceDoneError
+        UnreadError
             To leave the model where nobody reads what the rest of it would compute.
         """
         self.attended, first = True, self.length - self.fresh
         if self.layer_idx == self.cache.left_after:
-            raise SliceDoneError
+            raise UnreadError
         if query.shape[2] != self.fresh and self.fresh > 1:
             raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
         part: PartialAttention | None = None

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import Any, cast
@@ -61,14 +60,11 @@ class RowCache(Cache):
     ----------
     current : RowLayer or None
         The layer that was updated last.
-    tail : ExitStack
-        What is entered after the last attention: nothing, since no row is cut.
     """
 
     in_parts = True
 
     def __init__(self, layers: Sequence[RowLayer]) -> None:
-        self.tail = contextlib.ExitStack()
         self.current: Any = None
         super().__init__(layers=list(layers))
 
@@ -96,9 +92,6 @@ class RowCache(Cache):
         if self.current is not None and not self.current.attended:
             raise ModelError(f"layer {layer.layer_idx}: the layer before it never attended to its keys")
         self.current, layer.attended, layer.is_initialized = layer, False, True
-
-    def after_attention(self, layer: RowLayer) -> None:
-        """Nothing to do: every token's output is computed."""
 
     @property
     def positions(self) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model.kernels import ATTENTION_SLOT, use_kernels
-from kvr_mpi.model.layer_chunks import layers_in_chunks
+from kvr_mpi.model.layer_chunks import ChunkLengths, cut_layers, layers_in_chunks
 from kvr_mpi.model.masks import check_mask, request_mask
 from kvr_mpi.model.rope import embed_whole_lengths, whole_lengths
 from kvr_mpi.model.shape import LayerShape, cache_argument
@@ -93,7 +93,6 @@ class HookedCache(Protocol):
     """What the hook asks of a cache: all it knows of one."""
 
     in_parts: bool  # whether attention is taken over; else the model's own runs over what the cache returns
-    tail: contextlib.ExitStack  # entered by `after_attention`, until the model returns
 
     @property
     def prefilling(self) -> bool:
@@ -102,9 +101,6 @@ class HookedCache(Protocol):
     @property
     def attending(self) -> AttendingLayer:
         """The layer that was updated and has not attended yet."""
-
-    def after_attention(self, layer: Any) -> None:
-        """Take note that a layer has attended."""
 
     @property
     def positions(self) -> torch.Tensor | None:
@@ -135,10 +131,7 @@ class _SdpaHook(TorchFunctionMode):
         if mask is not None and mask.numel() != 1:
             raise ModelError("it adds its own mask or bias to attention")
         params = AttentionParams(query.shape[-1] ** -0.5 if scale is None else scale, kernel=self.kernel)
-        layer = self.cache.attending
-        out = layer.attend(query, call["key"], call["value"], params)
-        self.cache.after_attention(layer)
-        return out
+        return self.cache.attending.attend(query, call["key"], call["value"], params)
 
 
 def _sdpa(  # noqa: D103  (only its signature is used: the builtin has none)
@@ -187,7 +180,6 @@ def _attention(
         check_mask(attention_mask, layer.shape.visibility, sliding_window)
     params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, kv_kernel)
     out = layer.attend(query, key, value, params)
-    kv_chain.after_attention(layer)
     return out.transpose(1, 2), None
 
 
@@ -211,6 +203,7 @@ def prepare_model(model: Any, *, chain: bool, in_parts: bool = True) -> None:
         return
     if not model._supports_attention_backend:
         _check_own_calls(model)
+    cut_layers(model)
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, request_mask)
     model.set_attn_implementation(ATTENTION if model._supports_attention_backend else "sdpa")
@@ -254,7 +247,7 @@ def run_model(
     *,
     positions: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
-    chunks: Sequence[int] = (),
+    chunk_lengths: ChunkLengths | None = None,
 ) -> torch.Tensor:
     """Run tokens (1, tokens) through the model after what its cache holds.
 
@@ -264,8 +257,8 @@ def run_model(
         Of each token in its document (1, tokens); by default as the cache or the model counts.
     keep : torch.Tensor, optional
         Which tokens' logits are read (rows,); by default the last one's.
-    chunks : sequence of int, optional
-        Tokens of each of the chunks in which the model's layers are run (`layer_chunks`).
+    chunk_lengths : callable, optional
+        Tells of a layer the tokens of each of the chunks in which it is run (`layer_chunks`).
 
     Returns
     -------
@@ -282,7 +275,7 @@ def run_model(
         options["logits_to_keep"] = 1 if keep is None else keep
     kernel = vars(model).get(ATTENTION_SLOT)
     rows = whole_lengths(cache.whole_lengths(ids.shape[1]))
-    with rows, layers_in_chunks(chunks), cache.tail, contextlib.ExitStack() as hook:
+    with rows, layers_in_chunks(chunk_lengths), contextlib.ExitStack() as hook:
         if cache.in_parts and model.config._attn_implementation == ATTENTION:
             options |= {"kv_chain": cache, "kv_kernel": kernel}
         elif cache.in_parts:  # a mask of one element: the model makes none of its own, and the hook ignores it

@@ -1,5 +1,8 @@
 """A slice in chunks: each layer takes them in turn, so that only one chunk's activations are alive.
 
+Behind the attention of the last layer only the last token is read, so that layer takes the last token as a chunk of its
+own, and is left in the middle of the chunks before it.
+
 Stands between the hook, which runs a model, and its layers. All chunks go through a layer before the first of them
 goes through the next: a layer's keys and values are then complete when the layer is, as in a pass without chunks, and
 the ranks after this one run at most a layer behind it. Chunk by chunk through all layers, the last chunk's keys of the
@@ -12,88 +15,80 @@ its tokens otherwise, the cache notices (`kv.layer`), and ``prefill.self_check``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from kvr_mpi.errors import ModelError
+# Tells of a layer the tokens of each chunk of the slice that this thread is running.
+ChunkLengths = Callable[[int], Sequence[int]]
+_CHUNKS: ContextVar[ChunkLengths | None] = ContextVar("kvr_chunks", default=None)
 
-# Tokens of each chunk of the slice that this thread is running.
-_CHUNKS: ContextVar[Sequence[int]] = ContextVar("kvr_chunks", default=())
 
-
-class ChunkDoneError(Exception):
-    """Raised out of a layer when nobody reads what it would compute of this chunk."""
+class UnreadError(Exception):
+    """Raised out of a layer when nobody reads what it would compute of a chunk, or what is left of the model."""
 
 
 @contextmanager
-def layers_in_chunks(lengths: Sequence[int]) -> Iterator[None]:
-    """Run layers chunk by chunk; of one chunk or none, as ever."""
-    token = _CHUNKS.set(lengths if len(lengths) > 1 else ())
+def layers_in_chunks(chunk_lengths: ChunkLengths | None) -> Iterator[None]:
+    """Run layers chunk by chunk; where there is one chunk or none, as ever."""
+    token = _CHUNKS.set(chunk_lengths)
     try:
         yield
     finally:
         _CHUNKS.reset(token)
 
 
-def cut_layers(model: torch.nn.Module) -> None:
-    """Let a model's layers be run in chunks; a second time changes nothing.
-
-    Raises
-    ------
-    ModelError
-        If its layers are not found.
-    """
-    for layer in decoder_layers(model):
+def cut_layers(model: Any) -> bool:
+    """Let a model's layers be run in chunks, and tell whether they are found; a second time changes nothing."""
+    layers = decoder_layers(model)
+    for layer_idx, layer in enumerate(layers):
         if not isinstance(vars(layer).get("forward"), _ChunkedForward):
-            layer.forward = _ChunkedForward(layer)
+            layer.forward = _ChunkedForward(layer, layer_idx)
+    return bool(layers)
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """Find the layers that hidden states (1, tokens, hidden) go through one after the other.
-
-    Raises
-    ------
-    ModelError
-        If there is no such list.
-    """
+    """Find the layers that hidden states (1, tokens, hidden) go through one after the other; none if in no list."""
     count = model.config.get_text_config().num_hidden_layers
     # Outer modules come before inner ones: experts may be as many as layers.
     lists = (one for one in model.modules() if isinstance(one, torch.nn.ModuleList) and len(one) == count)
-    found = next(lists, None)
-    if found is None:
-        raise ModelError(f"{type(model).__name__} has no list of {count} layers, so they cannot be run in chunks")
-    return list(found)
+    return list(next(lists, ()))
 
 
 class _ChunkedForward:
     """A layer's ``forward``, once for each chunk."""
 
-    def __init__(self, layer: torch.nn.Module) -> None:
-        self._layer = layer
+    def __init__(self, layer: torch.nn.Module, layer_idx: int) -> None:
+        self._layer, self._layer_idx = layer, layer_idx
 
-    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run (1, tokens, hidden); where only the last token is read, that one comes back, once or for all."""
-        chunks, layer = _CHUNKS.get(), self._layer
-        tokens = sum(chunks)
-        if not chunks or hidden_states.shape[1] != tokens:
-            return type(layer).forward(layer, hidden_states, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run (1, tokens, hidden); where only the last token is read, that one comes back for all.
+
+        Raises
+        ------
+        UnreadError
+            If nobody reads anything of the last chunk, either.
+        """
+        layer, lengths = self._layer, _CHUNKS.get()
+        chunks = [] if lengths is None else lengths(self._layer_idx)
+        hidden_states, tokens = args[0] if args else kwargs.get("hidden_states"), sum(chunks)
+        if len(chunks) < 2 or hidden_states is None or hidden_states.shape[1] != tokens:
+            return type(layer).forward(layer, *args, **kwargs)
         whole: torch.Tensor | None = None
         out, is_read, first = None, True, 0
         for length in chunks:
             last = first + length
-            given = _cut(args, first, last, tokens), _cut(kwargs, first, last, tokens)
             try:
-                out = type(layer).forward(layer, hidden_states[:, first:last], *given[0], **given[1])
-            except ChunkDoneError:
+                out = type(layer).forward(layer, *_cut(args, first, last, tokens), **_cut(kwargs, first, last, tokens))
+            except UnreadError:
+                if last == tokens:
+                    raise
                 is_read = False
             else:
                 rows = out[0] if isinstance(out, tuple) else out
-                if rows.shape[1] < length:  # cut to the last token (`last_token`), which is all that is read on
-                    return out
                 if not is_read:  # models may ask for as many rows as there are tokens
                     rows = rows[:, -1:].expand(-1, tokens, -1)
                     return (rows, *out[1:]) if isinstance(out, tuple) else rows

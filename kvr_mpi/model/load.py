@@ -35,7 +35,7 @@ class LoadedModel:
     fingerprint: str
     dtype: torch.dtype
     device: torch.device
-    cuts_last_layer: bool = True  # its code bears that after the last attention only the last token goes on
+    cuts_last_layer: bool = True  # its last layer takes the last token as a chunk of its own
     attends_in_parts: bool = True  # a chain takes its attention over; else its own attends to the whole prefix at once
     tp_group: TensorParallelGroup | None = None  # the ranks that have the other parts, if the model is a part
     part: Part | None = None  # then which heads it has

@@ -15,11 +15,9 @@ def why_no_chunks(loaded: LoadedModel) -> str | None:
         why = "its recurrent layers pass on one state per slice"
     elif not loaded.attends_in_parts:
         why = "its attention cannot be taken over in parts, and makes a mask for the whole slice"
+    elif not cut_layers(loaded.model):
+        why = "it has no list of its layers"
     else:
-        try:
-            cut_layers(loaded.model)
-        except ModelError as error:
-            return str(error)
         return None
     return f"{loaded.shape.architecture}: {why}, so its slices cannot be run in chunks"
 

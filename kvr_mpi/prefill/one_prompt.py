@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.cache import SliceCache, SliceDoneError, WriteLayer
+from kvr_mpi.kv.cache import SliceCache, WriteLayer
 from kvr_mpi.kv.observation import Retain
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -26,6 +26,7 @@ from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model, run_plain
+from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
@@ -300,9 +301,9 @@ def _run_slice(
             cache.keep_in(options.get("arena"))
             cache.write_with(options.get("write_layer"))
             cache.begin()
-            with contextlib.suppress(SliceDoneError):
-                row, chunks = torch.tensor([mine], device=loaded.device), cache.chunk_lengths
-                logits = run_model(loaded.model, row, cache, chunks=chunks)[0]
+            with contextlib.suppress(UnreadError):
+                row = torch.tensor([mine], device=loaded.device)
+                logits = run_model(loaded.model, row, cache, chunk_lengths=cache.chunk_lengths)[0]
             cache.settle()
     except BaseException as error:
         if not options.get("spares_chain", False) or not is_spared(error):

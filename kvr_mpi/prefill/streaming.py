@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.cache import SliceDoneError
 from kvr_mpi.kv.rolling import Rolling, RollingCache, check_rolling
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import Partition, cut_range
 from kvr_mpi.prefill.exactness import allowed_error, error_share
@@ -60,7 +60,7 @@ def prefill_streaming(
     cache, logits = RollingCache(loaded, rolling, len(ids)), torch.empty(0)
     for first, last in cut_range(0, len(ids), rolling.step_tokens):
         cache.begin_step(is_read=last == len(ids))
-        with contextlib.suppress(SliceDoneError):
+        with contextlib.suppress(UnreadError):
             logits = run_model(loaded.model, torch.tensor([ids[first:last]], device=loaded.device), cache)[0]
     return logits, cache
 

@@ -15,7 +15,6 @@ from benchmarks.first_token import Trial
 from kvr_mpi.model import products as weights
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import always, forget_kernels, kernel_bytes, use_kernels, without_kernels
-from kvr_mpi.model.last_token import LastRow
 from kvr_mpi.model.products import PREPACKED, Product, find_products, give_products
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import footprint_of
@@ -118,13 +117,6 @@ def test_rivals_have_them_if_they_are_lent(
     run = Trial(loaded, LocalTransport(), strategy, 64, partition, footprint, lends).measure()
     assert run.ttft_s > 0 and bool(calls) == expected
     assert forwards(loaded.model) == linears(loaded.model)
-
-
-def test_the_last_layer_is_cut_all_the_same() -> None:
-    layer, rows = torch.nn.Linear(48, 80), torch.randn(1, 33, 48)
-    product = Product(layer, ALWAYS)
-    with torch.inference_mode(), LastRow(33):
-        assert product(rows).shape == (1, 1, 80)
 
 
 def test_copies_are_made_and_read_where_it_is_said() -> None:
