@@ -15,12 +15,14 @@ from chains import chain
 from models import prompt, tiny
 from rows import alone, long_rope, one_thread, other_prompt
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch, Finished
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.model import LoadedModel
+from kvr_mpi.kv.head_store import check_retained
+from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, run_next
@@ -282,6 +284,25 @@ def test_what_cannot_be_kept_is_refused_and_changes_nothing(positions: list[int]
         prefill.cache.keep_only(retained, 4)
     assert not prefill.cache.is_ragged
     assert steps(loaded, prefill, 5)[0] == steps(loaded, alone(loaded, prompt(20), 5), 5)[0]
+
+
+def test_what_is_kept_is_checked_without_reading_heads_one_by_one() -> None:
+    """Each number that is read by itself would wait for all that a GPU was told before."""
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    kept = [torch.arange(0, 20, 1 + head) for head in range(8)]
+    with Reads() as reads:
+        check_retained(kept, LayerShape(8, 8, 8), 20, 0)
+    assert reads.count == 0
+    with Reads() as reads:
+        bool((kept[0] >= 0).all())
+    assert reads.count == 1, "it sees what is read"
 
 
 def test_other_refusals() -> None:
