@@ -184,11 +184,11 @@ def test_ranks_whose_mpi_allows_no_threads_are_refused(mpirun: Any) -> None:
         "from kvr_mpi.errors import TransportError\n"
         "from kvr_mpi.transport.mpi import connect\n"
         "try: connect()\n"
-        "except TransportError as error: print(error)"
+        "except TransportError as error: raise SystemExit(0 if 'THREAD_SERIALIZED' in str(error) else 4)\n"
+        "raise SystemExit(3)"
     )
-    run = mpirun(2, [sys.executable, "-c", program])
+    run = mpirun(2, [sys.executable, "-c", program])  # what ranks print as they end may be lost, their codes are not
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("THREAD_SERIALIZED") == 2
 
 
 class FewTags:
