@@ -24,8 +24,7 @@ from kvr_mpi.kv.route import MakeRoute, Route
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.compatibility import why_no_chunks
-from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.prefill.one_prompt import prefill_kvr, why_no_chunks
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport.base import LAYERS_AHEAD
 from kvr_mpi.transport.local import PretendedChain

@@ -21,16 +21,15 @@ from kvr_mpi.kv.cache import SliceCache, WriteLayer
 from kvr_mpi.kv.observation import Retain
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.route import MakeRoute, Range
+from kvr_mpi.kv.route import MakeRoute, Range, Route
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import run_model, run_plain
-from kvr_mpi.model.layer_chunks import UnreadError
+from kvr_mpi.model.attention_hook import run_model, run_plain, takes
+from kvr_mpi.model.layer_chunks import UnreadError, cut_layers
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.compatibility import check_order, why_no_chunks
 from kvr_mpi.prefill.failure import UNREADABLE, agree, describe_failure, digest_of, is_out_of_memory, is_spared, play_on
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.topology import Rotation
@@ -260,6 +259,42 @@ def prefill_by(
         began_s=began,
         layer_begins_s=cache.layer_begins_s if loaded.device.type == "cpu" else (),
     )
+
+
+def why_no_chunks(loaded: LoadedModel) -> str | None:
+    """Say why a model's slices cannot be run in chunks; None if they can, and the model is ready for it."""
+    if loaded.shape.has_states:
+        why = "its recurrent layers pass on one state per slice"
+    elif not loaded.attends_in_parts:
+        why = "its attention cannot be taken over in parts, and makes a mask for the whole slice"
+    elif not cut_layers(loaded.model):
+        why = "it has no list of its layers"
+    else:
+        return None
+    return f"{loaded.shape.architecture}: {why}, so its slices cannot be run in chunks"
+
+
+def check_order(loaded: LoadedModel, route: Route) -> None:
+    """Refuse models whose ranks have to go on where others have ended, where the route does not.
+
+    A rank with two stretches has to be given positions.
+
+    Raises
+    ------
+    ModelError
+        Saying why.
+    """
+    if route.in_order:
+        return
+    why = "its recurrent layers need the state of the tokens before" if loaded.shape.has_states else None
+    if not loaded.attends_in_parts:
+        why = "its attention cannot be taken over in parts"
+    elif len(route.owned) > 1 and loaded.shape.counts_cache:
+        why = "its attention temperature counts from the length of the cache"
+    elif len(route.owned) > 1 and not takes(loaded.model, "position_ids"):
+        why = "it counts positions itself and accepts none"
+    if why is not None:
+        raise ModelError(f"{loaded.shape.architecture}: {why}, so it runs as a chain (strategy = 'kvr') or single only")
 
 
 def _prepare(

@@ -19,9 +19,8 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.compatibility import why_no_chunks
 from kvr_mpi.prefill.exactness import Answer, allowed_error, differences, follow
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_single
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_single, why_no_chunks
 from kvr_mpi.prefill.registry import STRATEGIES, Strategy
 from kvr_mpi.transport import Transport, gather_json, share_json
 from kvr_mpi.transport.base import FixedTag
