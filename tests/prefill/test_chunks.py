@@ -262,5 +262,6 @@ def test_jobs_run_in_chunks_and_answer_the_same(
     run = run_here(ranks, [job, *short])
     assert run.returncode == 0, run.stderr
     assert answers(tmp_path / "short") == found[48]
-    run = run_here(ranks, [job, *with_settings("parallel.strategy=ring", "parallel.chunk_tokens=48")])
-    assert run.returncode == 78 and "takes no chunks" in run.stderr
+    ring = with_settings(f"output.path={folder}", "parallel.strategy=ring", "parallel.chunk_tokens=48")
+    run = run_here(ranks, [job, *ring])
+    assert run.returncode == 78 and "parallel.chunk_tokens = 48" in run.stderr
