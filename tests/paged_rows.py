@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.graphs import StepGraphs
-from kvr_mpi.kv import decode_cache, packed_row, padded_row
+from kvr_mpi.kv import decode_cache, packed_row, paged_row
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
@@ -54,7 +54,7 @@ def pages_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
 
     monkeypatch.setattr(packed_row, "takes_flash", takes)
     monkeypatch.setattr(decode_cache, "takes_flash", takes)
-    monkeypatch.setattr(padded_row, "takes_flash", takes)
+    monkeypatch.setattr(paged_row, "takes_flash", takes)
     with Watched() as watched:
         yield watched
 

@@ -1,7 +1,7 @@
 """Steps of documents in pages as CUDA graphs: what a step launches is captured once, and launched again as a whole.
 
 A step of a few documents is thousands of short kernels, and launching each takes the host longer than the GPU takes to
-run it. A graph is of one number of rows, so rows are padded (`kv.padded_row`). Tokens are chosen outside, as always:
+run it. A graph is of one number of rows, so rows are padded (`kv.paged_row`). Tokens are chosen outside, as always:
 samplers and grammars look at logits on the host.
 """
 
@@ -17,8 +17,8 @@ import torch
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import DecodeCache
-from kvr_mpi.kv.padded_row import PaddedCache, PaddedRow, PartSize, append_token, runs_of
-from kvr_mpi.kv.paged import PagedArena, PageRun, pages_for
+from kvr_mpi.kv.paged import PagedArena, PageRun
+from kvr_mpi.kv.paged_row import PaddedCache, PartSize, append_token, by_extent, runs_of
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.graph_capture import Capture, Compute, GraphCapture, Replay, call_again
@@ -44,7 +44,7 @@ GRAPH_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    row: PaddedRow
+    cache: PaddedCache
     replay: Replay
     logits: torch.Tensor  # (rows, vocab_size), of the last replay
 
@@ -81,7 +81,6 @@ class StepGraphs:
     ) -> None:
         self._loaded, self._say, self._patience = loaded, say, patience
         self._capture = capture or (GraphCapture(loaded.device) if loaded.device.type == "cuda" else call_again)
-        self._kept = [idx for idx, layer in enumerate(loaded.shape.layers) if layer.elements]
         self._steps: dict[tuple[PartSize, ...], _Step] = {}  # the one that was used last is last
         self._seen: tuple[PartSize, ...] = ()
         self._times_seen = 0
@@ -123,7 +122,7 @@ class StepGraphs:
     @property
     def rows(self) -> int:
         """Rows of all graphs that are kept."""
-        return sum(step.row.rows for step in self._steps.values())
+        return sum(step.cache.row.rows for step in self._steps.values())
 
     def give_up(self, why: str) -> None:
         """Let all graphs go, with their memory, and capture no more; say why."""
@@ -146,9 +145,9 @@ class StepGraphs:
         """
         why, step, found = None, None, torch.empty(0)
         try:
-            row = PaddedRow(sizes, self._kept, self._loaded.shape.first_position, self._loaded.device)
-            row.fill(runs, [each.length for each in documents], tokens)
-            step = _Step(row, *self._capture(self._computation(row)))
+            cache = PaddedCache(sizes, self._loaded.shape, self._loaded.device)
+            cache.fill(runs, [each.length for each in documents], tokens)
+            step = _Step(cache, *self._capture(self._computation(cache)))
             found = _replay(step, documents, runs, tokens)
         except (ModelError, MemoryError, *FAILURES) as error:
             why = _first_line(error)
@@ -157,19 +156,19 @@ class StepGraphs:
         if why is not None or step is None:
             self.give_up(str(why))
             return logits
-        self._forget_some(step.row.rows)
+        self._forget_some(step.cache.row.rows)
         self._steps[sizes] = step
         self.captured += 1
         return logits
 
-    def _computation(self, row: PaddedRow) -> Compute:
+    def _computation(self, cache: PaddedCache) -> Compute:
         """Say what a step of a row computes: nothing in it may depend on anything but the row's tensors."""
-        loaded, cache = self._loaded, PaddedCache(row, self._loaded.shape)
-        every = torch.arange(row.rows, device=loaded.device)
+        loaded = self._loaded
+        every = torch.arange(cache.row.rows, device=loaded.device)
 
         def compute() -> torch.Tensor:
             cache.begin()
-            return run_model(loaded.model, row.tokens, cache, keep=every)
+            return run_model(loaded.model, cache.tokens, cache, keep=every)
 
         return compute
 
@@ -186,22 +185,19 @@ def _replay(
     step: _Step, documents: Sequence[SliceCache], runs: Sequence[PageRun], tokens: Sequence[int]
 ) -> torch.Tensor:
     """Run a captured step for these documents; their logits (documents, vocab_size), in memory of their own."""
-    step.row.fill(runs, [each.length for each in documents], tokens)
+    step.cache.fill(runs, [each.length for each in documents], tokens)
     step.replay()
-    return step.logits.index_select(0, step.row.places)
+    return step.logits.index_select(0, step.cache.row.index)
 
 
 def sizes_of(runs: Sequence[PageRun]) -> tuple[PartSize, ...] | None:
     """Say how many rows and pages a step over these documents needs; None if there are too many."""
-    extents: dict[int, list[PageRun]] = {}
-    for run in runs:
-        extents.setdefault(id(run.extent), []).append(run)
     sizes = []
-    for _, some in sorted(extents.items()):  # in one order, whoever was first
+    for some in by_extent(runs):
         rows = next((rows for rows in ROWS if rows >= len(some)), None)
         if rows is None:
             return None
-        longest = max(pages_for(len(run.buffers[0])) for run in some)
+        longest = max(run.pages for run in some)
         sizes.append(PartSize(weakref.ref(some[0].extent), rows, 1 << (longest - 1).bit_length()))
     return tuple(sizes) if sum(size.rows for size in sizes) <= MOST_ROWS else None
 

@@ -114,9 +114,12 @@ class DecodeCache(RowCache):
         """Read how long the documents are before their next tokens, and return it."""
         self.current = None
         self.lengths = [document.length for document in self.documents]
-        if self.paged is not None:
-            self.paged.take_up(self.lengths)
         return self.lengths
+
+    def begin(self, lengths: torch.Tensor) -> None:
+        """Begin a step of documents of such lengths (documents,), int64 on the device: those that were taken up."""
+        if self.paged is not None:
+            self.paged.begin(lengths, self.lengths)
 
     def take_back(self) -> None:
         """Forget the tokens that failed on their way through the layers."""
@@ -130,5 +133,4 @@ def _in_pages(documents: Sequence[SliceCache]) -> PagedRow | None:
     runs = [document.run for document in documents if document.run is not None]
     if len(runs) < len(documents) or len(runs) == 1:
         return None
-    kept = [layer.layer_idx for layer in documents[0].layers if layer.shape.elements]
-    return PagedRow(runs, kept, documents[0].device)
+    return PagedRow.of(runs, [layer.shape for layer in documents[0].layers], documents[0].device)

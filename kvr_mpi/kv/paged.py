@@ -39,7 +39,7 @@ class Extent:
     pages : int
         Of each layer, for documents.
     has_scrap : bool
-        There is a page more, which is given to no document (`padded_row`).
+        There is a page more, which is given to no document (`paged_row`).
 
     Raises
     ------
@@ -114,6 +114,11 @@ class PageRun:
     extent: Extent
     first: int
     buffers: tuple[torch.Tensor, ...]
+
+    @property
+    def pages(self) -> int:
+        """How many they are."""
+        return pages_for(len(self.buffers[0]))
 
 
 class PagedArena:

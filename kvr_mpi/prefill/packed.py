@@ -143,17 +143,19 @@ def decode_packed(loaded: LoadedModel, cache: DecodeCache, tokens: Sequence[int]
         Whatever the model raises; the documents are then as they were before.
     """
     device = loaded.device
-    positions = cache.take_up()
-    full = [length for length, document in zip(positions, cache.documents, strict=True) if length >= document.capacity]
+    lengths = cache.take_up()
+    full = [length for length, document in zip(lengths, cache.documents, strict=True) if length >= document.capacity]
     if full:
         raise ValueError(f"a cache of {full[0]} tokens is full; reserve room for the tokens to be decoded")
     try:
         with guarded(loaded.tp_group):
+            before = torch.tensor([lengths], device=device)
+            cache.begin(before[0])
             return run_model(
                 loaded.model,
                 torch.tensor([list(tokens)], device=device),
                 cache,
-                positions=torch.tensor([positions], device=device) + loaded.shape.first_position,
+                positions=before + loaded.shape.first_position,
                 keep=torch.arange(len(tokens), device=device),
             )
     except BaseException:

@@ -92,8 +92,8 @@ def test_pages_of_another_document_are_found_out(reads_pages: Watched, monkeypat
     def swapped(documents: Any) -> Any:
         row = pages(documents)
         if row is not None:
-            for group in row._groups:
-                group.table.pages.copy_(group.table.pages.flip(0).clone())
+            for part in row._parts:
+                part.table.pages.copy_(part.table.pages.flip(0).clone())
         return row
 
     monkeypatch.setattr(decode_cache, "_in_pages", swapped)

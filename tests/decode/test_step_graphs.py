@@ -17,8 +17,8 @@ from kvr_mpi.decode import batch as batches
 from kvr_mpi.decode import graphs as stepping
 from kvr_mpi.decode.graphs import StepGraphs, why_not_captured
 from kvr_mpi.kv.decode_cache import DecodeCache
-from kvr_mpi.kv.padded_row import PaddedRow
 from kvr_mpi.kv.paged import PAGE_TOKENS, PagedArena
+from kvr_mpi.kv.paged_row import PaddedCache, PaddedLayer
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.graph_capture import call_again
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
@@ -130,21 +130,21 @@ def test_no_document_is_given_the_scrap_page() -> None:
 def test_a_number_of_the_host_in_a_captured_step_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail: lengths that are not read from the row's tensors stay those of the capture."""
     loaded = ready("llama-gqa")
-    truth, begin = truth_of("llama-gqa"), PaddedRow.begin
+    truth, begin = truth_of("llama-gqa"), PaddedCache.begin
 
-    def begin_by_hand(row: PaddedRow) -> None:
-        begin(row)
-        row._counts.copy_(torch.tensor([length + 1 for length in lengths_of[id(row)]], dtype=torch.int32))
+    def begin_by_hand(cache: PaddedCache) -> None:
+        begin(cache)
+        cache.row.begin(torch.tensor(lengths_of[id(cache)]))
 
     lengths_of: dict[int, list[int]] = {}
-    fill = PaddedRow.fill
+    fill = PaddedCache.fill
 
-    def fill_by_hand(row: PaddedRow, *args: Any) -> None:
-        fill(row, *args)
-        lengths_of[id(row)] = row.lengths[0].tolist()
+    def fill_by_hand(cache: PaddedCache, *args: Any) -> None:
+        fill(cache, *args)
+        lengths_of[id(cache)] = cache.lengths[0].tolist()
 
-    monkeypatch.setattr(PaddedRow, "begin", begin_by_hand)
-    monkeypatch.setattr(PaddedRow, "fill", fill_by_hand)
+    monkeypatch.setattr(PaddedCache, "begin", begin_by_hand)
+    monkeypatch.setattr(PaddedCache, "fill", fill_by_hand)
     arena = arena_of(loaded, 8, has_scrap=True)
     assert answer(loaded, arena, None, graphs_of(loaded, [], call_again)) == truth
     assert answer(loaded, arena, None, graphs_of(loaded, [])) != truth
@@ -182,8 +182,8 @@ def test_a_step_that_cannot_be_captured_is_run_as_it_is(capture: Any, said: str)
 
 def test_what_a_wrong_capture_wrote_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, lines = ready("llama-gqa"), list[str]()
-    write = PaddedRow.write
-    monkeypatch.setattr(PaddedRow, "write", lambda row, at, keys, values: write(row, at, values, keys))
+    update = PaddedLayer.update
+    monkeypatch.setattr(PaddedLayer, "update", lambda layer, keys, values, *args: update(layer, values, keys, *args))
     graphs = graphs_of(loaded, lines)
     assert answer(loaded, arena_of(loaded, 8, has_scrap=True), None, graphs) == truth_of("llama-gqa")
     assert "logits differ" in lines[0]

@@ -66,7 +66,7 @@ def make_row_of_heads(loaded: LoadedModel) -> Row:
 
 
 def make_row_of_pages(loaded: LoadedModel) -> Row:
-    """Documents lie in pages; the first step copies their lengths to the GPU, and later ones count on from those."""
+    """Documents lie in pages; a step copies their lengths to the GPU once, for all layers."""
     arena = PagedArena(loaded.shape.layers, loaded.dtype, GPU, extent_pages=4)
     prefills = prefill_packed(loaded, [prompt(40), prompt(30)], reserve_tokens=4, arena=arena)
     row = loaded, DecodeCache([prefill.cache for prefill in prefills])

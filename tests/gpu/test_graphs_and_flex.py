@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import AuxOutput
 from kvr_mpi.decode.graphs import StepGraphs
 from kvr_mpi.kv import attention, flex
 from kvr_mpi.kv.attention import AttentionParams, attend, attend_window
-from kvr_mpi.kv.padded_row import PaddedCache
 from kvr_mpi.kv.paged import PagedArena
+from kvr_mpi.kv.paged_row import PaddedCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.graph_capture import WARM_UPS, GraphCapture, call_again
 from kvr_mpi.partition import Partition
@@ -76,7 +76,7 @@ def test_a_copy_in_a_captured_step_would_be_seen(gpu: FakeGpu, monkeypatch: pyte
 
     def copies(cache: PaddedCache) -> None:
         begin(cache)
-        cache.row.lengths.copy_(torch.zeros(1, cache.row.rows, dtype=torch.int64))
+        cache.lengths.copy_(torch.zeros(1, cache.row.rows, dtype=torch.int64))
 
     monkeypatch.setattr(PaddedCache, "begin", copies)
     loaded, within = gpu.model("llama-gqa", 2), list[int]()
