@@ -61,6 +61,8 @@ class SliceCache(Cache):
     retain : Retain or None
         Chooses what each KV head of a layer keeps as soon as the decode rank has attended in it: the rest is dropped,
         so that this rank never holds all layers as a whole. Tokens decoded later are kept by all heads.
+    write_layer : callable or None
+        Given each layer's keys and values of this rank's own tokens when the layer is complete.
 
     Attributes
     ----------
@@ -88,6 +90,7 @@ class SliceCache(Cache):
         is_spread: bool = False,
         window: Range | None = None,
         retain: Retain | None = None,
+        write_layer: WriteLayer | None = None,
     ) -> None:
         shape = loaded.shape
         self.route, self.transfers, self.prefix = route, transfers, prefix
@@ -109,7 +112,7 @@ class SliceCache(Cache):
         self.layer_begins_s: list[float] = []  # the same by the host's clock, for traces
         self.prefilling = True
         self.current: SliceLayer | None = None
-        self._write_layer: WriteLayer | None = None
+        self._write_layer = write_layer
         self._held: list[Any] = []
         self._begun, self._posted = -1, 0
         self._layers_ahead = LAYERS_AHEAD if transfers is None else transfers.forwarder.transport.layers_ahead
@@ -142,10 +145,6 @@ class SliceCache(Cache):
             self.buffers.use(self.run.buffers)
         elif arena is not None:
             arena.collect()  # the others need memory, too
-
-    def write_with(self, write_layer: WriteLayer | None) -> None:
-        """Have each layer's keys and values of this rank's own tokens written when the layer is complete."""
-        self._write_layer = write_layer
 
     @property
     def layer_times_s(self) -> list[float]:

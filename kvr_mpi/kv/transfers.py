@@ -118,7 +118,7 @@ class LayerTransfers:
 
     def announce(self, dest: int, segment: int, bounds: Range) -> None:
         """Say that a segment will be sent, in the order in which `dest` receives from here."""
-        if self._is_new("announce", dest, segment):
+        if ("announce", dest, segment) not in self._asked:
             self.prompt.forwarder.announce(self.prompt.rank_of(dest), self.prompt.tag(self.layer_idx, segment))
             self._asked.add(("announce", dest, segment))
         if self._slots:  # there is nothing to compute first
@@ -126,7 +126,7 @@ class LayerTransfers:
 
     def send(self, bounds: Range, dest: int, segment: int) -> None:
         """Send a segment."""
-        if not self._is_new("send", dest, segment):
+        if ("send", dest, segment) in self._asked:
             return
         prompt, rows = self.prompt, self._rows(bounds)
         transfer = prompt.forwarder.send(
@@ -145,7 +145,7 @@ class LayerTransfers:
         forward_from: int | None = None,
     ) -> None:
         """Post the receive of a segment, to be passed on or not; from the token `forward_from` on if that is told."""
-        if not self._is_new("receive", source, segment):
+        if ("receive", source, segment) in self._asked:
             return
         prompt, rows = self.prompt, self._rows(bounds)
         onward = None if forward_to is None else prompt.rank_of(forward_to)
@@ -161,13 +161,13 @@ class LayerTransfers:
 
     def announce_states(self, dest: int) -> None:
         """Say that states will be sent, after the segments that were announced before."""
-        if self._is_new("announce", dest, -1):
+        if ("announce", dest, -1) not in self._asked:
             self.prompt.forwarder.announce(self.prompt.rank_of(dest), self.prompt.state_tag(self.layer_idx))
             self._asked.add(("announce", dest, -1))
 
     def send_states(self, states: torch.Tensor, dest: int) -> None:
         """Send this rank's states (bytes,) of the layer."""
-        if not self._is_new("send", dest, -1):
+        if ("send", dest, -1) in self._asked:
             return
         prompt = self.prompt
         self._asked.add(("send", dest, -1))
@@ -177,7 +177,7 @@ class LayerTransfers:
 
     def receive_states(self, states: torch.Tensor, source: int) -> None:
         """Post the receive of the states (bytes,) of the rank before."""
-        if not self._is_new("receive", source, -1):
+        if ("receive", source, -1) in self._asked:
             return
         prompt = self.prompt
         tag = prompt.state_tag(self.layer_idx)
@@ -230,9 +230,6 @@ class LayerTransfers:
             Of K and V of all heads, of a token.
         """
         self._slots, self._elements = list(slots), elements
-
-    def _is_new(self, what: str, peer: int, segment: int) -> bool:
-        return (what, peer, segment) not in self._asked
 
     def _rows(self, bounds: Range) -> torch.Tensor:
         if self._slots:

@@ -21,11 +21,11 @@ from kvr_mpi.kv.cache import SliceCache, WriteLayer
 from kvr_mpi.kv.observation import Retain
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.route import MakeRoute, Range, Route
+from kvr_mpi.kv.route import MakeRoute, Range
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import run_model, run_plain, takes
+from kvr_mpi.model.attention_hook import run_model, run_plain
 from kvr_mpi.model.layer_chunks import UnreadError, cut_layers
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.tp_group import guarded
@@ -122,7 +122,7 @@ class Options(TypedDict, total=False):
 
 
 # Of these, what a rank's cache is told.
-CACHE_OPTIONS = ("reserve_tokens", "prefix", "stop_after", "is_spread", "window", "retain")
+CACHE_OPTIONS = ("reserve_tokens", "prefix", "stop_after", "is_spread", "window", "retain", "write_layer")
 
 
 @torch.inference_mode()
@@ -210,9 +210,10 @@ def prefill_by(
         See `Options`.
     """
     make, known = _prepare(make, loaded, ids, partition, strategy, options)
-    rotation = _rotation(make, partition, chain.size, known, options.get("last"))
+    rotation, last = Rotation(chain.size), options.get("last")
+    if last is not None:
+        rotation = Rotation.bringing(chain.size, make(partition, 0, known).decode_position, last)
     route = make(partition, rotation.place_of(chain.rank), known)
-    check_order(loaded, route)
     began = time.perf_counter()
     own, forwarder = None, options.get("forwarder")
     if forwarder is None and chain.size > 1:
@@ -274,29 +275,6 @@ def why_no_chunks(loaded: LoadedModel) -> str | None:
     return f"{loaded.shape.architecture}: {why}, so its slices cannot be run in chunks"
 
 
-def check_order(loaded: LoadedModel, route: Route) -> None:
-    """Refuse models whose ranks have to go on where others have ended, where the route does not.
-
-    A rank with two stretches has to be given positions.
-
-    Raises
-    ------
-    ModelError
-        Saying why.
-    """
-    if route.in_order:
-        return
-    why = "its recurrent layers need the state of the tokens before" if loaded.shape.has_states else None
-    if not loaded.attends_in_parts:
-        why = "its attention cannot be taken over in parts"
-    elif len(route.owned) > 1 and loaded.shape.counts_cache:
-        why = "its attention temperature counts from the length of the cache"
-    elif len(route.owned) > 1 and not takes(loaded.model, "position_ids"):
-        why = "it counts positions itself and accepts none"
-    if why is not None:
-        raise ModelError(f"{loaded.shape.architecture}: {why}, so it runs as a chain (strategy = 'kvr') or single only")
-
-
 def _prepare(
     make: MakeRoute, loaded: LoadedModel, ids: Sequence[int], partition: Partition, strategy: str, options: Options
 ) -> tuple[MakeRoute, int]:
@@ -320,11 +298,6 @@ def _prepare(
     return make, prefix.tokens
 
 
-def _rotation(make: MakeRoute, partition: Partition, size: int, known: int, last: int | None) -> Rotation:
-    """Turn the slices' places so that a rank has the last one."""
-    return Rotation(size) if last is None else Rotation.bringing(size, make(partition, 0, known).decode_position, last)
-
-
 def _run_slice(
     loaded: LoadedModel, ids: Sequence[int], cache: SliceCache, forwarder: Forwarder | None, options: Options
 ) -> tuple[torch.Tensor | None, str | None]:
@@ -334,7 +307,6 @@ def _run_slice(
     try:
         with guarded(loaded.tp_group):
             cache.keep_in(options.get("arena"))
-            cache.write_with(options.get("write_layer"))
             cache.begin()
             with contextlib.suppress(UnreadError):
                 row = torch.tensor([mine], device=loaded.device)

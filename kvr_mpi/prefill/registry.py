@@ -111,9 +111,17 @@ class Strategy:
         lends: bool = True,
         **options: Unpack[Options],
     ) -> Prefill:
-        """Prefill a prompt; every rank of the chain calls this."""
+        """Prefill a prompt; every rank of the chain calls this.
+
+        Raises
+        ------
+        ModelError
+            If the model cannot run so.
+        """
         from kvr_mpi.prefill.one_prompt import prefill_by, prefill_single
 
+        if why := self.misfit(loaded):
+            raise ModelError(why)
         make = self.way(lends=lends).make
         if make is None:
             return prefill_single(loaded.model, ids, loaded.device)
@@ -121,19 +129,21 @@ class Strategy:
 
     def misfit(self, loaded: LoadedModel) -> str | None:
         """Say why a model that runs in chains does not run so; None if it does."""
+        from kvr_mpi.model.attention_hook import takes
+
         if not self.needs_parts:
             return None
-        name = loaded.shape.architecture
         if not loaded.attends_in_parts:
-            return f"{name} attends to a whole prefix at once, but a {self.name} delivers it in parts"
-        if self.stretches > 1 and loaded.shape.counts_cache:
-            return (
-                f"{name} counts positions from the length of its cache, but a rank of a {self.name} computes two "
-                f"separate parts"
-            )
-        if loaded.shape.has_states:
-            return f"{name} has recurrent layers, but a {self.name} does not compute tokens in order"
-        return None
+            why = "its attention cannot be taken over in parts"
+        elif self.stretches > 1 and loaded.shape.counts_cache:
+            why = "its attention temperature counts from the length of the cache"
+        elif self.stretches > 1 and not takes(loaded.model, "position_ids"):
+            why = "it counts positions itself and accepts none"
+        elif loaded.shape.has_states:
+            why = "its recurrent layers need the state of the tokens before"
+        else:
+            return None
+        return f"{loaded.shape.architecture}: {why}, so it runs as a chain (strategy = 'kvr') or single only"
 
     def check(self, loaded: LoadedModel, tokens: int = 12) -> None:
         """Prove on a few tokens that it gives this model's own logits; chains are proven by `check_chain`, before.
@@ -145,9 +155,8 @@ class Strategy:
         """
         if not self.needs_parts:
             return
-        why = self.misfit(loaded)
-        if why is not None:
-            raise ModelError(f"parallel.strategy = {self.name!r}: {why}; use strategy = 'kvr' for this model")
+        if why := self.misfit(loaded):
+            raise ModelError(f"parallel.strategy = {self.name!r}: {why}")
         error, allowed = self._error(loaded, min(tokens, loaded.shape.max_tokens or tokens))
         if not error <= allowed:
             raise ModelError(

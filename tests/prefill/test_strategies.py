@@ -238,13 +238,17 @@ def test_models_that_cannot_go_round_are_refused_by_name() -> None:
     prepare_model(loaded.model, chain=True)
     RING.check(loaded)
     whole = replace(loaded, attends_in_parts=False)
-    with pytest.raises(ModelError, match=r"'ring': LlamaForCausalLM attends to a whole prefix at once.*'kvr'"):
+    with pytest.raises(
+        ModelError, match=r"'ring': LlamaForCausalLM: its attention cannot be taken over in parts.*'kvr'"
+    ):
         RING.check(whole)
+    with pytest.raises(ModelError, match="cannot be taken over in parts"):
+        RING.prefill(whole, prompt(12), RING.cut_evenly(12, 1), LocalTransport())
     KVR.check(whole)
     assert [one.name for one in candidates("auto", whole)] == ["kvr"]
     recurrent = LayerShape(states=(StateShape("recurrent", 0, (1, 6, 8, 8)),))
     state = replace(loaded, shape=replace(loaded.shape, layers=(recurrent, *loaded.shape.layers[1:])))
-    with pytest.raises(ModelError, match="recurrent layers, but a"):
+    with pytest.raises(ModelError, match="its recurrent layers"):
         RING.check(state)
 
 

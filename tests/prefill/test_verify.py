@@ -17,7 +17,7 @@ from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.model import probe_shape
 from kvr_mpi.prefill import exactness
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.prefill.verify import verify
+from kvr_mpi.prefill.verify import does_not_fit, verify
 from kvr_mpi.transport.local import run_local
 
 
@@ -70,6 +70,17 @@ def test_verify_runs_models_whose_layers_hold_no_keys() -> None:
     loaded = check_chain(loaded)
     findings = run_local(2, lambda rank: list(verify(loaded, rank, [40])))[0]
     assert findings and all(finding.holds for finding in findings)
+
+
+def test_verify_leaves_out_rings_of_models_that_take_no_positions() -> None:
+    """A rank of a ring computes two stretches, and such a model would count on from the first into the second."""
+    model = build(Entry("bart", "bart"))
+    loaded = replace(tiny("llama-gqa"), model=model, shape=probe_shape(model.config, torch.float32))
+    loaded = check_chain(loaded)
+    findings = run_local(2, lambda rank: list(verify(loaded, rank, [40])))[0]
+    assert findings and all(finding.holds for finding in findings)
+    assert "ring" not in {finding.strategy for finding in findings}
+    assert any(line.startswith("ring is left out") for line in does_not_fit(loaded))
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
