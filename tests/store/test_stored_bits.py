@@ -71,8 +71,8 @@ def test_to_the_bit_what_memory_gives(tmp_path: Path, name: str, bounds: tuple[i
     kept = run_local(partition.size, lambda chain: prefill_kvr(loaded, ids[:TOKENS], partition, chain, keeps_all=True))[
         -1
     ]
-    seal = open_prompt(file, "a", PartIndexes()).kv.seal()
-    stored = StoredPrefix(str(file), "a", TOKENS, seal).open(ids, loaded, PartIndexes())
+    whole = open_prompt(file, "a", PartIndexes())  # its files are open as long as it is held
+    stored = StoredPrefix(str(file), "a", TOKENS, whole.kv.seal()).open(ids, loaded, PartIndexes())
     one, other = (go_on(loaded, ids, each) for each in (prefix_of_cache(ids[:TOKENS], kept.cache), stored))
     assert one.logits is not None and other.logits is not None and torch.equal(one.logits, other.logits)
     for layer in range(len(one.cache.layers)):
