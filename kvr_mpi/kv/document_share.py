@@ -11,7 +11,7 @@ import torch
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.kv.head_store import HeadStore
-from kvr_mpi.kv.layout import UniformLayout
+from kvr_mpi.kv.layout import Slab
 from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LayerShape, LoadedModel
@@ -22,7 +22,7 @@ from kvr_mpi.model.masks import Visibility
 class ShareLayer:
     """One layer's keys and values of the tokens from `first` on."""
 
-    layout: UniformLayout | HeadStore
+    layout: Slab | HeadStore
     shape: LayerShape
     first: int
 
@@ -109,7 +109,7 @@ class DocumentShare:
         rows = None if self.failure is not None else self._wait_for(layer_idx, self.bounds.stop - first)
         if rows is None:  # it failed: what is in them is not defined
             rows = torch.empty(self.bounds.stop - first, shape.elements, dtype=self._dtype)
-        layout = UniformLayout(rows.to(self._device, non_blocking=True), shape)
+        layout = Slab(rows.to(self._device, non_blocking=True), shape)
         self.layers[layer_idx] = ShareLayer(layout, shape, first)
 
     def end_loading(self) -> None:

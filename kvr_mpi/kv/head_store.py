@@ -20,7 +20,7 @@ import torch
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_up_to, takes_flash
-from kvr_mpi.kv.layout import UniformLayout
+from kvr_mpi.kv.layout import Slab
 from kvr_mpi.kv.varlen import attend_heads
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
@@ -146,13 +146,13 @@ class HeadStore:
         return cls(flat, shape, runs, room, origin, appends=appends, is_whole=is_whole)
 
     @classmethod
-    def by_tokens(cls, layout: UniformLayout, shape: LayerShape) -> HeadStore:
+    def by_tokens(cls, layout: Slab, shape: LayerShape) -> HeadStore:
         """Read a buffer as it lies after a prefill, by token."""
         keys, values = layout.rows(0, len(layout.buffer))
         return cls(layout.buffer, shape, [Run(0, 0, keys[0], values[0])], len(layout.buffer), 0, is_whole=True)
 
     @classmethod
-    def laid_anew(cls, layout: UniformLayout, shape: LayerShape, tokens: int) -> HeadStore:
+    def laid_anew(cls, layout: Slab, shape: LayerShape, tokens: int) -> HeadStore:
         """Put each head's first tokens together, in the same memory: a CPU attends to them twice as fast."""
         old = [rows.clone(memory_format=torch.contiguous_format) for rows in layout.rows(0, tokens)]
         room, flat = len(layout.buffer) - tokens, layout.buffer.view(-1)

@@ -18,7 +18,7 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_masked, attend_up_to, attend_window
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.head_store import HeadStore
-from kvr_mpi.kv.layout import UniformLayout
+from kvr_mpi.kv.layout import Slab
 from kvr_mpi.kv.paged import PageRun
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range, Route, in_two_groups
@@ -81,7 +81,7 @@ class SliceLayer(CacheLayerMixin):
         self.fresh_ranges: Sequence[Range] = ()  # which those are
         self.chunks_done = 0  # of the slice, appended
         self.attended = True
-        self.layout: UniformLayout | HeadStore | None = None
+        self.layout: Slab | HeadStore | None = None
         self.is_over: bool = False  # let go of, with everything sent
         self.segments: LayerTransfers | None = (
             None if cache.transfers is None else LayerTransfers(cache.transfers, layer_idx, shape.visibility)
@@ -92,7 +92,7 @@ class SliceLayer(CacheLayerMixin):
         cache = self.cache
         if self.layout is not None:
             return
-        self.layout = layout = UniformLayout(cache.buffers.take(self.shape), self.shape)
+        self.layout = layout = Slab(cache.buffers.take(self.shape), self.shape)
         if self.segments is not None:
             self.segments.buffer = layout.buffer
             self.segments.post(cache.route)
@@ -215,7 +215,7 @@ class SliceLayer(CacheLayerMixin):
     @property
     def buffer(self) -> torch.Tensor | None:
         """All it holds (capacity, elements of K and V of all heads); None if nothing is so, or no longer."""
-        return self.layout.buffer if isinstance(self.layout, UniformLayout) else None
+        return self.layout.buffer if isinstance(self.layout, Slab) else None
 
     @property
     def store(self) -> HeadStore:
@@ -269,7 +269,7 @@ class SliceLayer(CacheLayerMixin):
         """Let a CPU decode faster, once the prompt is through: segments travel by token."""
         if self.segments is not None:
             self.segments.wait_through()
-        if isinstance(self.layout, UniformLayout) and self.cache.run is None:  # pages are read by token
+        if isinstance(self.layout, Slab) and self.cache.run is None:  # pages are read by token
             self.layout = HeadStore.laid_anew(self.layout, self.shape, self.length)
 
     def keep_only(self, retained: Sequence[torch.Tensor] | None, slack: int, flat: torch.Tensor) -> None:

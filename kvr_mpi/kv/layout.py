@@ -11,7 +11,7 @@ import torch
 from kvr_mpi.model import LayerShape
 
 
-class UniformLayout:
+class Slab:
     """All heads hold the same tokens.
 
     Parameters

@@ -17,7 +17,7 @@ import torch
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv.attention import PartialAttention, attend
 from kvr_mpi.kv.layer import attend_ranges
-from kvr_mpi.kv.layout import UniformLayout
+from kvr_mpi.kv.layout import Slab
 from kvr_mpi.kv.row import RowCache, RowLayer
 from kvr_mpi.kv.settings import CacheSettings
 from kvr_mpi.model import LayerShape, LoadedModel, ModelShape
@@ -92,7 +92,7 @@ class RollingLayer(RowLayer):
         self.sinks = 0 if rolling.holds(shape.visibility) else rolling.sinks
         self._base = self.sinks  # position of the first token after the sinks that is held
         size = rolling.rows, shape.elements
-        self._layout = UniformLayout(torch.empty(size, dtype=cache.dtype, device=cache.device), shape)
+        self._layout = Slab(torch.empty(size, dtype=cache.dtype, device=cache.device), shape)
 
     @property
     def visibility(self) -> Visibility:

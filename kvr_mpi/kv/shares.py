@@ -21,7 +21,7 @@ import torch
 from kvr_mpi.kv.attention import PartialAttention, attend, gather_parts, merge_gathered
 from kvr_mpi.kv.document_share import DocumentShare, ShareBounds, ShareLayer
 from kvr_mpi.kv.layer import SliceLayer, attend_ranges
-from kvr_mpi.kv.layout import UniformLayout
+from kvr_mpi.kv.layout import Slab
 from kvr_mpi.kv.row import RowCache, RowLayer
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
@@ -106,7 +106,7 @@ class Share:
         first = self.own_start if self.document is not None else bounds.first_row(shape.visibility)
         rows = self.stop + self.reserve_tokens - first
         buffer = torch.empty(rows, shape.elements, dtype=self.dtype, device=self.device)
-        layer = self.layers[layer_idx] = ShareLayer(UniformLayout(buffer, shape), shape, first)
+        layer = self.layers[layer_idx] = ShareLayer(Slab(buffer, shape), shape, first)
         return layer
 
     def prepare(self, layer_idx: int) -> ShareLayer | None:
