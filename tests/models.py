@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers as tf
 
 from kvr_mpi.model import LoadedModel, probe_shape
+from kvr_mpi.model.attention_hook import prepare_model
 
 VOCAB = 199
 COMMON: dict[str, Any] = {
@@ -135,6 +137,15 @@ def tiny(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
         attends_in_parts=name not in WHOLE,
         cuts_last_layer=name not in {*WHOLE, "llama4-chunks"},
     )
+
+
+def deep(layers: int) -> LoadedModel:
+    """A tiny Llama of so many layers."""
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(**{**COMMON, "num_hidden_layers": layers}, num_key_value_heads=2)
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    prepare_model(model, chain=True)
+    return replace(tiny("llama-gqa"), model=model, shape=probe_shape(config, torch.float32))
 
 
 def prompt(tokens: int, vocab: int = VOCAB) -> list[int]:

@@ -18,6 +18,7 @@ import torch
 
 from kvr_mpi.compress.budget import Budget, TokenCounts
 from kvr_mpi.compress.head_profile import HeadProfile, read_profile
+from kvr_mpi.compress.planned_drop import PlannedDrop, compressed_layers, planned_drop
 from kvr_mpi.compress.registry import SINKS
 from kvr_mpi.compress.scores import top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
@@ -98,11 +99,13 @@ class Compression:
         """Say whose queries the prefill has to keep, as `window_of`; None if it need not keep any."""
         return self.window_of(tokens, text) if self.settings.rule.observes else None
 
-    def dropped_bytes(self, loaded: LoadedModel, tokens: int, text: Range) -> int:
-        """Say how many bytes of a prompt's keys and values will be dropped."""
-        window = self.window_of(tokens, text)
-        dropped = 0 if window is None else window[1] - self.settings.kept_of(window[1])
-        return dropped * sum(loaded.shape.layers[idx].elements for idx in self.layers) * loaded.dtype.itemsize
+    def planned_drop(self, loaded: LoadedModel, tokens: int, text: Range) -> PlannedDrop | None:
+        """Say what will be dropped of a prompt on this rank, and what that takes; None if all of it is kept."""
+        if (window := self.window_of(tokens, text)) is None:
+            return None
+        heads = loaded.model.config.get_text_config().num_attention_heads
+        group_ranks = 1 if self.part is None else self.part.size
+        return planned_drop(self.settings, loaded.shape, heads, tokens, window[1], group_ranks)
 
     def retain(self, tokens: int, text: Range) -> Retain | None:
         """Make what chooses for a prompt, layer by layer, what its heads keep; None if all of it is kept.
@@ -202,7 +205,7 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
     if not loaded.attends_in_parts:
         why = shape.why_whole or "its own attention runs over the whole cache, as that over latents or with ALiBi"
         raise ConfigError(f"{name} cannot be compressed per head: {why}; leave [compress] out for this model")
-    layers = tuple(idx for idx, one in enumerate(shape.layers) if one.elements and one.visibility.size is None)
+    layers = compressed_layers(shape)
     if not layers:
         raise ConfigError(
             f"{name} has no layer that sees all tokens: windows and chunks already limit what is kept; leave "

@@ -50,6 +50,11 @@ class Method:
     over_layers: bool = False
     needs_profile: bool = False
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all heads of all layers keep as many tokens."""
+        return self.compete is None and not self.over_layers
+
 
 def _evenly(budget: Budget, window: int, profile: HeadProfile | None) -> TokenCounts:
     return budget.evenly()

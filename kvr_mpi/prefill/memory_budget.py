@@ -1,9 +1,10 @@
 """How much memory a plan takes on each rank, before anything is computed.
 
 What a rank holds at most while it prefills its slice is (1) what it held before: weights and libraries, (2) buffers of
-keys and values: on the last rank of all layers and tokens, elsewhere of the layers in flight, and (3) the activations
-of one layer, which grow with the slice. The last are counted, not guessed: the model's own code runs on the ``meta``
-device, where tensors have shapes and no memory, and every tensor that is alive at once is added up.
+keys and values: on the last rank of all layers and tokens, or with compression of what is kept of them and of the
+layers in flight, elsewhere of the layers in flight, and (3) the activations of one layer, which grow with the slice.
+The last are counted, not guessed: the model's own code runs on the ``meta`` device, where tensors have shapes and no
+memory, and every tensor that is alive at once is added up.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.kv.cache import LAYERS_HELD
 from kvr_mpi.kv.rolling import Rolling
@@ -93,11 +95,14 @@ class Footprint:
     takes_chunks: bool = False
     _known: dict[tuple[int, int | None], int] = field(default_factory=dict)
 
-    def route_bytes(self, route: Route, *, reserve_tokens: int = 0, is_spread: bool = False) -> int:
+    def route_bytes(
+        self, route: Route, *, reserve_tokens: int = 0, is_spread: bool = False, drop: PlannedDrop | None = None
+    ) -> int:
         """Most bytes a rank takes for a prompt under any strategy, beyond what it holds already.
 
         An upper bound: a rank that does not keep all is taken to hold as many layers as it may before it waits. With
-        `is_spread` every rank keeps its own tokens, and none all.
+        `is_spread` every rank keeps its own tokens, and none all; with a `drop` the decode rank holds what is kept, and
+        a few layers as a whole.
         """
         is_decode_rank = route.is_last
         layers = sorted((layer.elements for layer in self.shape.layers), reverse=True)
@@ -108,7 +113,11 @@ class Footprint:
             layers = layers[: LAYERS_HELD + 1 + LAYERS_AHEAD]
         tokens = route.capacity + (0 if is_spread else reserved)
         activation_bytes = self.activation_bytes(computed, max(route.chunk_lengths))
-        return (tokens * sum(layers) + kept) * self.shape.dtype_bytes + activation_bytes
+        needs = (tokens * sum(layers) + kept) * self.shape.dtype_bytes + activation_bytes
+        if drop is None or not is_decode_rank:
+            return needs
+        in_flight = min(len(layers), 2 + LAYERS_AHEAD) * layers[0] * tokens * self.shape.dtype_bytes
+        return needs - drop.kv_bytes + in_flight + int(self.heap_share * drop.choosing_bytes)
 
     def rolling_bytes(self, rolling: Rolling) -> int:
         """Most bytes a prompt takes that goes through a rolling cache, whatever its length."""
@@ -206,6 +215,7 @@ def check_fits(
     make: MakeRoute = relay,
     *,
     is_spread: bool = False,
+    drop: PlannedDrop | None = None,
 ) -> None:
     """Refuse a prompt that would not fit, before anything is computed; the same on every rank.
 
@@ -217,6 +227,8 @@ def check_fits(
         The strategy's route.
     is_spread : bool
         Every rank keeps its own tokens, and none all.
+    drop : PlannedDrop or None
+        What compression drops on the last rank.
 
     Raises
     ------
@@ -225,7 +237,7 @@ def check_fits(
     """
     size = len(free_bytes)
     needs = [
-        footprint.route_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_spread=is_spread)
+        footprint.route_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_spread=is_spread, drop=drop)
         for rank in range(size)
     ]
     short = [rank for rank, (need, free) in enumerate(zip(needs, free_bytes, strict=True)) if need > free]
@@ -240,9 +252,12 @@ def check_fits(
         make=make,
         slices_per_rank=partition.size // size,
         is_spread=is_spread,
+        drop=drop,
     )
     advice = f"{enough} ranks would be enough" if enough else "more ranks would not help"
-    if not enough and not is_spread:
+    if not enough and drop is not None:
+        advice += ", since the last one keeps all that compression does not drop"
+    elif not enough and not is_spread:
         advice += ", since the last one keeps them all (unless output.kv = 'sharded')"
     raise DocumentError(
         f"a prompt of {tokens} tokens does not fit: rank {rank} of {size} needs {needs[rank] / GIB:.2f} GiB in "
@@ -277,16 +292,17 @@ def ranks_that_fit(
     make: MakeRoute = relay,
     slices_per_rank: int = 1,
     is_spread: bool = False,
+    drop: PlannedDrop | None = None,
 ) -> int | None:
     """Find the least number of ranks over which an even split fits into `free` bytes on each; None if none does."""
     size = 1
     while size <= min(tokens // slices_per_rank, most):
         partition = Partition.even(tokens, slices_per_rank * size)
-        ends = {0, size - 1}  # the ranks between hold less than the last, and no more than the one before it
+        ends = {0, size - 1}  # the ranks between hold no more than the one before the last
         if size > 1:
             ends.add(size - 2)
         needs = (
-            footprint.route_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_spread=is_spread)
+            footprint.route_bytes(make(partition, rank), reserve_tokens=reserve_tokens, is_spread=is_spread, drop=drop)
             for rank in ends
         )
         if all(need <= free for need in needs):

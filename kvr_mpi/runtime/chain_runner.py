@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.errors import AgreementError, DocumentError
 from kvr_mpi.job.combinations import PROMPTS, why_no_effect
@@ -95,11 +96,12 @@ class ChainRunner:
             return PlannedPrompt(prompt, prefix, decode_rank, KVR, None, new_tokens)
         if prefix is not None and self.documents.is_about(prefix):
             return self.documents.plan(prompt, prefix, decode_rank, new_tokens)
-        strategy = self._slices.choose_strategy(prompt.tokens, known, new_tokens)
+        drop = self._planned_drop(prompt, prefix)
+        strategy = self._slices.choose_strategy(prompt.tokens, known, new_tokens, drop)
         partition = self._slices.cut(strategy, prompt.tokens, known, decode_rank)
         if window is not None:
             partition = partition.with_last_from(window[0], known)
-        chunks = self._slices.chunk_tokens(strategy, partition, known, new_tokens)
+        chunks = self._slices.chunk_tokens(strategy, partition, known, new_tokens, drop)
         return PlannedPrompt(prompt, prefix, decode_rank, strategy, partition, new_tokens, chunk_tokens=chunks)
 
     def _plan_shared(self, request: PromptRequest, decode_rank: int) -> PlannedPrompt | None:
@@ -161,17 +163,23 @@ class ChainRunner:
             self._loaded.shape.check_ids(plan.prompt.ids)
             if footprint is None or plan.shared_tokens:  # which is only planned where it fits
                 return None
-            free = [min(self._free_bytes)]
+            free, drop = [min(self._free_bytes)], self._planned_drop(plan.prompt, plan.prefix)
             if self.documents.is_about(plan.prefix):
                 self.documents.check_fits(plan, free[0])
             elif self._setup.rolling is not None:
                 check_rolling_fits(footprint, self._setup.rolling, free[0])
             elif plan.partition is None:
-                check_fits(footprint, Partition((0, plan.prompt.tokens)), free, plan.new_tokens)
+                check_fits(footprint, Partition((0, plan.prompt.tokens)), free, plan.new_tokens, drop=drop)
             else:
                 make = partial(plan.strategy.ours.make or relay, chunk_tokens=plan.chunk_tokens)
                 check_fits(
-                    footprint, plan.partition, free * self.chain.size, plan.new_tokens, make, is_spread=self.is_spread
+                    footprint,
+                    plan.partition,
+                    free * self.chain.size,
+                    plan.new_tokens,
+                    make,
+                    is_spread=self.is_spread,
+                    drop=drop,
                 )
         except DocumentError as error:
             return str(error)
@@ -183,15 +191,19 @@ class ChainRunner:
         if footprint is None:  # plain transformers' memory is not predicted: one at a time
             return False
         own = self._setup.kv_bytes(plan.prompt.tokens + plan.new_tokens) + footprint.activation_bytes(PACK_TOKENS)
+        drop = self._planned_drop(plan.prompt, plan.prefix)
         if self.documents.is_about(plan.prefix):
             needs = self.documents.needs(plan)
         elif plan.partition is None or self.goes_on(plan):
             needs = [0] * self.chain.size
+            if drop is not None:  # it runs by itself
+                route = relay(Partition((0, plan.prompt.tokens)), 0)
+                own = footprint.route_bytes(route, reserve_tokens=plan.new_tokens, drop=drop)
             needs[plan.decode_rank] = own + self._setup.kv_bytes(plan.shared_tokens)
         else:
             new_tokens = 0 if plan.shared_tokens else plan.new_tokens
             routes = plan.strategy.routes(plan.partition, plan.known_tokens, plan.chunk_tokens)
-            needs = self._slices.needs(routes, plan.decode_rank, new_tokens)
+            needs = self._slices.needs(routes, plan.decode_rank, new_tokens, drop)
             needs[plan.decode_rank] += own if plan.shared_tokens else 0
         spare = 0 if (arena := self._setup.arena) is None else arena.spare_bytes
         return all(
@@ -210,11 +222,16 @@ class ChainRunner:
 
     def held_bytes(self, request: PromptRequest) -> int:
         """Bytes of a prompt's cache, with room for the answer: on the rank that decodes it, or on all together."""
-        prompt, compression = request.prompt, self._setup.compression
-        whole = self._setup.kv_bytes(prompt.tokens + request.new_tokens)
-        if compression is None:
-            return whole
-        return whole - compression.dropped_bytes(self._loaded, prompt.tokens, prompt.text)
+        drop = self._planned_drop(request.prompt, None)
+        whole = self._setup.kv_bytes(request.prompt.tokens + request.new_tokens)
+        return whole if drop is None else whole - drop.kv_bytes
+
+    def _planned_drop(self, prompt: Prompt, prefix: SharedPrefix | None) -> PlannedDrop | None:
+        """Say what compression will drop of a prompt; None if nothing, or if it is what a stored one has dropped."""
+        compression = self._setup.compression
+        if compression is None or (prefix is not None and prefix.heads is not None):
+            return None
+        return compression.planned_drop(self._loaded, prompt.tokens, prompt.text)
 
     def prefill(
         self, planned: PlannedPrompt, forwarder: Forwarder | None, write_layer: WriteLayer | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.kv.route import Route
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.registry import KVR, Strategy, choose_chunks
@@ -42,7 +43,7 @@ class SlicePlanner:
         # On one rank there is nothing to choose: whatever hands keys and values on is a chain of one.
         self._strategy = setup.strategies[0] if chain.size > 1 or setup.strategies[0].is_plain else KVR
         self._choices = self._choose(chain, ranks, say) if chain.size > 1 and len(setup.strategies) > 1 else {}
-        self._chosen: dict[tuple[int, int, int], Strategy] = {}
+        self._chosen: dict[tuple[int, int, int, PlannedDrop | None], Strategy] = {}
 
     @property
     def is_plain(self) -> bool:
@@ -53,17 +54,18 @@ class SlicePlanner:
         """Whether so many tokens are too few for a slice on every rank."""
         return tokens < LEAST_SLICE_TOKENS * self._size
 
-    def choose_strategy(self, tokens: int, known: int, new_tokens: int) -> Strategy:
+    def choose_strategy(self, tokens: int, known: int, new_tokens: int, drop: PlannedDrop | None = None) -> Strategy:
         """Say what runs a prompt: the fastest that fits on an empty chain, or else what may fit in chunks."""
         if known not in self._choices:
             return self._strategy
-        key = tokens, known, new_tokens
+        key = tokens, known, new_tokens, drop
         if key not in self._chosen:
             order, free, last = self._choices[known].order(tokens - known), min(self._free_bytes), self._size - 1
             fitting = (
                 one
                 for one in order
-                if max(self.needs(one.routes(self.cut(one, tokens, known, last), known), last, new_tokens)) <= free
+                if max(self.needs(one.routes(self.cut(one, tokens, known, last), known), last, new_tokens, drop))
+                <= free
             )
             self._chosen[key] = next(fitting, next((one for one in order if one.takes_chunks), order[0]))
         return self._chosen[key]
@@ -74,23 +76,27 @@ class SlicePlanner:
             return strategy.cut_evenly(tokens, self._size, known)
         return self._partitioner.cut(tokens - known, decode_rank, known).after(known)
 
-    def chunk_tokens(self, strategy: Strategy, partition: Partition, known: int, new_tokens: int) -> int | None:
+    def chunk_tokens(
+        self, strategy: Strategy, partition: Partition, known: int, new_tokens: int, drop: PlannedDrop | None = None
+    ) -> int | None:
         """Say in chunks of how many tokens slices are computed, on an otherwise empty chain; None: at once."""
 
         def fits(chunk_tokens: int | None) -> bool:
             routes = strategy.routes(partition, known, chunk_tokens)
-            return max(self.needs(routes, self._size - 1, new_tokens)) <= min(self._free_bytes)
+            return max(self.needs(routes, self._size - 1, new_tokens, drop)) <= min(self._free_bytes)
 
         return choose_chunks(self._spec.parallel.chunk_tokens, strategy, self._setup.footprint, fits)
 
-    def needs(self, routes: Sequence[Route], decode_rank: int, new_tokens: int) -> list[int]:
+    def needs(
+        self, routes: Sequence[Route], decode_rank: int, new_tokens: int, drop: PlannedDrop | None = None
+    ) -> list[int]:
         """Bytes each rank of the chain takes for a prompt while it is prefilled."""
         assert self._setup.footprint is not None
         size, needs = self._size, [0] * self._size
         for route in routes:
             rotation = Rotation.bringing(size, route.decode_position, decode_rank)
             needs[rotation.rank_of(route.position)] = self._setup.footprint.route_bytes(
-                route, reserve_tokens=new_tokens, is_spread=self._spec.is_spread
+                route, reserve_tokens=new_tokens, is_spread=self._spec.is_spread, drop=drop
             )
         return needs
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from kvr_mpi.compress.planned_drop import PlannedDrop, planned_drop
 from kvr_mpi.costs.costmodel import chain_seconds, equal_time_lengths
 from kvr_mpi.costs.hardware import load_hardware, profiles
 from kvr_mpi.costs.layer_costs import Costs, costs_of
@@ -35,6 +36,8 @@ from kvr_mpi.tuning.table import FOLDER, Table, load_table, table_files
 
 # Usable share of a profile's memory; the rest is lost to libraries and fragmentation.
 MEMORY_SHARE = 0.95
+# What compression drops of a prompt of so many tokens; None if nothing.
+Drops = Callable[[int], PlannedDrop | None]
 
 
 def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, after: str | None = None) -> Frame:
@@ -278,16 +281,48 @@ def forecast_of(spec: JobSpec, outline: Outline, frame: Frame, ranks: int, hardw
         config = part_config(config, part_of(config, 0, size))
         config.vocab_size = outline.config.vocab_size  # of logits every rank has all
     footprint = footprint_of(config, outline.dtype, on_gpu=True)  # profiles are of GPUs
-    return with_memory(forecast, footprint, MEMORY_SHARE * profile.memory_bytes, held_bytes=work.weight_bytes)
+    memory_bytes, drops = MEMORY_SHARE * profile.memory_bytes, drops_of(spec, footprint.shape, config)
+    return with_memory(forecast, footprint, memory_bytes, held_bytes=work.weight_bytes, drops=drops)
 
 
-def with_memory(forecast: Forecast, footprint: Footprint, memory_bytes: float, held_bytes: float = 0.0) -> Forecast:
+def drops_of(spec: JobSpec, shape: ModelShape, config: Any) -> Drops | None:
+    """Make what says how much compression drops of a prompt of so many tokens; None if the job has none.
+
+    Where the end of a document's text chooses, it is not known how much follows: then as if nothing were dropped.
+
+    Parameters
+    ----------
+    shape : ModelShape
+        Of a rank's part of the model.
+    config : PreTrainedConfig
+        Of the model, or of that part.
+    """
+    settings, group_ranks = spec.compress, spec.parallel.tensor_parallel
+    if settings is None:
+        return None
+    heads, is_known = config.get_text_config().num_attention_heads, settings.observes == "question"
+
+    def drop(tokens: int) -> PlannedDrop | None:
+        return planned_drop(settings, shape, heads, tokens, tokens if is_known else None, group_ranks)
+
+    return drop
+
+
+def with_memory(
+    forecast: Forecast,
+    footprint: Footprint,
+    memory_bytes: float,
+    held_bytes: float = 0.0,
+    drops: Drops | None = None,
+) -> Forecast:
     """Add to a forecast the memory needed on the fullest rank, and the memory of a rank.
 
     Parameters
     ----------
     memory_bytes, held_bytes : float
         What a rank has, and what of it is taken before a prompt comes.
+    drops : callable or None
+        What compression drops (`drops_of`).
     """
 
     def needed(tokens: int, ranks: int, chunk_tokens: int | None) -> float:
@@ -297,10 +332,13 @@ def with_memory(forecast: Forecast, footprint: Footprint, memory_bytes: float, h
         strategy = forecast.strategy(tokens, size)
         make = strategy.ours.make or relay
         partition = forecast.cut_for(strategy, tokens, size)
-        # The first slice is the longest, one of the end ranks keeps everything; between them the last but one has most.
+        # The first slice is the longest, one of the end ranks keeps all layers; between them the last but one has most.
         ends = {0, max(0, size - 2), size - 1}
         made = (make(partition, rank, chunk_tokens=chunk_tokens) for rank in ends)
-        return held_bytes + max(footprint.route_bytes(one, reserve_tokens=forecast.new_tokens) for one in made)
+        drop = None if drops is None else drops(tokens)
+        return held_bytes + max(
+            footprint.route_bytes(one, reserve_tokens=forecast.new_tokens, drop=drop) for one in made
+        )
 
     @functools.cache
     def chunks(tokens: int, ranks: int) -> int | None:

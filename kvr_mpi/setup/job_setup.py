@@ -30,7 +30,7 @@ from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.preflight.inputs import passed_columns, prompts_of
 from kvr_mpi.requests.document_request import PromptConfig
 from kvr_mpi.requests.prompt_request import PromptRequest
-from kvr_mpi.schedule.forecast import Forecast, forecast_measured, with_memory
+from kvr_mpi.schedule.forecast import Forecast, drops_of, forecast_measured, with_memory
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.stored.reuse import StoredBeginnings
 from kvr_mpi.tuning.table import Table
@@ -162,7 +162,8 @@ class JobSetup:
         assert self.costs is not None and self.footprint is not None
         forecast = forecast_measured(self.spec, self.costs, self.frame, "measured on these ranks")
         forecast = replace(forecast, strategies=self.strategies)
-        return with_memory(forecast, self.footprint, min(self.free_bytes))
+        drops = drops_of(self.spec, self.loaded.shape, self.loaded.model.config)
+        return with_memory(forecast, self.footprint, min(self.free_bytes), drops=drops)
 
     def header(self) -> Header:
         """Say what the answers depend on, for the output files."""

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers as tf
-from models import COMMON, prompt, tiny
+from models import deep, prompt, tiny
 
 from kvr_mpi.compress.compression import Compression, open_compression
 from kvr_mpi.compress.registry import METHODS
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError, PartitionError
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.model import probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr
@@ -95,7 +92,8 @@ def test_each_head_keeps_the_window_and_what_follows_it_and_the_budget_is_kept(
     size = compression.size_of(found.cache)
     assert size.tokens == 30 + beside and size.kv_bytes == kept * 2 * 8 * 4
     whole = TOKENS * tiny("llama-gqa").shape.kv_bytes_per_token
-    assert whole - compression.dropped_bytes(tiny("llama-gqa"), TOKENS, TEXT) == size.kv_bytes, "as was planned with"
+    drop = compression.planned_drop(tiny("llama-gqa"), TOKENS, TEXT)
+    assert drop is not None and whole - drop.kv_bytes == size.kv_bytes, "as was planned with"
 
 
 @pytest.mark.parametrize("method", ["streaming-llm", "snapkv", "ada-snapkv"])
@@ -158,11 +156,7 @@ def test_a_window_that_is_cut_is_refused() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_dropped_is_dropped_before_the_next_layers(ranks: int) -> None:
     """Of sixteen layers a few are held as a whole at any time, and each of the others in the memory of what is kept."""
-    torch.manual_seed(0)
-    config = tf.LlamaConfig(**{**COMMON, "num_hidden_layers": 16}, num_key_value_heads=2)
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    loaded = replace(tiny("llama-gqa"), model=model, shape=probe_shape(config, torch.float32))
-    prepare_model(model, chain=True)
+    loaded = deep(16)
     compression, tokens, text = open_compression(settings_of("snapkv"), loaded), 400, (1, 400)
     retain, held = compression.retain(tokens, text), list[int]()
     assert retain is not None

@@ -96,6 +96,11 @@ def test_a_slow_machine_makes_a_chain(job: Path, tmp_path: Path, monkeypatch: py
     single = json.loads(planned("--json", "--set", "parallel.strategy=single"))
     assert {(document["ranks"], document["memory_bytes"]) for document in single["documents"]} == {(1, None)}
     assert single["makespan_s"] == single["data_parallel_s"] > found["makespan_s"]
+    compress = ["--set", "compress.method=snapkv", "--set", "compress.budget=100"]
+    by_document = json.loads(planned("--json", *compress, "--set", "compress.observes=document"))["documents"]
+    needs = [{one["id"]: one["memory_bytes"] for one in each} for each in (found["documents"], by_document)]
+    assert needs[1]["doc-08.txt"] >= needs[0]["doc-08.txt"], "what follows the text is not known: all of it is counted"
+    assert json.loads(planned("--json", *compress))["documents"] != by_document
     profile["memory_bytes"] = 1000.0
     found = json.loads(planned("--json"))
     assert len(found["misfits"]) == 12 and "more ranks do not help" in found["misfits"][0]["reason"]

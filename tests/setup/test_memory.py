@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from constants import ROOT, SMOLLM
-from models import CONFIGS, tiny
+from made_jobs import TEXT, with_settings
+from models import CONFIGS, deep, prompt, tiny
 
+from kvr_mpi.compress.compression import open_compression
+from kvr_mpi.compress.planned_drop import planned_drop
+from kvr_mpi.compress.registry import METHODS
+from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, check_fits, footprint_of, ranks_that_fit
+from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.setup import host_memory as memory
+from kvr_mpi.store.folder import read_run
+from kvr_mpi.store.outputs import Record
+from kvr_mpi.transport.local import run_local
 
 # Models without windows, softcaps or sinks, whose attention is one kernel.
 FLASH = ("llama-gqa", "llama-mha", "qwen2", "gpt2", "falcon-mqa", "falcon-mha", "falcon-gqa", "stablelm", "phi3", "opt")
@@ -58,6 +69,87 @@ def test_what_does_not_fit_is_refused_with_the_number_of_ranks_that_would_do() -
     kv_bytes = 4096 * footprint.shape.kv_bytes_per_token
     with pytest.raises(DocumentError, match="more ranks would not help, since the last one keeps them all"):
         check_fits(footprint, partition, [kv_bytes, kv_bytes], 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if not method.needs_profile])
+def test_what_compression_drops_is_planned_with(method: str, ranks: int) -> None:
+    """What would not fit as a whole does, and what is held while it runs is not more than was planned."""
+    loaded, tokens, text = deep(24), 400, (1, 380)
+    footprint, partition = footprint_of(loaded.model.config, loaded.dtype), Partition.even(tokens, ranks)
+    own = {"window": 12} if METHODS[method].observes else {}
+    compression = open_compression(CompressSettings.model_validate({"method": method, "budget": 30, **own}), loaded)
+    drop, last = compression.planned_drop(loaded, tokens, text), relay(partition, ranks - 1)
+    need = footprint.route_bytes(last, reserve_tokens=8, drop=drop)
+    others = max([need, *(footprint.route_bytes(relay(partition, rank)) for rank in range(ranks - 1))])
+    check_fits(footprint, partition, [others] * (ranks - 1) + [need], 8, drop=drop)
+    for refused in ({"drop": drop, "free": need - 1}, {"drop": None, "free": need}):
+        with pytest.raises(DocumentError, match=f"does not fit: rank {ranks - 1} of {ranks}"):
+            check_fits(footprint, partition, [others] * (ranks - 1) + [refused["free"]], 8, drop=refused["drop"])
+    retain, held = compression.retain(tokens, text), list[int]()
+    assert retain is not None and drop is not None
+
+    def watched(layer: Any, observed: Any) -> Any:
+        held.append(layer.cache.held_bytes)
+        return retain(layer, observed)
+
+    options: Any = {"window": compression.observed_of(tokens, text), "retain": watched, "reserve_tokens": 8}
+    found = run_local(ranks, lambda rank: prefill_kvr(loaded, prompt(tokens), partition, rank, **options))
+    cache, activations = found[-1].cache, footprint.activation_bytes(tokens - last.owned[0][0])
+    choosing = int(footprint.heap_share * drop.choosing_bytes)
+    assert cache.held_bytes < max(held) <= need - activations - choosing < tokens * loaded.shape.kv_bytes_per_token
+
+
+def test_layers_that_keep_everything_are_planned_as_a_whole() -> None:
+    """Those with windows; and a rank's part of a model, some of whose heads may keep more than others."""
+    loaded = tiny("gemma2-softcap")
+    settings = CompressSettings(method="snapkv", budget=30, window=12)
+    compression = open_compression(settings, loaded)
+    drop, shape = compression.planned_drop(loaded, 90, (0, 90)), loaded.shape
+    elements = [layer.elements for idx, layer in enumerate(shape.layers) if idx in compression.layers]
+    assert drop is not None and 0 < len(elements) < len(shape.layers)
+    assert drop.kv_bytes == 60 * sum(elements) * shape.dtype_bytes
+    assert compression.planned_drop(loaded, 30, (0, 30)) is None, "nothing is dropped of it"
+    for method, is_safe in (("snapkv", True), ("pyramidkv", False), ("ada-snapkv", False)):
+        settings = CompressSettings(method=method, budget=30, window=12)
+        whole, part = (planned_drop(settings, tiny("llama-gqa").shape, 4, 90, 90, ranks) for ranks in (1, 2))
+        assert whole is not None and part is not None and whole.kv_bytes > 0
+        assert part.kv_bytes == (whole.kv_bytes if is_safe else 0)
+        unknown = planned_drop(settings, tiny("llama-gqa").shape, 4, 90, None)
+        assert unknown is not None and unknown.kv_bytes == 0
+
+
+@pytest.mark.slow
+def test_a_job_with_compression_runs_what_would_not_fit_without(
+    small_vocabulary_dir: Path, job: Path, tmp_path: Path, run_here: Any
+) -> None:
+    """And what does not fit with it either is an error record."""
+    model, settings = tmp_path / "model", CompressSettings(method="snapkv", budget=40, window=8)
+    shutil.copytree(small_vocabulary_dir, model)
+    config = tf.LlamaConfig.from_pretrained(model, num_hidden_layers=24)
+    tf.LlamaForCausalLM(config).save_pretrained(model)
+    for file in (tmp_path / "corpus").iterdir():
+        file.unlink()
+    for name, times in (("fits.txt", 9), ("longer.txt", 13)):
+        (tmp_path / "corpus" / name).write_text(TEXT * times)
+    compress = ("compress.method=snapkv", "compress.budget=40", "compress.window=8")
+
+    def run(name: str, *some: str) -> dict[str, Record]:
+        told = (f"model.path={model}", f"output.path={tmp_path / name}", *some)
+        assert run_here(2, [job, *with_settings(*told)]).returncode == (0 if name == "truth" else 65)
+        return {record.id: record for record in read_run(tmp_path / name)}
+
+    truth = run("truth", *compress)["fits.txt"]
+    footprint = footprint_of(config, torch.float32)
+    drop = planned_drop(settings, footprint.shape, 4, truth.prompt_tokens, truth.prompt_tokens)
+    cut = Partition(tuple(truth.slices))
+    routes = [relay(cut, rank) for rank in range(cut.size)]
+    room = max(footprint.route_bytes(one, reserve_tokens=8, drop=drop) for one in routes)
+    memory = f"parallel.memory_gib={(room + 1024) / GIB:.9f}"
+    whole, found = run("whole", memory), run("compressed", memory, *compress)
+    assert found["fits.txt"].token_ids == truth.token_ids
+    for record in (whole["fits.txt"], whole["longer.txt"], found["longer.txt"]):
+        assert record.status == "error" and "tokens does not fit: rank" in record.error
 
 
 @pytest.mark.slow

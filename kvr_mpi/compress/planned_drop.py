@@ -1,0 +1,67 @@
+"""How much memory compression spares a prompt's prefill, and takes itself, before anything is computed.
+
+A rank's plan must not be less than what it will take. All methods keep the budget to the token over all heads, but not
+all of them in each head: a rank that has only some of a layer's heads may have those that keep most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvr_mpi.compress.settings import CompressSettings
+from kvr_mpi.model import ModelShape
+
+# Bytes for each candidate of each KV head: scores and their pools, and two sorts with their indices.
+SORTED_BYTES = 96
+# Copies of the window's products with all keys that are alive at once in `scores.window_scores`.
+PRODUCTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDrop:
+    """What compression changes in the memory of the rank that prefills a prompt's last slice.
+
+    kv_bytes : of keys and values that it will have dropped, at least.
+    choosing_bytes : that choosing takes in one layer, with positions that are kept; at most.
+    """
+
+    kv_bytes: int
+    choosing_bytes: int
+
+
+def compressed_layers(shape: ModelShape) -> tuple[int, ...]:
+    """Say which layers are compressed: those whose queries see all tokens."""
+    return tuple(idx for idx, one in enumerate(shape.layers) if one.elements and one.visibility.size is None)
+
+
+def planned_drop(
+    settings: CompressSettings, shape: ModelShape, heads: int, tokens: int, stop: int | None, group_ranks: int = 1
+) -> PlannedDrop | None:
+    """Say what is dropped of a prompt on a rank; None if all of it is kept, and no layer is moved.
+
+    Parameters
+    ----------
+    shape : ModelShape
+        Of this rank's part of the model.
+    heads : int
+        Query heads of a layer.
+    tokens : int
+        Of the prompt.
+    stop : int or None
+        Up to which is chosen; what follows is kept. None: that is not known, and nothing is counted as dropped.
+    group_ranks : int
+        Ranks that share the heads of a layer.
+    """
+    last = tokens if stop is None else stop
+    layers, dropped = [shape.layers[idx] for idx in compressed_layers(shape)], last - settings.kept_of(last)
+    if not dropped or not layers:
+        return None
+    if stop is None or (group_ranks > 1 and not settings.rule.is_even):
+        dropped = 0
+    kv_bytes = dropped * sum(one.elements for one in layers) * shape.dtype_bytes
+    positions = 4 * (tokens - dropped) * sum(one.num_kv_heads for one in layers)
+    head_dim, window = max(one.key_dim for one in layers), settings.observed_tokens
+    products = 4 * -(-heads // min(one.num_kv_heads for one in layers)) * window * last
+    scored = PRODUCTS * products + 4 * head_dim * (last + 4 * heads * window) if window else 0
+    ordered = SORTED_BYTES * max(one.num_kv_heads for one in layers) * group_ranks * last
+    return PlannedDrop(kv_bytes, scored + ordered + positions)
