@@ -6,6 +6,7 @@ import pytest
 from models import tiny
 
 from benchmarks.roofline import ATTENTION, PRODUCTS, REST, attention_flop, measure_rooflines
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.transport.local import LocalTransport
 
 TOKENS = 96
@@ -13,6 +14,7 @@ TOKENS = 96
 
 def test_every_product_is_counted_once() -> None:
     loaded = tiny("llama-gqa")
+    prepare_model(loaded.model, chain=True)
     config = loaded.model.config
     (found,) = measure_rooflines(loaded, LocalTransport(), [TOKENS])
     products, attention, rest = found.parts
