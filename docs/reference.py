@@ -137,12 +137,12 @@ def combinations() -> str:
         [
             "# Settings that cannot be combined",
             WRITTEN,
-            "All others can. A key without a value stands for any value but its default, a section for one that is in "
-            "the job. Jobs with a setting of the first table and one beside it are refused when they are read "
-            "(exit code 78), those about models when the model is loaded.",
+            "All other settings can be combined. A key without a value means any value but its default; a section "
+            "means that the job has it. A job with both settings of a row is refused when it is read (exit code 78), "
+            "or, where the row names a kind of model, when the model is loaded.",
             _table(("setting", "cannot be combined with", "why", "what to do"), rows(REFUSED, is_refused=True)),
             "## Settings without effect",
-            "These jobs run, and say so.",
+            "These jobs run; the log says which setting has no effect.",
             _table(("setting", "has no effect with", "why"), rows(NO_EFFECT, is_refused=False)),
         ]
     )

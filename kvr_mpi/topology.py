@@ -175,7 +175,7 @@ def in_lane_of(rank: int, group: int, tensor_parallel: int) -> int:
 
 
 def rank_name(rank: int, tensor_parallel: int) -> str:
-    """Name a rank, where a group is several with its group and its place there."""
+    """Name a rank; in a tensor-parallel group by its group and its place there."""
     group, place = place_in_group(rank, tensor_parallel)
     return f"rank {rank}" if tensor_parallel == 1 else f"rank {rank} (group {group}.{place})"
 

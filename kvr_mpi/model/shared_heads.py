@@ -137,7 +137,8 @@ class SharedHeads:
             self._heads[idx] = mine
             for name in LINEAR["self_attn"]:
                 self._cut(f"model.layers.{idx}.self_attn.{name}", mine)
-        return self._part  # type: ignore[no-any-return]
+        part: torch.nn.Module = self._part
+        return part
 
     def _own_inputs(self, module: Any, given: tuple[torch.Tensor]) -> torch.Tensor:
         """Give the output projection the features of (..., features) that it has weights for."""

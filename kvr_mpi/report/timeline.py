@@ -88,7 +88,7 @@ class TracedRun:
 
     incomplete : prompts that some rank of their chain knows nothing of: the trace was full, or the job killed.
     backwards : transfers that arrived before they were sent, by clocks that should agree.
-    names : of the ranks; where a group is several with their places.
+    names : of the ranks; in tensor-parallel groups with their place there.
     clock_error_s : to which clocks of several hosts agree; inf: they were not compared.
     """
 

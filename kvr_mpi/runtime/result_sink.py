@@ -41,7 +41,7 @@ class ResultSink:
     parts : ShardWriter or None
         Where this rank's keys and values go of prompts whose answer another rank stores (see ``store.parts``).
     tells : bool
-        Whether this rank stores and tells what becomes of documents: of a group one does, since all have the same.
+        Whether this rank stores and reports documents: one rank of a tensor-parallel group does.
     heads : KVHeads or None
         Which KV heads this rank has, if others of its group have others; None: all.
     """

@@ -34,7 +34,7 @@ class PlannedJob:
 
     `others` are the files of other types in the folders of documents.
 
-    Where a group is several ranks it is what the plan takes for a rank.
+    A tensor-parallel group counts as one rank of the plan.
     """
 
     spec: JobSpec

@@ -83,7 +83,7 @@ def prepare(
     loaded : LoadedModel, optional
         The job's model, if it is loaded already.
     ranks : JobRanks, optional
-        Where a group is several ranks: how they meet.
+        How the ranks of tensor-parallel groups communicate, if there are any.
 
     Raises
     ------

@@ -3,7 +3,7 @@
     RUN/shard-...h5, ledger-...       records, each with the keys and values of the last rank's tokens
     RUN/parts/shard-...h5, ledger-... the other ranks': a record for each, named by document, tokens and heads
 
-Where a group is several ranks, each has some KV heads of its slice, and the record those of its group's first rank;
+In a tensor-parallel group each rank has some KV heads of its slice, and the record those of the group's first rank;
 where several have the same, one writes them. A part is written, made durable, checked and read as any record is. A
 document is done when its record and all parts of it are there. Whoever reads a document's keys and values reads them as
 one (`open_whole_kv`), from its parts or from what a merge has made of them, which does not know how prompts were cut.

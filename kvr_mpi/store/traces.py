@@ -96,7 +96,7 @@ class TracedPrompt:
     what : ``prompt``; ``shared``: what several prompts begin with; ``packed``: short prompts in one row.
     tokens : of the prompt, or of all in the row.
     start, stop : this rank's slice; the same: it has none, or several stretches.
-    first_rank, ranks : the chain's ranks among those of the job; where a group is several, its groups.
+    first_rank, ranks : the chain's ranks among those of the job; with tensor parallelism, its groups.
     decode_rank : of the chain, as well.
     predicted_s : what this rank was to compute it in, by its rates; 0: not known.
     """

@@ -46,8 +46,8 @@ COPY_SHARE = 0.25
 # Models with fewer features than this gain nothing worth a compiler.
 LEAST_FEATURES = 256
 PAIRS, SAMPLE_S = 5, 1e-3
-# Measured again by the next job if a rank had its processor for less than this share of the time, up to so many times.
-QUIET_SHARE, MOST_TRIES = 0.95, 3
+# The next job measures again if other programs ran: if a rank had its processor for less than this share of the time.
+QUIET_SHARE, MOST_TRIES = 0.9, 3
 # A call that takes longer is not measured: fewer rows stand for it.
 MOST_CALL_S = 0.2
 MOST_FILE_BYTES = 1 << 20
@@ -59,8 +59,8 @@ Gains = dict[str, dict[str, list[float]]]
 class _Kept(BaseModel):
     """What a file in the cache says: how many times faster each way is than plain, at each of `ROWS`.
 
-    busy_share : for which share of the time the rank with least of it had its processor while it measured.
-    tries : how often it was measured; this is the one with the largest share.
+    busy_share : share of the measuring time in which a rank had its processor; the smallest over the host's ranks.
+    tries : how many jobs have measured; these gains are those of the job with the largest share.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -105,12 +105,10 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         if not is_known:
             again = "" if known is None else " again, since other programs ran when it was measured"
             say(f"measuring kernels for this model on this processor{again}: some seconds")
-        mine, share = together(world, partial(_known_or_measured, known if is_known else None, pieces))
+        mine, share = together(world, partial(_known_or_measured, known, pieces))
         views = share_json(world, gather_json(world, [socket.gethostname(), mine, share]))
         here = [(found, share) for host, found, share in views if host == socket.gethostname()]
         gains, share = _middle(mine, [found for found, _ in here]), min(share for _, share in here)
-        if known is not None and share < known.busy_share:
-            gains, share = known.gains, known.busy_share
         ways = _right_ways(pieces, choose_ways(gains, _copy_bytes(loaded.model, narrowed), room), say)
     if attention is not None and (taken := ways.get(attention_name(loaded))) is not None:
         give_kernel(loaded.model, CpuAttention(attention, taken))
@@ -123,12 +121,18 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
 
 
 def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Gains, float]:
-    """Return the gains, and for which share of the time that measuring took this thread had a processor."""
-    if known is not None:
+    """Return this rank's gains, and the share of the time in which it had its processor; kept ones if those are better.
+
+    Only `_middle` decides what the ranks of a host use: one of them may not see the file that another reads.
+    """
+    if known is not None and known.is_final:
         return known.gains, known.busy_share
     began_s, ran_s = time.perf_counter(), time.thread_time()
     gains = measure_gains(pieces)
-    return gains, (time.thread_time() - ran_s) / (time.perf_counter() - began_s)
+    share = (time.thread_time() - ran_s) / (time.perf_counter() - began_s)
+    if known is not None and known.busy_share > share:
+        return known.gains, known.busy_share
+    return gains, share
 
 
 def _open_attention(loaded: LoadedModel, cache_dir: Path, say: Say, *, compiles: bool) -> AttentionLibrary | None:

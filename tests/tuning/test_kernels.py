@@ -250,6 +250,24 @@ def test_ranks_of_a_host_take_the_same_ways(loaded: Any, tmp_path: Path, monkeyp
 
 
 @needs_onednn
+def test_ranks_of_a_host_take_the_same_ways_if_one_does_not_see_what_was_kept(
+    loaded: Any, gains: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "QUIET_SHARE", float("inf"))
+    choose(loaded, tmp_path)
+    (file,) = (tmp_path / "kernels").iterdir()
+    kept = json.loads(file.read_text())
+    loud = {name: {way: [0.5] * len(ROWS) for way in ways} for name, ways in kept["gains"].items()}
+    file.write_text(json.dumps({**kept, "gains": loud, "busy_share": 1e9}))
+    read, seen = kernels._read, iter((True, False))
+    monkeypatch.setattr(kernels, "_read", lambda *where: read(*where) if next(seen) else None)
+    said: list[str] = []
+    forget_kernels(loaded.model)
+    run_local(2, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, said.append), torch.device("cpu"))
+    assert len({line for line in said if line.startswith("kernels for")}) == 1
+
+
+@needs_onednn
 @pytest.mark.parametrize(("word", "lines"), [("measured", 2), ("plain", 0)])
 def test_a_job_says_whether_they_are_used(
     tiny_model_dir: Path, gains: Any, tmp_path: Path, word: str, lines: int
