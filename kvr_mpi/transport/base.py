@@ -51,7 +51,7 @@ class Ended:
     """A transfer that has ended."""
 
     def test(self) -> bool:
-        """Say so."""
+        """Return True."""
         return True
 
     def wait(self) -> None:

@@ -124,9 +124,8 @@ def _answer(transport: Transport, device: torch.device, wait: Wait) -> None:
         wait(transport.isend(echo, peer, FixedTag.LINK), who)
         if receive is not None:
             wait(receive, who)
-            wait(
-                transport.isend(echo, peer, FixedTag.LINK), who
-            )  # it is here; the clock stops, and only then sums are made
+            # The other rank's clock stops with this answer; the checksum is made after it.
+            wait(transport.isend(echo, peer, FixedTag.LINK), who)
             wait(transport.isend(echo.fill_(checksum(data)), peer, FixedTag.LINK), who)
 
 

@@ -67,13 +67,13 @@ class Staging:
         mark.record()
         return mark
 
-    def tp_group(self, data: torch.Tensor) -> torch.Tensor:
+    def host_buffer(self, data: torch.Tensor) -> torch.Tensor:
         """Make host memory for a tensor's bytes, page-locked; torch keeps what is freed and gives it out again."""
         return torch.empty(data.numel(), dtype=torch.uint8, pin_memory=self._is_gpu)
 
     def fetch(self, data: torch.Tensor) -> tuple[torch.Tensor, Mark]:
         """Copy to the host what the current stream is filling; the copy is whole when the mark is passed."""
-        host = self.tp_group(data)
+        host = self.host_buffer(data)
         if not self._is_gpu:
             return host.copy_(data), None
         self._out.wait_stream(torch.cuda.current_stream(data.device))
@@ -172,7 +172,7 @@ class StagedReceive:
         if staging.direct:
             self._request = staging.start_when(self._free, start, into)
         else:
-            self.landed = staging.tp_group(into)
+            self.landed = staging.host_buffer(into)
             self._request = start(self.landed)
 
     def test(self) -> bool:
