@@ -63,7 +63,7 @@ def make_pool(
 ) -> DecodeBatch[str]:
     """Documents about to be answered, with an answer that does not end."""
     config = GenerationConfig(do_sample=False, eos_token_id=None)
-    pool = DecodeBatch[str](loaded, config, stop=(), max_new_tokens=reserve_tokens, why_alone=None)
+    pool = DecodeBatch[str](loaded, config, stop=(), max_new_tokens=reserve_tokens)
     for document in range(documents):
         pool.add(str(document), make_prefill(loaded, tokens, reserve_tokens, arena), [5] * tokens, document)
     return pool
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> None:
 
     in_turns()  # the first touch of memory
     rounds = [in_turns() for _ in range(given.rounds)]
-    assert together.rows is None
+    assert together.most_rows is None
     together_s, other_s = (statistics.median(each) for each in zip(*rounds, strict=True))
     ratio = statistics.median(given.documents / others * other_s / together_s for together_s, other_s in rounds)
     name = {"alone": "one by one", "pages": "together from pages", "torch": "by torch's kernels"}[given.against]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from kvr_mpi.compress.compression import Compression, Retained
-from kvr_mpi.decode.head_parallel import Prefilled
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.partition import Partition
@@ -57,7 +56,7 @@ class Way:
 
     def turn(self) -> None:
         """Go on by some steps, and take note of the mean time of one."""
-        sums = getattr(self.batch, "ranks", None)
+        sums = self.batch.group.ranks
         self._ranks.barrier()
         summed = getattr(sums, "seconds", 0.0)
         began, computed = time.perf_counter(), time.thread_time()
@@ -82,15 +81,15 @@ class PrefilledDocuments:
         options: Any = {"window": observing.observed_of(prompt.tokens, prompt.text), "reserve_tokens": 0}
         return prefill_kvr(self._loaded, prompt.ids, Partition((0, prompt.tokens)), LocalTransport(), **options)
 
-    def copies(self, compression: Compression | None) -> list[Prefilled[int]]:
+    def copies(self, compression: Compression | None) -> list[Prefill]:
         """Make fresh ones, that keep what the method chooses, or everything."""
         found = []
-        for number, (prompt, prefill) in enumerate(zip(self.prompts, self._prefills, strict=True)):
+        for prompt, prefill in zip(self.prompts, self._prefills, strict=True):
             chosen = None if compression is None else compression.choose(prefill.cache, prompt.text)
             retained: Retained = chosen or [None] * len(prefill.cache.layers)
             copy = Prefill(prefill.partition, self._copy(prefill.cache), prefill.logits, 0.0)
             copy.cache.keep_only(retained, self.new_tokens)
-            found.append(Prefilled(number, copy, prompt.ids))
+            found.append(copy)
         return found
 
     def _copy(self, cache: SliceCache) -> SliceCache:

@@ -37,7 +37,8 @@ from kvr_mpi.compress.compression import Compression
 from kvr_mpi.compress.placement import place_best_effort, place_in_proportion, place_statically, place_with_equal_copies
 from kvr_mpi.costs.decoding import Wave, decode_costs_of
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.head_parallel import HeadParallelBatch, Place
+from kvr_mpi.decode.group import Alone, Group
+from kvr_mpi.decode.head_parallel import HeadGroup, Place
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.errors import ConfigError, CorpusError, DocumentError
@@ -147,22 +148,22 @@ class _Contest:
         begun[APART] = partial(self._apart, compression)
         self.ways = {name: Way(name, begin, ranks, setup.loaded.device) for name, begin in begun.items()}
 
-    def _shared(self, place: Place, compression: Compression | None) -> HeadParallelBatch[int]:
+    def _shared(self, place: Place, compression: Compression | None) -> DecodeBatch[int]:
         sums: Any = TimedSums(self._ranks)
-        new_tokens = self._documents.new_tokens
-        batch: HeadParallelBatch[int] = HeadParallelBatch(
-            self._setup.loaded, sums, GREEDY, stop=(), max_new_tokens=new_tokens, place=place
-        )
-        batch.add(self._documents.copies(compression))
-        return batch
+        return self._begin(HeadGroup(self._setup.loaded, sums, place), compression)
 
     def _apart(self, compression: Compression | None) -> DecodeBatch[int]:
-        new_tokens = self._documents.new_tokens
+        return self._begin(Alone(self._setup.loaded), compression)
+
+    def _begin(self, group: Group[int], compression: Compression | None) -> DecodeBatch[int]:
+        documents = self._documents
         batch: DecodeBatch[int] = DecodeBatch(
-            self._setup.loaded, GREEDY, stop=(), max_new_tokens=new_tokens, why_alone=None
+            self._setup.loaded, GREEDY, stop=(), max_new_tokens=documents.new_tokens, group=group
         )
-        for each in self._documents.copies(compression):
-            batch.add(each.key, each.prefill, each.prompt_ids, 0)
+        pairs = zip(documents.prompts, documents.copies(compression), strict=True)
+        for number, (prompt, prefill) in enumerate(pairs):
+            batch.add(number, prefill, prompt.ids, 0)
+        batch.begin()
         return batch
 
     def run(self, patience: Patience) -> None:
@@ -210,13 +211,16 @@ class _Contest:
 
     def _row(self, way: Way, times: DecodeTimes) -> HeadsRow:
         loaded, ranks, batch = self._setup.loaded, self._ranks, way.batch
+        caches = [prefill.cache for prefill in batch.prefills]
         turns, computed = self._slowest(way), self._slowest(way, computed=True)
-        attention = np.array(self._of_all(attention_seconds(loaded, batch.caches, ranks))).T  # (layers, ranks)
+        attention = np.array(self._of_all(attention_seconds(loaded, caches, ranks))).T  # (layers, ranks)
         predicted, heads = None, [float(loaded.shape.layers[0].num_kv_heads)] * ranks.size
-        if isinstance(batch, HeadParallelBatch):
-            kept = zip(batch.owners, batch.counts, strict=True)
+        if isinstance(batch.group, HeadGroup):
+            kept = zip(batch.group.owners, batch.group.counts, strict=True)
             predicted = efficiency(np.array([rank_loads(own, counts, ranks.size) for own, counts in kept]))
-            heads = self._of_all(statistics.mean(len(set(np.nonzero(own == ranks.rank)[1])) for own in batch.owners))
+            heads = self._of_all(
+                statistics.mean(len(set(np.nonzero(own == ranks.rank)[1])) for own in batch.group.owners)
+            )
         beside = self.ways[WHOLE + APART if way.name.startswith(WHOLE) else APART]
         ratios = {
             f"{prefix}{word}_over_this": ratio_of(self._ratios(one, way.name, computed=bool(prefix)))
@@ -238,7 +242,7 @@ class _Contest:
             measured=efficiency(attention),
             predicted=predicted,
             same_answers=sum(self._of_all(sum(map(eq, batch.written, beside.batch.written)))),
-            kv_bytes=tuple(self._of_all(sum(cache.held_bytes for cache in batch.caches))),
+            kv_bytes=tuple(self._of_all(sum(cache.held_bytes for cache in caches))),
             heads=tuple(heads),
             **ratios,
         )

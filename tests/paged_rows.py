@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.graphs import StepGraphs
+from kvr_mpi.decode.group import Alone
 from kvr_mpi.kv import decode_cache, packed_row, paged_row
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.model import LoadedModel
@@ -76,7 +77,7 @@ def answer(
     """Decode documents that join at any step, and leave when they are answered."""
     config = GenerationConfig(do_sample=False, eos_token_id=end, pad_token_id=0)
     batch: DecodeBatch[str] = DecodeBatch(
-        loaded, config, stop=(), max_new_tokens=NEW_TOKENS, why_alone=None, graphs=graphs
+        loaded, config, stop=(), max_new_tokens=NEW_TOKENS, group=Alone(loaded, graphs=graphs)
     )
     chance, found, waiting = random.Random(1), dict[str, tuple[int, ...]](), list(LENGTHS)
     while waiting or batch.running:

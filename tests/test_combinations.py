@@ -125,6 +125,6 @@ def test_all_that_cannot_be_combined_is_said_at_once() -> None:
 def test_a_job_that_leaves_decoding_open_is_not_refused_but_told_why_heads_are_not_shared() -> None:
     alone = "decode.mode = 'auto'"
     assert why_not_heads(job_of(alone)) is None
-    for other in ("output.kv", "generation.logprobs", "documents.format = 'openai-batch'"):
+    for other in ("output.kv", "cache.kind", "parallel.strategy = 'single'"):
         assert other.partition(" = ")[0] in (why_not_heads(job_of(alone, other)) or "")
-    assert why_not_heads(job_of("decode.mode = 'head-parallel'", "documents.format = 'openai-batch'")) is None
+    assert why_not_heads(job_of(alone, "generation.logprobs")) is None

@@ -1,82 +1,82 @@
-"""Decode all documents on a rank together: they join after their prefill, and leave when they are answered.
+"""Answer prompts together: they join after their prefill, and leave when they are answered.
 
-In each step, the model runs once on a packed row with one token of each document. The answer of a document does not
-depend on the others in the row: each has its own cache, positions, logits processors and random numbers. Stands between
-the prefills of a wave and the writer.
+In each step, the model runs once on a packed row with one token of each prompt. An answer does not depend on the others
+in the row: each has its own keys and values, positions, logits processors and random numbers. Which ranks take part,
+and what each of them computes, is the batch's `group`. Stands between the prefills of a wave and the writer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from transformers import GenerationConfig
 
-from kvr_mpi.decode.graphs import StepGraphs
+from kvr_mpi.decode.group import Alone, Group, Running
 from kvr_mpi.decode.samples import Samples
 from kvr_mpi.decode.sampling import Answer, DecodeSequence, SamplingParams
-from kvr_mpi.decode.scoring import score_continuations
+from kvr_mpi.decode.scoring import Score, score_continuations
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.errors import DocumentError
-from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.tp_group import guarded
-from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import is_out_of_memory
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, run_next
-from kvr_mpi.prefill.packed import decode_packed
-from kvr_mpi.transport.local import LocalTransport
+from kvr_mpi.prefill.one_prompt import Prefill
 
 # Most sequences that a rank decodes together: with more, reading the weights is no longer what takes the time.
 MAX_SEQUENCES = 64
 # Sampling settings of recent documents that are cached, for documents with the same settings.
 KEPT_RULES = 16
+# Told instead of a prompt's next token: it is answered, or its prefill failed.
+ENDED, FAILED = -1, -2
 
 K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
 class Finished(Generic[K]):
-    """A document that has left the batch, with an answer or an error."""
+    """A prompt that has left the batch, with an answer or an error."""
 
     key: K
-    prefill: Prefill  # with all its keys and values; without a cache after an error
+    prefill: Prefill  # with all its keys and values that are here; without a cache after an error
     answer: Answer | None
     error: str | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _Running(Generic[K]):
+@dataclass(frozen=True, slots=True)
+class _Waiting(Generic[K]):
+    """What `DecodeBatch.add` is given."""
+
     key: K
     prefill: Prefill
-    writing: DecodeSequence
-    samples: Samples | None = None  # if there is to be more than one answer
+    prompt_ids: Sequence[int]
+    seed: int
+    own: OwnGeneration
 
 
 class DecodeBatch(Generic[K]):
-    """Documents that are being answered on this rank.
+    """Prompts that are being answered.
+
+    Of a group of several ranks each makes the same calls of `begin` and `step` at the same time; `add` too, unless
+    prompts wait for `begin` (`Group.waits`). Each hands out the answers to the prompts whose home it is.
 
     Parameters
     ----------
     loaded : LoadedModel
-        Prepared for chains if the documents' caches are chains'; plain caches step one by one.
     config : GenerationConfig
     stop : sequence of str
         Stop strings.
     max_new_tokens : int
-    why_alone : str or None
-        Why documents step one by one (`why_not_packed`); None if this model runs packed.
-    graphs : StepGraphs, optional
-        Runs steps that were captured.
+    group : Group, optional
+        The ranks that answer; by default this one alone, with packed rows.
 
     Attributes
     ----------
-    rows : int or None
-        How many documents step at once, once memory was too short for all of them.
+    most_rows : int or None
+        How many prompts step at once, once memory was too short for all of them.
     """
 
     def __init__(
@@ -86,83 +86,132 @@ class DecodeBatch(Generic[K]):
         *,
         stop: Sequence[str],
         max_new_tokens: int,
-        why_alone: str | None,
-        graphs: StepGraphs | None = None,
+        group: Group[K] | None = None,
     ) -> None:
-        self._loaded = loaded
+        self._loaded, self.group = loaded, Alone[K](loaded) if group is None else group
         self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, stop=stop, max_new_tokens=max_new_tokens)
         self._own_rules: dict[OwnGeneration, SamplingParams] = {}
-        self._running: list[_Running[K]] = []
-        self._aside: list[_Running[K]] = []  # no memory for their next token until another document leaves
-        self._finished: list[Finished[K]] = []
-        self._packs: dict[tuple[_Running[K], ...], DecodeCache] = {}
+        self._waiting: list[_Waiting[K]] = []
+        self._running: list[Running[K]] = []
+        self._aside: list[Running[K]] = []  # no memory for their next token until another prompt leaves
+        self._finished: list[Finished[K] | None] = []  # None: on another rank
         self._anew_at = begins_anew_at(loaded.model)
-        self._why_alone, self._graphs = why_alone, graphs
-        self.rows: int | None = None
+        self.most_rows: int | None = None
 
     @property
     def running(self) -> int:
-        """Documents that `step` has not handed out yet."""
-        return len(self._running) + len(self._aside) + len(self._finished)
+        """Prompts that have not been handed out yet: the same on all ranks, but for those that wait for `begin`."""
+        return len(self._waiting) + len(self._running) + len(self._aside) + len(self._finished)
 
     @property
     def keys(self) -> list[K]:
-        """Keys of the documents that `step` has not handed out yet."""
-        return [one.key for one in self._running + self._aside] + [one.key for one in self._finished]
+        """Keys of this rank's own prompts among them."""
+        waiting = [one.key for one in self._waiting]
+        under_way = [one.key for one in self._running + self._aside if one.key is not None]
+        return waiting + under_way + [one.key for one in self._finished if one is not None]
 
     @property
-    def caches(self) -> list[Any]:
-        """Those of the documents under way."""
-        return [document.prefill.cache for document in self._running]
+    def prefills(self) -> list[Prefill]:
+        """What this rank holds of the prompts under way, and of those that have not been handed out."""
+        finished = [one.prefill for one in self._finished if one is not None]
+        return [document.prefill for document in self._running + self._aside] + finished
 
     @property
     def written(self) -> list[list[int]]:
-        """Tokens of the answers under way."""
-        return [document.writing.token_ids for document in self._running]
+        """Tokens of this rank's own answers under way."""
+        return [document.writing.token_ids for document in self._running if document.writing is not None]
 
     @torch.inference_mode()
     def add(
         self, key: K, prefill: Prefill, prompt_ids: Sequence[int], seed: int, own: OwnGeneration = AS_THE_JOB
-    ) -> None:
-        """Take in a document after its prefill, which chooses its first token.
+    ) -> bool:
+        """Take in a prompt after its prefill, which chooses its first token.
 
         Parameters
         ----------
         key : object
             Comes back in `Finished`.
         prefill : Prefill
-            Of the decode rank: with logits and the whole cache, and room for its ``max_new_tokens``.
+            With logits at the prompt's home, and room for its ``max_new_tokens``.
         prompt_ids : sequence of int
             All of them, for the processors that look back.
         seed : int
             For sampling: the same seed, prompt and settings give the same answer.
         own : OwnGeneration
-            Settings of the document, where they are not the job's.
+            Settings of the prompt, where they are not the job's.
+
+        Returns
+        -------
+        bool
+            Whether its prefill came through, as its home knows.
         """
-        assert prefill.logits is not None, "only the decode rank of a chain can decode"
-        rules = self._rules_of(own)
-        begin = partial(_begin, rules, prompt_ids, prefill.logits)
-        document = _Running(key, prefill, DecodeSequence(rules, prompt_ids, seed, prefill.logits.device))
+        waiting = _Waiting(key, prefill, prompt_ids, seed, own)
+        if self.group.waits:
+            self._waiting.append(waiting)
+            return True
+        document = self._begin(waiting)
         self._running.append(document)
-        if why := self._why_not_compressed(
-            prefill, len(prompt_ids), document.writing.max_new_tokens
-        ) or self._why_not_as_asked(own.n, rules, prompt_ids):
-            self._leave(document, why)
-            return
-        if own.score and (why := self._score(document, len(prompt_ids), own.score)):
-            self._leave(document, why)
-            return
-        if own.n is not None and own.n > 1:
-            document.samples = Samples(prefill, begin, seed, own.n)
-        document.writing.write_first(prefill.logits)
-        if document.writing.finish_reason is not None:
-            self._end(document)
-        if document in self._running and not prefill.is_plain and self._loaded.device.type == "cpu":
-            for layer in prefill.cache.layers:
-                layer.lay_by_heads()
+        words = self.group.tell([self._word_of(document)])
+        self._go_on([document], words)
+        if document in self._running:
+            self.group.take_in([document])
+        return words[0][0] != FAILED
+
+    @torch.inference_mode()
+    def begin(self) -> list[Finished[K]]:
+        """Take in the prompts that wait for it, unless some are under way; hand out those that are answered."""
+        if self.group.waits and not self._running and not self._aside:
+            waiting, self._waiting = self._waiting, []
+            self._running = [self._begin(each) for each in waiting]
+            self._go_on(self._running, [self._word_of(each) for each in self._running])
+            self._running = list(self.group.take_in(self._running))
+        return self.take_finished()
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished[K]]:
+        """Write one token of every prompt, and hand out those that are answered."""
+        if not self._running and self._aside:  # no memory for any of them: one has to give its own back
+            self._running.append(self._aside.pop(0))
+        for row in self.group.rows(self._running, self.most_rows):
+            self._step(row)
+        return self.take_finished()
+
+    def take_finished(self) -> list[Finished[K]]:
+        """Hand out what is answered already."""
+        finished, self._finished = self._finished, []
+        return [one for one in finished if one is not None]
+
+    def _begin(self, waiting: _Waiting[K]) -> Running[K]:
+        """Score what is to be scored, and choose a prompt's first token at its home."""
+        prefill, own, ids = waiting.prefill, waiting.own, waiting.prompt_ids
+        rules = self._rules_of(own)
+        why = prefill.error or self._why_not_compressed(prefill, len(ids), rules.max_new_tokens)
+        why = why or self._why_not_as_asked(own.n, rules, ids)
+        scores: tuple[Score, ...] = ()
+        if own.score and why is None:
+            try:
+                scores = self._score(prefill, len(ids), own.score)
+            except DocumentError as error:
+                why = str(error)
+        if not self.group.is_home(prefill):
+            return Running(prefill)
+
+        def begin(seed: int) -> DecodeSequence:
+            writing = DecodeSequence(rules, ids, seed, self._loaded.device)
+            writing.scores = scores
+            if why is not None:
+                writing.fail(why)
+            elif prefill.logits is not None:
+                writing.write_first(prefill.logits)
+            return writing
+
+        document = Running(prefill, key=waiting.key, writing=begin(waiting.seed))
+        if own.n is not None and own.n > 1 and why is None:
+            document.samples = Samples(prefill, begin, waiting.seed, own.n)
+        return document
 
     def _rules_of(self, own: OwnGeneration) -> SamplingParams:
-        """Find a document's settings; some are kept, since stop strings take a look at the whole vocabulary."""
+        """Find a prompt's settings; some are kept, since stop strings take a look at the whole vocabulary."""
         own = replace(own, seed=None, n=None, score=None)
         if own == AS_THE_JOB:
             return self._rules
@@ -172,34 +221,30 @@ class DecodeBatch(Generic[K]):
             del self._own_rules[next(iter(self._own_rules))]
         return rules
 
-    @torch.inference_mode()
-    def step(self) -> list[Finished[K]]:
-        """Write one token of every document, and hand out those that are answered."""
-        if not self._running and self._aside:  # no memory for any of them: one has to give its own back
-            self._running.append(self._aside.pop(0))
-        for group in self._groups():
-            self._step(group)
-        finished, self._finished = self._finished, []
-        return finished
+    def _score(self, prefill: Prefill, prompt_tokens: int, texts: Sequence[str]) -> tuple[Score, ...]:
+        """Score continuations of a prompt.
 
-    def _score(self, document: _Running[K], prompt_tokens: int, texts: Sequence[str]) -> str | None:
-        """Score continuations of a prompt; say why that cannot be done, if so."""
+        Raises
+        ------
+        DocumentError
+            If that cannot be done, for want of memory, too.
+        """
         try:
             with guarded(self._loaded.tp_group):
-                document.writing.scores = score_continuations(self._loaded, document.prefill, prompt_tokens, texts)
-        except DocumentError as error:
-            return str(error)
+                return score_continuations(self._loaded, prefill, prompt_tokens, texts, self.group.look_ahead)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return f"not enough memory to score its continuations: {str(error).splitlines()[0]}"
-        return None
+            raise DocumentError(
+                f"not enough memory to score its continuations: {str(error).splitlines()[0]}"
+            ) from error
 
     def _why_not_compressed(self, prefill: Prefill, tokens: int, new_tokens: int) -> str | None:
         """Say why an answer cannot go on from a compressed cache; None if it can, or nothing was dropped."""
         most = tokens + new_tokens
         if (
-            prefill.is_plain
+            prefill.cache is None
+            or prefill.is_plain
             or not prefill.cache.is_ragged
             or self._anew_at is None
             or not tokens < self._anew_at <= most
@@ -231,129 +276,75 @@ class DecodeBatch(Generic[K]):
             )
         return None
 
-    def _groups(self) -> list[list[_Running[K]]]:
-        """Divide the documents into those that step in one row."""
-        packed: list[_Running[K]] = []
-        alone: list[_Running[K]] = []
-        for document in self._running:
-            (alone if document.prefill.is_plain else packed).append(document)
-        rows = 1 if self._why_alone is not None else self.rows or len(packed) or 1
-        groups = -(-len(packed) // rows)
-        return [packed[at::groups] for at in range(groups)] + [[document] for document in alone]
-
-    def _step(self, group: list[_Running[K]]) -> None:
-        """Write one token of each of a group; if there is no memory for that, in halves, from now on."""
+    def _step(self, row: Sequence[Running[K]]) -> None:
+        """Write one token of each of a row; if there is no memory for that, in halves, from now on."""
         try:
-            with guarded(self._loaded.tp_group):
-                logits = self._run(group)
+            logits = self.group.run(row)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             what = str(error).splitlines()[0]
         else:
-            chosen = torch.stack([each.writing.choose(row) for each, row in zip(group, logits, strict=True)])
-            for document, token in zip(group, chosen.tolist(), strict=True):
-                document.writing.write(token)
-                if document.writing.finish_reason is not None:
-                    self._end(document)
+            for document, token in zip(row, self.group.choose(row, logits), strict=True):
+                if document.writing is not None:
+                    document.writing.write(token)
+            self._go_on(row, self.group.tell([self._word_of(document) for document in row]))
             return
         # Out of the except block: the error held on to what the failed step had made.
-        self._packs.clear()
-        if self._graphs is not None:
-            self._graphs.give_up("memory is short")
+        self.group.forget_rows(is_short=True)
         if self._loaded.device.type == "cuda":
             torch.cuda.empty_cache()
-        if len(group) > 1:
-            half = self.rows = -(-len(group) // 2)
-            self._step(group[:half])  # which may halve `rows` again
-            self._step(group[half:])
-        elif len(self._running) > 1 and not group[0].prefill.is_plain:
-            self._running.remove(group[0])
-            self._aside.append(group[0])
+        if len(row) > 1:
+            half = self.most_rows = -(-len(row) // 2)
+            self._step(row[:half])  # which may halve `most_rows` again
+            self._step(row[half:])
+        elif len(self._running) > 1 and not row[0].prefill.is_plain:
+            self._running.remove(row[0])
+            self._aside.append(row[0])
         else:
-            self._leave(group[0], f"not enough memory for its next token, even with no other document: {what}")
+            if row[0].writing is not None:
+                row[0].writing.fail(f"not enough memory for its next token, even with no other document: {what}")
+            self._word_of(row[0])
+            self._go_on(row, [(ENDED, 0)])
 
-    def _run(self, group: list[_Running[K]]) -> torch.Tensor:
-        """Compute logits (documents, vocab_size) after the last token of each."""
-        anew = [document for document in group if self._begins_anew(document)]
-        if anew:
-            logits = [self._run_anew(each) if each in anew else self._run([each])[0] for each in group]
-            return torch.stack(logits)
-        last = [document.writing.token_ids[-1] for document in group]
-        if self._graphs is None or group[0].prefill.is_plain:
-            return self._run_eagerly(group, last)
-        caches = [each.prefill.cache for each in group]
-        return self._graphs.step(caches, last, partial(self._run_eagerly, group, last))
+    def _word_of(self, document: Running[K]) -> tuple[int, int]:
+        """Say what comes next of a prompt whose home this is; finish it if that is its end.
 
-    def _run_eagerly(self, group: list[_Running[K]], last: list[int]) -> torch.Tensor:
-        """Compute the same, after these tokens, kernel by kernel."""
-        if self._why_alone is not None or group[0].prefill.is_plain:
-            return self._run_alone(group[0].prefill, last[0]).unsqueeze(0)
-        members = tuple(group)
-        if members not in self._packs:
-            self._packs[members] = DecodeCache([each.prefill.cache for each in group])
-        return decode_packed(self._loaded, self._packs[members], last)
+        Returns
+        -------
+        token, tokens : int
+            The token to run next; if another answer begins with it, how many tokens are left of what was run. Or that
+            the prompt is answered, or failed. (0, 0) for a prompt whose home is another rank.
+        """
+        writing, tokens = document.writing, 0
+        if writing is None:
+            return 0, 0
+        following: DecodeSequence | None = writing
+        while document.samples is not None and following is not None and following.is_answered:
+            if (following := document.samples.follow(following)) is not None:
+                writing = document.writing = following
+                tokens = document.samples.tokens
+        if writing.finish_reason is None:
+            return writing.token_ids[-1], tokens
+        prefill = document.prefill
+        if writing.error is not None:
+            prefill.cache = prefill.share = None
+        answer = None if writing.error is not None else (document.samples or writing).answer()
+        assert document.key is not None, "it was given with the prompt"
+        self._finished.append(Finished(document.key, prefill, answer, writing.error))
+        return ENDED if prefill.error is None else FAILED, 0
 
-    def _begins_anew(self, document: _Running[K]) -> bool:
-        """Whether transformers' ``generate`` would now compute the whole cache anew (`begins_anew_at`)."""
-        ids = document.writing.ids
-        return self._anew_at is not None and len(ids) == self._anew_at and len(document.writing.token_ids) > 0
-
-    def _run_anew(self, document: _Running[K]) -> torch.Tensor:
-        """Compute prompt and answer anew on this rank; logits (vocab_size,) after them."""
-        ids, loaded = document.writing.ids.tolist(), self._loaded
-        if not document.prefill.is_plain:
-            room = document.writing.max_new_tokens - len(document.writing.token_ids)
-            anew = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=room)
-        else:
-            anew = prefill_single(loaded.model, ids, loaded.device)
-        document.prefill.cache = anew.cache
-        self._packs.clear()
-        assert anew.logits is not None
-        return anew.logits
-
-    def _run_alone(self, prefill: Prefill, token: int) -> torch.Tensor:
-        """Compute logits (vocab_size,) after one more token of one document."""
-        ids = torch.tensor([[token]], device=self._loaded.device)
-        if prefill.is_plain:
-            return run_next(self._loaded.model, prefill, ids)
-        cache = prefill.cache
-        length = cache.length
-        cache.note_states()
-        try:
-            with guarded(self._loaded.tp_group):
-                return run_next(self._loaded.model, prefill, ids)
-        except BaseException:
-            cache.step_back(length)
-            raise
-
-    def _end(self, document: _Running[K]) -> None:
-        """Begin a document's next answer, or let it go with the last one."""
-        following: DecodeSequence | None = document.writing
-        if document.writing.error is not None:
-            self._leave(document, document.writing.error)
-            return
-        while document.samples is not None and following is not None and following.finish_reason is not None:
-            following = document.samples.follow(following)
-            document.writing = following or document.writing
-        if document.samples is None or following is None:
-            self._leave(document)
-
-    def _leave(self, document: _Running[K], error: str | None = None) -> None:
-        """Let a document go; what was put aside may find memory now."""
-        self._running.remove(document)
-        self._packs.clear()
-        if error is not None:
-            document.prefill.cache = None
-        told = document.writing if document.samples is None else document.samples
-        answer = told.answer() if error is None else None
-        self._finished.append(Finished(document.key, document.prefill, answer, error))
-        self._running += self._aside
-        self._aside.clear()
-
-
-def _begin(rules: SamplingParams, prompt_ids: Sequence[int], logits: torch.Tensor, seed: int) -> DecodeSequence:
-    """Begin an answer with a token chosen by the prompt's logits (vocab_size,)."""
-    writing = DecodeSequence(rules, prompt_ids, seed, logits.device)
-    writing.write_first(logits)
-    return writing
+    def _go_on(self, documents: Sequence[Running[K]], words: Sequence[tuple[int, int]]) -> None:
+        """Do what the homes of prompts say of them (`_word_of`)."""
+        for document, (token, tokens) in zip(list(documents), words, strict=True):
+            if token < 0:
+                self._running.remove(document)
+                self.group.forget_rows()
+                if document.writing is None:
+                    self._finished.append(None)
+                self._running += self._aside  # which may find memory now
+                self._aside.clear()
+                continue
+            document.last_token = token
+            if tokens:
+                self.group.step_back(document.prefill, tokens)

@@ -31,22 +31,29 @@ class Samples:
         Of the first one.
     count : int
         How many there are to be.
+
+    Attributes
+    ----------
+    tokens : int
+        Of the prompt; 0 for a plain cache.
     """
 
     def __init__(self, prefill: Prefill, begin: Begin, seed: int, count: int) -> None:
         self._prefill, self._begin, self._seed, self._count = prefill, begin, seed, count
         self._done: list[Answer] = []
         self._plain = copy.deepcopy(prefill.cache) if prefill.is_plain else None
-        self._tokens = 0 if prefill.is_plain else prefill.cache.length
+        self.tokens = 0 if prefill.is_plain else prefill.partition.tokens
 
     def follow(self, finished: DecodeSequence) -> DecodeSequence | None:
-        """Take a finished answer; begin the next one, with the cache as the prompt left it, if there is to be one."""
+        """Take a finished answer; begin the next one, if there is to be one.
+
+        A plain cache is then as the prompt left it; any other is to go back to `tokens`, on all ranks that have some
+        of it.
+        """
         self._done.append(finished.answer())
         if len(self._done) == self._count:
             return None
-        if self._plain is None:
-            self._prefill.cache.step_back(self._tokens)
-        else:
+        if self._plain is not None:
             self._prefill.cache = copy.deepcopy(self._plain)
         return self._begin(sample_seed(self._seed, len(self._done)))
 

@@ -197,8 +197,13 @@ class DecodeSequence:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always the next one."""
-        return self._generator is None and not self._processors
+        """Whether the likeliest token is always the next one, and nothing else of the logits is asked for."""
+        return self._generator is None and not self._processors and self._trace is None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether it has come to its end, and not for an error."""
+        return self.finish_reason is not None and self.error is None
 
     @property
     def ids(self) -> torch.Tensor:
@@ -213,7 +218,7 @@ class DecodeSequence:
             try:
                 logits = self._processors(self.ids.unsqueeze(0), logits.unsqueeze(0))[0]
             except KvrError as error:  # this answer cannot go on; others can
-                self.error, self.finish_reason = str(error), "error"
+                self.fail(str(error))
         if self._generator is None:
             return logits.argmax()
         return torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=self._generator)[0]
@@ -222,6 +227,10 @@ class DecodeSequence:
         """Choose the first token by the prompt's logits (vocab_size,), unless none is to be written."""
         if self.finish_reason is None:
             self.write(int(self.choose(logits.clone())))  # other answers to the prompt begin with the same
+
+    def fail(self, why: str) -> None:
+        """Say that it cannot go on, and why."""
+        self.error, self.finish_reason = why, "error"
 
     def write(self, token: int) -> None:
         """Append a chosen token, and say in `finish_reason` whether it was the last."""

@@ -6,18 +6,18 @@ The log-probabilities are the model's own (see ``logprobs``): nothing of a job's
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from kvr_mpi.documents.prompts import encode_text
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.rope import begins_anew_at
-from kvr_mpi.prefill.one_prompt import Prefill, run_next
+from kvr_mpi.prefill.one_prompt import Prefill
+
+LookAhead = Callable[[Prefill, Sequence[int]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +41,36 @@ class Score:
 
 @torch.inference_mode()
 def score_continuations(
-    loaded: LoadedModel, prefill: Prefill, prompt_tokens: int, texts: Sequence[str]
+    loaded: LoadedModel, prefill: Prefill, prompt_tokens: int, texts: Sequence[str], look_ahead: LookAhead
 ) -> tuple[Score, ...]:
     """Score continuations of a prompt.
 
     Parameters
     ----------
     prefill : Prefill
-        Of the decode rank, whole, with room for the longest continuation.
+        With room for the longest continuation.
     prompt_tokens : int
         Of the prompt.
     texts : sequence of str
         Each is tokenised by itself, after the prompt's last token.
+    look_ahead : callable
+        Computes logits (tokens, vocab_size) after each of some tokens behind the prompt, and leaves it as it was.
+
+    Returns
+    -------
+    tuple of Score
+        Empty on ranks that take part in computing them, but do not have the prompt's logits.
 
     Raises
     ------
     DocumentError
         If one has no tokens, or they do not fit behind the prompt.
     """
-    return tuple(_score(loaded, prefill, prompt_tokens, text) for text in texts)
+    found = [_score(loaded, prefill, prompt_tokens, text, look_ahead) for text in texts]
+    return tuple(score for score in found if score is not None)
 
 
-def _score(loaded: LoadedModel, prefill: Prefill, prompt_tokens: int, text: str) -> Score:
+def _score(loaded: LoadedModel, prefill: Prefill, prompt_tokens: int, text: str, look_ahead: LookAhead) -> Score | None:
     """Score one of them."""
     ids = continuation_ids(loaded, text)
     most, anew_at = loaded.shape.max_tokens, begins_anew_at(loaded.model)
@@ -74,10 +82,10 @@ def _score(loaded: LoadedModel, prefill: Prefill, prompt_tokens: int, text: str)
             f"{what}: from {anew_at} tokens on, this model's rotary embedding changes, and the keys of the prompt "
             f"would have to be computed again; shorten it"
         )
-    assert prefill.logits is not None, "only the decode rank of a chain can score"
-    rows = prefill.logits.float().unsqueeze(0)
-    if len(ids) > 1:
-        rows = torch.cat([rows, _run(loaded, prefill, ids[:-1])])
+    following = [look_ahead(prefill, ids[:-1])] if len(ids) > 1 else []
+    if prefill.logits is None:
+        return None
+    rows = torch.cat([prefill.logits.float().unsqueeze(0), *following])
     wanted = torch.tensor(ids, device=rows.device)
     logprobs = torch.log_softmax(rows, dim=-1).gather(1, wanted.unsqueeze(1))[:, 0]
     return Score(text, tuple(ids), tuple(logprobs.tolist()), bool((rows.argmax(-1) == wanted).all()))
@@ -95,19 +103,3 @@ def continuation_ids(loaded: LoadedModel, text: str) -> list[int]:
     if not ids:
         raise DocumentError(f"the continuation {text[:40]!r} has no tokens: the tokenizer drops all of it")
     return ids
-
-
-def _run(loaded: LoadedModel, prefill: Prefill, ids: Sequence[int]) -> torch.Tensor:
-    """Compute logits (tokens, vocab_size) after each of some tokens, and leave the cache as it was."""
-    if prefill.is_plain:  # which cannot be shortened where layers have windows or states
-        behind = replace(prefill, cache=copy.deepcopy(prefill.cache))
-        tokens = torch.tensor(ids, device=loaded.device).view(-1, 1, 1)
-        return torch.stack([run_next(loaded.model, behind, token) for token in tokens])
-    cache = prefill.cache
-    length = cache.length
-    cache.note_states()
-    try:
-        row = torch.tensor([list(ids)], device=loaded.device)
-        return run_model(loaded.model, row, cache, keep=torch.arange(len(ids), device=loaded.device))
-    finally:
-        cache.step_back(length)

@@ -19,7 +19,7 @@ LEAVE_OUT = "leave one of the two out"
 AUTO, RING, SINGLE = (f"parallel.strategy = {name!r}" for name in ("auto", "ring", "single"))
 CHAIN_SIZE, PLANNED = "parallel.ranks_per_chain", "parallel.ranks_per_chain = 'auto'"
 CHUNKS, TABLE, TENSOR_PARALLEL = "parallel.chunk_tokens", "parallel.table", "parallel.tensor_parallel"
-HEADS, HEADS_AUTO = "decode.mode = 'head-parallel'", "decode.mode = 'auto'"
+HEADS = "decode.mode = 'head-parallel'"
 ROLLING, COMPRESS = "cache.kind", "[compress]"
 KV, SHARDED_KV, COLUMNS = "output.kv", "output.kv = 'sharded'", "output.columns"
 QUESTIONS, UNSHARDED, SHARDED = "[questions]", "questions.sharded = false", "questions.sharded = true"
@@ -129,7 +129,6 @@ REFUSED = (
     Row(HEADS, (SINGLE,), "it decodes from transformers' own cache, which cannot be split by heads"),
     Row(HEADS, SPREAD, "ranks already decode together, each with some of the tokens"),
     Row(HEADS, (ROLLING,), "a rolling cache stays on one rank"),
-    Row(HEADS, (LOGPROBS, SAMPLES, SCHEMA, *SCORES), "ranks that share heads do not support it yet"),
     Row(HEADS, (KV,), "it stores the cache of one rank, but ranks that share heads each hold part of a document"),
     # What is stored, and what is asked of it.
     Row(
@@ -178,11 +177,10 @@ REFUSED = (
     Row(REQUESTS, (NO_ANSWER,), "requests need answers", "set at least 1"),
     # What an answer is.
     Row(SAMPLES, (KV,), "it stores the keys of only one answer"),
-    Row(SAMPLES, (SPLIT, *SPREAD), "several answers to one prompt are not supported there yet"),
-    Row(SCHEMA, SPREAD, "answers that follow a schema are not supported there yet"),
+    Row(SAMPLES, (SPLIT,), "several answers to one prompt are not supported there yet"),
     Row(SCORE, (SCORE_COLUMN,), "both name the continuations"),
-    Row(SCORE, (SPLIT, *SPREAD, REQUESTS), "scores are not supported there yet"),
-    Row(SCORE_COLUMN, (SPLIT, *SPREAD, REQUESTS), "scores are not supported there yet"),
+    Row(SCORE, (SPLIT, REQUESTS), "scores are not supported there yet"),
+    Row(SCORE_COLUMN, (SPLIT, REQUESTS), "scores are not supported there yet"),
     Row(LOGPROBS, (NO_ANSWER, *SCORES), "it is for the tokens of an answer, and none is written"),
     Row(SCHEMA, (NO_ANSWER, *SCORES), "it is for answers, and none is written"),
     Row(SAMPLES, (NO_ANSWER, *SCORES), "it is for answers, and none is written"),
@@ -194,7 +192,6 @@ REFUSED = (
 )
 # What is not refused: the first setting then has no effect, as `docs` says.
 NO_EFFECT = (
-    Row(HEADS_AUTO, (REQUESTS,), "requests may ask for log-probabilities, several answers or a schema"),
     Row(PROMPTS, (SINGLE,), "plain transformers prefills every prompt by itself"),
     Row(PROMPTS, (LENGTH,), "keys depend on the length of the whole prompt"),
     Row(PROMPTS, (ROLLING,), "a rolling cache cannot be continued by other prompts"),
@@ -250,8 +247,7 @@ def refusals(job: JobSpec, rows: Iterable[Row] = REFUSED, model: Collection[str]
 
 def why_not_heads(job: JobSpec) -> str | None:
     """Say what keeps the ranks of a chain from sharing heads when they decode; None: nothing."""
-    settings = (HEADS,) if job.decode.mode == "head-parallel" else (HEADS, HEADS_AUTO)
-    return _first((*REFUSED, *NO_EFFECT), settings, job)
+    return _first(REFUSED, (HEADS,), job)
 
 
 def why_no_effect(setting: str, job: JobSpec, model: Collection[str] = ()) -> str | None:

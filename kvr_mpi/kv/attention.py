@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,12 @@ class PartialAttention:
 
     out: torch.Tensor
     lse: torch.Tensor
+
+    @classmethod
+    def of_nothing(cls, sizes: Sequence[int], device: torch.device) -> PartialAttention:
+        """Attention over no key at all (1, heads, queries, value_dim), in float32: it has no weight in a merge."""
+        out = torch.zeros(*sizes, device=device)
+        return cls(out, torch.full_like(out[..., 0], float("-inf")))
 
     def merge(self, other: PartialAttention) -> PartialAttention:
         """Join with attention over other keys, in float32."""

@@ -357,9 +357,7 @@ def attend_units(
 
 
 def _nothing(query: torch.Tensor, value_dim: int) -> PartialAttention:
-    """Attention to no key at all, in float32: kernels give narrower types."""
-    out = torch.zeros(*query.shape[:-1], value_dim, device=query.device)
-    return PartialAttention(out, torch.full(query.shape[:-1], float("-inf"), device=query.device))
+    return PartialAttention.of_nothing((*query.shape[:-1], value_dim), query.device)
 
 
 def elements_needed(shape: LayerShape, counts: Sequence[int], room: int) -> int:

@@ -333,7 +333,4 @@ def _same_document(shares: Sequence[Share]) -> list[range]:
 
 
 def _nothing(query: torch.Tensor, shape: LayerShape) -> PartialAttention:
-    """Attention to no key at all: it has no weight in a merge."""
-    _, heads, queries, _ = query.shape
-    out = torch.zeros(1, heads, queries, shape.value_dim, dtype=torch.float32, device=query.device)
-    return PartialAttention(out, torch.full_like(out[..., 0], float("-inf")))
+    return PartialAttention.of_nothing((*query.shape[:-1], shape.value_dim), query.device)

@@ -29,28 +29,36 @@ def share_out_stored(known: int, tokens: int, size: int) -> Partition:
     return Partition((*Partition.even(known, size).bounds[:-1], tokens))
 
 
-def run_shares(
-    loaded: LoadedModel, row: torch.Tensor, cache: SharesCache, keep: torch.Tensor | None = None
-) -> tuple[torch.Tensor | None, str | None]:
+def run_shares(loaded: LoadedModel, row: torch.Tensor, cache: SharesCache) -> tuple[torch.Tensor | None, str | None]:
     """Run new tokens (1, tokens) of prompts that are spread over a chain; every rank of it calls this.
 
     A rank whose memory runs out plays on (``failure``), so that it is known to all of them alike. Nothing has been
     counted in then: the row may be run again, or in pieces.
 
-    Parameters
-    ----------
-    keep : torch.Tensor, optional
-        Which tokens' logits are read; see `run_model`.
-
     Returns
     -------
     (torch.Tensor, None) or (None, str)
-        Logits (rows, vocab_size), the same on every rank; or which ranks had no memory, and why if this one had none.
+        Logits (tokens, vocab_size), the same on every rank; or which ranks had no memory, and why if this one had none.
+
+    Raises
+    ------
+    AgreementError
+        If ranks have run different tokens.
     """
-    logits, why = _run(loaded, row, cache, keep)
-    words = _gather_words(cache.chain, loaded.device, [logits is None])
-    failed = [rank for rank, (is_short,) in enumerate(words) if is_short]
+    logits, why = _run(loaded, row, cache, torch.arange(row.shape[1], device=loaded.device))
+    digest = digest_of(row[0].tolist(), [share.length for share in cache.shares], "step")
+    words = _gather_words(cache.chain, loaded.device, [logits is None, digest])
+    _check_digests([digest for _, digest in words], "different tokens of prompts that are spread over them")
+    failed = [rank for rank, (is_short, _) in enumerate(words) if is_short]
     return (None, _describe_shortage(failed, why)) if failed else (logits, None)
+
+
+def _check_digests(digests: Sequence[int], what: str) -> None:
+    if len({*digests}) > 1:
+        raise AgreementError(
+            f"ranks of a chain have run {what} (digests {[*digests]}): the job ends before a wrong answer is stored; "
+            f"please report this"
+        )
 
 
 def _run(
@@ -179,11 +187,7 @@ def _run_row(
     own_failure = _failure_of(document, loaded)
     digest = digest_of(row[0].tolist(), [known], "stored")
     words = _gather_words(chain, loaded.device, [logits is None, own_failure is not None, digest])
-    if len({digest for _, _, digest in words}) > 1:
-        raise AgreementError(
-            f"ranks of a chain have run different questions about a stored document (digests "
-            f"{[digest for *_, digest in words]}): the job ends before a wrong answer is stored; please report this"
-        )
+    _check_digests([digest for *_, digest in words], "different questions about a stored document")
     if (reader := next((rank for rank, (_, failed, _) in enumerate(words) if failed), None)) is not None:
         failure: str = share_json(chain, own_failure, reader)
         document.give_up(failure)

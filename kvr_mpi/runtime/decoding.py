@@ -11,9 +11,10 @@ from dataclasses import asdict, replace
 
 from kvr_mpi.costs.decoding import DecodeChoice, Wave, choose_decoding, decode_costs_of
 from kvr_mpi.decode.batch import MAX_SEQUENCES
-from kvr_mpi.decode.head_parallel import HeadParallelBatch, HeadParallelWave
+from kvr_mpi.decode.group import Group
+from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.placing import HeadSharing
-from kvr_mpi.decode.shares_batch import SharesBatch
+from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.requests.prompt_request import PromptRequest
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.rounds import Round
@@ -95,51 +96,18 @@ def _usual_wave(setup: JobSetup, part: Round) -> Wave:
 def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choice: DecodeChoice) -> WorkerContext:
     """Let a chain decode together, if keys and values stay spread over its ranks or these share heads."""
     if setup.spec.is_spread:
-        return _spreading(context, setup, chain)
-    if choice.mode == "head-parallel":
-        return _sharing_heads(context, setup, chain)
-    return context
-
-
-def _spreading(context: WorkerContext, setup: JobSetup, chain: Transport) -> WorkerContext:
-    """Let every rank of a chain attend to the tokens it has."""
-    generation = setup.spec.generation
-    new_tokens = generation.max_new_tokens
-    batch = SharesBatch[PromptRequest](
-        setup.loaded, setup.generation, stop=generation.stop, max_new_tokens=new_tokens, chain=chain
-    )
+        group: Group[PromptRequest] = TokenGroup(setup.loaded, chain)
+    elif choice.mode == "head-parallel":
+        assert isinstance(setup.sharing, HeadSharing), "others are refused, or decode each their own"
+        group = HeadGroup(setup.loaded, chain, setup.sharing.placing(chain.size), setup.sharing.loads)
+    else:
+        return context
     decoder = Decoder(
-        batch,
+        setup.open_decode_batch(group),
         context.sink,
         context.stop,
         context.tally,
-        decodes=new_tokens > 0,
-        chain=chain,
-        recorder=context.trace.recorder,
-    )
-    return replace(context, decoder=decoder)
-
-
-def _sharing_heads(context: WorkerContext, setup: JobSetup, chain: Transport) -> WorkerContext:
-    """Let every rank of a chain compute some heads."""
-    assert isinstance(setup.sharing, HeadSharing), "others are refused, or decode each their own"
-    generation, sharing = setup.spec.generation, setup.sharing
-    batch = HeadParallelBatch[PromptRequest](
-        setup.loaded,
-        chain,
-        setup.generation,
-        stop=generation.stop,
-        max_new_tokens=generation.max_new_tokens,
-        place=sharing.placing(chain.size),
-        loads=sharing.loads,
-    )
-    decoder = Decoder(
-        HeadParallelWave(batch),
-        context.sink,
-        context.stop,
-        context.tally,
-        decodes=True,
-        chain=chain,
+        decodes=setup.spec.generation.max_new_tokens > 0,
         compression=setup.compression,
         recorder=context.trace.recorder,
     )

@@ -164,5 +164,5 @@ class SpreadDocuments:
         place = Rotation.bringing(size, size - 1, decode_rank).place_of(rank)
         partition = share_out_stored(known, known, size)
         longest_question = max(len(frame.tail) for frame in self._setup.question_frames.values())
-        longest = known + longest_question + self._setup.spec.generation.max_new_tokens
+        longest = known + longest_question + self._setup.longest_answer
         return ShareBounds(partition.start(place), partition.stop(place), place == size - 1, longest)

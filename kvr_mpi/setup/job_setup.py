@@ -16,8 +16,9 @@ from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.graphs import StepGraphs
+from kvr_mpi.decode.group import Alone, Group
 from kvr_mpi.decode.placing import HeadSharing
-from kvr_mpi.documents.prompts import Frame, Prompt
+from kvr_mpi.documents.prompts import Frame, Prompt, encode_text
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.observation import Retain
 from kvr_mpi.kv.paged import PagedArena, pages_for
@@ -117,6 +118,12 @@ class JobSetup:
         )
 
     @property
+    def longest_answer(self) -> int:
+        """Most tokens that may follow a prompt: of an answer, or of what is to be scored."""
+        generation, tokenizer = self.spec.generation, self.loaded.tokenizer
+        return max([generation.max_new_tokens, *(len(encode_text(tokenizer, text)) for text in generation.score)])
+
+    @property
     def longest_tokens(self) -> int:
         """Tokens of the longest prompt there can be; where the model names no context, of an example."""
         return self.frame.max_tokens if self.loaded.shape.max_tokens else EXAMPLE_TOKENS
@@ -145,16 +152,15 @@ class JobSetup:
         speeds = costs.speeds and (costs.speeds[ranks] if self.costs else costs.speeds[:size])
         return replace(costs, speeds=speeds if speeds and len(speeds) == size else None)
 
-    def open_decode_batch(self) -> DecodeBatch[PromptRequest]:
-        """Make what decodes this rank's prompts."""
+    def open_decode_batch(self, group: Group[PromptRequest] | None = None) -> DecodeBatch[PromptRequest]:
+        """Make what decodes prompts, with a group of ranks or on this one alone."""
         generation = self.spec.generation
         return DecodeBatch(
             self.loaded,
             self.generation,
             stop=generation.stop,
             max_new_tokens=generation.max_new_tokens,
-            why_alone=self.why_alone,
-            graphs=self.graphs,
+            group=group or Alone(self.loaded, why_alone=self.why_alone, graphs=self.graphs),
         )
 
     def forecast(self) -> Forecast:

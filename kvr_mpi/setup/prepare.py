@@ -18,7 +18,7 @@ from kvr_mpi.compress.compression import Compression, open_compression
 from kvr_mpi.decode.grammar import Grammars
 from kvr_mpi.decode.placing import HeadSharing, open_sharing
 from kvr_mpi.decode.sampling import ends_of, make_generation_config
-from kvr_mpi.decode.shares_batch import check_shareable
+from kvr_mpi.decode.token_parallel import check_shareable
 from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError

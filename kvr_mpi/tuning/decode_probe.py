@@ -20,14 +20,15 @@ import torch
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.head_parallel import HeadParallelBatch, Place, Prefilled
+from kvr_mpi.decode.group import Group
+from kvr_mpi.decode.head_parallel import HeadGroup, Place
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.cpu_attention import attention_kernel
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
+from kvr_mpi.prefill.one_prompt import wait_for_compute
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport import Transport, gather_json, share_json
@@ -63,7 +64,7 @@ def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, plac
     documents : int
         Of the chain.
     place : callable
-        As for `HeadParallelBatch`.
+        As for `HeadGroup`.
 
     Returns
     -------
@@ -75,19 +76,16 @@ def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, plac
     options: dict[str, Any] = {"stop": (), "max_new_tokens": STEPS + 3}
     ids = loaded.shape.sample_ids(PROBE_TOKENS, 7, 1)
 
-    def prefills() -> list[Prefill]:
+    def time_step(group: Group[int] | None) -> float:
+        batch: DecodeBatch[int] = DecodeBatch(loaded, greedy, group=group, **options)
         own = min(shares, MOST_DOCUMENTS)
-        return prefill_packed(loaded, [ids] * own, reserve_tokens=STEPS + 3) if own else []
+        prefills = prefill_packed(loaded, [ids] * own, reserve_tokens=STEPS + 3) if own else []
+        for number, prefill in enumerate(prefills):
+            batch.add(number, prefill, ids, 0)
+        batch.begin()
+        return _step_seconds(chain, batch.step, loaded.device)
 
-    apart: DecodeBatch[int] = DecodeBatch(loaded, greedy, why_alone=None, **options)
-    for number, prefill in enumerate(prefills()):
-        apart.add(number, prefill, ids, 0)
-    apart_s = _step_seconds(chain, apart.step, loaded.device)
-    del apart
-    shared: HeadParallelBatch[int] = HeadParallelBatch(loaded, chain, greedy, place=place, **options)
-    shared.add([Prefilled(number, prefill, ids) for number, prefill in enumerate(prefills())])
-    shared_s = _step_seconds(chain, shared.step, loaded.device)
-    del shared
+    apart_s, shared_s = time_step(None), time_step(HeadGroup(loaded, chain, place))
     return DecodeTimes(apart_s, shared_s, kept_token_seconds(loaded, chain))
 
 

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch, Finished
+from kvr_mpi.decode.group import Alone
 from kvr_mpi.decode.sampling import Answer, make_generation_config
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
@@ -47,9 +48,9 @@ def ready(name: str, *, chain: bool = True) -> LoadedModel:
 def make_pool(
     loaded: LoadedModel, *, new_tokens: int = NEW_TOKENS, stop: Sequence[str] = (), **config: Any
 ) -> DecodeBatch[str]:
-    why_alone = config.pop("why_alone", None)
+    group = Alone[str](loaded, why_alone=config.pop("why_alone", None))
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | config
-    return DecodeBatch(loaded, GenerationConfig(**settings), stop=stop, max_new_tokens=new_tokens, why_alone=why_alone)
+    return DecodeBatch(loaded, GenerationConfig(**settings), stop=stop, max_new_tokens=new_tokens, group=group)
 
 
 def answers(pool: DecodeBatch[str], steps: int = 1000) -> dict[str, Finished[str]]:
@@ -254,7 +255,7 @@ def test_a_batch_that_does_not_fit_shrinks() -> None:
     found = answers(pool)
     hook.remove()
     assert {key: each.answer.token_ids for key, each in found.items() if each.answer is not None} == truths
-    assert pool.rows == 2 == memory.most and memory.failures <= 3
+    assert pool.most_rows == 2 == memory.most and memory.failures <= 3
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -381,7 +382,7 @@ def test_smollm_answers_real_texts_together(smollm: LoadedModel) -> None:
     ]
     prepare_model(smollm.model, chain=True)
     assert why_not_packed(smollm) is None
-    pool: DecodeBatch[str] = DecodeBatch(smollm, config, stop=(), max_new_tokens=8, why_alone=None)
+    pool: DecodeBatch[str] = DecodeBatch(smollm, config, stop=(), max_new_tokens=8)
     for at, prefill in enumerate(prefill_packed(smollm, prompts, reserve_tokens=8)):
         pool.add(str(at), prefill, prompts[at], 0)
     found = answers(pool)

@@ -26,7 +26,8 @@ from kvr_mpi.compress.placement import (
     place_with_equal_copies,
 )
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.head_parallel import HeadParallelBatch, Prefilled
+from kvr_mpi.decode.head_parallel import HeadGroup
+from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
@@ -104,35 +105,48 @@ def truths(loaded: LoadedModel, keep_all: bool = False, stop: Sequence[str] = ()
     """Each document alone on one rank."""
     found = {}
     for tokens in LENGTHS:
-        pool: DecodeBatch[int] = DecodeBatch(
-            loaded, make_config(**settings), stop=stop, max_new_tokens=NEW_TOKENS, why_alone=None
-        )
+        pool: DecodeBatch[int] = DecodeBatch(loaded, make_config(**settings), stop=stop, max_new_tokens=NEW_TOKENS)
         pool.add(tokens, compressed(loaded, tokens, keep_all), other_prompt(tokens), tokens)
         while pool.running:
             found |= {each.key: each.answer for each in pool.step()}
     return found
 
 
+def opened(
+    loaded: LoadedModel, ranks: Transport, place: Any, stop: Sequence[str] = (), **settings: Any
+) -> DecodeBatch[int]:
+    torch.set_num_threads(1)
+    group = HeadGroup[int](loaded, ranks, place)
+    return DecodeBatch(loaded, make_config(**settings), stop=stop, max_new_tokens=NEW_TOKENS, group=group)
+
+
+def answered(batch: DecodeBatch[int], documents: Sequence[tuple[int, Prefill]], **own: Any) -> dict[int, Any]:
+    """Answer this rank's documents of so many tokens with all other ranks."""
+    for tokens, prefill in documents:
+        batch.add(tokens, prefill, other_prompt(tokens), tokens, OwnGeneration(**own))
+    found = {each.key: each.answer for each in batch.begin()}
+    while batch.running:
+        found |= {each.key: each.answer for each in batch.step()}
+    return found
+
+
+def held_bytes(batch: DecodeBatch[int]) -> int:
+    return sum(prefill.cache.held_bytes for prefill in batch.prefills)
+
+
 def together(
     loaded: LoadedModel, size: int, place: Any, keep_all: bool = False, stop: Sequence[str] = (), **settings: Any
-) -> tuple[dict[int, Any], list[HeadParallelBatch[int]]]:
+) -> tuple[dict[int, Any], list[Any]]:
     """All documents on several ranks, each prefilled by one of them."""
 
-    def work(ranks: Transport) -> tuple[dict[int, Any], HeadParallelBatch[int]]:
+    def work(ranks: Transport) -> tuple[dict[int, Any], Any]:
         torch.set_num_threads(1)
-        batch: HeadParallelBatch[int] = HeadParallelBatch(
-            loaded, ranks, make_config(**settings), stop=stop, max_new_tokens=NEW_TOKENS, place=place
-        )
         mine = LENGTHS[ranks.rank :: ranks.size] if size < 4 else LENGTHS if ranks.rank == 2 else []
-        documents = [Prefilled(each, compressed(loaded, each, keep_all), other_prompt(each), each) for each in mine]
-        found = {each.key: each.answer for each in batch.add(documents)}
-        assert all(document.prefill.cache is None for document in documents if document.key not in found)
-        while batch.running:
-            found |= {each.key: each.answer for each in batch.step()}
-        return found, batch
+        batch = opened(loaded, ranks, place, stop, **settings)
+        return answered(batch, [(each, compressed(loaded, each, keep_all)) for each in mine]), batch.group
 
     ranks = run_local(size, work)
-    return {key: answer for found, _ in ranks for key, answer in found.items()}, [batch for _, batch in ranks]
+    return {key: answer for found, _ in ranks for key, answer in found.items()}, [group for _, group in ranks]
 
 
 def place_on_last(loads: Sequence[float], ranks: int) -> LayerPlacement:
@@ -157,9 +171,9 @@ PLACES: dict[str, Any] = {
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_answers_are_those_of_one_rank(size: int, place: str) -> None:
     loaded = ready("qwen2")
-    found, batches = together(loaded, size, PLACES[place])
+    found, groups = together(loaded, size, PLACES[place])
     assert texts(found) == texts(truths(loaded))
-    owned = [[int((own == rank).sum()) for own in batches[0].owners] for rank in range(size)]
+    owned = [[int((own == rank).sum()) for own in groups[0].owners] for rank in range(size)]
     assert all(sum(column) == len(LENGTHS) * 3 for column in zip(*owned, strict=True))
     if place == "all-on-one" and size > 1:
         assert any(0 in layers for layers in owned), "a rank without a head of some layer"
@@ -218,7 +232,7 @@ def test_other_ways_to_choose(settings: dict[str, Any]) -> None:
 
 def test_whole_caches_are_shared_out_too() -> None:
     loaded = ready("qwen2")
-    found, batches = together(loaded, 2, PLACES["in-proportion"], keep_all=True)
+    found, groups = together(loaded, 2, PLACES["in-proportion"], keep_all=True)
     assert texts(found) == texts(truths(loaded, keep_all=True)) != texts(truths(loaded))
 
 
@@ -230,19 +244,19 @@ def test_a_single_document_is_divided_by_tokens(tokens: int, name: str, size: in
     loaded = ready(name)
 
     def work(ranks: Transport) -> tuple[list[Any], int, int]:
-        batch: HeadParallelBatch[int] = HeadParallelBatch(
-            loaded, ranks, make_config(), stop=(), max_new_tokens=NEW_TOKENS, place=PLACES["best-effort"]
-        )
-        home = ranks.rank == 0
-        batch.add([Prefilled(tokens, compressed(loaded, tokens), other_prompt(tokens))] if home else [])
-        held, found = batch.held_bytes, []
+        batch = opened(loaded, ranks, PLACES["best-effort"])
+        if ranks.rank == 0:
+            batch.add(tokens, compressed(loaded, tokens), other_prompt(tokens), 0)
+        batch.begin()
+        held, found = held_bytes(batch), []
         while batch.running:
             found += [each.answer for each in batch.step()]
-        return found, held, int(batch.counts.sum())
+        assert isinstance(batch.group, HeadGroup)
+        return found, held, int(batch.group.counts.sum())
 
     ranks = run_local(size, work)
     (answer,) = ranks[0][0]
-    pool: DecodeBatch[int] = DecodeBatch(loaded, make_config(), stop=(), max_new_tokens=NEW_TOKENS, why_alone=None)
+    pool: DecodeBatch[int] = DecodeBatch(loaded, make_config(), stop=(), max_new_tokens=NEW_TOKENS)
     pool.add(0, compressed(loaded, tokens), other_prompt(tokens), 0)
     truth = None
     while pool.running:
@@ -258,16 +272,10 @@ def test_waves_of_other_documents() -> None:
     truth = texts(truths(loaded))
 
     def work(ranks: Transport) -> None:
-        torch.set_num_threads(1)
-        batch: HeadParallelBatch[int] = HeadParallelBatch(
-            loaded, ranks, make_config(), stop=(), max_new_tokens=NEW_TOKENS, place=PLACES["best-effort"]
-        )
+        batch = opened(loaded, ranks, PLACES["best-effort"])
         for wave in waves:
             mine = wave[ranks.rank :: ranks.size]
-            batch.add([Prefilled(each, compressed(loaded, each), other_prompt(each), each) for each in mine])
-            found: dict[int, Any] = {}
-            while batch.running:
-                found |= {each.key: each.answer for each in batch.step()}
+            found = answered(batch, [(each, compressed(loaded, each)) for each in mine])
             assert texts(found) == {each: truth[each] for each in mine}
 
     run_local(2, work)
@@ -289,14 +297,15 @@ def test_ranks_hold_their_share_and_no_more() -> None:
     loaded = ready("qwen2")
 
     def work(ranks: Transport) -> tuple[int, int, list[int]]:
-        batch: HeadParallelBatch[int] = HeadParallelBatch(
-            loaded, ranks, make_config(), stop=(), max_new_tokens=NEW_TOKENS, place=PLACES["in-proportion"]
-        )
-        mine = [Prefilled(each, compressed(loaded, each), other_prompt(each)) for each in LENGTHS[ranks.rank :: 2]]
-        batch.add(mine)
-        rows = [int(counts[own == ranks.rank].sum()) for own, counts in zip(batch.owners, batch.counts, strict=True)]
-        units = sum(int((own == ranks.rank).sum()) for own in batch.owners)
-        return batch.held_bytes, 4 * 2 * 8 * (sum(rows) + units * (NEW_TOKENS - 1)), rows
+        batch = opened(loaded, ranks, PLACES["in-proportion"])
+        for each in LENGTHS[ranks.rank :: 2]:
+            batch.add(each, compressed(loaded, each), other_prompt(each), 0)
+        batch.begin()
+        group = batch.group
+        assert isinstance(group, HeadGroup)
+        rows = [int(counts[own == ranks.rank].sum()) for own, counts in zip(group.owners, group.counts, strict=True)]
+        units = sum(int((own == ranks.rank).sum()) for own in group.owners)
+        return held_bytes(batch), 4 * 2 * 8 * (sum(rows) + units * (NEW_TOKENS - 1)), rows
 
     (first, needs, rows), (second, other_needs, other_rows) = run_local(2, work)
     assert (first, second) == (needs, other_needs)

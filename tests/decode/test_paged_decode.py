@@ -59,7 +59,7 @@ def test_a_layer_takes_one_call_for_all_documents(reads_pages: Watched) -> None:
     loaded = ready("llama-gqa")
     arena = arena_of(loaded, 8)
     config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-    batch: DecodeBatch[int] = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS, why_alone=None)
+    batch: DecodeBatch[int] = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
     prompts = [other_prompt(tokens) for tokens in LENGTHS]
     for ids, prefill in zip(
         prompts, prefill_packed(loaded, prompts, reserve_tokens=NEW_TOKENS, arena=arena), strict=True

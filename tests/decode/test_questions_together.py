@@ -13,7 +13,8 @@ from made_documents import StoredRows, questions_after, store_rows
 from models import prompt, tiny
 from transformers import GenerationConfig
 
-from kvr_mpi.decode.shares_batch import SharesBatch
+from kvr_mpi.decode.batch import DecodeBatch
+from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.errors import DataError
 from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.model import LoadedModel
@@ -56,7 +57,8 @@ def ask(stored: StoredRows, prompts: Sequence[Sequence[int]], rows: Sequence[sli
     """Ask some questions at a time, and decode all of them together."""
     loaded, config = stored.loaded, GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     document = stored.open_on(chain, LONGEST)
-    batch = SharesBatch[int](loaded, config, stop=(), max_new_tokens=NEW_TOKENS, chain=chain)
+    group = TokenGroup[int](loaded, chain)
+    batch = DecodeBatch[int](loaded, config, stop=(), max_new_tokens=NEW_TOKENS, group=group)
     prefills: list[Prefill] = []
     for row in rows:
         some = prompts[row]
@@ -65,7 +67,7 @@ def ask(stored: StoredRows, prompts: Sequence[Sequence[int]], rows: Sequence[sli
             if prefill.error is None:
                 batch.add(len(prefills), prefill, ids, 0)
             prefills.append(prefill)
-    asked = Asked(document, prefills, {}, batch.held_bytes(document))
+    asked = Asked(document, prefills, {}, group.held_bytes(batch.prefills, document))
     while batch.running:
         asked.answers |= {one.key: list(one.answer.token_ids) for one in batch.step() if one.answer is not None}
     return asked
@@ -86,8 +88,9 @@ def test_each_layer_is_read_once_whatever_is_asked(name: str, ranks: int) -> Non
     stored, prompts, truths = opened(name)
     for rows in ([slice(0, 3), slice(3, None)], [slice(at, at + 1) for at in range(len(prompts))]):
         stored.reads.clear()
-        for asked in run_local(ranks, lambda chain, rows=rows: ask(stored, prompts, rows, chain)):
-            assert asked.answers == truths
+        ranks_asked = run_local(ranks, lambda chain, rows=rows: ask(stored, prompts, rows, chain))
+        assert ranks_asked[-1].answers == truths, "the last rank is their home"
+        for asked in ranks_asked:
             assert all(prefill.known_tokens == KNOWN for prefill in asked.prefills)
         assert sorted((rank, layer) for rank, layer, *_ in stored.reads) == [
             (rank, layer) for rank in range(ranks) for layer in range(len(stored.layers))
@@ -179,8 +182,9 @@ def test_a_question_that_is_longer_than_the_document_is_held_for_is_refused() ->
 def test_what_is_held_for_nothing_is_let_go() -> None:
     """When the last answer is through, nobody but the chain holds the document's rows, nor its files."""
     stored, prompts, truths = opened("llama-gqa")
-    for asked in run_local(2, lambda chain: ask(stored, prompts, [slice(None)], chain)):
-        assert asked.answers == truths and asked.document._loading is None
+    ranks = run_local(2, lambda chain: ask(stored, prompts, [slice(None)], chain))
+    assert [asked.answers for asked in ranks] == [{}, truths]
+    assert all(asked.document._loading is None for asked in ranks)
 
 
 def same_logits(loaded: LoadedModel, first: Prefill, second: Prefill) -> None:

@@ -13,7 +13,8 @@ from rows import long_rope, one_thread
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.scoring import score_continuations
+from kvr_mpi.decode.group import Alone
+from kvr_mpi.decode.scoring import Score, score_continuations
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.model import LoadedModel
@@ -52,6 +53,10 @@ def ready(loaded: LoadedModel, *, chain: bool = True) -> LoadedModel:
     return replace(loaded, tokenizer=Numbers())
 
 
+def scored(loaded: LoadedModel, prefill: Prefill, texts: Sequence[str]) -> tuple[Score, ...]:
+    return score_continuations(loaded, prefill, prefill.partition.tokens, texts, Alone[str](loaded).look_ahead)
+
+
 def truth_of(loaded: LoadedModel, text: str) -> torch.Tensor:
     """What transformers says of the whole vocabulary in each place of a continuation, without any cache of ours."""
     prepare_model(loaded.model, chain=False)
@@ -74,13 +79,13 @@ def test_scores_are_transformers_own(name: str) -> None:
     greedy = " ".join(map(str, [int(truths["5"][0].argmax())]))
     prefill = prefill_alone(loaded)
     before = run_next(loaded.model, prefill_alone(loaded), torch.tensor([[3]]))
-    for score in score_continuations(loaded, prefill, len(IDS), TEXTS):
+    for score in scored(loaded, prefill, TEXTS):
         truth, ids = truths[score.text], torch.tensor(score.token_ids)
         mine = truth[torch.arange(len(ids)), ids]
         torch.testing.assert_close(torch.tensor(score.logprobs), mine, atol=CLOSE, rtol=1e-5)
         assert score.logprob == pytest.approx(float(mine.sum()), abs=1e-4)
         assert score.is_greedy == bool((truth.argmax(-1) == ids).all())
-    assert score_continuations(loaded, prefill, len(IDS), [greedy])[0].is_greedy
+    assert scored(loaded, prefill, [greedy])[0].is_greedy
     # The cache is as it was: what is decoded from it now is what would have been decoded without.
     after = run_next(loaded.model, prefill, torch.tensor([[3]]))
     torch.testing.assert_close(after, before, atol=CLOSE, rtol=1e-5)
@@ -89,11 +94,11 @@ def test_scores_are_transformers_own(name: str) -> None:
 @pytest.mark.parametrize(("ranks", "name"), [(2, "mistral-window"), (2, "llama4-chunks"), (3, "llama-gqa")])
 def test_chains_score_alike(ranks: int, name: str) -> None:
     loaded = ready(tiny(name))
-    alone = score_continuations(loaded, prefill_alone(loaded), len(IDS), TEXTS)
+    alone = scored(loaded, prefill_alone(loaded), TEXTS)
 
     def rank(chain: LocalTransport) -> Any:
         found = prefill_kvr(loaded, IDS, Partition.even(len(IDS), ranks), chain, reserve_tokens=6)
-        return None if found.logits is None else score_continuations(loaded, found, len(IDS), TEXTS)
+        return None if found.logits is None else scored(loaded, found, TEXTS)
 
     (found,) = [each for each in run_local(ranks, rank) if each is not None]
     for one, other in zip(found, alone, strict=True):
@@ -103,7 +108,7 @@ def test_chains_score_alike(ranks: int, name: str) -> None:
 def test_plain_transformers_cache_is_left_alone() -> None:
     loaded = ready(tiny("mistral-window"), chain=False)
     prefill = prefill_single(loaded.model, IDS, loaded.device)
-    found = score_continuations(loaded, prefill, len(IDS), TEXTS)
+    found = scored(loaded, prefill, TEXTS)
     assert prefill.cache.get_seq_length() == len(IDS)
     for score in found:
         mine = truth_of(loaded, score.text)[torch.arange(len(score.token_ids)), torch.tensor(score.token_ids)]
@@ -114,14 +119,14 @@ def test_what_cannot_be_scored_is_said() -> None:
     loaded = ready(tiny("llama-gqa"))
     long = " ".join(["5"] * 500)
     with pytest.raises(DocumentError, match="context has 512 tokens"):
-        score_continuations(loaded, prefill_alone(loaded), len(IDS), [long])
+        scored(loaded, prefill_alone(loaded), [long])
     with pytest.raises(DocumentError, match="has no tokens"):
-        score_continuations(loaded, prefill_alone(loaded), len(IDS), ["nothing"])
+        scored(loaded, prefill_alone(loaded), ["nothing"])
     changing = ready(long_rope())
     short = prefill_kvr(changing, IDS[:30], Partition((0, 30)), LocalTransport(), reserve_tokens=6)
     with pytest.raises(DocumentError, match="rotary embedding changes"):
-        score_continuations(changing, short, 30, [TEXTS[0]])
-    batch: DecodeBatch[str] = DecodeBatch(loaded, GenerationConfig(), stop=(), max_new_tokens=0, why_alone=None)
+        scored(changing, short, [TEXTS[0]])
+    batch: DecodeBatch[str] = DecodeBatch(loaded, GenerationConfig(), stop=(), max_new_tokens=0)
     batch.add("a", prefill_alone(loaded), IDS, 0, OwnGeneration(score=("nothing",)))
     batch.add("b", prefill_alone(loaded), IDS, 0, OwnGeneration(score=TEXTS))
     bad, good = sorted(batch.step(), key=lambda one: one.key)
@@ -136,9 +141,7 @@ def test_what_would_cut_an_answer_by_a_schema_is_refused() -> None:
         ({"min_new_tokens": 3}, "min_new_tokens = 3"),
         ({"no_repeat_ngram_size": 2}, "no_repeat_ngram"),
     ):
-        batch: DecodeBatch[str] = DecodeBatch(
-            loaded, GenerationConfig(**config), stop=(), max_new_tokens=4, why_alone=None
-        )
+        batch: DecodeBatch[str] = DecodeBatch(loaded, GenerationConfig(**config), stop=(), max_new_tokens=4)
         batch.add("a", prefill_alone(loaded), IDS, 0, own)
         (found,) = batch.step()
         assert found.answer is None and said in (found.error or "")
@@ -153,7 +156,7 @@ def test_a_prompt_is_answered_several_times_only_where_that_can_be() -> None:
         (states, warm, IDS, "keeps states"),
         (changing, warm, IDS[:30], "rotary embedding changes"),
     ):
-        batch: DecodeBatch[str] = DecodeBatch(loaded, config, stop=(), max_new_tokens=6, why_alone=None)
+        batch: DecodeBatch[str] = DecodeBatch(loaded, config, stop=(), max_new_tokens=6)
         prefill = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=6)
         batch.add("a", prefill, ids, 0, OwnGeneration(n=2))
         (found,) = batch.step()

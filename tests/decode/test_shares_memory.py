@@ -14,8 +14,8 @@ from made_documents import questions_after, store_rows
 from models import prompt, tiny
 from transformers import GenerationConfig
 
-from kvr_mpi.decode.batch import Finished
-from kvr_mpi.decode.shares_batch import SharesBatch
+from kvr_mpi.decode.batch import DecodeBatch, Finished
+from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -53,7 +53,8 @@ def decode(loaded: LoadedModel, run: threading.local, chain: Transport) -> dict[
     """Answer prompts of all `LENGTHS` together on a rank."""
     run.rank = -1  # nothing fails while prompts are prefilled
     config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-    batch = SharesBatch[int](loaded, config, stop=(), max_new_tokens=NEW_TOKENS, chain=chain)
+    group = TokenGroup[int](loaded, chain)
+    batch = DecodeBatch[int](loaded, config, stop=(), max_new_tokens=NEW_TOKENS, group=group)
     for number, tokens in enumerate(LENGTHS):
         ids, last = prompt(tokens), number % chain.size
         partition = Partition.even(tokens, chain.size)
@@ -63,6 +64,13 @@ def decode(loaded: LoadedModel, run: threading.local, chain: Transport) -> dict[
     while batch.running:
         assert (steps := steps + 1) < 100, "it never ends"
         found |= {one.key: one for one in batch.step()}
+    return found
+
+
+def of_all(ranks: list[dict[int, Finished[int]]]) -> dict[int, Finished[int]]:
+    """Put together what ranks have handed out: each prompt once, by its home."""
+    found = {tokens: one for rank in ranks for tokens, one in rank.items()}
+    assert len(found) == sum(map(len, ranks)) == len(LENGTHS)
     return found
 
 
@@ -81,8 +89,8 @@ def test_a_row_that_is_too_much_is_run_in_halves(name: str, place: str) -> None:
         return left[rank] >= 0
 
     hook, run = run_out_at(loaded, place, is_due)
-    for found in run_local(3, lambda chain: decode(loaded, run, chain)):
-        assert {tokens: list(one.answer.token_ids) for tokens, one in found.items()} == truths
+    found = of_all(run_local(3, lambda chain: decode(loaded, run, chain)))
+    assert {tokens: list(one.answer.token_ids) for tokens, one in found.items() if one.answer} == truths
     hook.remove()
     assert all(count < 0 for count in left.values())
 
@@ -101,13 +109,13 @@ def test_a_document_without_memory_is_an_error_on_all_ranks(rank: int) -> None:
 
     layer = next(module for name, module in loaded.model.named_modules() if name.endswith("layers.1"))
     hook = layer.register_forward_pre_hook(fail, with_kwargs=True)
-    for found in run_local(3, lambda chain: decode(loaded, run, chain)):
-        bad = found.pop(60)
-        assert bad.answer is None and bad.prefill.share is None
-        assert f"rank {rank} of its chain ran out of memory" in str(bad.error)
-        assert {tokens: list(one.answer.token_ids) for tokens, one in found.items()} == {
-            tokens: truth for tokens, truth in truths.items() if tokens != 60
-        }
+    found = of_all(run_local(3, lambda chain: decode(loaded, run, chain)))
+    bad = found.pop(60)
+    assert bad.answer is None and bad.prefill.share is None
+    assert f"rank {rank} of its chain ran out of memory" in str(bad.error)
+    assert {tokens: list(one.answer.token_ids) for tokens, one in found.items() if one.answer} == {
+        tokens: truth for tokens, truth in truths.items() if tokens != 60
+    }
     hook.remove()
 
 

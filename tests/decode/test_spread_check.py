@@ -8,7 +8,7 @@ from models import CONFIGS, tiny
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny import shrink
-from kvr_mpi.decode.shares_batch import check_shareable
+from kvr_mpi.decode.token_parallel import check_shareable
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model

@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.graphs import StepGraphs
+from kvr_mpi.decode.group import Alone
 from kvr_mpi.kv.paged import PagedArena, pages_for
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -87,7 +88,7 @@ def _step_seconds(given: Given, loaded: Any, sequences: int, way: str, said: lis
         arena = PagedArena(shapes, loaded.dtype, loaded.device, extent_pages=pages, has_scrap=True)
     graphs = StepGraphs(loaded, said.append, patience=1) if way == "graphs" else None
     config = GenerationConfig(do_sample=False, eos_token_id=None)
-    batch: Any = DecodeBatch(loaded, config, stop=(), max_new_tokens=4 * STEPS, why_alone=None, graphs=graphs)
+    batch: Any = DecodeBatch(loaded, config, stop=(), max_new_tokens=4 * STEPS, group=Alone(loaded, graphs=graphs))
     ids = loaded.shape.sample_ids(tokens, 7, 3)
     for sequence in range(sequences):
         prefill = prefill_kvr(

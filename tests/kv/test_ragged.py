@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch, Finished
+from kvr_mpi.decode.group import Alone
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.head_store import check_retained
@@ -191,7 +192,7 @@ def test_after_a_chain_the_old_memory_is_gone() -> None:
 
 def make_pool(loaded: LoadedModel, **options: Any) -> DecodeBatch[str]:
     config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-    return DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS, why_alone=None, **options)
+    return DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS, group=Alone(loaded, **options))
 
 
 def answers(pool: DecodeBatch[str]) -> dict[str, Finished[str]]:

@@ -202,7 +202,7 @@ def test_an_answer_that_outgrows_its_frequencies_is_that_of_generate() -> None:
     loaded = replace(loaded, tokenizer=tokenizer)
     prepare_model(loaded.model, chain=True)
     for bounds in [(0, 40), (0, 25, 40)]:
-        pool = DecodeBatch(loaded, config, stop=(), max_new_tokens=new_tokens, why_alone=None)
+        pool = DecodeBatch(loaded, config, stop=(), max_new_tokens=new_tokens)
         pool.add("one", chain(loaded, ids, bounds, new_tokens), ids, 0)
         finished: list[Any] = []
         while not finished:

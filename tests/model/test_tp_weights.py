@@ -31,7 +31,7 @@ NEW_TOKENS, PROMPT = 32, ids_of(50)
 def answer(loaded: LoadedModel, prefills: Sequence[Prefill], new_tokens: int = NEW_TOKENS) -> list[Answer | None]:
     """Decode prompts together, greedily."""
     config = tf.GenerationConfig(do_sample=False)
-    batch = DecodeBatch[int](loaded, config, stop=(), max_new_tokens=new_tokens, why_alone=None)
+    batch = DecodeBatch[int](loaded, config, stop=(), max_new_tokens=new_tokens)
     for key, prefill in enumerate(prefills):
         batch.add(key, prefill, PROMPT, seed=0)
     found: dict[int, Answer | None] = {}

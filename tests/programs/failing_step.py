@@ -7,20 +7,20 @@ import time
 from typing import Any
 
 from kvr_mpi.cli import kvr_run
-from kvr_mpi.decode.head_parallel import HeadParallelBatch
+from kvr_mpi.decode.batch import DecodeBatch
 
-step, calls = HeadParallelBatch.step, 0
+step, calls = DecodeBatch.step, 0
 
 
-def breaking(batch: HeadParallelBatch[Any]) -> Any:
+def breaking(batch: DecodeBatch[Any]) -> Any:
     global calls
     calls += 1
-    if calls == 3 and batch._ranks.rank == 1:
+    if calls == 3 and batch.group.ranks is not None and batch.group.ranks.rank == 1:
         print(f"failing at {time.time()}", flush=True)
         raise RuntimeError("broken on purpose")
     return step(batch)
 
 
-HeadParallelBatch.step = breaking  # type: ignore[method-assign]
+DecodeBatch.step = breaking  # type: ignore[method-assign]
 sys.argv = ["kvr-run", sys.argv[1], "--set", "decode.mode=head-parallel"]
 kvr_run()

@@ -49,7 +49,7 @@ def test_a_chain_finds_planted_facts(smollm: LoadedModel) -> None:
     asked = [fact for fact in FACTS if fact["document"] in ("incident-report.md", "bridge-inspection.md")]
     config = make_generation_config(smollm.model, {"do_sample": False})
     prepare_model(smollm.model, chain=True)
-    pool = DecodeBatch(smollm, config, stop=(), max_new_tokens=24, why_alone=None)
+    pool = DecodeBatch(smollm, config, stop=(), max_new_tokens=24)
     for fact in asked:
         template = f"{{text}}\n\nQuestion: {fact['question']}\nAnswer:"
         frame = make_frame(smollm.tokenizer, template, chat_template=False, max_prompt_tokens=2048)

@@ -1,0 +1,229 @@
+"""Which ranks answer prompts together, and what each of them computes in a step.
+
+A rank answers by itself (`Alone`), or with others that have some heads each (`head_parallel.HeadGroup`) or some tokens
+each (`token_parallel.TokenGroup`). Choosing tokens, several answers, schemas, scores and what to do when memory runs
+out are the same for all of them (``batch``). One rank of a group chooses a prompt's tokens: it is the prompt's home,
+and tells the others what comes next.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from kvr_mpi.decode.graphs import StepGraphs
+from kvr_mpi.decode.samples import Samples
+from kvr_mpi.decode.sampling import DecodeSequence
+from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.model.rope import begins_anew_at
+from kvr_mpi.model.tp_group import guarded
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, run_next
+from kvr_mpi.prefill.packed import decode_packed
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.local import LocalTransport
+
+K = TypeVar("K")
+
+
+@dataclass(slots=True, eq=False)
+class Running(Generic[K]):
+    """A prompt that is being answered, as a rank knows it.
+
+    prefill : with the keys and values that this rank has.
+    last_token : the one to run next.
+    key, writing, samples : at the prompt's home; samples if there is to be more than one answer.
+    """
+
+    prefill: Prefill
+    last_token: int = -1
+    key: K | None = None
+    writing: DecodeSequence | None = None
+    samples: Samples | None = None
+
+
+class Group(Generic[K]):
+    """The ranks that answer prompts together.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    ranks : Transport or None
+        All of them; None: this one alone.
+    """
+
+    # Whether prompts wait for `DecodeBatch.begin`, which all ranks call; otherwise they are taken in one by one, where
+    # several ranks have a part of each by all of them.
+    waits = False
+
+    def __init__(self, loaded: LoadedModel, ranks: Transport | None = None) -> None:
+        self.loaded, self.ranks = loaded, ranks
+
+    def is_home(self, prefill: Prefill) -> bool:
+        """Whether this rank chooses a prompt's tokens, and delivers its answer."""
+        return True
+
+    def take_in(self, documents: Sequence[Running[K]]) -> Sequence[Running[K]]:
+        """Make prompts that are begun ready for steps; return those of all ranks of the group."""
+        return documents
+
+    def rows(self, documents: Sequence[Running[K]], most: int | None) -> list[list[Running[K]]]:
+        """Divide prompts into those that step in one row, of no more than `most`."""
+        groups = -(-len(documents) // (most or len(documents) or 1))
+        return [list(documents[at::groups]) for at in range(groups)]
+
+    def run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
+        """Run the last token of each prompt; return what `choose` takes.
+
+        Raises
+        ------
+        MemoryError, RuntimeError
+            If memory ran out on any of the ranks: on all of them, and nothing has changed.
+        """
+        raise NotImplementedError
+
+    def choose(self, documents: Sequence[Running[K]], logits: torch.Tensor) -> list[int]:
+        """Choose the next token of each prompt by its logits (prompts, vocab_size); 0 where it is not at home."""
+        pairs = zip(documents, logits, strict=True)
+        chosen = [each.writing.choose(row) for each, row in pairs if each.writing is not None]
+        tokens = iter(torch.stack(chosen).tolist() if chosen else ())
+        return [0 if each.writing is None else next(tokens) for each in documents]
+
+    def tell(self, words: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Give all ranks what the homes say of each prompt; (0, 0) is said where it is not at home."""
+        if self.ranks is None or self.ranks.size == 1:
+            return words
+        told = torch.tensor(words, dtype=torch.int64, device=self.loaded.device)
+        self.ranks.all_reduce(told)
+        return [(token, tokens) for token, tokens in told.tolist()]
+
+    def step_back(self, prefill: Prefill, tokens: int) -> None:
+        """Forget all but a prompt's first tokens."""
+        prefill.cache.step_back(tokens)
+
+    def look_ahead(self, prefill: Prefill, ids: Sequence[int]) -> torch.Tensor:
+        """Compute logits (tokens, vocab_size) after each of some tokens behind a prompt, and leave it as it was."""
+        if prefill.is_plain:  # which cannot be shortened where layers have windows or states
+            behind = replace(prefill, cache=copy.deepcopy(prefill.cache))
+            tokens = torch.tensor(ids, device=self.loaded.device).view(-1, 1, 1)
+            return torch.stack([run_next(self.loaded.model, behind, token) for token in tokens])
+        cache = prefill.cache
+        length = cache.length
+        cache.note_states()
+        try:
+            row = torch.tensor([list(ids)], device=self.loaded.device)
+            return run_model(self.loaded.model, row, cache, keep=torch.arange(len(ids), device=self.loaded.device))
+        finally:
+            cache.step_back(length)
+
+    def forget_rows(self, *, is_short: bool = False) -> None:
+        """Let go of what was made for rows of prompts that have changed, or, since memory is short, of all."""
+
+
+class Alone(Group[K]):
+    """A rank that answers the prompts it has, or the ranks of a tensor-parallel group, which all do the same.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        Prepared for chains if the prompts' caches are chains'; plain caches step one by one.
+    why_alone : str or None
+        Why prompts step one by one (`why_not_packed`); None if this model runs packed.
+    graphs : StepGraphs, optional
+        Runs steps that were captured.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, why_alone: str | None = None, graphs: StepGraphs | None = None) -> None:
+        super().__init__(loaded)
+        self._why_alone, self._graphs, self._anew_at = why_alone, graphs, begins_anew_at(loaded.model)
+        self._packs: dict[tuple[Running[K], ...], DecodeCache] = {}
+
+    def take_in(self, documents: Sequence[Running[K]]) -> Sequence[Running[K]]:
+        """Lay keys and values by heads, which a CPU reads faster."""
+        for document in documents:
+            if not document.prefill.is_plain and self.loaded.device.type == "cpu":
+                for layer in document.prefill.cache.layers:
+                    layer.lay_by_heads()
+        return documents
+
+    def rows(self, documents: Sequence[Running[K]], most: int | None) -> list[list[Running[K]]]:
+        """Leave plain caches out, which step by themselves."""
+        packed = [each for each in documents if not each.prefill.is_plain]
+        alone = [[each] for each in documents if each.prefill.is_plain]
+        return super().rows(packed, 1 if self._why_alone is not None else most) + alone
+
+    def run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
+        """Run the model once on a row with one token of each prompt; logits (prompts, vocab_size) after them."""
+        with guarded(self.loaded.tp_group):
+            return self._run(documents)
+
+    def forget_rows(self, *, is_short: bool = False) -> None:
+        """Let go of the caches of rows, and of graphs if memory is short."""
+        self._packs.clear()
+        if is_short and self._graphs is not None:
+            self._graphs.give_up("memory is short")
+
+    def _run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
+        """Compute logits (prompts, vocab_size) after the last token of each."""
+        anew = [each for each in documents if self._begins_anew(each)]
+        if anew:
+            logits = [self._run_anew(each) if each in anew else self._run([each])[0] for each in documents]
+            return torch.stack(logits)
+        last = [each.last_token for each in documents]
+        if self._graphs is None or documents[0].prefill.is_plain:
+            return self._run_eagerly(documents, last)
+        caches = [each.prefill.cache for each in documents]
+        return self._graphs.step(caches, last, partial(self._run_eagerly, documents, last))
+
+    def _run_eagerly(self, documents: Sequence[Running[K]], last: list[int]) -> torch.Tensor:
+        """Compute the same, after these tokens, kernel by kernel."""
+        if self._why_alone is not None or documents[0].prefill.is_plain:
+            return self._run_alone(documents[0].prefill, last[0]).unsqueeze(0)
+        members = tuple(documents)
+        if members not in self._packs:
+            self._packs[members] = DecodeCache([each.prefill.cache for each in documents])
+        return decode_packed(self.loaded, self._packs[members], last)
+
+    def _begins_anew(self, document: Running[K]) -> bool:
+        """Whether transformers' ``generate`` would now compute the whole cache anew (`begins_anew_at`)."""
+        writing = document.writing
+        assert writing is not None, "a rank alone is every prompt's home"
+        return self._anew_at is not None and len(writing.ids) == self._anew_at and len(writing.token_ids) > 0
+
+    def _run_anew(self, document: Running[K]) -> torch.Tensor:
+        """Compute prompt and answer anew on this rank; logits (vocab_size,) after them."""
+        assert document.writing is not None, "a rank alone is every prompt's home"
+        ids, loaded = document.writing.ids.tolist(), self.loaded
+        anew = (
+            prefill_single(loaded.model, ids, loaded.device)
+            if document.prefill.is_plain
+            else prefill_kvr(
+                loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=document.writing.room
+            )
+        )
+        document.prefill.cache = anew.cache
+        self._packs.clear()
+        assert anew.logits is not None
+        return anew.logits
+
+    def _run_alone(self, prefill: Prefill, token: int) -> torch.Tensor:
+        """Compute logits (vocab_size,) after one more token of one prompt."""
+        ids = torch.tensor([[token]], device=self.loaded.device)
+        if prefill.is_plain:
+            return run_next(self.loaded.model, prefill, ids)
+        cache: Any = prefill.cache
+        length = cache.length
+        cache.note_states()
+        try:
+            with guarded(self.loaded.tp_group):
+                return run_next(self.loaded.model, prefill, ids)
+        except BaseException:
+            cache.step_back(length)
+            raise

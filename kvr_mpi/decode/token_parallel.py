@@ -1,0 +1,112 @@
+"""Ranks of a chain that answer prompts whose keys and values stay spread over them.
+
+Every rank runs the model on the last tokens, attends to its shares (``kv.shares``), and ends with the same logits. A
+prompt's home is the rank that has its last share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from kvr_mpi.decode.group import Group, Running
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.kv.document_share import DocumentShare
+from kvr_mpi.kv.shares import Share, SharesCache
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.rope import begins_anew_at
+from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.prefill.self_check import why_not_spread
+from kvr_mpi.prefill.stored_shares import run_shares
+from kvr_mpi.transport import Transport
+
+K = TypeVar("K")
+# Most prompts of one step.
+MOST_ROWS = 64
+
+
+def check_shareable(loaded: LoadedModel) -> None:
+    """Refuse models whose keys and values cannot stay spread over ranks; it is tried on a few tokens.
+
+    Raises
+    ------
+    ConfigError
+        Saying why.
+    """
+    why: str | None = "its rotary embedding has it compute the whole cache anew at some length"
+    if begins_anew_at(loaded.model) is None:
+        why = why_not_spread(loaded)
+    if why is not None:
+        raise ConfigError(
+            f"keys and values of {loaded.shape.architecture} cannot be spread over ranks: {why}. Leave output.kv = "
+            f"'sharded' and questions.sharded out"
+        )
+
+
+class TokenGroup(Group[K]):
+    """The ranks of a chain, each with a share of every prompt.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    ranks : Transport
+        The chain.
+    """
+
+    ranks: Transport
+
+    def __init__(self, loaded: LoadedModel, ranks: Transport) -> None:
+        super().__init__(loaded, ranks)
+
+    def is_home(self, prefill: Prefill) -> bool:
+        """Whether this rank has a prompt's last share."""
+        return self.ranks.rank == prefill.last
+
+    def take_in(self, documents: Sequence[Running[K]]) -> Sequence[Running[K]]:
+        """Lay shares by heads, which a CPU reads faster."""
+        if self.loaded.device.type == "cpu":
+            for document in documents:
+                _share_of(document.prefill).lay_by_heads()
+        return documents
+
+    def rows(self, documents: Sequence[Running[K]], most: int | None) -> list[list[Running[K]]]:
+        """Keep prompts about one document next to each other: its rows are read once for all of a row."""
+        most = min(most or MOST_ROWS, MOST_ROWS)
+        return [list(documents[at : at + most]) for at in range(0, len(documents), most)]
+
+    def run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
+        """Run the model on all ranks at once; logits (prompts, vocab_size), the same on all of them."""
+        logits = self._run([document.prefill for document in documents], [[each.last_token] for each in documents])
+        for document in documents:
+            _share_of(document.prefill).length += 1
+        return logits
+
+    def step_back(self, prefill: Prefill, tokens: int) -> None:
+        """Forget all but a prompt's first tokens."""
+        _share_of(prefill).length = tokens
+
+    def look_ahead(self, prefill: Prefill, ids: Sequence[int]) -> torch.Tensor:
+        """Compute logits (tokens, vocab_size) after each of some tokens behind a prompt, and leave it as it was."""
+        return self._run([prefill], [ids])
+
+    def held_bytes(self, prefills: Sequence[Prefill], document: DocumentShare | None = None) -> int:
+        """Memory that this rank's shares take, with a document that is held besides; each document counts once."""
+        shares = [prefill.share for prefill in prefills if prefill.share is not None]
+        documents = {share.document for share in shares} | {document}
+        return sum(share.bytes for share in shares) + sum(one.bytes for one in documents if one is not None)
+
+    def _run(self, prefills: Sequence[Prefill], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Run some tokens behind each prompt; logits (tokens, vocab_size) after each."""
+        cache = SharesCache(self.loaded, list(map(_share_of, prefills)), list(map(len, tokens)), self.ranks)
+        row = torch.tensor([[token for some in tokens for token in some]], device=self.loaded.device)
+        logits, short = run_shares(self.loaded, row, cache)
+        if logits is None:
+            raise MemoryError(short)
+        return logits
+
+
+def _share_of(prefill: Prefill) -> Share:
+    assert prefill.share is not None, "it stays spread"
+    return prefill.share

@@ -1,0 +1,240 @@
+"""Several answers, log-probabilities, scores and schemas, by every group of ranks that can answer prompts together."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from models import prompt, tiny
+from rows import one_thread
+from transformers import GenerationConfig
+
+from kvr_mpi.compress.placement import place_in_proportion
+from kvr_mpi.decode.batch import DecodeBatch, Finished
+from kvr_mpi.decode.group import Alone, Group
+from kvr_mpi.decode.head_parallel import HeadGroup
+from kvr_mpi.decode.token_parallel import TokenGroup
+from kvr_mpi.documents.document import OwnGeneration
+from kvr_mpi.errors import AgreementError
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.local import LocalTransport, run_local
+
+__all__ = ["one_thread"]  # a fixture of every test here
+
+NEW_TOKENS = 7
+LENGTHS = (34, 51, 20)
+TEXTS = ("7 8 9 10 11", "5", "190 3 4 5 6 7")
+GROUPS = ("alone", "heads", "tokens")
+SAMPLED = {"do_sample": True, "temperature": 1.2, "top_k": 40}
+
+
+class Numbers:
+    """A tokenizer whose texts are numbers."""
+
+    all_special_ids: tuple[int, ...] = ()
+    unk_token_id = None
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [int(word) for word in text.split()]}
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        return " ".join(map(str, ids))
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return str(token)
+
+
+@dataclass
+class Asking:
+    """What is asked of a group: prompts with settings of their own."""
+
+    own: Sequence[OwnGeneration]
+    config: dict[str, Any]
+
+    def __call__(self, name: str, loaded: LoadedModel, size: int) -> dict[int, Finished[int]]:
+        ranks = run_local(1 if name == "alone" else size, lambda chain: self.answer(name, loaded, chain))
+        found = {key: one for rank in ranks for key, one in rank.items()}
+        assert len(found) == sum(map(len, ranks)) == len(self.own), "each prompt is handed out once"
+        return found
+
+    def answer(self, name: str, loaded: LoadedModel, chain: Transport) -> dict[int, Finished[int]]:
+        torch.set_num_threads(1)
+        groups: dict[str, Callable[[], Group[int]]] = {
+            "alone": lambda: Alone(loaded),
+            "heads": lambda: HeadGroup(
+                loaded, chain, lambda loads, ranks: place_in_proportion(loads, ranks, ranks - 1)
+            ),
+            "tokens": lambda: TokenGroup(loaded, chain),
+        }
+        config = GenerationConfig(**{"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | self.config)
+        batch = DecodeBatch[int](loaded, config, stop=(), max_new_tokens=NEW_TOKENS, group=groups[name]())
+        found: dict[int, Finished[int]] = {}
+        for number, own in enumerate(self.own):
+            home, ids = number % chain.size, prompt(LENGTHS[number % len(LENGTHS)])
+            if name != "tokens" and chain.rank != home:
+                continue
+            batch.add(number, prefilled(name, loaded, ids, chain, home), ids, 100 + number, own)
+            found |= {one.key: one for one in batch.take_finished()}
+        found |= {one.key: one for one in batch.begin()}
+        while batch.running:
+            found |= {one.key: one for one in batch.step()}
+        return found
+
+
+def prefilled(name: str, loaded: LoadedModel, ids: Sequence[int], chain: Transport, home: int) -> Prefill:
+    if name == "tokens":
+        partition = Partition.even(len(ids), chain.size)
+        return prefill_kvr(loaded, ids, partition, chain, reserve_tokens=NEW_TOKENS, is_spread=True, last=home)
+    return prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), reserve_tokens=NEW_TOKENS)
+
+
+def ready(name: str = "llama-gqa") -> LoadedModel:
+    loaded = replace(tiny(name), tokenizer=Numbers())
+    prepare_model(loaded.model, chain=True)
+    return loaded
+
+
+def written(found: dict[int, Finished[int]]) -> dict[int, list[tuple[int, ...]]]:
+    answers = {key: one.answer for key, one in found.items()}
+    return {key: [each.token_ids for each in (a.samples or (a,))] for key, a in answers.items() if a is not None}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["heads", "tokens"])
+def test_several_answers_are_those_of_a_rank_alone(name: str, size: int) -> None:
+    """Some prompts have one answer, others several, which end at different times; each begins where the prompt ends."""
+    loaded, own = ready(), [OwnGeneration(n=count) for count in (3, 1, 2, 4, 1)]
+    ask = Asking(own, {**SAMPLED, "eos_token_id": list(range(0, 190, 7))})
+    truths = written(ask("alone", loaded, 1))
+    assert [len(truths[number]) for number in range(5)] == [3, 1, 2, 4, 1]
+    assert len({len(ids) for answers in truths.values() for ids in answers}) > 1
+    assert written(ask(name, loaded, size)) == truths
+
+
+@pytest.mark.parametrize("name", ["heads", "tokens"])
+def test_log_probabilities_are_those_of_a_rank_alone(name: str) -> None:
+    loaded = ready()
+    ask = Asking([OwnGeneration(top_logprobs=top) for top in (3, 0, 2)], {})
+    truths, found = ask("alone", loaded, 1), ask(name, loaded, 2)
+    assert written(found) == written(truths)
+    for key, truth in truths.items():
+        mine, theirs = found[key].answer, truth.answer
+        assert mine is not None and theirs is not None and mine.logprobs is not None and theirs.logprobs is not None
+        assert mine.logprobs.logprobs == pytest.approx(theirs.logprobs.logprobs, abs=1e-4)
+        assert mine.logprobs.top_tokens == theirs.logprobs.top_tokens
+
+
+@pytest.mark.parametrize("model", ["llama-gqa", "mistral-window", "gemma2-softcap"])
+@pytest.mark.parametrize("name", ["heads", "tokens"])
+def test_scores_are_those_of_a_rank_alone(name: str, model: str) -> None:
+    """Before the answer, which goes on as if nothing had been scored."""
+    if name == "heads" and model != "llama-gqa":
+        pytest.skip("its heads are not shared out")
+    loaded = ready(model)
+    ask = Asking([OwnGeneration(score=TEXTS), OwnGeneration(), OwnGeneration(score=TEXTS[:1])], {})
+    truths, found = ask("alone", loaded, 1), ask(name, loaded, 3)
+    assert written(found) == written(truths) == written(Asking([OwnGeneration()] * 3, {})("alone", loaded, 1))
+    for key, truth in truths.items():
+        mine, theirs = found[key].answer, truth.answer
+        assert mine is not None and theirs is not None and len(mine.scores) == len(theirs.scores)
+        for one, other in zip(mine.scores, theirs.scores, strict=True):
+            assert (one.text, one.is_greedy) == (other.text, other.is_greedy)
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    scores = [len(found[number].answer.scores) for number in range(3) if found[number].answer]  # type: ignore[union-attr]
+    assert scores == [3, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["heads", "tokens"])
+def test_what_cannot_be_scored_is_an_error_at_its_home_only(name: str) -> None:
+    loaded = ready()
+    ask = Asking([OwnGeneration(score=("",)), OwnGeneration(), OwnGeneration(n=2)], {})
+    found = ask(name, loaded, 2)
+    assert "has no tokens" in str(found[0].error) and "without sampling" in str(found[2].error)
+    assert found[0].answer is None and found[1].answer is not None
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("name", ["heads", "tokens"])
+def test_answers_follow_a_schema(name: str, smollm: LoadedModel) -> None:
+    prepare_model(smollm.model, chain=True)
+    own = [OwnGeneration(json_schema=json.dumps(SCHEMA)), OwnGeneration()]
+    end = smollm.tokenizer.eos_token_id
+    ask = Asking(own, {"eos_token_id": end, "pad_token_id": end})
+    truths, found = ask("alone", smollm, 1), ask(name, smollm, 2)
+    assert written(found) == written(truths)
+    answer = found[0].answer
+    assert answer is not None and set(json.loads(answer.text)) == {"a"}
+
+
+def run_out(loaded: LoadedModel, place: str, times: dict[int, int]) -> tuple[Any, threading.local]:
+    """Let a module fail so many times on ranks, once they have said which they are; returns its hook, and who runs."""
+    run = threading.local()
+
+    def fail(module: Any, *args: Any) -> None:
+        rank = getattr(run, "rank", -1)
+        times[rank] = times.get(rank, 0) - 1
+        if times[rank] >= 0:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+
+    module = next(module for name, module in loaded.model.named_modules() if name.endswith(place))
+    return module.register_forward_pre_hook(fail), run
+
+
+@pytest.mark.parametrize("documents", [1, 4])
+@pytest.mark.parametrize("place", ["layers.0", "layers.1.self_attn.o_proj", "layers.1.mlp", "norm", "lm_head"])
+def test_ranks_that_share_heads_go_on_when_memory_runs_out_on_one(place: str, documents: int) -> None:
+    """In halves, with the same answers; a prompt alone, whose tokens they divide, is an error that says which rank."""
+    loaded = ready()
+    ask = Asking([OwnGeneration()] * documents, {})
+    truths = written(ask("alone", loaded, 1))
+    left = {1: 1, 2: 2}
+    hook, run = run_out(loaded, place, left)
+
+    def work(chain: Transport) -> dict[int, Finished[int]]:
+        run.rank = -1
+        group = HeadGroup[int](loaded, chain, lambda loads, ranks: place_in_proportion(loads, ranks, ranks - 1))
+        config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+        batch = DecodeBatch[int](loaded, config, stop=(), max_new_tokens=NEW_TOKENS, group=group)
+        for number in range(chain.rank, documents, chain.size):
+            ids = prompt(LENGTHS[number % len(LENGTHS)])
+            batch.add(number, prefilled("heads", loaded, ids, chain, chain.rank), ids, 100 + number)
+        found = {one.key: one for one in batch.begin()}
+        run.rank = chain.rank
+        while batch.running:
+            found |= {one.key: one for one in batch.step()}
+        return found
+
+    ranks = run_local(3, work)
+    hook.remove()
+    found = {key: one for rank in ranks for key, one in rank.items()}
+    if documents == 1:
+        assert "rank 1, 2 of its chain ran out of memory" in str(found[0].error) and found[0].prefill.cache is None
+    else:
+        assert written(found) == truths and all(count < 0 for count in left.values())
+
+
+def test_ranks_that_would_run_different_tokens_end_the_job() -> None:
+    loaded = ready()
+
+    @torch.inference_mode()
+    def work(chain: Transport) -> str:
+        group = TokenGroup[int](loaded, chain)
+        prefill = prefilled("tokens", loaded, prompt(30), chain, 1)
+        with pytest.raises(
+            AgreementError, match="have run different tokens of prompts that are spread over them"
+        ) as bad:
+            group.look_ahead(prefill, [5, 6 + chain.rank])
+        return str(bad.value)
+
+    assert len(run_local(2, work)) == 2
