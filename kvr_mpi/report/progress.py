@@ -148,8 +148,17 @@ class Progress:
         elif not self._silent:
             self._log.line(f"{what} | {times}")
 
-    def end(self, left: int) -> None:
-        """Bring the files up to date when the job ends with so many documents left: others may have done the last."""
+    def end(self, left: int, tokens: int) -> None:
+        """Bring the files up to date when the job ends: other ranks may have done the last documents.
+
+        Parameters
+        ----------
+        left : int
+            Documents that are not done.
+        tokens : int
+            See `document`.
+        """
+        self._tokens = tokens
         self._write_files(self._documents - left, self._worked if left else self._work, 0, at_once=True)
 
     def _write_files(self, done: int, work: int, prefilled: int, *, at_once: bool = False) -> None:

@@ -124,12 +124,13 @@ def _run(
     world.barrier()
     if run is not None:
         _forget_states(run, folder)
-    left = len(todo) - counters.read()[Slot.DONE]
+    counts = counters.read()
+    left = len(todo) - counts[Slot.DONE]
     counters.close()
     # The first lane's, whose first rank is the job's: the others have done the same.
     tallies = [Tally(**one) for one in share_json(world, gather_json(ranks.lane, asdict(context.tally)))]
     if spec.report.metrics and world.rank == 0:
-        progress.end(left)
+        progress.end(left, counts[Slot.TOKENS])
         write_metrics(folder, [asdict(one) for one in tallies], len(todo) - left, progress.elapsed_s, log.line)
     for line in describe_throughput(tallies, len(todo) - left, progress.elapsed_s, shares.predicted_s):
         log.root(line)

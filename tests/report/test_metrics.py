@@ -38,6 +38,9 @@ def test_files_follow_the_job(tmp_path: Path) -> None:
     progress.document(record("d"), 4, 400, 400)
     told = json.loads((tmp_path / "progress.json").read_text())
     assert (told["documents_done"], told["left_s"], told["work_done_share"]) == (4, 0, 1), "the last one at once"
+    progress.end(0, 888)
+    told = json.loads((tmp_path / "progress.json").read_text())
+    assert told["tokens_done"] == 888, "of all ranks, whichever of them did the last document"
     lines = (tmp_path / "metrics.prom").read_text().splitlines()
     assert all(LINE.fullmatch(line) for line in lines) and "kvr_documents_done 4" in lines
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.prom", "progress.json"]
