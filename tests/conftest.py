@@ -142,12 +142,23 @@ def first_tokens(tokenizer: Any, count: int) -> Any:
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def program_of(words: Sequence[str]) -> list[str]:
+    """Find the Python program of a command, or its module after ``-m``, with arguments; empty: it needs a fresh start.
+
+    The doctor looks at how it was started.
+    """
+    if words[0] == sys.executable:
+        return [] if words[1] == "-c" else [*words[1:]]
+    is_ours = Path(words[0]).name in ("kvr-run", "kvr") and words[1:2] != ["doctor"]
+    return [*words] if is_ours else []
+
+
 @pytest.fixture(scope="session")
 def mpirun() -> Iterator[Launch]:
     """Run a command on some ranks: ``mpirun(2, ["kvr-run", "job.toml"])``.
 
-    Ranks of ``kvr-run`` are forked from a process that has imported everything (``warm``), unless they are given an
-    environment of their own, which decides what is imported how.
+    Ranks of a Python program are forked from a process that has imported everything (``warm``), unless they are given
+    an environment of their own, which decides what is imported how.
     """
     launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if launcher is None:
@@ -164,9 +175,10 @@ def mpirun() -> Iterator[Launch]:
         **options: Any,
     ) -> subprocess.CompletedProcess[str]:
         words = [str(word) for word in command]
-        if env is None and Path(words[0]).name == "kvr-run":
+        program = program_of(words)
+        if program and {*(env or {})} <= {"OMP_NUM_THREADS"}:
             starter.extend([] if starter else stack.enter_context(server()))
-            words = [*starter, *words]
+            words = [*starter, *program]
         return subprocess.run(
             [str(launcher), "-n", str(ranks), *words],
             capture_output=True,

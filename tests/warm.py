@@ -44,7 +44,7 @@ MOST_FILES = 64
 
 @contextmanager
 def server() -> Iterator[list[str]]:
-    """Start a server; yields what to start by `mpirun` before a Python program's name: without one just Python."""
+    """Start a server; yields what to start by `mpirun` before a program's name or ``-m``: without a server just Python."""
     if not can_watch():
         yield [sys.executable]
         return
@@ -178,8 +178,13 @@ def _become(told: dict[str, Any], files: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(told["environment"])
     sys.argv = told["arguments"]
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-m":
+        sys.path.insert(0, told["folder"])
+        sys.argv = sys.argv[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
+        runpy.run_path(sys.argv[0], run_name="__main__")
     sys.exit()
 
 
