@@ -44,7 +44,7 @@ MOST_FILES = 64
 
 @contextmanager
 def server() -> Iterator[list[str]]:
-    """Start a server; yields what to start by `mpirun` before a program's name or ``-m``: without a server just Python."""
+    """Start a server; yields what to start before a program by `mpirun`: without a server, Python."""
     if not can_watch():
         yield [sys.executable]
         return
