@@ -54,6 +54,7 @@ EXACT = {
     "gemma3n_text": "layers that share keys",
     "qwen3_next": "gated linear attention between attention layers",
     "granitemoehybrid": "state space layers between attention layers",
+    "nemotron_h": "states that its own code for a single token leaves a little different",
     "lfm2": "convolutions between attention layers",
     "roberta": "positions that begin after the padding id",
 }

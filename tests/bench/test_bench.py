@@ -107,7 +107,7 @@ def test_a_whole_corpus_in_every_way(tmp_path: Path, tiny_model_dir: Path, run_b
     ("options", "word"),
     [
         (["--strategies", "kvr-x"], "'kvr-x': expected some of single"),
-        (["--contexts", "9999"], "9999: expected from 4"),
+        pytest.param(["--contexts", "9999"], "9999: expected from 4", marks=pytest.mark.long),
         pytest.param(["--contexts", "many"], "'many': expected whole numbers", marks=pytest.mark.long),
         pytest.param(["--contexts", ","], "expected at least one", marks=pytest.mark.long),
         pytest.param(["--model", "./nothing"], "no such file or folder", marks=pytest.mark.long),

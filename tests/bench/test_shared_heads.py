@@ -79,10 +79,10 @@ def test_what_cannot_be_timed_is_refused(job: Path, ranks: int, settings: list[s
     ("settings", "words", "said"),
     [
         ([], ["--budgets", "8"], "--budgets 8: less than the 16 tokens that every head keeps"),
-        ([], ["--budgets", "many"], "'many': expected whole numbers"),
-        ([], ["--budgets", "400"], "longer than the budget"),
+        pytest.param([], ["--budgets", "many"], "'many': expected whole numbers", marks=pytest.mark.long),
+        pytest.param([], ["--budgets", "400"], "longer than the budget", marks=pytest.mark.long),
         (["parallel.memory_gib=0.0001"], [], "choose fewer --documents"),
-        (["parallel.strategy=single"], [], "decodes from transformers' own cache"),
+        pytest.param(["parallel.strategy=single"], [], "decodes from transformers' own cache", marks=pytest.mark.long),
     ],
 )
 def test_what_does_not_fit_the_job_is_refused(

@@ -24,7 +24,7 @@ def findings_of(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_doctor_under_mpirun(size: int, mpirun: Any, kvr: Path, tmp_path: Path) -> None:
     tried = "host" if size == 2 else "auto"
     run = mpirun(size, [kvr, "doctor", "--json", "--output-dir", tmp_path, "--try-transfers", tried])

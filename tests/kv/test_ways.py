@@ -171,7 +171,7 @@ def test_a_rank_without_memory_spares_its_chain(name: str, failing: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["mpi", "gloo"])
+@pytest.mark.parametrize("transport", ["mpi", pytest.param("gloo", marks=pytest.mark.long)])
 def test_states_and_whole_prefixes_over_real_ranks(mpirun: Any, transport: str) -> None:
     names = ",".join([*STATES, *WHOLE, "mistral-window", "llama4-chunks"])
     run = mpirun(3, [sys.executable, PROGRAM, 16, transport, names], env={"OMP_NUM_THREADS": "1"})

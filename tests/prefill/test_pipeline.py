@@ -46,7 +46,7 @@ SLOW, LONG = pytest.mark.slow, pytest.mark.long
     ("size", "transport"),
     [
         pytest.param(2, "mpi", marks=pytest.mark.quick),
-        pytest.param(3, "gloo", marks=SLOW),
+        pytest.param(3, "gloo", marks=LONG),
         pytest.param(4, "mpi", marks=LONG),
         pytest.param(2, "gloo", marks=LONG),
         pytest.param(4, "gloo", marks=LONG),

@@ -46,7 +46,7 @@ def test_each_document_has_facts_in_both_halves() -> None:
 @pytest.mark.slow
 def test_a_chain_finds_planted_facts(smollm: LoadedModel) -> None:
     """The model is small, so not all of them; but none could be found if the prefix did not arrive."""
-    asked = [fact for fact in FACTS if fact["document"] in ("incident-report.md", "bridge-inspection.md")]
+    asked = [fact for fact in FACTS if fact["document"] == "incident-report.md"]
     config = make_generation_config(smollm.model, {"do_sample": False})
     prepare_model(smollm.model, chain=True)
     pool = DecodeBatch(smollm, config, stop=(), max_new_tokens=24)
@@ -61,7 +61,7 @@ def test_a_chain_finds_planted_facts(smollm: LoadedModel) -> None:
     found = 0
     while pool.running:
         found += sum(each.answer is not None and each.key in each.answer.text for each in pool.step())
-    assert len(asked) == 6 and found >= 4
+    assert len(asked) == 3 and found >= 2
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.toml")), ids=lambda path: path.name)

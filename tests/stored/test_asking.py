@@ -93,7 +93,7 @@ def ask_fresh(job: Path, folder: Path, run_here: Any, *settings: str) -> dict[st
         pytest.param("qwen2-some-windows", "float32", 4, ("parallel.ranks_per_chain=2",), marks=pytest.mark.long),
         pytest.param("gemma2-softcap", "float32", 2, ("parallel.strategy=ring",), marks=pytest.mark.long),
         pytest.param("bloom-own-attention", "float32", 2, (), marks=pytest.mark.long),
-        pytest.param("deepseek-latents", "float32", 3, (), marks=pytest.mark.slow),
+        pytest.param("deepseek-latents", "float32", 3, (), marks=pytest.mark.long),
         pytest.param("llama-gqa", "float32", 1, (), marks=pytest.mark.slow),
     ],
 )

@@ -40,10 +40,10 @@ def test_ranks_keep_their_promises(mpirun: Any, ranks: int, name: str) -> None:
     ("ranks", "rounds", "name"),
     [
         *(pytest.param(*case, marks=pytest.mark.quick) for case in [(2, 20, "mpi"), (4, 12, "mpi")]),
-        (4, 12, "staged"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
+                (4, 12, "staged"),
                 (4, 30, "mpi"),
                 (4, 20, "gloo"),
                 (4, 200, "mpi"),

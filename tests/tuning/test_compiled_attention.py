@@ -127,12 +127,13 @@ def test_code_that_is_damaged_or_not_ours_is_not_run(kept: Path) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("which", "right", "wrong"),
-    [(0, "std::min(r + 1, rows)", "std::min(r + 2, rows)"), (1, "total += weight *", "total += 1.001f *")]
-    + [
+    [
+        (0, "std::min(r + 1, rows)", "std::min(r + 2, rows)"),
+        (1, "total += weight *", "total += 1.001f *"),
         (2, "Wide) << 16", "Wide) << 15"),
         (2, "both >> 4", "both >> 3"),
-        (2, "Lanes) - 128.0f", "Lanes) - 127.0f"),
-        (2, "0; r < count", "1; r < count"),
+        pytest.param(*(2, "Lanes) - 128.0f", "Lanes) - 127.0f"), marks=pytest.mark.long),
+        pytest.param(*(2, "0; r < count", "1; r < count"), marks=pytest.mark.long),
     ],
 )
 def test_a_kernel_that_computes_something_else_is_not_used(

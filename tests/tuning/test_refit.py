@@ -59,7 +59,7 @@ def silent(text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long), 8])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (4, 8))])
 @pytest.mark.parametrize(("known", "tokens"), [(LLAMA, 16384), (COSTS, 4096)], ids=["llama-a100", "smollm-cpu"])
 def test_refit_ends_within_a_percent_of_the_best(known: Costs, tokens: int, ranks: int) -> None:
     regrets, even = [], []

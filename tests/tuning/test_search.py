@@ -103,7 +103,7 @@ def test_a_profile_needs_no_machine(tmp_path: Path, tiny_model_dir: Path, mpirun
         pytest.param(
             *(["--method", "model", "--profile", "abacus"], 78, "'abacus': no such profile"), marks=pytest.mark.long
         ),
-        (["--output", "bad.json"], 78, "exists already"),
+        pytest.param(*(["--output", "bad.json"], 78, "exists already"), marks=pytest.mark.long),
         pytest.param(*(["--output", "bad.json/x"], 78, "cannot be written"), marks=pytest.mark.long),
     ],
 )
