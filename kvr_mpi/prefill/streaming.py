@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.rolling import Rolling, RollingCache, check_rolling
+from kvr_mpi.kv.rolling import STREAMING_LLM, Rolling, RollingCache, check_rolling
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.layer_chunks import UnreadError
@@ -28,6 +28,8 @@ from kvr_mpi.transport.local import LocalTransport
 
 # Of the check before a job, and of each of its steps.
 CHECKED_TOKENS, CHECKED_STEP = 12, 5
+# The same by a cache so small that tokens are dropped, sinks among those it keeps.
+CHECKED_CACHE, CHECKED_SINKS = 6, 2
 
 
 @torch.inference_mode()
@@ -86,6 +88,9 @@ def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -
 def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
     """Make sure that a rolling cache holds what a model sees, and on a few tokens that it gives this model's logits.
 
+    A cache that holds all of them has to give those of a whole one. One that drops some has to give the same whether
+    they come one by one or several at a time: what a token sees does not depend on that.
+
     Raises
     ------
     ModelError
@@ -99,19 +104,23 @@ def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
             f"again, but a rolling cache has dropped some"
         )
     tokens = min(CHECKED_TOKENS, loaded.shape.max_tokens or CHECKED_TOKENS)
-    # What is seen and what is dropped is checked by the shapes above: on a few tokens all are held.
-    tried = replace(rolling, cache_tokens=max(rolling.cache_tokens, tokens), step_tokens=CHECKED_STEP)
-    ids = loaded.shape.sample_ids(tokens)
+    whole = replace(rolling, cache_tokens=max(rolling.cache_tokens, tokens), step_tokens=CHECKED_STEP)
+    drops = Rolling(CHECKED_CACHE, CHECKED_STEP, STREAMING_LLM, CHECKED_SINKS)
+    ids, allowed = loaded.shape.sample_ids(tokens), allowed_error(loaded.dtype)
     truth = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport()).logits
     assert truth is not None
     try:
-        found, _ = prefill_streaming(loaded, ids, tried)
+        found, dropping, one_by_one = (
+            prefill_streaming(loaded, ids, tried)[0] for tried in (whole, drops, replace(drops, step_tokens=1))
+        )
     except FAILURES as failure:
         why = f"{type(failure).__name__}: {failure}"
         raise ModelError(f"{name} does not run a few tokens at a time: {why}") from failure
-    error, allowed = error_share(found, truth), allowed_error(loaded.dtype)
-    if not error <= allowed:
-        raise ModelError(
-            f"{name}: on {tokens} tokens a rolling cache differs from a whole one by {error:.1e} of the logits' spread "
-            f"(allowed {allowed:.0e})"
-        )
+    for error, what in (
+        (error_share(found, truth), "a rolling cache differs from a whole one"),
+        (error_share(dropping, one_by_one), f"a rolling cache differs between steps of 1 and of {CHECKED_STEP}"),
+    ):
+        if not error <= allowed:
+            raise ModelError(
+                f"{name}: on {tokens} tokens {what} by {error:.1e} of the logits' spread (allowed {allowed:.0e})"
+            )

@@ -14,11 +14,11 @@ from constants import TESTS
 from models import prompt, tiny
 
 from kvr_mpi.errors import ConfigError, ModelError
-from kvr_mpi.kv.rolling import STREAMING_LLM, Rolling
+from kvr_mpi.kv.rolling import STREAMING_LLM, Rolling, RollingLayer
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.prefill.one_prompt import run_next
-from kvr_mpi.prefill.streaming import prefill_rolling, prefill_streaming
+from kvr_mpi.prefill.streaming import prefill_rolling, prefill_streaming, prove_rolling
 
 NEW_TOKENS = 12
 
@@ -110,7 +110,7 @@ from models import prompt, tiny
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.one_prompt import run_next
-from kvr_mpi.prefill.streaming import prefill_rolling, prefill_streaming
+from kvr_mpi.prefill.streaming import prefill_rolling, prefill_streaming, prove_rolling
 prepare_model(tiny("mistral-window").model, chain=True)
 prefill_streaming(tiny("mistral-window"), prompt(int(sys.argv[1])), Rolling())
 print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
@@ -122,3 +122,23 @@ print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
         )
         most.append(json.loads(run.stdout.splitlines()[-1]))
     assert most[1] < 1.02 * most[0]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt-oss-sinks", "llama4-chunks"])
+def test_a_cache_that_drops_the_wrong_tokens_does_not_pass_the_check(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, make_room = tiny(name), RollingLayer._make_room
+    prepare_model(loaded.model, chain=True)
+    rolling = Rolling(approximation=STREAMING_LLM)
+    prove_rolling(loaded, rolling)
+
+    def keep_older(layer: RollingLayer) -> None:
+        first = layer._base
+        make_room(layer)
+        if layer._base > first:  # as if one token fewer had been dropped
+            layer._layout.buffer[layer.sinks :] = layer._layout.buffer[layer.sinks :].roll(1, 0)
+
+    monkeypatch.setattr(RollingLayer, "_make_room", keep_older)
+    with pytest.raises(ModelError, match="a rolling cache differs between steps of 1 and of 5 by"):
+        prove_rolling(loaded, rolling)
