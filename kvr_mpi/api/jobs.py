@@ -60,6 +60,7 @@ def run(
     comm: Any = None,
     overwrite: bool = False,
     resume: bool = False,
+    extend: bool = False,
     retry_failed: bool = False,
     time_limit: str | None = None,
 ) -> RunOutcome:
@@ -77,7 +78,7 @@ def run(
         ``section.key=value``, as for ``--set``.
     comm : mpi4py.MPI.Comm, optional
         Default: all ranks that ``mpirun`` or ``srun`` have started; without them this process alone.
-    overwrite, resume, retry_failed : bool
+    overwrite, resume, extend, retry_failed : bool
         What becomes of results that are in the output folder, as for ``kvr-run``.
     time_limit : str, optional
         Begin no document that would not end in time: minutes, h:mm:ss or d-hh from now, as in sbatch.
@@ -87,9 +88,9 @@ def run(
     KvrError
         On every rank, if the job cannot be run as written; one of them says why.
     """
-    if overwrite and resume:
+    if overwrite and (resume or extend):
         raise ConfigError("overwrite=True deletes the results that resume=True would continue from: choose one")
-    options = RunOptions(overwrite=overwrite, resume=resume, retry_failed=retry_failed, time_limit=time_limit)
+    options = RunOptions(overwrite, resume, extend, retry_failed, time_limit)
     with joined_ranks(comm) as world:
         text = share_json(world, on_root(world, lambda: read_job(job, settings).model_dump_json()))
         spec = JobSpec.model_validate_json(text)

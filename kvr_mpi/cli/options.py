@@ -78,6 +78,14 @@ def grouped(*options: Callable[[Any], Any]) -> Callable[[F], F]:
     return add
 
 
+extend_option = click.option(
+    "--extend",
+    is_flag=True,
+    help="Like --resume, for a corpus that has grown or changed: answer new and changed documents, keep the results of "
+    "all others.",
+)
+
+
 def check_fresh_or_resumed(*, overwrite: bool, resume: bool) -> None:
     """Refuse ``--overwrite`` together with ``--resume``.
 

@@ -14,6 +14,7 @@ import click
 from kvr_mpi.cli.options import (
     check_fresh_or_resumed,
     command,
+    extend_option,
     grouped,
     job_argument,
     overwrite_option,
@@ -46,6 +47,7 @@ run_options = grouped(
         is_flag=True,
         help="Continue from the results in the output folder; implied if SLURM has requeued the job that wrote them.",
     ),
+    extend_option,
     click.option("--retry-failed", is_flag=True, help="When resuming, process documents with error records again."),
     click.option(
         "--time-limit",
@@ -107,7 +109,7 @@ def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
     transport, shows_config = given.pop("transport"), given.pop("show_config")
     settings = (*given.pop("settings"), *([] if transport is None else [f"parallel.transport={transport}"]))
     options = RunOptions(**{**given, "stop_signals": tuple(parse_names(given["stop_signals"]))})
-    check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume)
+    check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume or options.extend)
     from kvr_mpi.cli.launch import guarded
     from kvr_mpi.errors import KvrError, exit_line
     from kvr_mpi.report.log import Log
@@ -159,7 +161,7 @@ def run_on(
         owner = read_owner()
         return owner.restart > 0 and is_of_job(Path(spec.output.path), owner.job)
 
-    resume = bool(share_json(world, on_root(world, lambda: options.resume or goes_on())))
+    resume = bool(share_json(world, on_root(world, lambda: options.resume or options.extend or goes_on())))
     overwrite = options.overwrite and not resume
     limit_s = None if options.time_limit is None else time.time() + parse_duration(options.time_limit)
     on_root(world, lambda: check_job(spec, world.size, goes_on=overwrite or resume, offline=is_offline()))

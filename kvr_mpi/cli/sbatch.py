@@ -12,7 +12,14 @@ import click
 
 from kvr_mpi.cli.allocation import Allocation, allocation_of, node_options
 from kvr_mpi.cli.batch_script import fill_in
-from kvr_mpi.cli.options import check_fresh_or_resumed, command, job_argument, overwrite_option, set_option
+from kvr_mpi.cli.options import (
+    check_fresh_or_resumed,
+    command,
+    extend_option,
+    job_argument,
+    overwrite_option,
+    set_option,
+)
 from kvr_mpi.duration import duration_text, parse_duration
 
 SCRIPT, ARRAY_SCRIPT, GATHER_SCRIPT = "kvr_prefill.sh", "kvr_array.sh", "kvr_gather.sh"
@@ -40,6 +47,7 @@ MARGIN, START_S = 1.5, 600.0
 )
 @click.option("--hardware", metavar="NAME_OR_FILE", help="Speed of a rank, as for kvr plan.")
 @click.option("--resume", is_flag=True, help="Continue from the results in the output folder.")
+@extend_option
 @overwrite_option
 @click.option(
     "--array",
@@ -77,6 +85,7 @@ def sbatch(
     limit: str | None,
     hardware: str | None,
     resume: bool,
+    extend: bool,
     overwrite: bool,
     array: int | None,
     at_once: int | None,
@@ -96,7 +105,7 @@ def sbatch(
     """  # noqa: D301
     if show and test_only:
         raise click.UsageError("--print and --test-only exclude each other: give only one")
-    check_fresh_or_resumed(overwrite=overwrite, resume=resume)
+    check_fresh_or_resumed(overwrite=overwrite, resume=resume or extend)
     if at_once is not None and array is None:
         raise click.UsageError("--at-once needs --array N")
     from kvr_mpi.errors import ConfigError
@@ -122,7 +131,7 @@ def sbatch(
     if array is not None and "output" not in chosen:
         wanted["output"] = "%x-%A_%a.out"
     arguments = [str(job), *(word for setting in settings for word in ("--set", setting))]
-    arguments += ["--resume"] * resume + ["--overwrite"] * overwrite
+    arguments += ["--resume"] * resume + ["--extend"] * extend + ["--overwrite"] * overwrite
     script = _script(SCRIPT if array is None else ARRAY_SCRIPT, wanted, arguments)
     gather_script = None
     if array is not None and gather:

@@ -48,6 +48,7 @@ from kvr_mpi.store.folder import Index, check_writable, index_run, read_records,
 from kvr_mpi.store.lock import Owner
 from kvr_mpi.store.merge import merge_run
 from kvr_mpi.store.parts import PARTS
+from kvr_mpi.store.prune import drop_documents
 from kvr_mpi.store.run import Run, check_resumable, known_corpus, open_run
 from kvr_mpi.store.shards import ShardWriter
 from kvr_mpi.store.states import remove_states
@@ -219,6 +220,13 @@ def work_through(
 def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[str, Any]:
     """List all documents; `check_job` has seen that they can be had."""
     check_writable(folder)
+    if options.extend and (spec.questions is not None or spec.documents.shard is not None):
+        what, why = (
+            ("[questions]", "its documents are those of a run")
+            if spec.questions is not None
+            else ("documents.shard", "other documents are in other shares then")
+        )
+        raise ConfigError(f"--extend cannot be combined with {what}: {why}; choose another output.path")
     if spec.questions is not None:
         stored = scan_stored(spec)
         check_askable(spec, stored)
@@ -229,7 +237,7 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
         log.line(f"{describe_others(others)}: {name_files(others)}")
     corpus = scan_documents(spec, None if options.overwrite else known_corpus(folder))
     if options.resume:  # rather now than when the model is loaded
-        check_resumable(folder, identity_of(spec), corpus)
+        check_resumable(folder, identity_of(spec), corpus, extends=options.extend)
     return corpus.to_json()
 
 
@@ -276,7 +284,8 @@ def _open(folder: Path, prepared: JobSetup, corpus: Corpus, options: RunOptions,
         prepared.header(),
         corpus,
         share=prepared.spec.documents.share,
-        mode="overwrite" if options.overwrite else "resume" if options.resume else "new",
+        mode=options.mode,
+        drop=drop_documents,
         retry_failed=options.retry_failed,
         owner=owner,
         say=log.line,

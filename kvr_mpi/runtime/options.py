@@ -18,16 +18,25 @@ STOP_SIGNALS = ("TERM", "USR2")
 class RunOptions:
     """How to run a job, as described in the help of ``kvr run``.
 
+    resume, extend : go on from results in the folder, of the same documents, or of others, too.
     time_limit : minutes, h:mm:ss or d-hh from now, as in sbatch; None: the end of the SLURM job, if it is one.
     stop_signals : names.
     """
 
     overwrite: bool = False
     resume: bool = False
+    extend: bool = False
     retry_failed: bool = False
     time_limit: str | None = None
     stop_signals: Sequence[str] = STOP_SIGNALS
     progress: Literal["auto", "bar", "lines"] = "lines"
+
+    @property
+    def mode(self) -> Literal["new", "overwrite", "resume", "extend"]:
+        """What becomes of results that are in the output folder."""
+        if self.overwrite:
+            return "overwrite"
+        return "extend" if self.extend else "resume" if self.resume else "new"
 
 
 @dataclass(frozen=True, slots=True)

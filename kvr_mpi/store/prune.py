@@ -1,18 +1,19 @@
-"""Removing stored keys and values, and nothing else: records and answers stay."""
+"""Removing what is stored: keys and values of documents whose answers stay, or all there is of documents."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.folder import Index, index_run
+from kvr_mpi.store.folder import Index, index_run, run_files
 from kvr_mpi.store.ledger import LedgerWriter
 from kvr_mpi.store.merge import copy_documents, part_of
 from kvr_mpi.store.outputs import open_file, read_header
-from kvr_mpi.store.parts import PartIndexes, document_of, index_parts, open_document
+from kvr_mpi.store.parts import PARTS, PartIndexes, document_of, index_parts, open_document
+from kvr_mpi.store.survey import survey
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +101,43 @@ def prune_kv(folder: Path, documents: Iterable[str]) -> None:
 def _write_without(index: Index, gone: Collection[str]) -> None:
     """Write the files of a folder anew that have records with these keys and values, without them."""
     for file, here in index.by_file().items():
-        if here.keys().isdisjoint(gone):
-            continue
-        with open_file(file) as stored:
-            header = read_header(stored)
-        with part_of(file) as part:
-            copied = copy_documents(replace(index, places=here), header, part, without_kv=gone)
-            LedgerWriter(file.parent, "pruned").publish(file, *copied)
+        if not here.keys().isdisjoint(gone):
+            _publish(file, replace(index, places=here), gone)
+
+
+def drop_documents(folder: Path, documents: Collection[str]) -> None:
+    """Write the files that have records of these documents anew, without them; the folder has to be locked.
+
+    Parts of their keys and values go, too. Each file is replaced as in `prune_kv`.
+
+    Raises
+    ------
+    DataError, OutputError
+        As `prune_kv`.
+    """
+    names = set(documents)
+    _drop(folder, names.__contains__)
+    if run_files(folder / PARTS):
+        _drop(folder / PARTS, lambda part: document_of(part) in names)
+
+
+def _drop(folder: Path, is_dropped: Callable[[str], bool]) -> None:
+    """Write the files of a folder anew that have some records, without them, wherever they stand."""
+    found, index = survey(folder), index_run(folder, verify=True)
+    for name, line in found.sound.items():
+        if any(map(is_dropped, (*line.done, *line.failed))):
+            file = folder / name
+            kept = {key: place for key, place in index.places.items() if place.file == file and not is_dropped(key)}
+            _publish(file, replace(index, places=kept))
+
+
+def _publish(file: Path, index: Index, without_kv: Collection[str] = ()) -> None:
+    """Put a file with these documents in the place of another."""
+    with open_file(file) as stored:
+        header = read_header(stored)
+    with part_of(file) as part:
+        copied = copy_documents(index, header, part, without_kv=without_kv)
+        LedgerWriter(file.parent, "pruned").publish(file, *copied)
 
 
 def _time(text: str) -> datetime:

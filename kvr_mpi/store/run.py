@@ -11,7 +11,7 @@ import json
 import operator
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -37,7 +37,9 @@ ALL = slice(0, None, 1)
 # Of a run's identity: what is known when its model is.
 OF_MODEL = ("model", "dtype", "frame", "compress", "cache")
 
-Mode = Literal["new", "overwrite", "resume"]
+Mode = Literal["new", "overwrite", "resume", "extend"]
+# Removes the results of some documents from a folder.
+Drop = Callable[[Path, Collection[str]], None]
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ def open_run(
     *,
     share: slice = ALL,
     mode: Mode = "new",
+    drop: Drop | None = None,
     retry_failed: bool = False,
     owner: Owner,
     say: Say = lambda line: None,
@@ -91,11 +94,14 @@ def open_run(
     header : Header
         Its identity has to match the existing results.
     corpus : Corpus
-        It has to contain the documents of the existing results.
+        It has to contain the documents of the existing results, unless the run is extended.
     share : slice
         The documents that this job processes, as ``slice(first, None, step)``; recorded for progress reports.
-    mode : {'new', 'overwrite', 'resume'}
-        What to do with existing results: refuse to start, delete them, or continue from them.
+    mode : {'new', 'overwrite', 'resume', 'extend'}
+        What to do with existing results: refuse to start, delete them, or continue from them; to extend a run is to
+        continue with other documents.
+    drop : callable, optional
+        Removes the results of documents that have changed from a run that is extended (`prune.drop_documents`).
     retry_failed : bool
         Process documents with error records again.
     owner : Owner
@@ -126,8 +132,12 @@ def open_run(
         found = _recover(folder, header, say)
         done, failed = found.documents()
         done -= _without_parts(found, header, done, say)
-        _check_job(folder, header, corpus, share, done | failed, owner.job, say)
-        return Run(done, set() if retry_failed else failed, lock)
+        wanted = {corpus.entries[number].id for number in corpus.share(share)}
+        stale = _check_job(
+            folder, header, corpus, share, (done | failed, wanted), owner.job, say, drop if mode == "extend" else None
+        )
+        known = wanted - stale
+        return Run(done & known, set() if retry_failed else failed & known, lock)
     except OSError as error:
         lock.release()
         raise OutputError(f"output.path {str(folder)!r} cannot be used: {error}") from error
@@ -136,7 +146,7 @@ def open_run(
         raise
 
 
-def check_resumable(folder: Path, identity: dict[str, Any], corpus: Corpus) -> None:
+def check_resumable(folder: Path, identity: dict[str, Any], corpus: Corpus, *, extends: bool = False) -> None:
     """Refuse to continue a run with other settings or documents, as far as that shows before a model is loaded.
 
     Parameters
@@ -145,6 +155,8 @@ def check_resumable(folder: Path, identity: dict[str, Any], corpus: Corpus) -> N
     identity : dict
         What the answers depend on; what the model has a part in (`OF_MODEL`) is left to `open_run`.
     corpus : Corpus
+    extends : bool
+        Other documents are no reason.
 
     Raises
     ------
@@ -156,7 +168,8 @@ def check_resumable(folder: Path, identity: dict[str, Any], corpus: Corpus) -> N
         return
     known = {key: value for key, value in stored[0]["identity"].items() if key not in OF_MODEL}
     _check_identity(folder, known, identity)
-    _check_corpus(folder, stored[1], corpus)
+    if not extends:
+        _check_corpus(folder, stored[1], corpus)
 
 
 def begun_with(folder: Path) -> tuple[Corpus, slice] | None:
@@ -325,29 +338,74 @@ def _clear(folder: Path) -> None:
 
 
 def _check_job(
-    folder: Path, header: Header, corpus: Corpus, share: slice, recorded: set[str], job: str, say: Say
-) -> None:
-    """Refuse a job with another identity or other documents than the run's; write down what the run is."""
-    stored = _read_run_file(folder)
+    folder: Path,
+    header: Header,
+    corpus: Corpus,
+    share: slice,
+    documents: tuple[set[str], set[str]],
+    job: str,
+    say: Say,
+    drop: Drop | None,
+) -> set[str]:
+    """Refuse a job with another identity or other documents than the run's; write down what the run is.
+
+    Parameters
+    ----------
+    documents : (set of str, set of str)
+        Those that are recorded, and those that the job is to do.
+    drop : callable or None
+        Other documents are no reason to refuse it.
+
+    Returns
+    -------
+    set of str
+        Recorded documents whose results were removed: they are others now.
+    """
+    recorded, wanted = documents
+    stored, stale = _read_run_file(folder), set[str]()
+    gone = set() if stored is None else {*map(str, stored[0].get("gone", ()))}
     if stored is not None and recorded:
         _check_identity(folder, stored[0]["identity"], header.identity)
-        _check_corpus(folder, stored[1], corpus)
+        if drop is None:
+            _check_corpus(folder, stored[1], corpus)
+        else:
+            stale, left = _extend(folder, stored[1], corpus, recorded, say)
+            gone = (gone | left) & recorded - wanted
+            drop(folder, stale)
+    elif recorded and drop is not None:
+        raise OutputError(
+            f"cannot extend {folder}: {RUN_FILE} is missing or damaged, so it is unknown which documents have changed; "
+            f"choose another output.path"
+        )
     elif recorded:
         say(f"{folder / RUN_FILE} is missing or damaged, so it is unknown whether the documents are still the same")
-    if others := recorded - {corpus.entries[number].id for number in corpus.share(share)}:
+    if others := recorded - wanted - gone:
         before = ALL if stored is None else share_of(stored[0])
         raise OutputError(
             f"cannot resume {folder}: it has {len(others)} document(s) that this job does not process "
             f"({_some(sorted(others))}); it was begun with {_share_text(before)}, this job has {_share_text(share)}: "
             f"restore that, or choose another output.path"
         )
-    wanted = {"share": [share.start, share.step], "corpus": corpus.to_json()}
-    line = seal({"identity": header.identity, "model": header.model, "job": job, **wanted})
+    listed = {"share": [share.start, share.step], "corpus": corpus.to_json(), "gone": sorted(gone)}
+    line = seal({"identity": header.identity, "model": header.model, "job": job, **listed})
     path = folder / RUN_FILE
     if stored is None or read_regular(path, RUN_FILE_BYTES) != line:
         with replacing(path) as stream:
             stream.write(line)
         sync(folder)
+    return stale
+
+
+def _extend(folder: Path, before: Corpus, now: Corpus, recorded: set[str], say: Say) -> tuple[set[str], set[str]]:
+    """Say what has become of a run's documents; return those whose results are of another text, and those gone.
+
+    A document that was gone and is there again may have another text, too.
+    """
+    changes = changes_of(before, now)
+    told = _describe(changes)
+    if told:
+        say(f"{folder} is extended: {told}; results of documents that are gone are kept")
+    return (changes["changed"] | changes["new"]) & recorded, changes["gone"] & recorded
 
 
 def _share_text(share: slice) -> str:
@@ -392,26 +450,30 @@ def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
     """Refuse other documents; those that could not be read before may have been mended."""
     if told := differing_documents(before, now):
         raise OutputError(
-            f"cannot resume {folder}: the documents have changed since it began: {told}; restore them, or choose "
-            f"another output.path"
+            f"cannot resume {folder}: the documents have changed since it began: {told}; restore them, answer new and "
+            f"changed ones with --extend, or choose another output.path"
         )
 
 
 def differing_documents(before: Corpus, now: Corpus) -> str:
     """Say which documents changed, are gone or new; empty if none, but for some that could not be read before."""
-    if before.entries == now.entries:
-        return ""
+    return "" if before.entries == now.entries else _describe(changes_of(before, now))
+
+
+def changes_of(before: Corpus, now: Corpus) -> dict[str, set[str]]:
+    """Name the documents that are changed, gone and new; those that could not be read before may have been mended."""
     old = {entry.id: entry for entry in before.entries}
     new = {entry.id: entry for entry in now.entries}
-    changed = [
-        name for name in old.keys() & new.keys() if old[name].error is None and old[name].sha256 != new[name].sha256
-    ]
-    told = [
-        f"{len(names)} {what} ({_some(sorted(names))})"
-        for what, names in (("changed", changed), ("gone", old.keys() - new.keys()), ("new", new.keys() - old.keys()))
-        if names
-    ]
-    return ", ".join(told)
+    both = old.keys() & new.keys()
+    return {
+        "changed": {name for name in both if old[name].error is None and old[name].sha256 != new[name].sha256},
+        "gone": old.keys() - new.keys(),
+        "new": new.keys() - old.keys(),
+    }
+
+
+def _describe(changes: dict[str, set[str]]) -> str:
+    return ", ".join(f"{len(names)} {what} ({_some(sorted(names))})" for what, names in changes.items() if names)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -80,6 +80,8 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
     now = time.time() if now_s is None else now_s
     alive = is_alive(folder, 2.5 * BEAT_S)
     done, failed = found.documents()
+    if wanted is not None:  # results of documents that are gone are kept (`kvr-run --extend`)
+        done, failed = done & {*wanted}, failed & {*wanted}
     session = lock.number if lock else 0
     since = lock.since_s if lock else 0.0
     overall = _rate(found, since, now if alive else _newest(found))
