@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.kept import choose_kept, keep_only
 from kvr_mpi.compress.compression import Compression, Retained
 from kvr_mpi.documents.prompts import Prompt
 from kvr_mpi.kv.cache import SliceCache
@@ -85,10 +86,10 @@ class PrefilledDocuments:
         """Make fresh ones, that keep what the method chooses, or everything."""
         found = []
         for prompt, prefill in zip(self.prompts, self._prefills, strict=True):
-            chosen = None if compression is None else compression.choose(prefill.cache, prompt.text)
+            chosen = None if compression is None else choose_kept(compression, prefill.cache, prompt.text)
             retained: Retained = chosen or [None] * len(prefill.cache.layers)
             copy = Prefill(prefill.partition, self._copy(prefill.cache), prefill.logits, 0.0)
-            copy.cache.keep_only(retained, self.new_tokens)
+            keep_only(copy.cache, retained, self.new_tokens)
             found.append(copy)
         return found
 

@@ -137,21 +137,6 @@ class Compression:
         always = torch.arange(window[0], layer.length, device=scores.device)
         return [torch.cat([chosen, always]) for chosen in top_tokens(scores, shares[slice(*self._own)])]
 
-    @torch.inference_mode()
-    def choose(self, cache: Any, text: Range) -> Retained | None:
-        """Choose what each KV head keeps of a whole cache that has observed the window; None: all of it.
-
-        Parameters
-        ----------
-        cache : SliceCache
-            After a prefill with `observed_of`, on the rank with all keys.
-        """
-        retain = self.retain(cache.length, text)
-        if retain is None:
-            return None
-        observed = {} if cache.observation is None else cache.observation.layers
-        return [retain(layer, observed.get(layer.layer_idx)) for layer in cache.layers]
-
     def size_of(self, cache: Any) -> RetainedSize:
         """Say how much a compressed cache holds of its prompt, with what the other ranks of the group hold."""
         kept, kv_bytes = 0, 0

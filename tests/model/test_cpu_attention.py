@@ -17,6 +17,7 @@ from chains import chain, greedy, single
 from models import prompt
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.kept import keep_only
 from kvr_mpi.kv.attention import attend
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel, probe_shape
@@ -323,7 +324,8 @@ def test_documents_together_and_compressed_ones(
     def steps(kept: int | None) -> torch.Tensor:
         caches = [chain(loaded, prompt(tokens), (0, tokens), reserve=4).cache for tokens in (90, 41, 60)]
         for cache in caches if kept is not None else ():
-            cache.keep_only(
+            keep_only(
+                cache,
                 [
                     [torch.arange(kept + head) for head in range(layer.shape.num_kv_heads)]
                     if layer.shape.visibility.size is None

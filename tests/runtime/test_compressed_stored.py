@@ -16,6 +16,7 @@ from constants import Kvr
 from made_jobs import with_settings
 from transformers import GenerationConfig
 
+from benchmarks.kept import choose_kept, keep_only
 from kvr_mpi.api.results import open_results
 from kvr_mpi.compress.compression import open_compression
 from kvr_mpi.compress.settings import CompressSettings
@@ -87,11 +88,11 @@ def fresh_answer(model: Path, kv: StoredPiece, prompt_tokens: int) -> tuple[int,
     window = compression.window_of(len(ids), text)
     assert window is not None
     prompt = prefill_kvr(loaded, ids, Partition((0, len(ids))), LocalTransport(), window=window)
-    retained = compression.choose(prompt.cache, text)
+    retained = choose_kept(compression, prompt.cache, text)
     assert retained is not None
     chosen = [[head[head < text[1]] for head in heads or ()] for heads in retained]
     known = prefill_kvr(loaded, ids[: text[1]], Partition((0, text[1])), LocalTransport())
-    known.cache.keep_only(chosen, len(asked) + NEW_TOKENS)
+    keep_only(known.cache, chosen, len(asked) + NEW_TOKENS)
     with torch.inference_mode():
         known.logits = run_next(loaded.model, known, torch.tensor([list(asked)]))
     config = GenerationConfig(do_sample=False, eos_token_id=loaded.model.generation_config.eos_token_id)

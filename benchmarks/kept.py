@@ -1,0 +1,45 @@
+"""Compress a cache once its prompt is through, for figures and tests: jobs drop each layer's keys as it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvr_mpi.compress.compression import Compression, Retained
+from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.head_store import check_retained
+from kvr_mpi.kv.route import Range
+
+
+@torch.inference_mode()
+def choose_kept(compression: Compression, cache: SliceCache, text: Range) -> Retained | None:
+    """Choose what each KV head keeps of a whole cache that has observed the window; None: all of it."""
+    retain = compression.retain(cache.length, text)
+    if retain is None:
+        return None
+    observed = {} if cache.observation is None else cache.observation.layers
+    return [retain(layer, observed.get(layer.layer_idx)) for layer in cache.layers]
+
+
+def keep_only(cache: SliceCache, retained: Sequence[Sequence[torch.Tensor] | None], slack: int) -> None:
+    """Drop all keys and values except those that each head is to keep, before any token is decoded.
+
+    Parameters
+    ----------
+    retained : sequence
+        For each layer, for each KV head: positions (tokens,) int64 that it keeps, ascending; None for a layer that
+        keeps all it has, and for one without keys and values.
+    slack : int
+        Tokens that can be appended.
+    """
+    length = cache.length
+    for layer, kept in zip(cache.layers, retained, strict=True):
+        if kept is not None:
+            check_retained(kept, layer.shape, length, layer.layer_idx)
+    for layer, kept in zip(cache.layers, retained, strict=True):
+        if layer.shape.elements:
+            cache.drop(layer, kept, slack)
+    cache.buffers.clear()
+    cache.run = None
+    cache.capacity = length + slack
