@@ -371,7 +371,8 @@ def _check_job(
         else:
             stale, left = _extend(folder, stored[1], corpus, recorded, say)
             gone = (gone | left) & recorded - wanted
-            drop(folder, stale)
+            if stale:
+                drop(folder, stale)
     elif recorded and drop is not None:
         raise OutputError(
             f"cannot extend {folder}: {RUN_FILE} is missing or damaged, so it is unknown which documents have changed; "
