@@ -122,7 +122,7 @@ def drop_documents(folder: Path, documents: Collection[str]) -> None:
 
 
 def _drop(folder: Path, is_dropped: Callable[[str], bool]) -> None:
-    """Write the files of a folder anew that have some records, without them; what is copied is held against its seal."""
+    """Write the files of a folder anew that have some records, without them; what is copied is held against seals."""
     found, index = survey(folder), index_run(folder)
     for name, line in found.sound.items():
         if any(map(is_dropped, (*line.done, *line.failed))):

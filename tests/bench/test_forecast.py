@@ -207,6 +207,7 @@ def test_a_thousand_ranks_need_no_model_library() -> None:
     assert found.strip() == "[]"
 
 
+@pytest.mark.long
 def test_a_benchmark_ends_with_the_exit_code_of_its_error() -> None:
     for words, code in ((["paper", "--no"], 2), (["paper", "--score", "none.csv"], 65)):
         ended = subprocess.run([sys.executable, "-m", "benchmarks", *words], capture_output=True, cwd=ROOT)

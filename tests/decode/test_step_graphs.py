@@ -13,8 +13,8 @@ from paged_rows import LENGTHS, NEW_TOKENS, Watched, answer, arena_of, pages_rea
 from recorded_graph import record
 from rows import long_rope, one_thread, other_prompt
 
-from kvr_mpi.decode import batch as batches
 from kvr_mpi.decode import graphs as stepping
+from kvr_mpi.decode import group as groups
 from kvr_mpi.decode.graphs import StepGraphs, why_not_captured
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.paged import PAGE_TOKENS, PagedArena
@@ -191,7 +191,7 @@ def test_what_a_wrong_capture_wrote_is_written_anew(monkeypatch: pytest.MonkeyPa
 
 def test_graphs_go_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, lines = ready("llama-gqa"), list[str]()
-    truth, run = truth_of("llama-gqa"), batches.decode_packed
+    truth, run = truth_of("llama-gqa"), groups.decode_packed
     fails = iter([False, True, *[False] * 100])
 
     def short(*args: Any) -> torch.Tensor:
@@ -199,7 +199,7 @@ def test_graphs_go_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None
             raise MemoryError("no more")
         return run(*args)
 
-    monkeypatch.setattr(batches, "decode_packed", short)
+    monkeypatch.setattr(groups, "decode_packed", short)
     graphs = graphs_of(loaded, lines)
     assert answer(loaded, arena_of(loaded, 8, has_scrap=True), None, graphs) == truth
     assert len(lines) == 1 and "memory is short" in lines[0] and not graphs._steps

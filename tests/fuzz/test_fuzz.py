@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 FILES = 13  # one of each kind
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_file_ends_in_anything_but_an_error_or_the_truth() -> None:
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(

@@ -20,6 +20,8 @@ from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
 
+SMALL_VOCABULARY = True
+
 CHAT = "/v1/chat/completions"
 GOOD: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},

@@ -15,6 +15,8 @@ from made_jobs import TEXT, answers, last_line, with_settings
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
 
+SMALL_VOCABULARY = True
+
 SMALL = ("compress.method=ada-snapkv", "compress.budget=64", "compress.window=16")
 SHARED = "decode.mode=head-parallel"
 

@@ -43,7 +43,7 @@ def test_each_document_has_facts_in_both_halves() -> None:
         assert len(places) == 3 and min(places) < 0.5 < max(places)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_chain_finds_planted_facts(smollm: LoadedModel) -> None:
     """The model is small, so not all of them; but none could be found if the prefix did not arrive."""
     asked = [fact for fact in FACTS if fact["document"] == "incident-report.md"]

@@ -15,6 +15,8 @@ from kvr_mpi.store import run as store_run
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
 
+SMALL_VOCABULARY = True
+
 
 def records(folder: Path) -> dict[str, Record]:
     return {record.id: record for record in read_run(folder)}

@@ -14,6 +14,8 @@ import pytest
 from constants import TESTS
 from made_jobs import last_line
 
+SMALL_VOCABULARY = True
+
 
 def test_alone_under_slurm_with_several_tasks(job: Path, kvr_run: Path, tmp_path: Path) -> None:
     run = subprocess.run(

@@ -11,6 +11,8 @@ from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.states import StateWriter, read_states
 from kvr_mpi.store.status import read_status
 
+SMALL_VOCABULARY = True
+
 
 def test_every_rank_says_what_it_is_at(
     job: Path, tmp_path: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch

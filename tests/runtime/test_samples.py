@@ -14,6 +14,8 @@ from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.outputs import Record
 
+SMALL_VOCABULARY = True
+
 WARM = ("generation.do_sample=true", "generation.temperature=1.6")
 THREE = (*WARM, "generation.n=3")
 

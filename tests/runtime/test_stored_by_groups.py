@@ -22,6 +22,8 @@ from kvr_mpi.store.parts import PARTS
 from kvr_mpi.store.shares import read_run_header
 from kvr_mpi.store.stored_kv import StoredPiece
 
+SMALL_VOCABULARY = True
+
 GROUPS = "parallel.tensor_parallel=2"
 Run = Callable[..., Path]
 

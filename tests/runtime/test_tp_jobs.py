@@ -22,6 +22,8 @@ from kvr_mpi.setup.planning import plan_job
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.store.traces import read_traces, trace_files
 
+SMALL_VOCABULARY = True
+
 TOKENS = "generation.max_new_tokens=32"
 
 
