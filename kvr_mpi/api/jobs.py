@@ -89,8 +89,10 @@ def run(
         On every rank, if the job cannot be run as written; one of them says why.
     """
     if overwrite and (resume or extend):
-        raise ConfigError("overwrite=True deletes the results that resume=True would continue from: choose one")
-    options = RunOptions(overwrite, resume, extend, retry_failed, time_limit)
+        raise ConfigError("overwrite=True deletes what resume=True and extend=True continue from: choose one")
+    options = RunOptions(
+        overwrite=overwrite, resume=resume, extend=extend, retry_failed=retry_failed, time_limit=time_limit
+    )
     with joined_ranks(comm) as world:
         text = share_json(world, on_root(world, lambda: read_job(job, settings).model_dump_json()))
         spec = JobSpec.model_validate_json(text)

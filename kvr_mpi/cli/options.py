@@ -87,7 +87,7 @@ extend_option = click.option(
 
 
 def check_fresh_or_resumed(*, overwrite: bool, resume: bool) -> None:
-    """Refuse ``--overwrite`` together with ``--resume``.
+    """Refuse ``--overwrite`` together with ``--resume`` or ``--extend``.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def check_fresh_or_resumed(*, overwrite: bool, resume: bool) -> None:
         If both are given.
     """
     if overwrite and resume:
-        raise click.UsageError("--overwrite deletes the results that --resume would continue from: give only one")
+        raise click.UsageError("--overwrite deletes what --resume and --extend continue from: give only one")
 
 
 def parse_names(text: str) -> list[str]:

@@ -106,6 +106,8 @@ def sbatch(
     if show and test_only:
         raise click.UsageError("--print and --test-only exclude each other: give only one")
     check_fresh_or_resumed(overwrite=overwrite, resume=resume or extend)
+    if extend and array is not None:
+        raise click.UsageError("--extend cannot be combined with --array: other documents would be in each share")
     if at_once is not None and array is None:
         raise click.UsageError("--at-once needs --array N")
     from kvr_mpi.errors import ConfigError

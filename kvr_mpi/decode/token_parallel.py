@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.decode.group import Group, Running
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.document_share import DocumentShare
@@ -23,8 +24,6 @@ from kvr_mpi.prefill.stored_shares import run_shares
 from kvr_mpi.transport import Transport
 
 K = TypeVar("K")
-# Most prompts of one step.
-MOST_ROWS = 64
 
 
 def check_shareable(loaded: LoadedModel) -> None:
@@ -73,7 +72,7 @@ class TokenGroup(Group[K]):
 
     def rows(self, documents: Sequence[Running[K]], most: int | None) -> list[list[Running[K]]]:
         """Keep prompts about one document next to each other: its rows are read once for all of a row."""
-        most = min(most or MOST_ROWS, MOST_ROWS)
+        most = min(most or MAX_SEQUENCES, MAX_SEQUENCES)
         return [list(documents[at : at + most]) for at in range(0, len(documents), most)]
 
     def run(self, documents: Sequence[Running[K]]) -> torch.Tensor:

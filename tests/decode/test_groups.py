@@ -149,8 +149,8 @@ def test_scores_are_those_of_a_rank_alone(name: str, model: str) -> None:
         for one, other in zip(mine.scores, theirs.scores, strict=True):
             assert (one.text, one.is_greedy) == (other.text, other.is_greedy)
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-    scores = [len(found[number].answer.scores) for number in range(3) if found[number].answer]  # type: ignore[union-attr]
-    assert scores == [3, 0, 1]
+    answers = [found[number].answer for number in range(3)]
+    assert [answer and len(answer.scores) for answer in answers] == [3, 0, 1]
 
 
 @pytest.mark.parametrize("name", ["heads", "tokens"])

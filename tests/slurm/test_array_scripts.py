@@ -63,6 +63,8 @@ def test_arrays_that_cannot_be_meant(arguments: list[str], why: str, job: Path, 
     code, out, err = run_kvr("sbatch", job, "--ranks", "2", "--hardware", "h200", "--print", *arguments)
     assert code == EXIT_CONFIG and why in err and out == ""
     assert run_kvr("sbatch", job, "--ranks", "2", "--at-once", "2", "--print")[0] == EXIT_USAGE
+    code, _, err = run_kvr("sbatch", job, "--ranks", "2", "--array", "2", "--extend", "--print")
+    assert code == EXIT_USAGE and "--extend cannot be combined with --array" in err
 
 
 def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:
