@@ -20,6 +20,7 @@ KEYS: dict[str, str] = {
     "questions.reuse=auto": "Leave it out to load what is stored, or set 'never' to prefill the documents again.",
     "parallel.transport=gloo": 'Use "mpi" between CPUs, which "auto" chooses.',
     "parallel.compile": "Leave it out; a larger parallel.chunk_tokens saves launches and reads of weights.",
+    "decode.cuda_graphs": "Leave it out; steps run kernel by kernel.",
     "output.kv_compression": "Leave it out; keys and values are stored as the model made them.",
     "output.kv_dtype": "Leave it out; keys and values are stored in the model's data type.",
     "parallel.ranks_per_stage": "Use parallel.tensor_parallel.",

@@ -16,9 +16,7 @@ from rows import other_prompt
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.graphs import StepGraphs
-from kvr_mpi.decode.group import Alone
-from kvr_mpi.kv import decode_cache, packed_row, paged_row
+from kvr_mpi.kv import decode_cache, packed_row
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
@@ -55,7 +53,6 @@ def pages_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
 
     monkeypatch.setattr(packed_row, "takes_flash", takes)
     monkeypatch.setattr(decode_cache, "takes_flash", takes)
-    monkeypatch.setattr(paged_row, "takes_flash", takes)
     with Watched() as watched:
         yield watched
 
@@ -67,18 +64,14 @@ def ready(name: str) -> LoadedModel:
     return loaded
 
 
-def arena_of(loaded: LoadedModel, extent_pages: int, *, has_scrap: bool = False) -> PagedArena:
-    return PagedArena(loaded.shape.layers, loaded.dtype, loaded.device, extent_pages=extent_pages, has_scrap=has_scrap)
+def arena_of(loaded: LoadedModel, extent_pages: int) -> PagedArena:
+    return PagedArena(loaded.shape.layers, loaded.dtype, loaded.device, extent_pages=extent_pages)
 
 
-def answer(
-    loaded: LoadedModel, arena: PagedArena | None, end: int | None = None, graphs: StepGraphs | None = None
-) -> dict[str, tuple[int, ...]]:
+def answer(loaded: LoadedModel, arena: PagedArena | None, end: int | None = None) -> dict[str, tuple[int, ...]]:
     """Decode documents that join at any step, and leave when they are answered."""
     config = GenerationConfig(do_sample=False, eos_token_id=end, pad_token_id=0)
-    batch: DecodeBatch[str] = DecodeBatch(
-        loaded, config, stop=(), max_new_tokens=NEW_TOKENS, group=Alone(loaded, graphs=graphs)
-    )
+    batch: DecodeBatch[str] = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
     chance, found, waiting = random.Random(1), dict[str, tuple[int, ...]](), list(LENGTHS)
     while waiting or batch.running:
         for _ in range(min(len(waiting), chance.randint(0, 2))):

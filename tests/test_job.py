@@ -73,7 +73,6 @@ def test_every_key_can_be_set(tmp_path: Path) -> None:
     placement = "equal"
     copies = 1
     profile = "heads.json"
-    cuda_graphs = "off"
     [parallel]
     strategy = "kvr"
     ranks_per_chain = 2

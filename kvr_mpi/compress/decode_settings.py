@@ -32,11 +32,6 @@ class DecodeSettings(BaseModel):
     profile: str | None = Field(
         None, min_length=1, description="file with counts to place heads by; default: the number of tokens they keep"
     )
-    cuda_graphs: Literal["auto", "off"] = Field(
-        "auto",
-        description="run decode steps on GPUs as CUDA graphs; auto: if documents are in pages and a trial gives the "
-        "same logits; off: kernel by kernel",
-    )
 
     @model_validator(mode="after")
     def _settings_fit_the_mode(self) -> DecodeSettings:

@@ -11,12 +11,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from kvr_mpi.decode.graphs import StepGraphs
 from kvr_mpi.decode.samples import Samples
 from kvr_mpi.decode.sampling import DecodeSequence
 from kvr_mpi.kv.decode_cache import DecodeCache
@@ -136,13 +134,11 @@ class Alone(Group[K]):
         Prepared for chains if the prompts' caches are chains'; plain caches step one by one.
     why_alone : str or None
         Why prompts step one by one (`why_not_packed`); None if this model runs packed.
-    graphs : StepGraphs, optional
-        Runs steps that were captured.
     """
 
-    def __init__(self, loaded: LoadedModel, *, why_alone: str | None = None, graphs: StepGraphs | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, *, why_alone: str | None = None) -> None:
         super().__init__(loaded)
-        self._why_alone, self._graphs, self._anew_at = why_alone, graphs, begins_anew_at(loaded.model)
+        self._why_alone, self._anew_at = why_alone, begins_anew_at(loaded.model)
         self._packs: dict[tuple[Running[K], ...], DecodeCache] = {}
 
     def take_in(self, documents: Sequence[Running[K]]) -> Sequence[Running[K]]:
@@ -165,10 +161,8 @@ class Alone(Group[K]):
             return self._run(documents)
 
     def forget_rows(self, *, is_short: bool = False) -> None:
-        """Let go of the caches of rows, and of graphs if memory is short."""
+        """Let go of the caches of rows."""
         self._packs.clear()
-        if is_short and self._graphs is not None:
-            self._graphs.give_up("memory is short")
 
     def _run(self, documents: Sequence[Running[K]]) -> torch.Tensor:
         """Compute logits (prompts, vocab_size) after the last token of each."""
@@ -177,13 +171,6 @@ class Alone(Group[K]):
             logits = [self._run_anew(each) if each in anew else self._run([each])[0] for each in documents]
             return torch.stack(logits)
         last = [each.last_token for each in documents]
-        if self._graphs is None or documents[0].prefill.is_plain:
-            return self._run_eagerly(documents, last)
-        caches = [each.prefill.cache for each in documents]
-        return self._graphs.step(caches, last, partial(self._run_eagerly, documents, last))
-
-    def _run_eagerly(self, documents: Sequence[Running[K]], last: list[int]) -> torch.Tensor:
-        """Compute the same, after these tokens, kernel by kernel."""
         if self._why_alone is not None or documents[0].prefill.is_plain:
             return self._run_alone(documents[0].prefill, last[0]).unsqueeze(0)
         members = tuple(documents)

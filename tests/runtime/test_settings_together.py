@@ -138,9 +138,7 @@ class Bench:
         return self.truths[known]
 
 
-def open_pages(
-    spec: Any, loaded: LoadedModel, free_bytes: int, say: Any, *, is_packed: bool, captures: bool
-) -> PagedArena | None:
+def open_pages(spec: Any, loaded: LoadedModel, free_bytes: int, say: Any, *, is_packed: bool) -> PagedArena | None:
     """As on a GPU, without the trial."""
     if not is_packed or spec.is_spread or spec.compress is not None:
         return None
