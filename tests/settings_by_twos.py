@@ -6,8 +6,14 @@ A setting says how answers are computed (`WAYS`), what is kept beside them (`KEP
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import re
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from kvr_mpi.job.combinations import refusals
+from kvr_mpi.job.load import parse_job
 
 Job = Mapping[str, Any]
 NAMED = [{"name": name, "template": f"{{text}} {name}?"} for name in ("first", "second")]
@@ -98,3 +104,42 @@ def written(job: Job) -> str:
         return json.dumps(value)
 
     return "\n".join(f"{key} = {as_toml(value)}" for key, value in job.items() if value is not None)
+
+
+def said_of(names: Collection[str], base: Job | None = None) -> list[str]:
+    """What a job of these settings is refused with, as patterns; nothing if it runs.
+
+    `base` has the job's other settings, and the values of those that name a place.
+    """
+    plain = {"model.path": "m", "documents.path": "c", "output.path": "o", "prompt.template": "{text}"}
+    job = {**plain, "generation.max_new_tokens": 6, **(base or merged(names) or {})}
+    if "resumed" in names:
+        job["documents.shard"] = "0/2"
+    found = refusals(parse_job(tomllib.loads(written(job)), Path("job.toml"), (), {})[0])
+    otherwise = (said for pair, said in STORED_OTHERWISE.items() if pair <= set(names))
+    return [*map(re.escape, found)] or list(otherwise)
+
+
+def covering(
+    pairs: Sequence[tuple[str, str]], refused: Collection[tuple[str, str]], most: int
+) -> list[tuple[str, ...]]:
+    """Put settings into as few jobs as come of taking the best one next, so that each pair that runs is in one."""
+    runs = {frozenset(pair) for pair in pairs if pair not in refused}
+    left, found = [frozenset(pair) for pair in pairs if pair not in refused], list[tuple[str, ...]]()
+    while left:
+        job = [name for name in SETTINGS if name in left[0]]
+        while len(job) < most:
+            open_pairs = set(left)
+            fits = [
+                name
+                for name in SETTINGS
+                if name not in job and all({name, one} in runs for one in job) and merged([*job, name]) is not None
+            ]
+            new = {name: sum({name, one} in open_pairs for one in job) for name in fits}
+            best = max(fits, key=lambda name: new[name], default=None)
+            if best is None or not new[best]:
+                break
+            job.append(best)
+        found.append(tuple(job))
+        left = [pair for pair in left if not pair <= set(job)]
+    return found

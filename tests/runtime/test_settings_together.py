@@ -1,8 +1,8 @@
 """Settings of a job by twos: each pair is refused by name before anything loads, or gives what it gives on one rank.
 
-The settings are in `settings_by_twos`; which pairs are refused is in `kvr_mpi.job.combinations`. A pair is run on two
-ranks. Its truth is the same job on one rank without the ways; of what is only kept, the answers are also those of the
-job that keeps nothing.
+The settings are in `settings_by_twos`; which pairs are refused is in `kvr_mpi.job.combinations`. Those that are not run
+several at once, in jobs of up to six settings on two ranks; each by itself where tests may take long. A job's truth is
+the same on one rank without the ways; of what is only kept, the answers are also those of the job that keeps nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import re
 import shutil
 import threading
-import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +22,9 @@ import torch
 from made_adapters import base_of, save_adapter
 from made_jobs import TEXT
 from made_runs import stored_layers
-from settings_by_twos import ASKED, RUNS, SETTINGS, STORED_OTHERWISE, WAYS, Job, merged, written
+from settings_by_twos import ASKED, RUNS, SETTINGS, WAYS, Job, covering, merged, said_of, written
 
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
-from kvr_mpi.job.combinations import refusals
-from kvr_mpi.job.load import parse_job
 from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.setup import prepare
@@ -86,7 +83,7 @@ class Bench:
     def run(self, names: Collection[str], ranks: int, more: Job | None = None) -> Outcome:
         out, path = self.folder / "out", self.folder / "job.toml"
         shutil.rmtree(out, ignore_errors=True)
-        job = self._job(names, more)
+        job = self.job(names, more)
         path.write_text(written(job))
         with self.monkeypatch.context() as patch:
             if "pages" in names:
@@ -106,16 +103,7 @@ class Bench:
             found.kept = keys_and_values(out / "results.h5")
         return found
 
-    def refusals(self, names: Collection[str]) -> list[str]:
-        """What the table says of the job, as patterns."""
-        job = self._job(names)
-        if "resumed" in names:
-            job["documents.shard"] = "0/2"
-        found = refusals(parse_job(tomllib.loads(written(job)), Path("job.toml"), (), {})[0])
-        said = STORED_OTHERWISE.get(frozenset(names))
-        return [*map(re.escape, found), *([] if found or said is None else [said])]
-
-    def _job(self, names: Collection[str], more: Job | None = None) -> dict[str, Any]:
+    def job(self, names: Collection[str], more: Job | None = None) -> dict[str, Any]:
         job = merged(names)
         assert job is not None
         job = {**self.base, "output.path": str(self.folder / "out"), **job, **(more or {})}
@@ -248,15 +236,15 @@ def bench(prepared: Any, run_here: Any, monkeypatch: pytest.MonkeyPatch) -> Benc
     return Bench(folder, run_here, monkeypatch, base, places, truths)
 
 
-def check_pair(bench: Bench, pair: Collection[str]) -> None:
-    found, refused = bench.run(pair, RANKS), bench.refusals(pair)
+def check(bench: Bench, names: Collection[str]) -> None:
+    found, refused = bench.run(names, RANKS), said_of(names, bench.job(names))
     if refused:
         assert not found.records and found.code == EXIT_CONFIG, found.said
         assert all(re.search(said, found.said) for said in refused), found.said
-        assert LATE & set(pair) or "loading" not in found.said, found.said
+        assert LATE & set(names) or "loading" not in found.said, found.said
         return
     assert found.code == EXIT_OK, found.said
-    shown = [name for name in pair if name not in WAYS]
+    shown = [name for name in names if name not in WAYS]
     wrong = differences(found, bench.truth(shown), error=TOLERANCE)
     asked = [name for name in shown if name in ASKED]
     wrong += differences(found, bench.truth(asked), error=None)
@@ -264,9 +252,18 @@ def check_pair(bench: Bench, pair: Collection[str]) -> None:
 
 
 PAIRS = [pair for pair in itertools.combinations(SETTINGS, 2) if merged(pair) is not None]
+REFUSED = [pair for pair in PAIRS if said_of(pair)]
+# One job of many settings shows many pairs at once.
+TOGETHER = covering(PAIRS, REFUSED, most=6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_any_two_settings_are_refused_or_change_nothing(bench: Bench, pair: tuple[str, str]) -> None:
-    check_pair(bench, pair)
+@pytest.mark.parametrize("names", [*REFUSED, *TOGETHER], ids="+".join)
+def test_settings_together_are_refused_or_change_nothing(bench: Bench, names: tuple[str, ...]) -> None:
+    check(bench, names)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair not in REFUSED], ids="+".join)
+def test_any_two_settings_change_nothing(bench: Bench, pair: tuple[str, str]) -> None:
+    check(bench, pair)
