@@ -141,6 +141,14 @@ def attend_up_to(
     return part.merge(attend(query, keys[:, :, :before], values[:, :, :before], params)) if before else part
 
 
+def attend_from(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+) -> PartialAttention:
+    """Attend from each of as many queries as keys to the key at its own index and those after it."""
+    part = attend(query.flip(2), keys.flip(2), values.flip(2), params, causal=query.shape[2] > 1)
+    return PartialAttention(part.out.flip(2), part.lse.flip(2))
+
+
 def attend_window(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, window: int
 ) -> PartialAttention:

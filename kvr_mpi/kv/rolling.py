@@ -1,29 +1,32 @@
 """Keys and values of a prompt's last tokens only: a rolling cache, whose size does not depend on the prompt's length.
 
 A prompt goes through the model a few tokens at a time. Each layer's buffer has room for `cache_tokens` old tokens and
-a step's new ones, whatever the prompt's length; before a step the oldest are dropped. Where a layer sees no more than
-that (a window, chunks) nothing is lost. Where it sees everything this is an approximation, StreamingLLM's (Xiao et al.
-2024, section 3.2): a token attends to the first few tokens, the *sinks*, and to the last ones. Unlike there, tokens
-keep their positions in the prompt: keys come to a cache with the positions in them.
+a step's new ones, whatever the prompt's length: a ring, in which new tokens are written where the oldest lie. Where a
+layer sees no more than that (a window, chunks) nothing is lost. Where it sees everything this is an approximation,
+StreamingLLM's (Xiao et al. 2024, section 3.2): a token attends to the first few tokens, the *sinks*, which are in front
+of the ring and stay, and to the last ones. Unlike there, tokens keep their positions in the prompt: keys come to a
+cache with the positions in them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 
 from kvr_mpi.errors import ConfigError, ModelError
-from kvr_mpi.kv.attention import PartialAttention, attend
-from kvr_mpi.kv.layer import attend_ranges
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_from
 from kvr_mpi.kv.layout import Slab
+from kvr_mpi.kv.route import Range, join_ranges
 from kvr_mpi.kv.row import RowCache, RowLayer
 from kvr_mpi.kv.settings import CacheSettings
 from kvr_mpi.model import LayerShape, LoadedModel, ModelShape
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.masks import Visibility
+from kvr_mpi.partition import cut_range
 
 # The approximation, as it is asked for and recorded.
 STREAMING_LLM = "streaming-llm"
@@ -80,67 +83,55 @@ class Rolling:
 
 
 class RollingLayer(RowLayer):
-    """One layer's sinks, if it has any, and last tokens."""
+    """One layer's sinks, if it has any, and last tokens, in a ring."""
 
     cache: RollingCache
 
     def __init__(self, cache: RollingCache, layer_idx: int, shape: LayerShape) -> None:
         super().__init__(cache, layer_idx, shape)
         self.length = 0  # position of the token after the last that is held
-        self.fresh = 0  # tokens last appended
         rolling = cache.rolling
         self.sinks = 0 if rolling.holds(shape.visibility) else rolling.sinks
-        self._base = self.sinks  # position of the first token after the sinks that is held
-        size = rolling.rows, shape.elements
-        self._layout = Slab(torch.empty(size, dtype=cache.dtype, device=cache.device), shape)
-
-    @property
-    def visibility(self) -> Visibility:
-        """What a token sees, other than sinks."""
-        if not self.sinks:
-            return self.shape.visibility
-        return Visibility(window=self.cache.rolling.cache_tokens - self.sinks)
+        # What a token sees, with positions counted after the sinks, which every token sees.
+        self._seen = Visibility(window=rolling.cache_tokens - self.sinks) if self.sinks else shape.visibility
+        self._ring = rolling.rows - self.sinks
+        self._written = 0  # position after the last token that was ever written
+        self._layout = Slab(torch.empty(rolling.rows, shape.elements, dtype=cache.dtype, device=cache.device), shape)
 
     def first_seen(self, position: int) -> int:
         """Position of the first token after the sinks that a token at a position sees, or one after it."""
-        return self.sinks + self.visibility.first_key(max(0, position - self.sinks))
+        return self.sinks + self._seen.first_key(max(0, position - self.sinks))
 
-    def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of tokens that are held, by their positions, as views (1, kv_heads, tokens, head_dim)."""
-        assert last <= self.sinks or first >= self._base, "these were dropped"
-        at = self._row(first)
-        return self._layout.rows(at, at + last - first)
+    def _cut(self, first: int, last: int, every: int | None) -> list[Range]:
+        """Cut a range of positions behind the sinks, and at each multiple of `every` after those."""
+        cuts = cut_range(first - self.sinks, last - self.sinks, every)
+        return [(start + self.sinks, stop + self.sinks) for start, stop in cuts]
 
-    def _make_room(self) -> None:
-        """Drop what no token from now on sees."""
-        first, buffer = self.first_seen(self.length), self._layout.buffer
-        if first > self._base:
-            at, held = self._row(first), self.length - first
-            if held > 0:
-                buffer[self.sinks : self.sinks + held] = buffer[at : at + held].clone()
-            self._base = first
-
-    def _row(self, position: int) -> int:
-        return position if position < self.sinks else position - self._base + self.sinks
+    def _rows(self, first: int, last: int) -> list[Range]:
+        """Where the tokens of a range of positions are in the buffer, in their order."""
+        pieces = self._cut(first, last, self._ring)
+        places = [at if at < self.sinks else self.sinks + (at - self.sinks) % self._ring for at, _ in pieces]
+        return [(row, row + stop - start) for row, (start, stop) in zip(places, pieces, strict=True)]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append a step's tokens (1, kv_heads, tokens, head_dim), and drop the oldest if there is no room.
+        """Write a step's tokens (1, kv_heads, tokens, head_dim) over the oldest.
 
         Raises
         ------
         ModelError
             If there are more than a step has.
         """
-        count = key_states.shape[2]
+        count, at = key_states.shape[2], 0
         if count > self.cache.rolling.step_tokens:
             raise ModelError(f"layer {self.layer_idx}: {count} tokens in a step of {self.cache.rolling.step_tokens}")
         self.cache.enter(self)
-        if self._row(self.length) + count > self.cache.rolling.rows:
-            self._make_room()
-        self._layout.write(self._row(self.length), key_states, value_states)
-        self.length, self.fresh = self.length + count, count
+        for first, last in self._rows(self.length, self.length + count):
+            self._layout.write(first, *(each[:, :, at : at + last - first] for each in (key_states, value_states)))
+            at += last - first
+        self.length += count
+        self._written = max(self._written, self.length)
         return key_states, value_states
 
     def attend(
@@ -153,34 +144,42 @@ class RollingLayer(RowLayer):
         UnreadError
             To leave the model where nobody reads what the rest of it would compute.
         """
-        self.attended, first = True, self.length - self.fresh
+        self.attended, fresh = True, keys.shape[2]
         if self.layer_idx == self.cache.left_after:
             raise UnreadError
-        if query.shape[2] != self.fresh and self.fresh > 1:
-            raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
-        part: PartialAttention | None = None
-        if first < self.sinks:  # the first tokens see all up to them
-            last = min(self.sinks, self.length)
-            part = attend_ranges(query[:, :, : last - first], [(first, last)], self.rows, Visibility(), params)
-        if self.length > self.sinks:
-            after = self._attend_last(query[:, :, max(0, self.sinks - first) :], max(first, self.sinks), params)
-            part = after if part is None else part.join(after)
-        assert part is not None
-        return part.finish(params).to(query.dtype)
+        if query.shape[2] != fresh and fresh > 1:
+            raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {fresh} tokens")
+        begin, parts = self.length - fresh, []
+        for first, last in (pieces := self._cut(begin, self.length, self._seen.size)):
+            own = slice(first - begin, last - begin)
+            some = query if len(pieces) == 1 else query[:, :, own]  # a single token's heads may come folded
+            parts.append(self._attend_piece(some, keys[:, :, own], values[:, :, own], (first, last), params))
+        return reduce(PartialAttention.join, parts).finish(params).to(query.dtype)
 
-    def _attend_last(self, query: torch.Tensor, first: int, params: AttentionParams) -> PartialAttention:
-        """Attend from the tokens from `first` on, none of which is a sink."""
-        if not self.sinks:
-            return attend_ranges(query, [(first, self.length)], self.rows, self.visibility, params)
-        # Positions are counted after the sinks, which every token sees and no window holds.
-        part = attend_ranges(
-            query,
-            [(first - self.sinks, self.length - self.sinks)],
-            lambda low, high: self.rows(low + self.sinks, high + self.sinks),
-            self.visibility,
-            params,
-        )
-        return part.merge(attend(query, *self.rows(0, self.sinks), params))
+    def _attend_piece(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bounds: Range, params: AttentionParams
+    ) -> PartialAttention:
+        """Attend from tokens within bounds, all sinks or none, that see those among them up to their own.
+
+        Parameters
+        ----------
+        keys, values : Tensor
+            Their own (1, kv_heads, tokens, head_dim).
+        """
+        (first, last), count = bounds, bounds[1] - bounds[0]
+        oldest, seen_by_all = self.first_seen(first), self.first_seen(last - 1)
+        before = last if count == 1 else first
+        rows = join_ranges([*self._rows(0, min(self.sinks, before)), *self._rows(seen_by_all, before)])
+        parts = [attend(query, *self._layout.rows(*stretch), params) for stretch in rows]
+        if count > 1:
+            parts.append(attend(query, keys, values, params, causal=True))
+        part = reduce(PartialAttention.merge, parts)
+        if oldest < seen_by_all:  # each token sees one fewer of them than the one before it, the last one none
+            some = [self._layout.rows(*stretch) for stretch in self._rows(oldest, seen_by_all)]
+            old_keys, old_values = (torch.cat(each, 2) for each in zip(*some, strict=True))
+            some_part = part.cut(0, count - 1).merge(attend_from(query[:, :, :-1], old_keys, old_values, params))
+            part = some_part.join(part.cut(count - 1, count))
+        return part
 
     def step_back(self, length: int) -> None:
         """Forget all but the first `length` tokens.
@@ -188,11 +187,11 @@ class RollingLayer(RowLayer):
         Raises
         ------
         ModelError
-            If what the next token would see was dropped for those after it.
+            If those after it were written over what the next token would see.
         """
-        needed = self.first_seen(length)
-        if self._base > needed:
-            raise ModelError(f"layer {self.layer_idx}: tokens from {needed} on are needed, and held from {self._base}")
+        needed, held = self.first_seen(length), self._written - self._ring
+        if held > needed:
+            raise ModelError(f"layer {self.layer_idx}: tokens from {needed} on are needed, and held from {held}")
         self.length = min(self.length, length)
 
     def lay_by_heads(self) -> None:

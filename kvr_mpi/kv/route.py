@@ -6,6 +6,7 @@ Tables of routes are made in ``prefill.routes``. One loop runs them: `LayerTrans
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -158,12 +159,13 @@ def in_two_groups(steps: tuple[Step, ...]) -> list[Step]:
         before, seen = seen, seen + _tokens_of(step)
         if 2 * before < tokens <= 2 * seen or step is coming[-1]:
             segments = tuple(segment for one in group for segment in one.segments)
-            joined.append(Step(segments, _joined([each for one in group for each in one.ranges])))
+            joined.append(Step(segments, join_ranges([each for one in group for each in one.ranges])))
             group = []
     return joined
 
 
-def _joined(ranges: list[Range]) -> tuple[Range, ...]:
+def join_ranges(ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """Put ranges in order, neighbouring ones as one."""
     found: list[Range] = []
     for first, last in sorted(ranges):
         if found and found[-1][1] == first:
