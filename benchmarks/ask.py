@@ -290,7 +290,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(f"--only {min(unknown)}: expected some of {', '.join(WHAT)}")
     if not Path(options.folder).is_dir():
         parser.error(f"{options.folder} is no folder")
-    world, _ = open_transport(connect(), "auto", torch.device("cpu"), cache_dir=Path.home() / ".cache/kvr-mpi")
+    world, _ = open_transport(connect(), "auto", torch.device("cpu"))
     folder = Path(share_json(world, on_root(world, lambda: tempfile.mkdtemp(dir=options.folder, prefix="bench-ask-"))))
     torch.set_num_threads(1)
     try:

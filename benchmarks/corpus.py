@@ -432,7 +432,7 @@ def main(
         corpus = Corpus.from_json(share_json(world, on_root(world, lambda: scan_documents(spec).to_json())))
         corpus = replace(corpus, entries=tuple(corpus.entries[number] for number in corpus.share(spec.documents.share)))
         device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
-        links, reason = open_transport(world, cast(Name, transport), device, cache_dir=machine.cache_dir)
+        links, reason = open_transport(world, cast(Name, transport), device)
         log.root(reason)
         comparison = Comparison(parse_names(ways), Patience(repeats, until, time_limit), batch_size)
         together(world, lambda: check_ways(spec, corpus, comparison.ways, parse_names(rivals)))

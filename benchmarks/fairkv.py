@@ -459,7 +459,7 @@ def main(
         spec = JobSpec.model_validate_json(text)
         device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
         wanted = cast(Name, transport)
-        links, reason = open_transport(world, wanted, device, cache_dir=machine.cache_dir, every_pair=True)
+        links, reason = open_transport(world, wanted, device, every_pair=True)
         log.root(reason)
         rows = bench_heads(
             spec,

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--transport", choices=NAMES, default="auto")
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args(arguments)
-    world, reason = open_transport(connect(), wanted.transport, torch.device("cpu"), cache_dir=Path("/nonexistent"))
+    world, reason = open_transport(connect(), wanted.transport, torch.device("cpu"))
     if world.size != 2:
         raise SystemExit("start two ranks: mpirun -n 2 python -m benchmarks handoff")
     cores = sorted(os.sched_getaffinity(0))

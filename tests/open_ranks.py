@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ CPU = torch.device("cpu")
 def open_ranks(world: Transport, name: Any) -> Transport:
     """Connect every pair of ranks; all of them call this."""
     if name != "gloo":
-        return open_transport(world, name, CPU, cache_dir=Path("/nonexistent"), every_pair=True)[0]
+        return open_transport(world, name, CPU, every_pair=True)[0]
     ranks = GlooTransport(world, CPU)
     warm_up(ranks, CPU, every_pair=True)
     return ranks

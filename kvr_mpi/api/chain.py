@@ -97,8 +97,7 @@ class Chain:
             spec = together(self._world, lambda: _spec(model, generation, parallel))
             self._check_same(spec)
             device = together(self._world, lambda: choose_device(spec.model.device, self._world.local_rank))
-            wanted, cache_dir = spec.parallel.transport, machine.cache_dir
-            self._ranks, _ = open_transport(self._world, wanted, device, cache_dir=cache_dir)
+            self._ranks, _ = open_transport(self._world, spec.parallel.transport, device)
             tell = say or (lambda line: None)
             self._setup = prepare(spec, machine, self._ranks, self._ranks, tell)
             self._runner = ChainRunner(self._setup, self._ranks, slice(0, self._ranks.size), tell)

@@ -58,7 +58,6 @@ def doctor(
 
     Exit codes: 0 no check failed; 69 the ranks cannot communicate; 78 another check failed.
     """  # noqa: D301
-    from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.doctor.findings import Finding, to_json, to_lines
     from kvr_mpi.doctor.launch import Request, diagnose
 
@@ -67,8 +66,7 @@ def doctor(
         from kvr_mpi.job import load_job
 
         size = load_job(job)[0].parallel.tensor_parallel
-    cache_dir = read_environment().machine.cache_dir
-    request = Request(output_dir, share_gpu, try_transfers, cache_dir, size)
+    request = Request(output_dir, share_gpu, try_transfers, size)
 
     def show(findings: Sequence[Finding]) -> None:
         click.echo(json.dumps(to_json(findings), indent=2) if as_json else "\n".join(to_lines(findings)))

@@ -108,10 +108,8 @@ def open_links(world: Transport, loaded: LoadedModel, wanted: str, log: Log) -> 
     """Open what carries the tensors between all ranks, and say once what it is."""
     from typing import cast
 
-    from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.transport.choose import Name, open_transport
 
-    cache_dir = read_environment().machine.cache_dir
-    transport, reason = open_transport(world, cast(Name, wanted), loaded.device, cache_dir=cache_dir, every_pair=True)
+    transport, reason = open_transport(world, cast(Name, wanted), loaded.device, every_pair=True)
     log.root(reason)
     return transport

@@ -33,7 +33,6 @@ TRIAL_TIMEOUT_S = 90.0
 class Request:
     """What the user asked for, and how long ranks wait.
 
-    cache_dir : where to note that this MPI moves GPU memory.
     effort : how much is sent to measure links and sums.
     timeout_s : within which a message arrives.
     patience_s : within which ranks come together; rank 0 may have been busy with a step of its own before.
@@ -42,7 +41,6 @@ class Request:
     output_dir: Path = Path()
     share_gpu: bool = False
     try_transfers: Literal["auto", "host", "cuda", "no"] = "auto"
-    cache_dir: Path | None = None
     tensor_parallel: int = 1
     effort: Effort = Effort(rounds=200)
     timeout_s: float = 20.0

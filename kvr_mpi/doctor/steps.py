@@ -23,7 +23,6 @@ from kvr_mpi.doctor.launch import MISMATCH_REMEDY, REQUEST, TRIAL_TIMEOUT_S, Req
 from kvr_mpi.doctor.process import Tell, python_module
 from kvr_mpi.errors import EXIT_NO_TRANSPORT, TransportError
 from kvr_mpi.transport import Transport, share_json
-from kvr_mpi.transport.choose import record_proof
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.transport.mpi import connect, launched_rank, launched_size
 from kvr_mpi.transport.mpi_query import loaded_libraries
@@ -76,11 +75,7 @@ def _cuda_awareness(scene: Scene) -> list[Finding]:
         return [*findings, warn("transfers", text, "add the launcher of this MPI to PATH")]
     command = [*launcher, *python_module("kvr_mpi.doctor.trial", kind, str(TRIAL_TIMEOUT_S))]
     environ = trial.trial_environment(scene.environ, launcher[0])
-    found = trial.try_transfers(command, environ, kind, TRIAL_TIMEOUT_S)
-    index = scene.facts[0].device.index
-    if kind == "cuda" and found.status == "ok" and scene.request.cache_dir is not None and index is not None:
-        record_proof(scene.request.cache_dir, torch.device("cuda", index))
-    return [*findings, found]
+    return [*findings, trial.try_transfers(command, environ, kind, TRIAL_TIMEOUT_S)]
 
 
 def _measured(scene: Scene, measure: Callable[[torch.device], object]) -> tuple[list[str], str, list[dict[str, Any]]]:

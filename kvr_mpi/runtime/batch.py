@@ -86,7 +86,7 @@ def _run(
     log.root("reading the documents")
     corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options, log))))
     device = together(world, lambda: choose_device(spec.model.device, world.local_rank))
-    links, reason = open_transport(world, spec.parallel.transport, device, cache_dir=machine.cache_dir)
+    links, reason = open_transport(world, spec.parallel.transport, device)
     log.root(reason)
     ranks = join_groups(links, world, topology, device)
     chain = ranks.lane.split(topology.by_group.chain_color(ranks.lane.rank))

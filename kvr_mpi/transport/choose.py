@@ -1,26 +1,22 @@
 """Which transport carries the tensors, and why: decided once for all ranks, from what every rank sees.
 
-GPU memory is handed to MPI only where that was proven: a library that says it takes GPU buffers may still crash or
-deliver something else, so ``kvr doctor`` tries it in a step of its own and leaves a note (`record_proof`). Two GPU
-transports in one run can deadlock; there is always one.
+GPU memory is handed to MPI only where a job asks for that by name: a library that says it takes GPU buffers may still
+crash or deliver something else. Two GPU transports in one run can deadlock; there is always one.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.errors import TransportError
 from kvr_mpi.topology import following
 from kvr_mpi.transport.base import Transport, gather_json, share_json, together
 from kvr_mpi.transport.mpi import MpiTransport
-from kvr_mpi.transport.mpi_query import cuda_support, library_version, loaded_libraries
+from kvr_mpi.transport.mpi_query import cuda_support, loaded_libraries
 from kvr_mpi.transport.nccl import NcclTransport
 
 if TYPE_CHECKING:
@@ -30,8 +26,6 @@ Name = Literal["auto", "mpi", "staged", "nccl", "local"]
 NAMES: tuple[Name, ...] = ("auto", "mpi", "staged", "nccl", "local")
 
 WARM_UP_BYTES = 1 << 20
-PROOF_FILE = "cuda-aware-mpi.json"
-PROOF_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +36,6 @@ class _View:
     gpu: str  # who the GPU is, on which host; empty on a CPU
     claims: bool | None  # whether MPI says it takes GPU buffers
     claims_why: str
-    proven: bool
     has_nccl: bool
 
 
@@ -51,7 +44,6 @@ def open_transport(
     wanted: Name,
     device: torch.device,
     *,
-    cache_dir: Path,
     environ: Mapping[str, str] = os.environ,
     every_pair: bool = False,
 ) -> tuple[Transport, str]:
@@ -64,8 +56,6 @@ def open_transport(
     wanted : Name
     device : torch.device
         Where this rank's model is.
-    cache_dir : Path
-        Where ``kvr doctor`` leaves its note.
     every_pair : bool
         Warm up the links between all ranks, not only between neighbours.
 
@@ -79,7 +69,7 @@ def open_transport(
     TransportError
         On all ranks, if what is wanted is impossible here, or a link delivers something else than was sent.
     """
-    mine = _look(world, device, cache_dir, environ)
+    mine = _look(world, device, environ)
     views = [_View(**view) for view in share_json(world, gather_json(world, asdict(mine)))]
     name, why = together(world, lambda: choose(wanted, views, in_processes=isinstance(world, MpiTransport)))
     transport = world
@@ -115,30 +105,21 @@ def choose(wanted: Name, views: Sequence[_View], *, in_processes: bool) -> tuple
         return "staged", "as requested; the model is on the CPU, so this only adds a copy through a second buffer"
     if not on_gpu:
         return "mpi", "host memory, sent by MPI without a copy"
-    return _choose_for_gpus(wanted, views)
-
-
-def _choose_for_gpus(wanted: Name, views: Sequence[_View]) -> tuple[Name, str]:
-    claims, proven = all(view.claims for view in views), all(view.proven for view in views)
-    said = next((view.claims_why for view in views if not view.claims), views[0].claims_why)
     if wanted == "staged":
         return "staged", "as requested; GPU memory is copied through pinned host memory"
     if wanted == "mpi":
-        if not claims:
+        said = next((view.claims_why for view in views if not view.claims), views[0].claims_why)
+        if not all(view.claims for view in views):
             raise TransportError(
                 f"transport 'mpi' would pass GPU memory to MPI, but this MPI does not claim to support that ({said}); "
                 f"use 'nccl', 'staged' or 'auto', or load a CUDA-aware MPI"
             )
-        note = "and it has been tested" if proven else "which has not been tested here; run `kvr doctor` to test it"
-        return "mpi", f"as requested; MPI claims to support GPU memory ({said}), {note}"
-    if claims and proven:
-        return "mpi", f"MPI supports GPU memory ({said}; tested by `kvr doctor`)"
-    no_mpi = f"MPI is not known to support GPU memory ({said}{'; run `kvr doctor` to test it' if claims else ''})"
+        return "mpi", f"as requested; MPI claims to support GPU memory ({said}), which `kvr doctor` tries"
     try:
         _need_nccl(views)
     except TransportError as error:
-        return "staged", f"through pinned host memory: {no_mpi}, and no NCCL: {error}"
-    return "nccl", no_mpi
+        return "staged", f"through pinned host memory, since {error}"
+    return "nccl", "between GPUs; control messages over MPI"
 
 
 def _need_nccl(views: Sequence[_View]) -> None:
@@ -193,38 +174,13 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
                 )
 
 
-def record_proof(cache_dir: Path, device: torch.device) -> None:
-    """Note that this MPI was seen to move GPU memory unchanged."""
-    known = _proofs(cache_dir)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with replacing(cache_dir / PROOF_FILE) as stream:
-        stream.write(json.dumps(sorted({*known, _identity(device)}), indent=1).encode() + b"\n")
-
-
-def _proofs(cache_dir: Path) -> list[str]:
-    try:
-        found: Any = json.loads(read_regular(cache_dir / PROOF_FILE, PROOF_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return []
-    return [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
-
-
-def _identity(device: torch.device) -> str:
-    """MPI library, where it lies, CUDA and GPU: what a proof holds for."""
-    import torch
-
-    libraries = ", ".join(loaded_libraries())
-    return f"{library_version()} ({libraries}), CUDA {torch.version.cuda}, {torch.cuda.get_device_name(device)}"
-
-
-def _look(world: Transport, device: torch.device, cache_dir: Path, environ: Mapping[str, str]) -> _View:
+def _look(world: Transport, device: torch.device, environ: Mapping[str, str]) -> _View:
     if device.type != "cuda":
-        return _View(device.type, "", None, "", False, False)
+        return _View(device.type, "", None, "", False)
     import socket
 
     import torch
 
     claims, why = cuda_support(loaded_libraries(), environ) if isinstance(world, MpiTransport) else (None, "no MPI")
     gpu = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
-    proven = isinstance(world, MpiTransport) and _identity(device) in _proofs(cache_dir)
-    return _View("cuda", gpu, claims, why, proven, torch.distributed.is_nccl_available())
+    return _View("cuda", gpu, claims, why, torch.distributed.is_nccl_available())
