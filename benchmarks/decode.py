@@ -29,8 +29,8 @@ from benchmarks.options import make_parser
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.decode.batch import DecodeBatch
+from kvr_mpi.kv.arena import Arena, pages_for
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.paged import PagedArena, pages_for
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import without_kernels
@@ -42,11 +42,10 @@ from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.tuning.kernels import choose_kernels
 
 
-def make_prefill(loaded: LoadedModel, tokens: int, reserve_tokens: int, arena: PagedArena | None) -> Prefill:
+def make_prefill(loaded: LoadedModel, tokens: int, reserve_tokens: int, arena: Arena | None) -> Prefill:
     """Make a prompt's cache with noise in it, as if the prompt had been run."""
     partition = Partition((0, tokens))
-    cache = SliceCache(loaded, relay(partition, 0), None, reserve_tokens=reserve_tokens)
-    cache.keep_in(arena)
+    cache = SliceCache(loaded, relay(partition, 0), None, reserve_tokens=reserve_tokens, arena=arena)
     cache.finish()
     for layer in cache.layers:
         layer.length = 0  # decoding goes on where the prompt ended: here the prompt itself is written
@@ -55,11 +54,13 @@ def make_prefill(loaded: LoadedModel, tokens: int, reserve_tokens: int, arena: P
             layer.post()
         layer.update(torch.randn(1, heads, tokens, shape.key_dim), torch.randn(1, heads, tokens, shape.value_dim))
         layer.attended = True
+        if arena is not None:
+            cache.admit(layer, None, reserve_tokens)
     return Prefill(partition, cache, torch.randn(loaded.shape.vocab_size), 0.0)
 
 
 def make_pool(
-    loaded: LoadedModel, documents: int, tokens: int, reserve_tokens: int, arena: PagedArena | None = None
+    loaded: LoadedModel, documents: int, tokens: int, reserve_tokens: int, arena: Arena | None = None
 ) -> DecodeBatch[str]:
     """Documents about to be answered, with an answer that does not end."""
     config = GenerationConfig(do_sample=False, eos_token_id=None)
@@ -99,7 +100,8 @@ def main(arguments: Sequence[str]) -> None:
     others, arena = 1 if given.against == "alone" else given.documents, None
     if given.against == "pages":
         pages = given.documents * pages_for(given.tokens + reserve)
-        arena = PagedArena(loaded.shape.layers, loaded.dtype, loaded.device, extent_pages=pages)
+        arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=0)
+        arena.spare_bytes = pages * arena.page_bytes
     with torch.inference_mode():
         together = make_pool(loaded, given.documents, given.tokens, reserve)
         other = make_pool(loaded, others, given.tokens, reserve, arena)

@@ -39,7 +39,6 @@ def keep_only(cache: SliceCache, retained: Sequence[Sequence[torch.Tensor] | Non
             check_retained(kept, layer.shape, length, layer.layer_idx)
     for layer, kept in zip(cache.layers, retained, strict=True):
         if layer.shape.elements:
-            cache.drop(layer, kept, slack)
+            cache.admit(layer, kept, slack)
     cache.buffers.clear()
-    cache.run = None
     cache.capacity = length + slack

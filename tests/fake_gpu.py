@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvr_mpi.kv import attention, paged
+from kvr_mpi.kv import arena, attention
 from kvr_mpi.model import LoadedModel, masks, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.masks import Visibility
@@ -304,7 +304,7 @@ def on_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(masks, "recognise", partial(_recognise, masks.recognise))
-    monkeypatch.setattr(paged, "share_memory", torch.empty_like)  # there is no memory to be shared
+    monkeypatch.setattr(arena, "share_memory", torch.empty_like)  # there is no memory to be shared
     with FakeTensorMode() as mode, torch.inference_mode(), FlashKernel() as kernel, _Indexing():
         yield FakeGpu(mode, kernel)
     attention._has_flash.cache_clear()

@@ -16,8 +16,8 @@ from rows import other_prompt
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.kv import decode_cache, packed_row
-from kvr_mpi.kv.paged import PagedArena
+from kvr_mpi.kv import packed_row, units
+from kvr_mpi.kv.arena import Arena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.prefill.packed import prefill_packed
@@ -52,7 +52,7 @@ def pages_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
         return params.is_plain and query.shape[-1] == values.shape[-1]
 
     monkeypatch.setattr(packed_row, "takes_flash", takes)
-    monkeypatch.setattr(decode_cache, "takes_flash", takes)
+    monkeypatch.setattr(units, "takes_flash", takes)
     with Watched() as watched:
         yield watched
 
@@ -64,11 +64,14 @@ def ready(name: str) -> LoadedModel:
     return loaded
 
 
-def arena_of(loaded: LoadedModel, extent_pages: int) -> PagedArena:
-    return PagedArena(loaded.shape.layers, loaded.dtype, loaded.device, extent_pages=extent_pages)
+def arena_of(loaded: LoadedModel, pages: int) -> Arena:
+    """With extents of so many pages for each head of each layer."""
+    arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=0)
+    arena.spare_bytes = pages * arena.page_bytes
+    return arena
 
 
-def answer(loaded: LoadedModel, arena: PagedArena | None, end: int | None = None) -> dict[str, tuple[int, ...]]:
+def answer(loaded: LoadedModel, arena: Arena | None, end: int | None = None) -> dict[str, tuple[int, ...]]:
     """Decode documents that join at any step, and leave when they are answered."""
     config = GenerationConfig(do_sample=False, eos_token_id=end, pad_token_id=0)
     batch: DecodeBatch[str] = DecodeBatch(loaded, config, stop=(), max_new_tokens=NEW_TOKENS)
@@ -77,7 +80,7 @@ def answer(loaded: LoadedModel, arena: PagedArena | None, end: int | None = None
         for _ in range(min(len(waiting), chance.randint(0, 2))):
             ids = other_prompt(waiting.pop(0))
             (prefill,) = prefill_packed(loaded, [ids], reserve_tokens=NEW_TOKENS, arena=arena)
-            assert (prefill.cache.run is None) == (arena is None)
+            assert all((layer.buffer is None) == (arena is not None) for layer in prefill.cache.layers)
             batch.add(str(len(ids)), prefill, ids, 0)
         for each in batch.step():
             assert each.answer is not None

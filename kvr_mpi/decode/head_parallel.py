@@ -24,6 +24,7 @@ from kvr_mpi.compress.placement import LayerPlacement, Loads, Owners, assign_row
 from kvr_mpi.decode.group import Group, Running
 from kvr_mpi.decode.sharing import Part, SharedDocument, share_documents, tell_documents
 from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.attention import PartialAttention, merge_over_ranks
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import DecodeCache, Merge
@@ -56,6 +57,8 @@ class HeadGroup(Group[K]):
         Places one layer's heads by their loads, such as `placement.place_in_proportion`.
     loads : array, optional
         What heads are placed by (layers, kv_heads); by default what the prompts' heads keep.
+    arena : Arena, optional
+        Where this rank keeps its heads' rows.
 
     Attributes
     ----------
@@ -73,14 +76,21 @@ class HeadGroup(Group[K]):
     waits = True
     ranks: Transport
 
-    def __init__(self, loaded: LoadedModel, ranks: Transport, place: Place, loads: Loads | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        ranks: Transport,
+        place: Place,
+        loads: Loads | None = None,
+        arena: Arena | None = None,
+    ) -> None:
         if why := why_not_head_parallel(loaded):
             raise ModelError(
                 f"{loaded.shape.architecture}: {why}, so its heads cannot be distributed over ranks; use decode.mode = "
                 f"'data-parallel'"
             )
         super().__init__(loaded, ranks)
-        self._place, self._loads = place, loads
+        self._place, self._loads, self._arena = place, loads, arena
         self._is_greedy = False  # all prompts that were taken in take the likeliest token
         self._part = loaded
         self._shared_heads: SharedHeads | None = None  # once there is something to decode
@@ -171,7 +181,7 @@ class HeadGroup(Group[K]):
             ]
 
         self._use(heads, None)
-        return share_documents(self.loaded, ranks, shared, prefills, parts_of, heads)
+        return share_documents(self.loaded, ranks, shared, prefills, parts_of, heads, self._arena)
 
     def _divide_tokens(self, shared: SharedDocument, prefills: Sequence[Prefill]) -> list[SliceCache]:
         """Give every rank a part of each head's tokens; the last one keeps those to come."""
@@ -188,7 +198,7 @@ class HeadGroup(Group[K]):
 
         self._use(None, self._merge)
         appends = ranks.rank == ranks.size - 1
-        return share_documents(self.loaded, ranks, [shared], prefills, parts_of, heads, appends=appends)
+        return share_documents(self.loaded, ranks, [shared], prefills, parts_of, heads, self._arena, appends=appends)
 
     def _use(self, heads: Sequence[Sequence[int]] | None, merge: Merge | None) -> None:
         """Compute with this rank's part of the model from now on."""

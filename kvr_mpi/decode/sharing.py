@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvr_mpi.kv.buffers import make_flat
+from kvr_mpi.kv.arena import Arena, make_rows
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.head_store import HeadStore, elements_needed
+from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -79,6 +79,7 @@ def share_documents(
     prefills: Sequence[Prefill],
     parts_of: Callable[[int, int], list[list[Part]]],
     heads: Sequence[Sequence[int]],
+    arena: Arena | None,
     *,
     appends: bool = True,
 ) -> list[SliceCache]:
@@ -94,6 +95,8 @@ def share_documents(
         Says for a document's place and a rank what it owns, by layer, heads ascending.
     heads : sequence of sequence of int
         For each layer the KV heads this rank's model computes.
+    arena : Arena or None
+        Where this rank keeps what it owns.
     appends : bool
         Whether this rank keeps the tokens to come of what it owns.
 
@@ -105,7 +108,7 @@ def share_documents(
     own, caches = iter(prefills), []
     for at, document in enumerate(documents):
         owned = [parts_of(at, rank) for rank in range(ranks.size)]
-        stores = _make_stores(loaded, document, owned[ranks.rank], heads, appends)
+        stores = _make_stores(loaded, document, owned[ranks.rank], heads, arena, appends)
         if document.home == ranks.rank:
             prefill = next(own)
             _hand_out(ranks, prefill.cache, owned, stores)
@@ -124,16 +127,15 @@ def _make_stores(
     document: SharedDocument,
     owned: Sequence[Sequence[Part]],
     heads: Sequence[Sequence[int]],
+    arena: Arena | None,
     appends: bool,
 ) -> list[HeadStore]:
-    """Make room for what this rank owns of a document, in one piece of memory."""
+    """Make room for what this rank owns of a document."""
     shapes, slack = loaded.shape.layers, document.slack if appends else 0
     kept = [[last - first for _, first, last in parts] for parts in owned]
-    sizes = [elements_needed(shape, counts, slack) for shape, counts in zip(shapes, kept, strict=True)]
-    flats = torch.split(make_flat(sum(sizes), loaded.dtype, loaded.device), sizes)
     return [
         HeadStore.by_heads(
-            flat,
+            make_rows(shape, counts, slack, loaded.dtype, loaded.device, arena),
             replace(shape, num_kv_heads=len(computed)),
             counts,
             slack,
@@ -141,7 +143,7 @@ def _make_stores(
             [list(computed).index(head) for head, _, _ in parts],
             appends=appends,
         )
-        for flat, shape, counts, parts, computed in zip(flats, shapes, kept, owned, heads, strict=True)
+        for shape, counts, parts, computed in zip(shapes, kept, owned, heads, strict=True)
     ]
 
 

@@ -41,21 +41,13 @@ class LayerBuffers:
         self._shapes, self._capacity, self._dtype, self._device = shapes, capacity, dtype, device
         self._free: list[torch.Tensor] = []
         self._keeps = keeps
-        self._given: Sequence[torch.Tensor] | None = None
         self._all: torch.Tensor | None = None
         self._pages: mmap.mmap | None = None  # of what was made last: all of it, on the rank that keeps it
-        self._taken = 0  # elements of it, or buffers of those given
-
-    def use(self, given: Sequence[torch.Tensor]) -> None:
-        """Let layers have these, one after the other, instead of memory made here."""
-        self._given = given
+        self._taken = 0  # elements of it
 
     def take(self, shape: LayerShape) -> torch.Tensor:
         """Give a layer its buffer; what is in it is not defined."""
         size = self._capacity * shape.elements
-        if self._given is not None:
-            self._taken += 1
-            return self._given[self._taken - 1]
         if self._keeps:
             if self._all is None:
                 self._all = self._make(sum(shape.elements for shape in self._shapes))
@@ -84,7 +76,7 @@ class LayerBuffers:
 
     def clear(self) -> None:
         """Forget all memory: what no layer holds goes back to the system."""
-        self._all = self._pages = self._given = None
+        self._all = self._pages = None
         self._free.clear()
 
     def _discard(self, buffer: torch.Tensor) -> None:

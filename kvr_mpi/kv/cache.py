@@ -14,13 +14,14 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.buffers import LayerBuffers, make_flat
+from kvr_mpi.kv.arena import Arena, make_rows
+from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.clock import Clock, times_without_waits
 from kvr_mpi.kv.contents import rows_by_token
-from kvr_mpi.kv.head_store import HeadStore, check_retained, elements_needed
+from kvr_mpi.kv.head_store import HeadStore, check_retained
 from kvr_mpi.kv.layer import SliceLayer, WholeLayer
+from kvr_mpi.kv.layout import Slab
 from kvr_mpi.kv.observation import Observation, Retain
-from kvr_mpi.kv.paged import PagedArena, PageRun
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range, Route
 from kvr_mpi.kv.shares import Share
@@ -61,13 +62,13 @@ class SliceCache(Cache):
     retain : Retain or None
         Chooses what each KV head of a layer keeps as soon as the decode rank has attended in it: the rest is dropped,
         so that this rank never holds all layers as a whole. Tokens decoded later are kept by all heads.
+    arena : Arena or None
+        Where the rank that ends with all keys and values keeps each layer's, by heads, as soon as it is through.
     write_layer : callable or None
         Given each layer's keys and values of this rank's own tokens when the layer is complete.
 
     Attributes
     ----------
-    run : PageRun or None
-        Its pages, if keys and values are kept in pages.
     observation : Observation or None
         What was kept of the window, on the decode rank.
     in_parts : bool
@@ -90,6 +91,7 @@ class SliceCache(Cache):
         is_spread: bool = False,
         window: Range | None = None,
         retain: Retain | None = None,
+        arena: Arena | None = None,
         write_layer: WriteLayer | None = None,
     ) -> None:
         shape = loaded.shape
@@ -123,28 +125,17 @@ class SliceCache(Cache):
         self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self._last].states
         super().__init__(layers=layers)
         filled = [layer.shape for layer in layers[: None if self._stop is None else self._stop + 1 + LAYERS_AHEAD]]
-        keeps = self.keeps_all and self._retain is None
+        self._arena = arena if self.keeps_all and self._stop is None else None
+        self._admits = self._retain is not None or self._arena is not None
+        keeps = self.keeps_all and not self._admits
         self.buffers = LayerBuffers(filled, self.capacity, keeps=keeps, dtype=self.dtype, device=self.device)
-        self.run: PageRun | None = None
+        if arena is not None:
+            arena.collect()
 
     @property
     def length(self) -> int:
         """Tokens held, before the slice is in those before it; 0 if no layer holds anything by token."""
         return next((layer.length for layer in self.layers if layer.shape.elements), 0)
-
-    def keep_in(self, arena: PagedArena | None) -> None:
-        """Choose, before the prefill, where the rank that keeps everything does so: in pages, or (None) in own memory.
-
-        Raises
-        ------
-        MemoryError, torch.OutOfMemoryError
-            If there is no memory for it.
-        """
-        if arena is not None and self.keeps_all and self._stop is None and self._retain is None:
-            self.run = arena.take(self.capacity)
-            self.buffers.use(self.run.buffers)
-        elif arena is not None:
-            arena.collect()  # the others need memory, too
 
     @property
     def layer_times_s(self) -> list[float]:
@@ -235,7 +226,7 @@ class SliceCache(Cache):
     def settle(self) -> None:
         """Finish the layers that are still open, after the model has returned."""
         self._leave(self.layers[max(self._begun, 0) :])
-        if self._retain is not None:
+        if self._admits:
             self.buffers.clear()
 
     def finish(self) -> None:
@@ -255,14 +246,13 @@ class SliceCache(Cache):
         """Memory of keys and values, including the room reserved for further tokens."""
         return sum(layer.held_bytes for layer in self.layers)
 
-    def drop(self, layer: SliceLayer, kept: Sequence[torch.Tensor] | None, slack: int) -> None:
-        """Let the heads of a layer keep what they are to keep, and give its buffer back."""
-        assert layer.layout is not None, "it was filled"
+    def admit(self, layer: SliceLayer, kept: Sequence[torch.Tensor] | None, slack: int) -> None:
+        """Move what the heads of a layer are to keep, or (None) all, to where it is decoded; give its buffer back."""
         counts = [layer.length] * layer.shape.num_kv_heads if kept is None else list(map(len, kept))
-        flat = make_flat(elements_needed(layer.shape, counts, slack), self.dtype, self.device)
-        before = layer.layout.buffer
-        layer.keep_only(kept, slack, flat)
-        self.buffers.give_back(before)
+        before = layer.layout
+        layer.keep_only(kept, slack, make_rows(layer.shape, counts, slack, self.dtype, self.device, self._arena))
+        if isinstance(before, Slab):
+            self.buffers.give_back(before.buffer)
 
     def adopt(self, stores: Sequence[HeadStore], length: int, slack: int) -> None:
         """Take over the rows of a document of `length` tokens, or of some of its heads, prefilled elsewhere."""
@@ -291,12 +281,12 @@ class SliceCache(Cache):
             if self._write_layer is not None:
                 bounds = self.route.partition.bounds[self.route.position :][:2]
                 self._write_layer(rows_by_token(layer, *bounds) if layer.shape.elements else None)
-            if self._retain is not None and layer.shape.elements:
+            if self._admits and layer.shape.elements:
                 observed = None if self.observation is None else self.observation.layers.pop(layer.layer_idx)
-                kept = self._retain(layer, observed)
+                kept = None if self._retain is None else self._retain(layer, observed)
                 if kept is not None:
                     check_retained(kept, layer.shape, layer.length, layer.layer_idx)
-                self.drop(layer, kept, self._reserve_tokens)
+                self.admit(layer, kept, self._reserve_tokens)
 
     def _post_up_to(self, count: int) -> None:
         for layer in self.layers[self._posted : count]:

@@ -1,8 +1,8 @@
 """One token each of several documents: what the model sees as one cache while answers are decoded.
 
 The model reads its weights once for all documents. Their keys and values are where they are (``head_store``): a layer
-writes each document's token behind its rows, and one call of `attend_units` attends for all of them. A single document
-is decoded in the same way.
+writes each document's token behind its rows, and one call of `attend_units` attends for all of them (``units``). A
+single document is decoded in the same way.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
-from kvr_mpi.kv.attention import PartialAttention, takes_flash
+from kvr_mpi.kv.attention import PartialAttention
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.head_store import attend_units, unit_table, write_token
 from kvr_mpi.kv.layer import SliceLayer
-from kvr_mpi.kv.paged_row import PagedRow
 from kvr_mpi.kv.row import RowCache, RowLayer
+from kvr_mpi.kv.units import attend_units, unit_table, write_token
 from kvr_mpi.model.attention_hook import AttentionParams
-from kvr_mpi.model.unit_table import UnitTable
 
 Merge = Callable[[PartialAttention], PartialAttention]
 
@@ -33,7 +31,7 @@ class DecodeLayer(RowLayer):
         self.stores = [layer.store for layer in documents]
         super().__init__(cache, layer_idx, self.stores[0].shape)
         self.documents = documents
-        self._table: UnitTable | None = None
+        self._table = unit_table(self.stores)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -41,10 +39,7 @@ class DecodeLayer(RowLayer):
         """Append each document's token of (1, kv_heads, documents, head_dim) to its own rows."""
         cache = self.cache
         cache.enter(self)
-        if cache.paged is not None:
-            cache.paged.write(self.layer_idx, key_states, value_states)
-        else:
-            write_token(self.stores, key_states, value_states, cache.lengths)
+        write_token(self.stores, self._table, key_states, value_states, cache.lengths, cache.on_device)
         for layer, length in zip(self.documents, cache.lengths, strict=True):
             layer.length = length + 1
         return key_states, value_states
@@ -57,17 +52,11 @@ class DecodeLayer(RowLayer):
         Of one document the heads may come folded into the query length (1, kv_heads, group, head_dim), and stay so.
         """
         cache, self.attended = self.cache, True
-        shape, seen = query.shape, self.shape.visibility
+        shape = query.shape
         if len(self.stores) == 1:
             query = query.reshape(1, -1, 1, shape[-1])
-        if cache.paged is not None and seen.chunk is None and takes_flash(query, values, params):
-            part = cache.paged.attend(self.layer_idx, query, params, seen.window)
-        else:
-            firsts = None if seen.size is None else [seen.first_key(length) for length in cache.lengths]
-            lengths = [length + 1 for length in cache.lengths]
-            if params.kernel is not None and self._table is None:
-                self._table = unit_table(self.stores)
-            part = attend_units(query, self.stores, self._table, lengths, params, firsts)
+        lengths = [length + 1 for length in cache.lengths]
+        part = attend_units(query, self.stores, self._table, lengths, params, self.shape.visibility)
         if cache.merge is not None:
             part = cache.merge(part)
         return part.finish(params).to(query.dtype).reshape(*shape[:-1], self.shape.value_dim)
@@ -99,7 +88,7 @@ class DecodeCache(RowCache):
         assert merge is None or len(documents) == 1, "the tokens of one document are divided"
         self.documents, self.merge = documents, merge
         self.lengths = [0] * len(documents)
-        self.paged = _in_pages(documents)
+        self.on_device = torch.zeros(len(documents), dtype=torch.int64, device=documents[0].device)
         count = len(documents[0].layers)
         super().__init__(
             [DecodeLayer(self, at, [document.layers[at] for document in documents]) for at in range(count)]
@@ -118,19 +107,10 @@ class DecodeCache(RowCache):
 
     def begin(self, lengths: torch.Tensor) -> None:
         """Begin a step of documents of such lengths (documents,), int64 on the device: those that were taken up."""
-        if self.paged is not None:
-            self.paged.begin(lengths, self.lengths)
+        self.on_device = lengths
 
     def take_back(self) -> None:
         """Forget the tokens that failed on their way through the layers."""
         self.current = None
         for document, length in zip(self.documents, self.lengths, strict=True):
             document.step_back(length)
-
-
-def _in_pages(documents: Sequence[SliceCache]) -> PagedRow | None:
-    """Find where documents lie that are all in pages; None if one is not, or there is only one."""
-    runs = [document.run for document in documents if document.run is not None]
-    if len(runs) < len(documents) or len(runs) == 1:
-        return None
-    return PagedRow.of(runs, [layer.shape for layer in documents[0].layers], documents[0].device)

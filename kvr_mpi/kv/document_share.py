@@ -98,7 +98,7 @@ class DocumentShare:
     @property
     def bytes(self) -> int:
         """Memory it takes."""
-        return sum(layer.layout.buffer.nbytes for layer in self.layers if layer is not None)
+        return sum(layer.layout.nbytes for layer in self.layers if layer is not None)
 
     def load(self, layer_idx: int) -> None:
         """Make sure that a layer is here; those after it are read meanwhile."""

@@ -5,8 +5,8 @@ token is written where it stays, and nothing is copied. Heads may hold different
 keys have their rotary embedding already, so a dropped token leaves no gap. A rank need not hold all heads of a layer,
 nor all rows of a head (``decode.head_parallel``).
 
-Each document's rows are memory of its own, which goes back to the system when the document is answered; on GPUs many
-documents may lie in one arena (``paged``). Attention is `attend_units`, for one document and for many.
+A document's rows are memory of its own, which goes back to the system when the document is answered, or on GPUs pages
+of an ``arena``. What a step of decoding does with those of many documents is in ``units``.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_up_to, takes_flash
+from kvr_mpi.kv.arena import RowMemory, capacity_of
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_up_to
 from kvr_mpi.kv.layout import Slab
-from kvr_mpi.kv.varlen import attend_heads
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
-from kvr_mpi.model.unit_table import Unit, UnitTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,12 +32,14 @@ class Run:
     first : index of the first one, among the heads that the model computes here.
     count : rows of the prompt that each holds.
     keys, values : views (heads, capacity, dim).
+    row : of the memory, at which the first head's rows begin.
     """
 
     first: int
     count: int
     keys: torch.Tensor
     values: torch.Tensor
+    row: int = 0
 
     @property
     def heads(self) -> int:
@@ -52,8 +52,8 @@ class HeadStore:
 
     Parameters
     ----------
-    buffer : torch.Tensor
-        Memory of all of them.
+    memory : RowMemory
+        Of all of them.
     shape : LayerShape
         Its number of heads is that of the keys that `write` is given.
     runs : sequence of Run
@@ -74,7 +74,7 @@ class HeadStore:
 
     def __init__(
         self,
-        buffer: torch.Tensor,
+        memory: RowMemory,
         shape: LayerShape,
         runs: Sequence[Run],
         room: int,
@@ -83,7 +83,7 @@ class HeadStore:
         appends: bool = True,
         is_whole: bool = False,
     ) -> None:
-        self.buffer, self.shape, self.runs, self.room, self.origin = buffer, shape, runs, room, origin
+        self.memory, self.shape, self.runs, self.room, self.origin = memory, shape, runs, room, origin
         self.appends, self.is_whole = appends, is_whole
         self.positions: list[torch.Tensor] | None = None
         # Each head with its rows, where not all of the layer's are one run: (head, rows of the prompt, keys, values).
@@ -94,18 +94,11 @@ class HeadStore:
                 for run in runs
                 for at, rows in enumerate(zip(run.keys.unbind(0), run.values.unbind(0), strict=True))
             ]
-        if len(runs) > 1:  # what flash attention is told of them: made here, since a GPU would be waited for in a layer
-            capacities = [run.keys.shape[1] for run in runs for _ in range(run.heads)]
-            counts, begins = self.counts(origin), [0, *itertools.accumulate(capacities)]
-            self._begins, self._counts = (
-                torch.tensor(each, dtype=torch.int32, device=buffer.device) for each in (begins, counts)
-            )
-            self._heads = torch.tensor(self.heads, dtype=torch.int64, device=buffer.device)
 
     @classmethod
     def by_heads(
         cls,
-        flat: torch.Tensor,
+        memory: RowMemory,
         shape: LayerShape,
         counts: Sequence[int],
         room: int,
@@ -115,12 +108,12 @@ class HeadStore:
         appends: bool = True,
         is_whole: bool = False,
     ) -> HeadStore:
-        """Lay one head's rows after the other's, all keys before all values.
+        """Lay one head's rows after the other's.
 
         Parameters
         ----------
-        flat : Tensor
-            Memory, of `elements_needed`.
+        memory : RowMemory
+            Of `arena.make_rows` for these counts and room.
         counts : sequence of int
             Rows that each head holds.
         heads : sequence of int, optional
@@ -129,42 +122,39 @@ class HeadStore:
         room = room if appends else 0
         held = tuple(range(shape.num_kv_heads) if heads is None else heads)
         assert len(counts) == len(held), "one count for each head held"
-        rows = sum(counts) + room * len(counts)
-        cut = rows * shape.key_dim
-        both = (
-            flat[:cut].view(rows, shape.key_dim),
-            flat[cut : cut + rows * shape.value_dim].view(rows, shape.value_dim),
-        )
         runs, at, row = list[Run](), 0, 0
         for _, group in itertools.groupby(range(len(held)), lambda i: (counts[i], held[i] - i)):
             many = len(list(group))
-            capacity = counts[at] + room
+            capacity = capacity_of(counts[at] + room, memory.extent)
             stretch = slice(row, row + many * capacity)
-            keys, values = (each[stretch].view(many, capacity, each.shape[1]) for each in both)
-            runs.append(Run(held[at], counts[at], keys, values))
+            keys, values = (each[stretch].view(many, capacity, each.shape[1]) for each in (memory.keys, memory.values))
+            runs.append(Run(held[at], counts[at], keys, values, row))
             at, row = at + many, stretch.stop
-        return cls(flat, shape, runs, room, origin, appends=appends, is_whole=is_whole)
+        return cls(memory, shape, runs, room, origin, appends=appends, is_whole=is_whole)
 
     @classmethod
     def by_tokens(cls, layout: Slab, shape: LayerShape) -> HeadStore:
         """Read a buffer as it lies after a prefill, by token."""
         keys, values = layout.rows(0, len(layout.buffer))
-        return cls(layout.buffer, shape, [Run(0, 0, keys[0], values[0])], len(layout.buffer), 0, is_whole=True)
+        return cls(
+            RowMemory(keys[0], values[0]), shape, [Run(0, 0, keys[0], values[0])], len(layout.buffer), 0, is_whole=True
+        )
 
     @classmethod
     def laid_anew(cls, layout: Slab, shape: LayerShape, tokens: int) -> HeadStore:
         """Put each head's first tokens together, in the same memory: a CPU attends to them twice as fast."""
         old = [rows.clone(memory_format=torch.contiguous_format) for rows in layout.rows(0, tokens)]
-        room, flat = len(layout.buffer) - tokens, layout.buffer.view(-1)
-        store = cls.by_heads(flat, shape, [tokens] * shape.num_kv_heads, room, tokens, is_whole=True)
-        for place, rows in zip(store.rows(0, tokens), old, strict=True):
-            place.copy_(rows)
+        room, rows = len(layout.buffer) - tokens, len(layout.buffer) * shape.num_kv_heads
+        memory = RowMemory.in_flat(layout.buffer.view(-1), rows, shape)
+        store = cls.by_heads(memory, shape, [tokens] * shape.num_kv_heads, room, tokens, is_whole=True)
+        for place, prompt in zip(store.rows(0, tokens), old, strict=True):
+            place.copy_(prompt)
         return store
 
     @property
-    def held_bytes(self) -> int:
+    def nbytes(self) -> int:
         """Memory it takes."""
-        return self.buffer.nbytes
+        return self.memory.nbytes
 
     def count(self, run: Run, length: int) -> int:
         """Rows that each head of a run holds of a document of so many tokens."""
@@ -240,8 +230,6 @@ class HeadStore:
             Of (1, heads, tokens, value_dim); of heads of which nothing is held the log-sum-exp is minus infinity.
         """
         shape, tokens = self.shape, query.shape[2]
-        if tokens == 1 and len(self.runs) > 1 and takes_flash(query, self.runs[0].values, params):
-            return self._attend_at_once(query, length, params)
         group = query.shape[1] // shape.num_kv_heads
         part: PartialAttention | None = None
         for run in self.runs:
@@ -254,115 +242,14 @@ class HeadStore:
             part.out[:, heads], part.lse[:, heads] = found.out, found.lse
         return _nothing(query, shape.value_dim) if part is None else part
 
-    def _attend_at_once(self, query: torch.Tensor, length: int, params: AttentionParams) -> PartialAttention:
-        """Attend from one token on a GPU: every head is a sequence of its own."""
-        shape, heads = self.shape, self._heads
-        rows = sum(run.keys[..., 0].numel() for run in self.runs)
-        cut = rows * shape.key_dim
-        keys = self.buffer[:cut].view(rows, shape.key_dim)
-        values = self.buffer[cut : cut + rows * shape.value_dim].view(rows, shape.value_dim)
-        mine = query.view(shape.num_kv_heads, -1, shape.key_dim)
-        mine = mine if len(heads) == shape.num_kv_heads else mine.index_select(0, heads)
-        counts = self._counts + (length - self.origin) if self.appends else self._counts
-        found = attend_heads(mine, keys, values, params, self._begins, counts, max(self.counts(length)))
-        if len(heads) == shape.num_kv_heads:
-            return found
-        part = _nothing(query, shape.value_dim)
-        part.out.view(shape.num_kv_heads, -1, shape.value_dim)[heads] = found.out.view(
-            len(heads), -1, shape.value_dim
-        ).float()
-        part.lse.view(shape.num_kv_heads, -1)[heads] = found.lse.view(len(heads), -1)
-        return part
-
     @property
     def heads(self) -> list[int]:
         """Which heads are held, ascending, among those that the model computes here."""
         return [run.first + at for run in self.runs for at in range(run.heads)]
 
 
-def write_token(stores: Sequence[HeadStore], keys: torch.Tensor, values: torch.Tensor, lengths: Sequence[int]) -> None:
-    """Append one token to each of several documents of so many tokens (1, kv_heads, documents, dim)."""
-    places, tokens = list[torch.Tensor](), list[torch.Tensor]()
-    rows = zip(stores, lengths, keys[0].unbind(1), values[0].unbind(1), strict=True)
-    for store, length, token_keys, token_values in rows:
-        if not store.appends:
-            continue
-        appended = length - store.origin
-        if store.lines is None:
-            (run,) = store.runs
-            row = run.count + appended
-            places += (run.keys.select(1, row), run.values.select(1, row))
-            tokens += (token_keys, token_values)
-            continue
-        of_keys, of_values = token_keys.unbind(0), token_values.unbind(0)
-        for head, count, to_keys, to_values in store.lines:
-            row = count + appended
-            places += (to_keys.select(0, row), to_values.select(0, row))
-            tokens += (of_keys[head], of_values[head])
-    if places:
-        torch._foreach_copy_(places, tokens)
-
-
-def unit_table(stores: Sequence[HeadStore]) -> UnitTable:
-    """Make the table of a layer of several documents."""
-    units = [
-        Unit(at, run.first + head, keys, values, run.count - (store.origin if store.appends else 0), store.appends)
-        for at, store in enumerate(stores)
-        for run in store.runs
-        for head, (keys, values) in enumerate(zip(run.keys.unbind(0), run.values.unbind(0), strict=True))
-    ]
-    return UnitTable(len(stores), stores[0].shape.num_kv_heads, units)
-
-
-def attend_units(
-    query: torch.Tensor,
-    stores: Sequence[HeadStore],
-    table: UnitTable | None,
-    lengths: Sequence[int],
-    params: AttentionParams,
-    firsts: Sequence[int] | None = None,
-) -> PartialAttention:
-    """Attend from one token of each of several documents to what its heads hold.
-
-    Parameters
-    ----------
-    query : Tensor
-        (1, heads, documents, head_dim).
-    stores : sequence of HeadStore
-        Of each document.
-    table : UnitTable or None
-        Made of them (`unit_table`), for the kernel; None if there is none.
-    lengths : sequence of int
-        Tokens of each document, that one included.
-    firsts : sequence of int or None
-        The first row that each token sees; None: they see all.
-
-    Returns
-    -------
-    PartialAttention
-        Of (1, heads, documents, value_dim); of heads that are not held the log-sum-exp is minus infinity.
-    """
-    kernel = params.kernel
-    if kernel is not None and table is not None and params.is_plain and kernel.takes_units(query, table):
-        from_rows = None if firsts is None else np.array(firsts)
-        out, lse = kernel.attend_units(query, table, np.array(lengths), params.scale, from_rows)
-        return PartialAttention(out.transpose(0, 1).unsqueeze(0), lse.transpose(0, 1).unsqueeze(0))
-    parts = [
-        store.attend(query.narrow(2, at, 1), length, params, 0 if firsts is None else firsts[at])
-        for at, (store, length) in enumerate(zip(stores, lengths, strict=True))
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    return PartialAttention(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
-
-
 def _nothing(query: torch.Tensor, value_dim: int) -> PartialAttention:
     return PartialAttention.of_nothing((*query.shape[:-1], value_dim), query.device)
-
-
-def elements_needed(shape: LayerShape, counts: Sequence[int], room: int) -> int:
-    """How many elements a layer's heads take."""
-    return (sum(counts) + room * len(counts)) * (shape.key_dim + shape.value_dim)
 
 
 def check_retained(retained: Sequence[torch.Tensor], shape: LayerShape, length: int, layer_idx: int) -> None:

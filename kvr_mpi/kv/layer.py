@@ -15,11 +15,11 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.arena import RowMemory
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_masked, attend_up_to, attend_window
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layout import Slab
-from kvr_mpi.kv.paged import PageRun
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range, Route, in_two_groups
 from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers
@@ -48,7 +48,6 @@ class LayersOwner(Protocol):
     keeps_all: bool
     in_parts: bool
     current: SliceLayer | None
-    run: PageRun | None
 
     def chunks(self, layer_idx: int) -> Sequence[Sequence[Range]]:
         """Tokens that a layer takes together, in order."""
@@ -235,7 +234,7 @@ class SliceLayer(CacheLayerMixin):
     @property
     def held_bytes(self) -> int:
         """Memory its keys and values take."""
-        return 0 if self.layout is None else self.layout.buffer.nbytes
+        return 0 if self.layout is None else self.layout.nbytes
 
     @property
     def head_counts(self) -> list[int]:
@@ -269,22 +268,16 @@ class SliceLayer(CacheLayerMixin):
         """Let a CPU decode faster, once the prompt is through: segments travel by token."""
         if self.segments is not None:
             self.segments.wait_through()
-        if isinstance(self.layout, Slab) and self.cache.run is None:  # pages are read by token
+        if isinstance(self.layout, Slab):
             self.layout = HeadStore.laid_anew(self.layout, self.shape, self.length)
 
-    def keep_only(self, retained: Sequence[torch.Tensor] | None, slack: int, flat: torch.Tensor) -> None:
-        """Move what is kept into other memory; see `cache.SliceCache.drop`.
-
-        Parameters
-        ----------
-        flat : Tensor
-            Of as many elements as it takes.
-        """
+    def keep_only(self, retained: Sequence[torch.Tensor] | None, slack: int, memory: RowMemory) -> None:
+        """Move what is kept into other memory; see `cache.SliceCache.admit`."""
         if self.segments is not None:
             self.segments.wait_through()
         keys, values = self.rows(0, self.length)
         counts = [self.length] * self.shape.num_kv_heads if retained is None else list(map(len, retained))
-        store = HeadStore.by_heads(flat, self.shape, counts, slack, self.length, is_whole=retained is None)
+        store = HeadStore.by_heads(memory, self.shape, counts, slack, self.length, is_whole=retained is None)
         for head, places in enumerate(store.head_rows(head, self.length) for head in range(len(counts))):
             for place, rows in zip(places, (keys[0, head], values[0, head]), strict=True):
                 if retained is None:

@@ -24,6 +24,11 @@ class Slab:
     def __init__(self, buffer: torch.Tensor, shape: LayerShape) -> None:
         self.buffer, self._shape = buffer, shape
 
+    @property
+    def nbytes(self) -> int:
+        """Memory it takes."""
+        return self.buffer.nbytes
+
     def rows(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a range of tokens, as views (1, kv_heads, tokens, head_dim)."""
         shape, heads = self._shape, self._shape.num_kv_heads

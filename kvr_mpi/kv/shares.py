@@ -83,7 +83,7 @@ class Share:
     @property
     def bytes(self) -> int:
         """Memory it takes, without the document's."""
-        return sum(layer.layout.buffer.nbytes for layer in self.layers if layer is not None)
+        return sum(layer.layout.nbytes for layer in self.layers if layer is not None)
 
     @property
     def held_until(self) -> int:
@@ -142,9 +142,8 @@ class Share:
         """Copy this rank's part out of a layer whose attention is over."""
         if not layer.shape.elements or self.layers[layer.layer_idx] is not None:
             return
-        assert layer.buffer is not None
         own = self.add_layer(layer.layer_idx, layer.shape)
-        own.layout.buffer[: self.stop - own.first].copy_(layer.buffer[own.first : self.stop])
+        own.write(own.first, *layer.rows(own.first, self.stop))
 
     def lay_by_heads(self) -> None:
         """Let a CPU attend faster, once the share is complete."""

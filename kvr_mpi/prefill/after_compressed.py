@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from kvr_mpi.compress.compression import RetainedSize
-from kvr_mpi.kv.buffers import make_flat
+from kvr_mpi.kv.arena import Arena, make_rows
 from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.head_store import HeadStore, elements_needed
+from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import run_model
@@ -27,7 +27,7 @@ from kvr_mpi.prefill.routes import relay
 
 @torch.inference_mode()
 def prefill_after_compressed(
-    loaded: LoadedModel, ids: Sequence[int], prefix: SharedPrefix, reserve_tokens: int
+    loaded: LoadedModel, ids: Sequence[int], prefix: SharedPrefix, reserve_tokens: int, arena: Arena | None = None
 ) -> Prefill:
     """Prefill a prompt that begins with what is stored.
 
@@ -39,6 +39,8 @@ def prefill_after_compressed(
         With `heads`.
     reserve_tokens : int
         Room for tokens to be decoded.
+    arena : Arena or None
+        Where the rows are kept.
 
     Returns
     -------
@@ -54,7 +56,7 @@ def prefill_after_compressed(
     began, partition = time.perf_counter(), Partition((0, len(ids)))
     try:
         with guarded(loaded.tp_group):
-            cache = _load(loaded, partition, prefix, len(ids) - prefix.tokens + reserve_tokens)
+            cache = _load(loaded, partition, prefix, len(ids) - prefix.tokens + reserve_tokens, arena)
             fresh = torch.tensor([list(ids[prefix.tokens :])], device=loaded.device)
             logits = run_model(loaded.model, fresh, cache)[0]
             wait_for_compute(loaded.device)
@@ -77,25 +79,29 @@ def prefill_after_compressed(
     return Prefill(partition, None, None, 0.0, error=why, known_tokens=prefix.tokens, began_s=began)
 
 
-def _load(loaded: LoadedModel, partition: Partition, prefix: SharedPrefix, slack: int) -> SliceCache:
+def _load(
+    loaded: LoadedModel, partition: Partition, prefix: SharedPrefix, slack: int, arena: Arena | None
+) -> SliceCache:
     """Make a cache that holds what is stored, with room for so many tokens more."""
-    stores = [_load_layer(loaded, idx, shape, prefix, slack) for idx, shape in enumerate(loaded.shape.layers)]
+    stores = [_load_layer(loaded, idx, shape, prefix, slack, arena) for idx, shape in enumerate(loaded.shape.layers)]
     cache = SliceCache(loaded, relay(partition, 0), None)
     cache.finish()
     cache.adopt(stores, prefix.tokens, slack)
     return cache
 
 
-def _load_layer(loaded: LoadedModel, layer_idx: int, shape: LayerShape, prefix: SharedPrefix, slack: int) -> HeadStore:
+def _load_layer(
+    loaded: LoadedModel, layer_idx: int, shape: LayerShape, prefix: SharedPrefix, slack: int, arena: Arena | None
+) -> HeadStore:
     """Put a layer's rows where they stay."""
     assert prefix.heads is not None, "it is compressed"
     heads = prefix.heads(layer_idx)
     assert heads is not None, "models that are compressed keep keys and values in every layer"
     counts = [len(keys) for keys, _ in heads]
-    flat = make_flat(elements_needed(shape, counts, slack), loaded.dtype, loaded.device)
+    memory = make_rows(shape, counts, slack, loaded.dtype, loaded.device, arena)
     # A layer that forgets by position has them all.
     is_whole = shape.visibility.size is not None
-    store = HeadStore.by_heads(flat, shape, counts, slack, prefix.tokens, is_whole=is_whole)
+    store = HeadStore.by_heads(memory, shape, counts, slack, prefix.tokens, is_whole=is_whole)
     for at, stored in enumerate(heads):
         for place, rows in zip(store.head_rows(at, prefix.tokens), stored, strict=True):
             place.copy_(rows)

@@ -87,12 +87,15 @@ class Footprint:
         What is taken for them, over that.
     takes_chunks : bool
         Whether the model's layers can be run in chunks.
+    admits : bool
+        Whether the decode rank moves each layer to where it is decoded as soon as it is through.
     """
 
     shape: ModelShape
     activations: Callable[[int, int | None], int]
     heap_share: float = HEAP_SHARE
     takes_chunks: bool = False
+    admits: bool = False
     _known: dict[tuple[int, int | None], int] = field(default_factory=dict)
 
     def route_bytes(
@@ -114,9 +117,11 @@ class Footprint:
         tokens = route.capacity + (0 if is_spread else reserved)
         activation_bytes = self.activation_bytes(computed, max(route.chunk_lengths))
         needs = (tokens * sum(layers) + kept) * self.shape.dtype_bytes + activation_bytes
-        if drop is None or not is_decode_rank:
+        if is_spread or not is_decode_rank or (drop is None and not self.admits):
             return needs
         in_flight = min(len(layers), 2 + LAYERS_AHEAD) * layers[0] * tokens * self.shape.dtype_bytes
+        if drop is None:
+            return needs + in_flight
         return needs - drop.kv_bytes + in_flight + int(self.heap_share * drop.choosing_bytes)
 
     def rolling_bytes(self, rolling: Rolling) -> int:
@@ -204,7 +209,7 @@ def footprint_of(
         activations(1, None)
     except (RuntimeError, NotImplementedError):  # an operation that meta does not know: only buffers are counted
         return Footprint(shape, lambda tokens, chunk_tokens: 0)
-    return Footprint(shape, activations, 1.0 if on_gpu else HEAP_SHARE, why_no_chunks(loaded) is None)
+    return Footprint(shape, activations, 1.0 if on_gpu else HEAP_SHARE, why_no_chunks(loaded) is None, admits=on_gpu)
 
 
 def check_fits(

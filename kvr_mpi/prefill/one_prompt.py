@@ -17,9 +17,9 @@ from transformers import DynamicCache
 
 from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache, WriteLayer
 from kvr_mpi.kv.observation import Retain
-from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import MakeRoute, Range
 from kvr_mpi.kv.shares import Share
@@ -117,12 +117,12 @@ class Options(TypedDict, total=False):
     window: Range | None
     retain: Retain | None
     chunk_tokens: int | None
-    arena: PagedArena | None
+    arena: Arena | None
     write_layer: WriteLayer | None
 
 
 # Of these, what a rank's cache is told.
-CACHE_OPTIONS = ("reserve_tokens", "prefix", "stop_after", "is_spread", "window", "retain", "write_layer")
+CACHE_OPTIONS = ("reserve_tokens", "prefix", "stop_after", "is_spread", "window", "retain", "arena", "write_layer")
 
 
 @torch.inference_mode()
@@ -306,7 +306,6 @@ def _run_slice(
     logits = None
     try:
         with guarded(loaded.tp_group):
-            cache.keep_in(options.get("arena"))
             cache.begin()
             with contextlib.suppress(UnreadError):
                 row = torch.tensor([mine], device=loaded.device)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.observation import Retain
 from kvr_mpi.kv.packed_row import PackedCache
-from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Range
 from kvr_mpi.model import LoadedModel
@@ -40,7 +40,7 @@ def prefill_packed(
     prefix: SharedPrefix | None = None,
     window: Range | None = None,
     retain: Retain | None = None,
-    arena: PagedArena | None = None,
+    arena: Arena | None = None,
 ) -> list[Prefill]:
     """Prefill several short prompts in one forward pass, each exactly as if alone (`prefill_kvr` on one rank).
 
@@ -58,8 +58,8 @@ def prefill_packed(
         Of a single prompt: tokens whose queries are kept (`one_prompt.Options`).
     retain : Retain or None
         Of a single prompt: chooses what its heads keep.
-    arena : PagedArena or None
-        Where keys and values are kept; None: each prompt's in memory of its own.
+    arena : Arena or None
+        See `SliceCache`.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def prefill_packed(
     reserves = [reserve_tokens] * len(prompts) if isinstance(reserve_tokens, int) else reserve_tokens
     if prefix is not None and prefix.heads is not None:
         pairs = zip(prompts, reserves, strict=True)
-        return [prefill_after_compressed(loaded, ids, prefix, reserve) for ids, reserve in pairs]
+        return [prefill_after_compressed(loaded, ids, prefix, reserve, arena) for ids, reserve in pairs]
     if len(prompts) == 1 or why_never_packed(loaded):
         options: dict[str, Any] = {"prefix": prefix, "spares_chain": True, "window": window, "retain": retain}
         options["arena"] = arena
@@ -101,16 +101,15 @@ def _prefill_row(
     prompts: Sequence[Sequence[int]],
     reserves: Sequence[int],
     prefix: SharedPrefix | None,
-    arena: PagedArena | None,
+    arena: Arena | None,
 ) -> list[Prefill]:
     began, start = time.perf_counter(), 0 if prefix is None else prefix.tokens
     partitions, caches = [Partition((0, len(ids))) for ids in prompts], []
     for ids, partition, reserve in zip(prompts, partitions, reserves, strict=True):
         if prefix is not None:
             prefix.check(ids)
-        cache = SliceCache(loaded, relay(partition, 0, start), None, reserve_tokens=reserve, prefix=prefix)
-        cache.keep_in(arena)
-        caches.append(cache)
+        route = relay(partition, 0, start)
+        caches.append(SliceCache(loaded, route, None, reserve_tokens=reserve, prefix=prefix, arena=arena))
     device = loaded.device
     packed = PackedCache(caches, [len(ids) - start for ids in prompts])
     row = torch.tensor([[token for ids in prompts for token in ids[start:]]], device=device)
@@ -121,6 +120,7 @@ def _prefill_row(
     wait_for_compute(device)
     seconds = time.perf_counter() - began
     for cache in caches:
+        cache.settle()
         cache.finish()
     return [
         Prefill(partition, cache, each.clone(), seconds, known_tokens=start, began_s=began)

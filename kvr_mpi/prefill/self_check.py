@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 
 from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.decode_cache import DecodeCache
-from kvr_mpi.kv.paged import PagedArena
 from kvr_mpi.kv.shares import SharesCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_plain
@@ -206,14 +206,14 @@ def _follow(loaded: LoadedModel, prefill: Prefill) -> Answer:
     return follow(loaded.model, prefill, 1, loaded.shape.sample_ids(1, first=NEXT_TOKEN))
 
 
-def why_not_packed(loaded: LoadedModel, arena: PagedArena | None = None) -> str | None:
+def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | None:
     """Try two small documents together and alone: say why this model cannot run packed, None if it can.
 
     The model has to be prepared for chains (`prepare_model`).
 
     Parameters
     ----------
-    arena : PagedArena or None
+    arena : Arena or None
         Where those that run together are kept.
     """
     if reason := why_never_packed(loaded):

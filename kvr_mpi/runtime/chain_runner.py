@@ -231,7 +231,10 @@ class ChainRunner:
         compression = self._setup.compression
         if compression is None or (prefix is not None and prefix.heads is not None):
             return None
-        return compression.planned_drop(self._loaded, prompt.tokens, prompt.text)
+        drop, arena = compression.planned_drop(self._loaded, prompt.tokens, prompt.text), self._setup.arena
+        if drop is None or arena is None:
+            return drop
+        return replace(drop, kv_bytes=max(0, drop.kv_bytes - arena.page_bytes))  # each head's last page has room
 
     def prefill(
         self, planned: PlannedPrompt, forwarder: Forwarder | None, write_layer: WriteLayer | None = None
@@ -262,7 +265,7 @@ class ChainRunner:
             window=self._setup.window_of(planned.prompt),
             retain=self._setup.retain_of(planned.prompt),
             chunk_tokens=planned.chunk_tokens,
-            arena=self._setup.arena,
+            arena=None if planned.shared_tokens else self._setup.arena,
         )
 
     def prefill_shared(self, planned: PlannedPrompt, forwarder: Forwarder | None) -> Prefill | None:

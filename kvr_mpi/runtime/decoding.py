@@ -99,7 +99,8 @@ def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choi
         group: Group[PromptRequest] = TokenGroup(setup.loaded, chain)
     elif choice.mode == "head-parallel":
         assert isinstance(setup.sharing, HeadSharing), "others are refused, or decode each their own"
-        group = HeadGroup(setup.loaded, chain, setup.sharing.placing(chain.size), setup.sharing.loads)
+        place, loads = setup.sharing.placing(chain.size), setup.sharing.loads
+        group = HeadGroup(setup.loaded, chain, place, loads, setup.arena)
     else:
         return context
     decoder = Decoder(

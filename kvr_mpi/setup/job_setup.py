@@ -19,8 +19,8 @@ from kvr_mpi.decode.group import Alone, Group
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.documents.prompts import Frame, Prompt, encode_text
 from kvr_mpi.job import JobSpec
+from kvr_mpi.kv.arena import Arena, pages_for
 from kvr_mpi.kv.observation import Retain
-from kvr_mpi.kv.paged import PagedArena, pages_for
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.route import Range
@@ -89,7 +89,7 @@ class JobSetup:
     beginnings: StoredBeginnings | None = None
     compression: Compression | None = None
     sharing: HeadSharing | str | None = None
-    arena: PagedArena | None = None
+    arena: Arena | None = None
     rolling: Rolling | None = None
 
     @property

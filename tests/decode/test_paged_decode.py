@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.tiny import shrink
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.kv import decode_cache
-from kvr_mpi.kv.paged import PAGE_TOKENS
+from kvr_mpi.kv.arena import PAGE_ROWS
+from kvr_mpi.kv.units import PageTable
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -45,13 +45,13 @@ def test_pages_change_no_answer(name: str) -> None:
     assert not arena.extents, "what has left holds no memory"
 
 
-@pytest.mark.parametrize(("name", "extent_pages"), [*((name, 8) for name in NAMES), ("mistral-window", 1)])
-def test_one_call_reads_the_pages_of_all(reads_pages: Watched, name: str, extent_pages: int) -> None:
-    """With one page to an extent every document has one of its own, and a call."""
+@pytest.mark.parametrize(("name", "pages"), [*((name, 8) for name in NAMES), ("mistral-window", 1)])
+def test_one_call_reads_the_pages_of_all(reads_pages: Watched, name: str, pages: int) -> None:
+    """With a page for each head to an extent, documents lie in several, with a call each."""
     loaded = ready(name)
     truth = answer(loaded, None)
     assert reads_pages.paged_calls == 0
-    assert answer(loaded, arena_of(loaded, extent_pages)) == truth
+    assert answer(loaded, arena_of(loaded, pages)) == truth
     assert bool(reads_pages.paged_calls) == (name != "gemma2-softcap")
 
 
@@ -87,21 +87,17 @@ def test_pages_of_another_document_are_found_out(reads_pages: Watched, monkeypat
     """The tests above can fail: with a wrong page answers are others."""
     loaded = ready("llama-gqa")
     truth = answer(loaded, None)
-    pages = decode_cache._in_pages
+    attend = PageTable.attend
 
-    def swapped(documents: Any) -> Any:
-        row = pages(documents)
-        if row is not None:
-            for part in row._parts:
-                part.table.pages.copy_(part.table.pages.flip(0).clone())
-        return row
+    def swapped(table: PageTable, *given: Any) -> Any:
+        table.pages = table.pages.flip(0)
+        return attend(table, *given)
 
-    monkeypatch.setattr(decode_cache, "_in_pages", swapped)
+    monkeypatch.setattr(PageTable, "attend", swapped)
     assert answer(loaded, arena_of(loaded, 8)) != truth
 
 
-def test_a_prompt_is_received_into_its_pages() -> None:
-    """On a chain, in place: the last rank's buffers are those pages."""
+def test_after_a_chain_the_last_rank_alone_has_pages() -> None:
     loaded, ids = ready("llama-gqa"), other_prompt(300)
     arenas = [arena_of(loaded, 4) for _ in range(3)]
     partition = Partition((0, 120, 220, 300))
@@ -109,36 +105,39 @@ def test_a_prompt_is_received_into_its_pages() -> None:
     def work(rank: LocalTransport) -> Any:
         return prefill_kvr(loaded, ids, partition, rank, reserve_tokens=4, arena=arenas[rank.rank])
 
-    *others, last = run_local(3, work)
+    *_, last = run_local(3, work)
     alone = prefill_kvr(loaded, ids, Partition((0, 300)), LocalTransport(), reserve_tokens=4)
     assert last.logits is not None and alone.logits is not None
     torch.testing.assert_close(last.logits, alone.logits, atol=1e-4, rtol=1e-4)
     assert [len(arena.extents) for arena in arenas] == [0, 0, 1]
-    (extent,) = arenas[2].extents
-    for at, layer in enumerate(last.cache.layers):
-        assert layer.buffer.data_ptr() == extent.layers[at].data_ptr() and layer.buffer.shape[0] == 304
-    assert all(prefill.cache.run is None for prefill in others)
+    for layer, truth in zip(last.cache.layers, alone.cache.layers, strict=True):
+        torch.testing.assert_close(layer.rows(0, 300), truth.rows(0, 300), atol=1e-5, rtol=1e-5)
+    assert last.cache.held_bytes == 2 * arenas[2].page_bytes, "each head has two pages"
 
 
 def test_pages_are_used_again_when_the_last_view_is_gone() -> None:
     loaded = ready("llama-gqa")
-    arena = arena_of(loaded, 4)
-    first, second = arena.take(2 * PAGE_TOKENS), arena.take(1)
-    assert (first.first, second.first) == (0, 2) and first.extent is second.extent
-    held = first.buffers[1][5:7, :3]  # as a writer, or a transfer, would hold it
+    arena, shape = arena_of(loaded, 1), loaded.shape.layers[0]  # two heads, three layers: six pages to an extent
+    first, second = arena.take(shape, 2), arena.take(shape, 1)
+    assert (first.first, second.first) == (0, 2 * PAGE_ROWS) and first.extent is second.extent
+    held = first.values[5:7]  # as a writer, or a transfer, would hold it
     held.fill_(7.0)
     del first
-    third = arena.take(PAGE_TOKENS)
-    assert third.first == 3, "one view of one layer is left"
-    assert bool((held == 7.0).all())
+    third = arena.take(shape, 3)
+    assert third.first == 3 * PAGE_ROWS and third.extent is second.extent
+    fourth = arena.take(shape, 1)
+    assert fourth.extent is not second.extent and bool((held == 7.0).all()), "one view is left"
     del held
-    fourth = arena.take(PAGE_TOKENS + 1)
-    assert fourth.first == 0 and len(arena.extents) == 1
-    fifth = arena.take(5 * PAGE_TOKENS)
-    assert fifth.extent.pages == 5 and len(arena.extents) == 2, "a long document has an extent of just its size"
-    del second, third, fourth
+    fifth = arena.take(shape, 6)
+    assert fifth.extent not in (second.extent, fourth.extent)
     arena.collect()
-    assert [extent.pages for extent in arena.extents] == [5]
+    sixth = arena.take(shape, 2)
+    assert sixth.first == 0 and sixth.extent is second.extent
+    seventh = arena.take(shape, 7)
+    assert seventh.extent is not None and seventh.extent.pages == 7, "a long document has an extent of just its size"
+    del second, third, fourth, fifth, sixth
+    arena.collect()
+    assert [extent.pages for extent in arena.extents] == [7]
 
 
 def test_no_memory_for_an_extent_is_memory_for_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +150,10 @@ def test_no_memory_for_an_extent_is_memory_for_a_document(monkeypatch: pytest.Mo
             raise MemoryError("no bytes for keys and values")
         return torch.empty(count, dtype=dtype)
 
-    monkeypatch.setattr("kvr_mpi.kv.paged.make_flat", make_flat)
-    room = 10
-    assert arena.take(3 * PAGE_TOKENS).extent.pages == 3 and asked == [64, 3]
+    monkeypatch.setattr("kvr_mpi.kv.arena.make_flat", make_flat)
+    shape, room = loaded.shape.layers[0], 10
+    taken = arena.take(shape, 18)
+    assert taken.extent is not None and taken.extent.pages == 18 and asked == [64, 3]
     room = 2
     with pytest.raises(MemoryError):
-        arena.take(3 * PAGE_TOKENS)
+        arena.take(shape, 18)

@@ -11,13 +11,16 @@ from gpu_machine import random_model
 from gpu_steps import Absent, Figures, Given
 
 from benchmarks.kept import keep_only
+from kvr_mpi.kv.arena import Arena, make_rows
 from kvr_mpi.kv.attention import AttentionParams, PartialAttention, attend, attend_window, why_no_flex
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.flex import suits_flex
-from kvr_mpi.kv.head_store import HeadStore, elements_needed
+from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.rolling import Rolling
+from kvr_mpi.kv.units import attend_units, unit_table, write_token
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.one_prompt import prefill_kvr
@@ -86,12 +89,16 @@ def ragged_heads_are_exact(given: Given) -> Figures:
     draw = torch.Generator(device).manual_seed(0)
     for dim, kept in ((64, (700, 31, 1500, 1500)), (128, (5, 9, 9, 2)), (256, (1, 1, 1, 1))):
         shape, origin = LayerShape(4, dim, dim), 2000
-        flat = torch.randn(elements_needed(shape, kept, 3), generator=draw, device=device, dtype=torch.bfloat16)
-        store, params = HeadStore.by_heads(flat, shape, kept, 3, origin), AttentionParams(dim**-0.5)
+        arena, params = Arena([shape], torch.bfloat16, device, extent_bytes=1 << 26), AttentionParams(dim**-0.5)
+        memory = make_rows(shape, kept, 3, torch.bfloat16, device, arena)
+        for rows in (memory.keys, memory.values):
+            rows.copy_(torch.randn(rows.shape, generator=draw, device=device))
+        store = HeadStore.by_heads(memory, shape, kept, 3, origin)
+        table, length = unit_table([store]), torch.tensor([origin], device=device)
         fresh = torch.randn(2, 1, 4, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)
-        store.write(origin, *fresh)
+        write_token([store], table, fresh[0], fresh[1], [origin], length)
         query = torch.randn(1, 16, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)
-        found = store.attend(query, origin + 1, params).out
+        found = attend_units(query, [store], table, [origin + 1], params, Visibility()).out
         for head in range(4):
             keys, values = (rows[None, None] for rows in store.head_rows(head, origin + 1))
             group = slice(4 * head, 4 * head + 4)
@@ -101,8 +108,10 @@ def ragged_heads_are_exact(given: Given) -> Figures:
             worst = max(worst, error)
     loaded = random_model(given, **SMALL)
     prepare_model(loaded.model, chain=True)
+    arena = Arena(loaded.shape.layers, loaded.dtype, device, extent_bytes=1 << 30)
     mine, alone = (
-        [each.cache for each in prefill_packed(loaded, _prompts(given, loaded), reserve_tokens=STEPS)] for _ in range(2)
+        [each.cache for each in prefill_packed(loaded, _prompts(given, loaded), reserve_tokens=STEPS, arena=own)]
+        for own in (arena, None)
     )
     for cache in mine:  # of heads that keep all their tokens nothing may change
         every = torch.arange(cache.length, device=device)

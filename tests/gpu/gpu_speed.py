@@ -16,7 +16,7 @@ from gpu_steps import Absent, Figures, Given, run_command
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.kv.paged import PagedArena, pages_for
+from kvr_mpi.kv.arena import Arena
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
@@ -76,11 +76,9 @@ def decode_together(given: Given) -> Figures:
 def _step_seconds(given: Given, loaded: Any, sequences: int, way: str) -> float:
     """Seconds of a step, after some."""
     tokens = PROMPT // 16 if given.is_small else PROMPT
-    pages = sequences * pages_for(tokens + 4 * STEPS) + 1
-    shapes = loaded.shape.layers
     arena = None
     if way != "own memory":
-        arena = PagedArena(shapes, loaded.dtype, loaded.device, extent_pages=pages)
+        arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=1 << 30)
     config = GenerationConfig(do_sample=False, eos_token_id=None)
     batch: Any = DecodeBatch(loaded, config, stop=(), max_new_tokens=4 * STEPS)
     ids = loaded.shape.sample_ids(tokens, 7, 3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvr_mpi.cli.environment import tell_libraries
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv import attention, head_store
-from kvr_mpi.kv.head_store import HeadStore, elements_needed
+from kvr_mpi.kv import attention
+from kvr_mpi.kv.arena import RowMemory
+from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.model import LayerShape, choose_device
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.checks import check_dtype
@@ -190,55 +190,14 @@ def test_flash_attention_is_asked_for_what_it_can_do(
     attention._has_flash.cache_clear()
 
 
-def _varlen_reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: Any,
-    scale: float,
-    enable_gqa: bool,
-    seqused_k: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``varlen_attn`` documents: of each sequence its queries, and as many of its keys as are used."""
-    assert return_aux.lse and enable_gqa and all(each.dtype == torch.int32 for each in (cu_seq_q, cu_seq_k, seqused_k))
-    out, lse = torch.empty_like(query), torch.empty(query.shape[1], query.shape[0])
-    for at, used in enumerate(seqused_k.tolist()):
-        assert used <= max_k and cu_seq_q[at + 1] - cu_seq_q[at] == max_q == 1
-        keys = slice(int(cu_seq_k[at]), int(cu_seq_k[at]) + used)
-        scores = query[at] @ key[keys, 0].T * scale
-        out[at], lse[:, at] = torch.softmax(scores, -1) @ value[keys, 0], torch.logsumexp(scores, -1)
-    return out, lse
-
-
-@pytest.mark.parametrize("heads", [[0, 1, 2, 3], [0, 2, 3]])
-@pytest.mark.parametrize("has_sinks", [False, True])
-def test_ragged_heads_are_sequences_to_flash_attention(
-    monkeypatch: pytest.MonkeyPatch, heads: list[int], has_sinks: bool
-) -> None:
-    draw, shape, kept = torch.Generator().manual_seed(0), LayerShape(4, 8, 8), [5, 9, 9, 2][: len(heads)]
-    flat = torch.randn(elements_needed(shape, kept, 3), generator=draw)
-    store = HeadStore.by_heads(flat, shape, kept, 3, 100, heads)
-    keys, query = torch.randn(1, 4, 1, 8, generator=draw), torch.randn(1, 12, 1, 8, generator=draw)
-    store.write(100, keys, keys)
-    params = AttentionParams(0.3, sinks=torch.randn(12, generator=draw) if has_sinks else None)
-    truth = store.attend(query, 101, params).finish(params)
-    monkeypatch.setattr(head_store, "takes_flash", lambda *args: True)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _varlen_reference)
-    torch.testing.assert_close(store.attend(query, 101, params).finish(params), truth)
-
-
 def test_parts_of_heads_are_joined_in_float32_whatever_the_model_is() -> None:
     """Kernels give outputs in the model's own type; heads that are no neighbours are put in their places by number."""
     draw, shape, kept, heads = torch.Generator().manual_seed(0), LayerShape(4, 8, 8), [9, 9, 2], [0, 2, 3]
-    flat = torch.randn(elements_needed(shape, kept, 3), generator=draw).bfloat16()
+    memory = RowMemory(*torch.randn(2, sum(kept) + 9, 8, generator=draw).bfloat16())
     query, params = torch.randn(1, 12, 1, 8, generator=draw).bfloat16(), AttentionParams(0.3)
-    narrow = HeadStore.by_heads(flat, shape, kept, 3, 100, heads).attend(query, 100, params)
-    wide = HeadStore.by_heads(flat.float(), shape, kept, 3, 100, heads).attend(query.float(), 100, params)
+    narrow = HeadStore.by_heads(memory, shape, kept, 3, 100, heads).attend(query, 100, params)
+    memory = RowMemory(memory.keys.float(), memory.values.float())
+    wide = HeadStore.by_heads(memory, shape, kept, 3, 100, heads).attend(query.float(), 100, params)
     assert narrow.out.dtype == narrow.lse.dtype == torch.float32
     torch.testing.assert_close(narrow.out, wide.out, atol=2e-2, rtol=2e-2)
     assert narrow.lse[:, 3:6].isneginf().all() and not narrow.lse[:, 6:].isneginf().any()

@@ -25,7 +25,7 @@ from made_runs import stored_layers
 from settings_by_twos import ASKED, RUNS, SETTINGS, WAYS, Job, covering, merged, said_of, written
 
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
-from kvr_mpi.kv.paged import PagedArena
+from kvr_mpi.kv.arena import Arena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.setup import prepare
 from kvr_mpi.store.folder import read_run
@@ -126,11 +126,11 @@ class Bench:
         return self.truths[known]
 
 
-def open_pages(spec: Any, loaded: LoadedModel, free_bytes: int, say: Any, *, is_packed: bool) -> PagedArena | None:
+def open_pages(spec: Any, loaded: LoadedModel, free_bytes: int, say: Any, *, is_packed: bool) -> Arena | None:
     """As on a GPU, without the trial."""
-    if not is_packed or spec.is_spread or spec.compress is not None:
+    if not is_packed or spec.is_spread:
         return None
-    return PagedArena(loaded.shape.layers, loaded.dtype, loaded.device, extent_pages=2)
+    return Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=0)
 
 
 def keys_and_values(path: Path) -> dict[str, Any]:

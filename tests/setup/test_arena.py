@@ -14,8 +14,8 @@ import torch
 from made_jobs import answers, spec_of
 from models import tiny
 
-from kvr_mpi.kv.paged import PAGE_TOKENS, PagedArena
-from kvr_mpi.kv.paged_row import PagedRow
+from kvr_mpi.kv.arena import PAGE_ROWS, Arena
+from kvr_mpi.kv.units import PageTable
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.self_check import why_not_packed
@@ -24,13 +24,13 @@ from kvr_mpi.runtime.batch import run_job
 from kvr_mpi.runtime.options import Environment, RunOptions
 from kvr_mpi.setup import arena as arenas
 from kvr_mpi.setup import prepare
-from kvr_mpi.setup.arena import TRIAL_PAGES, open_arena
+from kvr_mpi.setup.arena import open_arena
 from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.store.lock import this_process
 from kvr_mpi.transport.local import run_local
 
-SPEC: Any = type("Spec", (), {"is_spread": False, "compress": None})
-PAGE_BYTES = PAGE_TOKENS * 3 * 2 * 2 * 8 * 4  # three layers, keys and values of two heads, float32
+SPEC: Any = type("Spec", (), {"is_spread": False})
+PAGE_BYTES = PAGE_ROWS * 3 * 2 * 2 * 8 * 4  # three layers, keys and values of two heads, float32
 
 
 def opened(loaded: Any, said: list[str], spec: Any = SPEC, **options: Any) -> Any:
@@ -45,21 +45,21 @@ def on_gpu() -> Any:
 def test_pages_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     loaded, said = tiny(name), list[str]()
     prepare_model(loaded.model, chain=True)
-    trial = PagedArena(loaded.shape.layers, loaded.dtype, loaded.device, extent_pages=TRIAL_PAGES)
+    trial = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=0)
     assert why_not_packed(loaded, trial) is None and trial.extents, "it is in these that they were tried"
-    write = PagedRow.write
-    monkeypatch.setattr(PagedRow, "write", lambda row, at, keys, values: write(row, at, values, keys))
+    write = PageTable.write
+    monkeypatch.setattr(PageTable, "write", lambda table, keys, values, lengths: write(table, values, keys, lengths))
     assert "differ from each alone" in str(why_not_packed(loaded, trial))
     assert why_not_packed(loaded) is None
-    monkeypatch.setattr(arenas, "why_not_packed", lambda loaded, arena: f"tried in {arena.extent_pages} pages")
-    assert opened(on_gpu(), said) is None and "tried in 2 pages" in said[0]
+    monkeypatch.setattr(arenas, "why_not_packed", lambda loaded, arena: f"tried in {arena.spare_bytes} bytes")
+    assert opened(on_gpu(), said) is None and f"tried in {PAGE_BYTES} bytes" in said[0]
 
 
 def test_an_extent_is_a_share_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arenas, "why_not_packed", lambda loaded, arena: None)
     arena = opened(on_gpu(), [])
-    assert arena.page_bytes == PAGE_BYTES and arena.extent_pages == 10 and arena.spare_bytes == 10 * PAGE_BYTES
-    assert opened(on_gpu(), [], free_bytes=0).extent_pages == 1
+    assert arena.page_bytes == PAGE_BYTES and arena.spare_bytes == 10 * PAGE_BYTES
+    assert opened(on_gpu(), [], free_bytes=0).spare_bytes == PAGE_BYTES
 
 
 def test_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +69,7 @@ def test_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arenas, "why_not_packed", lambda loaded, arena: None)
     assert opened(on_gpu(), said) is not None
     assert open_arena(SPEC, on_gpu(), 1 << 30, said.append, is_packed=False) is None
-    for name, value in (("is_spread", True), ("compress", object())):
-        spec = type("Spec", (SPEC,), {name: value})
-        assert opened(on_gpu(), said, spec) is None
+    assert opened(on_gpu(), said, type("Spec", (SPEC,), {"is_spread": True})) is None
     assert not said
 
 
@@ -80,11 +78,11 @@ def test_a_job_from_pages_gives_the_same_answers_and_stores_the_same(
 ) -> None:
     """Two ranks, with so little memory that waves follow each other."""
     monkeypatch.setattr(prepare, "free_bytes", lambda device, sharers: 1_200_000)
-    made: list[PagedArena] = []
+    made: list[Arena] = []
 
-    def open_pages(spec: Any, loaded: LoadedModel, free_bytes: int, say: Any, **options: Any) -> PagedArena:
+    def open_pages(spec: Any, loaded: LoadedModel, free_bytes: int, say: Any, **options: Any) -> Arena:
         shapes = loaded.shape.layers
-        made.append(PagedArena(shapes, loaded.dtype, loaded.device, extent_pages=2))
+        made.append(Arena(shapes, loaded.dtype, loaded.device, extent_bytes=0))
         return made[-1]
 
     environment = Environment(Machine(cache_dir, cores=2, offline=True), this_process())

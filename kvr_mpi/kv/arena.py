@@ -1,0 +1,192 @@
+"""Memory for the rows of a layer of a document: its own, or pages beside those of other documents.
+
+On GPUs one attention call reads the rows of many documents by a block table (``units``). So each KV head's rows begin
+at a page, as in vLLM (Kwon et al., SOSP 2023, section 4); pages of a head follow each other. Memory comes in extents of
+many pages, and is free again when the last view of it is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+from kvr_mpi.kv.buffers import make_flat
+from kvr_mpi.model import LayerShape
+
+# Rows of a page: flash attention takes multiples of this.
+PAGE_ROWS = 256
+
+
+def pages_for(rows: int) -> int:
+    """Pages that so many rows take."""
+    return -(-rows // PAGE_ROWS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMemory:
+    """Rows of one layer of a document.
+
+    keys, values : (rows, dim).
+    extent : whose pages they are; None: memory of their own.
+    first : row of the extent that is the first of these.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    extent: Extent | None = None
+    first: int = 0
+
+    @classmethod
+    def in_flat(cls, flat: torch.Tensor, rows: int, shape: LayerShape) -> RowMemory:
+        """Cut rows out of a tensor (elements,): all keys, then all values."""
+        cut = rows * shape.key_dim
+        values = flat[cut : cut + rows * shape.value_dim]
+        return cls(flat[:cut].view(rows, shape.key_dim), values.view(rows, shape.value_dim))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory it takes."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+def capacity_of(rows: int, extent: Extent | None) -> int:
+    """Rows that a head takes which has room for so many: in an extent, whole pages."""
+    return rows if extent is None else PAGE_ROWS * pages_for(rows)
+
+
+class Extent:
+    """Pages of heads of one size, made at once.
+
+    Parameters
+    ----------
+    shape : LayerShape
+        Of a layer with such heads.
+    pages : int
+
+    Raises
+    ------
+    MemoryError, torch.OutOfMemoryError
+        If there is no memory for it.
+    """
+
+    def __init__(self, shape: LayerShape, pages: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.pages, self.dims = pages, (shape.key_dim, shape.value_dim)
+        rows = pages * PAGE_ROWS
+        memory = RowMemory.in_flat(make_flat(rows * sum(self.dims), dtype, device), rows, shape)
+        self.keys, self.values = memory.keys, memory.values
+        self._taken: list[tuple[int, int, list[StorageWeakRef]]] = []  # first page, pages, who reads them; ascending
+
+    @property
+    def taken_pages(self) -> int:
+        """Pages that documents have."""
+        return sum(pages for _, pages, _ in self._taken)
+
+    def collect(self) -> None:
+        """Take back the pages that nothing refers to any more, be it a cache, a transfer or a writer."""
+        self._taken = [run for run in self._taken if not all(one.expired() for one in run[2])]  # type: ignore[no-untyped-call]
+
+    def take(self, pages: int) -> RowMemory | None:
+        """Hand out the first run of so many free pages, in use until its last view is gone; None if there is none."""
+        page = 0
+        for start, count, _ in self._taken:
+            if start - page >= pages:
+                break
+            page = start + count
+        if page + pages > self.pages:
+            return None
+        first, last = page * PAGE_ROWS, (page + pages) * PAGE_ROWS
+        keys, values = (share_memory(each[first:last]) for each in (self.keys, self.values))
+        readers = [StorageWeakRef(each.untyped_storage()) for each in (keys, values)]  # type: ignore[no-untyped-call]
+        self._taken.append((page, pages, readers))
+        self._taken.sort(key=lambda run: run[0])
+        return RowMemory(keys, values, self, first)
+
+
+def share_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Make another tensor of the same memory, with a storage of its own: it tells when its last view is gone."""
+    return from_dlpack(to_dlpack(tensor))
+
+
+class Arena:
+    """The extents of a rank.
+
+    Parameters
+    ----------
+    layers : sequence of LayerShape
+        Of the model.
+    extent_bytes : int
+        Memory of an extent that several documents share; at least a page for each head of the model.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, *, extent_bytes: int
+    ) -> None:
+        self._dtype, self._device = dtype, device
+        self.page_bytes = PAGE_ROWS * sum(shape.elements for shape in layers) * dtype.itemsize
+        self.spare_bytes = max(extent_bytes, self.page_bytes)
+        self.extents: list[Extent] = []
+
+    def collect(self) -> None:
+        """Take back the pages of documents that have left, and give memory back that no document has."""
+        for extent in self.extents:
+            extent.collect()
+        self.extents = [extent for extent in self.extents if extent.taken_pages]
+
+    def take(self, shape: LayerShape, pages: int) -> RowMemory:
+        """Give a layer of a document so many pages; what is in them is not defined.
+
+        Raises
+        ------
+        MemoryError, torch.OutOfMemoryError
+            If there is no memory for them.
+        """
+        found = self._find(shape, pages)
+        if found is None:
+            self.collect()
+            found = self._find(shape, pages)
+        if found is None:
+            self.extents.append(self._make(shape, pages))
+            found = self.extents[-1].take(pages)
+        assert found is not None, "there are as many"
+        return found
+
+    def _find(self, shape: LayerShape, pages: int) -> RowMemory | None:
+        for extent in self.extents:
+            if extent.dims == (shape.key_dim, shape.value_dim) and (found := extent.take(pages)) is not None:
+                return found
+        return None
+
+    def _make(self, shape: LayerShape, pages: int) -> Extent:
+        """Make an extent for others, too, if there is memory for that."""
+        shared = self.spare_bytes // (PAGE_ROWS * (shape.key_dim + shape.value_dim) * self._dtype.itemsize)
+        if pages < shared:
+            try:
+                return Extent(shape, shared, self._dtype, self._device)
+            except (MemoryError, torch.OutOfMemoryError):
+                pass
+        return Extent(shape, pages, self._dtype, self._device)
+
+
+def make_rows(
+    shape: LayerShape,
+    counts: Sequence[int],
+    room: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    arena: Arena | None = None,
+) -> RowMemory:
+    """Make memory for heads of so many rows, each with room for more, in an arena or (None) their own.
+
+    Raises
+    ------
+    MemoryError, torch.OutOfMemoryError
+        If there is none.
+    """
+    if arena is not None and counts:
+        return arena.take(shape, sum(pages_for(count + room) for count in counts))
+    rows = sum(counts) + room * len(counts)
+    return RowMemory.in_flat(make_flat(rows * (shape.key_dim + shape.value_dim), dtype, device), rows, shape)
