@@ -33,7 +33,7 @@ from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.compress.compression import Compression, open_compression
 from kvr_mpi.compress.registry import METHODS
 from kvr_mpi.compress.settings import CompressSettings
-from kvr_mpi.documents.prompts import Prompt, encode_text, make_frame
+from kvr_mpi.documents.prompts import PromptText, encode_text, make_frame
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.runtime.head_sample import retained_counts
@@ -52,15 +52,15 @@ def settings_of(method: str, budget: int, observes: str, profile: Path, window: 
     return CompressSettings(method=method, budget=budget, observes=observes, **own)  # type: ignore[arg-type]
 
 
-def needle_prompt(loaded: LoadedModel, needle: Needle) -> Prompt:
+def needle_prompt(loaded: LoadedModel, needle: Needle) -> PromptText:
     """Put the text, the question and the beginning of the answer into a chat."""
     template = f"{{text}}\n\n{needle.question}"
     frame = make_frame(loaded.tokenizer, template, max_prompt_tokens=8192)
     found = frame.around(encode_text(loaded.tokenizer, needle.text))
-    return Prompt((*found.ids, *encode_text(loaded.tokenizer, needle.begins)), 0, found.text)
+    return PromptText((*found.ids, *encode_text(loaded.tokenizer, needle.begins)), 0, found.text)
 
 
-def needles(loaded: LoadedModel, count: int, tokens: int, seed: int) -> Iterator[tuple[Needle, Prompt]]:
+def needles(loaded: LoadedModel, count: int, tokens: int, seed: int) -> Iterator[tuple[Needle, PromptText]]:
     """So many prompts of each kind, of about so many tokens."""
     chance = random.Random(seed)
     text = " ".join(file.read_text() for file in sorted(DOCUMENTS.iterdir()))
@@ -92,7 +92,7 @@ def continuations(loaded: LoadedModel, given: argparse.Namespace, profile: Path)
         ids = encode_text(loaded.tokenizer, file.read_text())
         cut = min(given.tokens, len(ids) - given.following)
         bench = QualityBench(
-            loaded, Prompt(tuple(ids[:cut]), 0, (0, cut)), ids[cut:][: given.following], window=given.window
+            loaded, PromptText(tuple(ids[:cut]), 0, (0, cut)), ids[cut:][: given.following], window=given.window
         )
         full = bench.measure(None)
         rows.append({"document": file.name, "method": "full", "budget": cut, "nll": full.nll})

@@ -322,7 +322,7 @@ def _read_prompts(prepared: JobSetup, corpus: Corpus) -> list[Sequence[int]]:
     prompts: list[Sequence[int]] = []
     for number in range(len(corpus)):
         try:
-            prompts += [prompt.ids for prompt in source.request(source.read(number), 0).prompts]
+            prompts += [prompt.ids for prompt in source.request(source.read(number), 0).texts]
         except DocumentError:
             continue
     return prompts

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.kept import choose_kept, keep_only
 from kvr_mpi.compress.compression import Compression, Retained
-from kvr_mpi.documents.prompts import Prompt
+from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
@@ -72,13 +72,15 @@ class Way:
 class PrefilledDocuments:
     """This rank's documents, prefilled; copies of them, compressed or whole."""
 
-    def __init__(self, setup: JobSetup, prompts: Sequence[Prompt], ranks: Transport, observing: Compression) -> None:
+    def __init__(
+        self, setup: JobSetup, prompts: Sequence[PromptText], ranks: Transport, observing: Compression
+    ) -> None:
         self._loaded, self.prompts = setup.loaded, list(prompts[ranks.rank :: ranks.size])
         self.number, self.tokens = len(prompts), [prompt.tokens for prompt in prompts]
         self.new_tokens = setup.spec.generation.max_new_tokens
         self._prefills = [self._prefill(prompt, observing) for prompt in self.prompts]
 
-    def _prefill(self, prompt: Prompt, observing: Compression) -> Prefill:
+    def _prefill(self, prompt: PromptText, observing: Compression) -> Prefill:
         options: Any = {"window": observing.observed_of(prompt.tokens, prompt.text), "reserve_tokens": 0}
         return prefill_kvr(self._loaded, prompt.ids, Partition((0, prompt.tokens)), LocalTransport(), **options)
 

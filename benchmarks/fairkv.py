@@ -40,7 +40,7 @@ from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import Alone, Group
 from kvr_mpi.decode.head_parallel import HeadGroup, Place
 from kvr_mpi.documents import Corpus
-from kvr_mpi.documents.prompts import Prompt
+from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.errors import ConfigError, CorpusError, DocumentError
 from kvr_mpi.job import JobSpec, load_job
 from kvr_mpi.model import choose_device
@@ -369,15 +369,19 @@ def _compressions(setup: JobSetup, budgets: Sequence[int]) -> list[Compression]:
 
 def _sample(
     setup: JobSetup, corpus: Corpus, documents: int, compressions: Sequence[Compression], ranks: int
-) -> list[Prompt]:
+) -> list[PromptText]:
     """Read prompts that are compressed to every budget, of documents spread over the corpus."""
-    source, share, found = open_source(setup, corpus), range(len(corpus))[setup.spec.documents.share], list[Prompt]()
+    source, share, found = (
+        open_source(setup, corpus),
+        range(len(corpus))[setup.spec.documents.share],
+        list[PromptText](),
+    )
     why = "the corpus has no more"
     for number in share[:: max(1, len(share) // documents)]:
         if len(found) == documents:
             break
         try:
-            prompts = source.request(source.read(number), 0).prompts
+            prompts = source.request(source.read(number), 0).texts
         except DocumentError as error:
             why = str(error)
             continue
@@ -393,7 +397,7 @@ def _sample(
     return found
 
 
-def _check_room(setup: JobSetup, prompts: Sequence[Prompt], ranks: Transport) -> None:
+def _check_room(setup: JobSetup, prompts: Sequence[PromptText], ranks: Transport) -> None:
     """Refuse more than this rank has memory for: what was prefilled, two whole caches, those of the compressed ways."""
     mine = sum(prompt.tokens + setup.spec.generation.max_new_tokens for prompt in prompts[ranks.rank :: ranks.size])
     needed, free = (3 + len(placements(0)) + 1) * setup.kv_bytes(mine), setup.free_bytes[ranks.rank]

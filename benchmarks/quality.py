@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvr_mpi.compress.compression import Compression
-from kvr_mpi.documents.prompts import Prompt
+from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
@@ -43,7 +43,7 @@ class QualityBench:
     ----------
     loaded : LoadedModel
         Prepared for chains.
-    prompt : Prompt
+    prompt : PromptText
     following : sequence of int
         Tokens that follow, at least two.
     window : int
@@ -53,7 +53,7 @@ class QualityBench:
     """
 
     def __init__(
-        self, loaded: LoadedModel, prompt: Prompt, following: Sequence[int], *, window: int, answers: int = 0
+        self, loaded: LoadedModel, prompt: PromptText, following: Sequence[int], *, window: int, answers: int = 0
     ) -> None:
         self._loaded, self._prompt, self._following, self._answers = loaded, prompt, following, answers
         self._prefix: SharedPrefix = compute_prefix(loaded, prompt.ids[: prompt.text[1] - window])

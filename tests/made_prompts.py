@@ -6,18 +6,18 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvr_mpi.documents.prompts import Frame, Prompt
+from kvr_mpi.documents.prompts import Frame, PromptText
 
 ROOMY = 100_000
 WORDS = ("river", "stone", "internationalization", "and", "12.5", "a", "Größe.", "counterrevolutionary", "fox.\n")
 
 
-def text_of(tokenizer: Any, prompt: Prompt | Frame) -> str:
-    ids = prompt.ids if isinstance(prompt, Prompt) else (*prompt.head, *prompt.tail)
+def text_of(tokenizer: Any, prompt: PromptText | Frame) -> str:
+    ids = prompt.ids if isinstance(prompt, PromptText) else (*prompt.head, *prompt.tail)
     return str(tokenizer.decode(ids))
 
 
-def body_of(frame: Frame, prompt: Prompt) -> tuple[int, ...]:
+def body_of(frame: Frame, prompt: PromptText) -> tuple[int, ...]:
     """Ids of the text in a prompt, having checked that the frame is around it."""
     stop = prompt.tokens - len(frame.tail)
     assert prompt.ids[: len(frame.head)] == frame.head

@@ -13,14 +13,14 @@ from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.launch import quiet_libraries
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.documents.document import AS_THE_JOB
-from kvr_mpi.documents.prompts import Prompt, encode_text
+from kvr_mpi.documents.prompts import encode_text
 from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec, make_job
 from kvr_mpi.model import choose_device
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.requests.prompt_request import PromptRequest
+from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import ChainRunner
-from kvr_mpi.runtime.planned_prompt import PlannedPrompt
+from kvr_mpi.runtime.plan import Plan
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.transport import share_json, together
 from kvr_mpi.transport.choose import open_transport
@@ -49,7 +49,7 @@ class ChainPrefill:
     decode_rank: int
     logits: torch.Tensor | None
     seconds: float
-    _request: PromptRequest
+    _prompt: Prompt
     _prefill: Prefill | None
     _has_gone_on: bool = False
 
@@ -148,15 +148,15 @@ class Chain:
             ids = self._agree_on(prompt, method)
             self._prompts += 1
             name = f"prompt {self._prompts}"
-            request = PromptRequest(name, name, Prompt(ids), self._runner.new_tokens)
-            plan = self._agree_on_plan(request)
+            prompt_of = Prompt(ids=ids, key=name, document_id=name, new_tokens=self._runner.new_tokens)
+            plan = self._agree_on_plan(prompt_of)
             together(self._ranks, lambda: _refuse(self._runner.why_too_large(plan)))
             done = self._run(plan)
             together(self._ranks, lambda: _refuse(None if done is None else done.error))
         bounds = (0, len(ids)) if plan.partition is None else plan.partition.bounds
         if done is None:
-            return ChainPrefill(ids, bounds, self.decode_rank, None, 0.0, request, None)
-        return ChainPrefill(ids, bounds, self.decode_rank, done.logits, done.seconds, request, done)
+            return ChainPrefill(ids, bounds, self.decode_rank, None, 0.0, prompt_of, None)
+        return ChainPrefill(ids, bounds, self.decode_rank, done.logits, done.seconds, prompt_of, done)
 
     def generate(self, prompt: PromptLike | ChainPrefill | None = None) -> Answer:
         """Answer a prompt, or go on from its prefill; every rank is given the answer.
@@ -174,7 +174,7 @@ class Chain:
             )
         if isinstance(prompt, ChainPrefill):
             with ending_all(self._ranks):
-                self._check_call(f"generate from {prompt._request.key}")
+                self._check_call(f"generate from {prompt._prompt.key}")
             found = prompt
         else:
             found = self._prefill(prompt, "generate")
@@ -182,7 +182,7 @@ class Chain:
             raise ConfigError("this prefill was used before, and its cache contains the answer: prefill again")
         prefill, found._prefill, found._has_gone_on = found._prefill, None, True
         with ending_all(self._ranks):
-            answer = together(self._ranks, lambda: None if prefill is None else self._decode(found._request, prefill))
+            answer = together(self._ranks, lambda: None if prefill is None else self._decode(found._prompt, prefill))
             told = share_json(self._ranks, None if answer is None else asdict(answer), root=self.decode_rank)
         return Answer(**{**told, "token_ids": tuple(told["token_ids"])})
 
@@ -252,28 +252,27 @@ class Chain:
         self._setup.loaded.shape.check_ids(ids)
         return ids
 
-    def _agree_on_plan(self, request: PromptRequest) -> PlannedPrompt:
-        """Let the first rank decide how a prompt is cut."""
-        word = None
-        if self.rank == 0:
-            word = self._runner.plan(request, self.decode_rank).to_wire(request.key)
-        return self._runner.planned(request, share_json(self._ranks, word))
+    def _agree_on_plan(self, prompt: Prompt) -> Plan:
+        """Let the first rank decide how a prompt runs."""
+        word = self._runner.plan(prompt, self.decode_rank).to_wire() if self.rank == 0 else None
+        return self._runner.read_plan(prompt, share_json(self._ranks, word))
 
-    def _run(self, plan: PlannedPrompt) -> Prefill | None:
+    def _run(self, plan: Plan) -> Prefill | None:
         """Prefill over the chain; a short prompt on the rank that decodes it, and on others nothing."""
-        if plan.partition is not None:
-            return self._runner.prefill(plan, self._forwarder)
+        if plan.way.takes_all:
+            return self._runner.prefill([plan], self._forwarder)[0]
         alone = together(
-            self._ranks, lambda: self._runner.prefill_packed([plan]) if self.rank == self.decode_rank else []
+            self._ranks,
+            lambda: self._runner.prefill([plan], self._forwarder) if self.rank == self.decode_rank else [],
         )
         return alone[0] if alone else None
 
-    def _decode(self, request: PromptRequest, prefill: Prefill) -> Answer | None:
+    def _decode(self, prompt: Prompt, prefill: Prefill) -> Answer | None:
         """Write the answer, on the rank that has the cache."""
         if self.rank != self.decode_rank:
             return None
         batch = self._setup.open_decode_batch()
-        batch.add(request, prefill, request.prompt.ids, self._setup.spec.generation.seed)
+        batch.add(prompt, prefill, prompt.ids, self._setup.spec.generation.seed)
         while not (finished := batch.step()):
             pass
         if finished[0].answer is None:

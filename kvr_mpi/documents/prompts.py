@@ -30,7 +30,7 @@ Gaps = tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptText:
     """Token ids of one prompt, how much of its document is in it, and where."""
 
     ids: tuple[int, ...]
@@ -97,12 +97,12 @@ class Frame:
             )
         return frame
 
-    def around(self, text_ids: Sequence[int], dropped_tokens: int = 0) -> Prompt:
+    def around(self, text_ids: Sequence[int], dropped_tokens: int = 0) -> PromptText:
         """Put the frame around a text."""
         text = len(self.head), len(self.head) + len(text_ids)
-        return Prompt((*self.head, *text_ids, *self.tail), dropped_tokens, text)
+        return PromptText((*self.head, *text_ids, *self.tail), dropped_tokens, text)
 
-    def after(self, ids: Sequence[int], text: tuple[int, int], dropped_tokens: int = 0) -> Prompt:
+    def after(self, ids: Sequence[int], text: tuple[int, int], dropped_tokens: int = 0) -> PromptText:
         """Let another tail follow a document's text in a prompt that is there.
 
         Raises
@@ -122,7 +122,7 @@ class Frame:
                 f"too long: its {stop} stored tokens and {len(self.tail)} of the question exceed the {self.max_tokens} "
                 f"that a prompt can have (the context minus generation.max_new_tokens)"
             )
-        return Prompt((*ids[:stop], *self.tail), dropped_tokens, text)
+        return PromptText((*ids[:stop], *self.tail), dropped_tokens, text)
 
 
 def make_frame(
@@ -200,7 +200,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return [token for half in halves for token in _encode_plain(tokenizer, half)]
 
 
-def fit_prompt(frame: Frame, text_ids: Sequence[int], *, truncate: Keep | None) -> Prompt:
+def fit_prompt(frame: Frame, text_ids: Sequence[int], *, truncate: Keep | None) -> PromptText:
     """Make a document's prompt, cut to the context if `truncate` says which part to keep.
 
     Raises
@@ -227,7 +227,7 @@ def count_parts(frame: Frame, text_tokens: int) -> int:
     return 1 if text_tokens <= budget else -(-text_tokens // max(1, int(budget * (1 - SEAM_SHARE))))
 
 
-def split_text(tokenizer: Any, frame: Frame, text_ids: Sequence[int]) -> list[Prompt]:
+def split_text(tokenizer: Any, frame: Frame, text_ids: Sequence[int]) -> list[PromptText]:
     """Cut a long text into prompts of nearly equal length, preferably where a paragraph, line or sentence ends."""
     budget, tokens = frame.text_budget, len(text_ids)
     count = count_parts(frame, tokens)

@@ -10,10 +10,10 @@ from typing import Protocol
 
 from kvr_mpi.documents import Asked, Corpus, Document
 from kvr_mpi.documents.conversations import encode_conversation
-from kvr_mpi.documents.prompts import Prompt, encode_text, fit_prompt
+from kvr_mpi.documents.prompts import PromptText, encode_text, fit_prompt
 from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.errors import DocumentError
-from kvr_mpi.requests.document_request import DocumentRequest, PromptConfig
+from kvr_mpi.requests.split import PromptConfig, Split
 from kvr_mpi.stored.prompt import StoredPrefix
 
 NO_PROMPTS: Mapping[str, str] = MappingProxyType({})
@@ -28,7 +28,7 @@ class Source(Protocol):
     def read(self, number: int) -> Document:
         """Read a document; one that is wrong says so."""
 
-    def request(self, document: Document, work: int) -> DocumentRequest:
+    def request(self, document: Document, work: int) -> Split:
         """Make a document's prompts.
 
         Raises
@@ -70,15 +70,15 @@ class TextSource:
         sha256 = hashlib.sha256(document.text.encode()).hexdigest()
         return replace(document, asked=Asked(about, self._prompts[name], sha256))
 
-    def request(self, document: Document, work: int) -> DocumentRequest:
+    def request(self, document: Document, work: int) -> Split:
         """Put the job's words around a text; cut it if it is too long, or make several prompts of it."""
         if document.error is not None:
             raise DocumentError(document.error)
         config = self._config.of(document)
-        request = DocumentRequest(document, config, work)
+        request = Split(document, config, work)
         if document.messages:
-            request.prompts = [_conversation(config, document)]
-            request.stored = self._find_prefix(request.prompts[0].ids)
+            request.texts = [_conversation(config, document)]
+            request.stored = self._find_prefix(request.texts[0].ids)
             return request
         ids = encode_text(config.tokenizer, document.text)
         if not ids:
@@ -91,12 +91,12 @@ class TextSource:
         else:
             truncate = wanted.keep if wanted.too_long == "truncate" else None
             prompt = fit_prompt(config.frame, ids, truncate=truncate)
-            request.prompts, request.stored = [prompt], self._find_prefix(prompt.ids)
+            request.texts, request.stored = [prompt], self._find_prefix(prompt.ids)
             request.shared_tokens = config.shared_tokens(document, prompt)
         return request
 
 
-def _conversation(config: PromptConfig, document: Document) -> Prompt:
+def _conversation(config: PromptConfig, document: Document) -> PromptText:
     """Make the prompt that a conversation is; it is never cut."""
     ids, most = encode_conversation(config.tokenizer, document.messages), config.frame.max_tokens
     if len(ids) > most:
@@ -104,4 +104,4 @@ def _conversation(config: PromptConfig, document: Document) -> Prompt:
             f"too long: the conversation has {len(ids)} tokens; at most {most} fit with an answer of "
             f"{config.max_new_tokens}"
         )
-    return Prompt(tuple(ids), text=(0, len(ids)))
+    return PromptText(tuple(ids), text=(0, len(ids)))

@@ -24,8 +24,8 @@ from kvr_mpi.report.log import Log
 from kvr_mpi.report.metrics import ProgressFiles, write_metrics
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
-from kvr_mpi.requests.document_request import error_record
 from kvr_mpi.requests.sources import Source, TextSource
+from kvr_mpi.requests.split import error_record
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.decoding import choose_modes, with_decoder

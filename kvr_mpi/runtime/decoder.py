@@ -1,7 +1,7 @@
 """What a rank decodes, whatever chains it was in when the prompts were prefilled, and where the answers go.
 
 An answer to a document's only prompt is its record. That to a part of a document goes to the leader of the chain,
-which makes the next prompt of all of them (`PromptOutcome`).
+which makes the next prompt of all of them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.requests.prompt_request import PromptOutcome, PromptRequest
+from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.stopping import SharedStop
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.runtime.waves import Held
+from kvr_mpi.store.outputs import Record
 from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import share_json
 
@@ -45,7 +46,7 @@ class Decoder:
 
     def __init__(
         self,
-        batch: DecodeBatch[PromptRequest],
+        batch: DecodeBatch[Prompt],
         sink: ResultSink,
         stop: SharedStop,
         tally: Tally,
@@ -57,7 +58,7 @@ class Decoder:
         self._compression = compression
         self._recorder = Recorder() if recorder is None else recorder
         self._batch, self._sink, self._stop, self._tally, self._decodes = batch, sink, stop, tally, decodes
-        self._outcomes: list[tuple[str, PromptOutcome]] = []
+        self._parts: list[tuple[str, Record]] = []
 
     @property
     def running(self) -> int:
@@ -69,14 +70,14 @@ class Decoder:
         """Whether all ranks of the chain decode each rank's prompts, from the end of a wave's prefill on."""
         return self._batch.group.waits
 
-    def held(self, bytes_of: Callable[[PromptRequest], int], document: DocumentShare | None = None) -> Held:
+    def held(self, bytes_of: Callable[[Prompt], int], document: DocumentShare | None = None) -> Held:
         """Say what this rank holds, with a stored document that more is to be asked about."""
         group = self._batch.group
         if isinstance(group, TokenGroup):
             return Held(self._batch.running, group.held_bytes(self._batch.prefills, document))
         return Held(self._batch.running, sum(map(bytes_of, self._batch.keys)))
 
-    def start(self, request: PromptRequest, prefill: Prefill) -> None:
+    def start(self, prompt: Prompt, prefill: Prefill) -> None:
         """Take in a prompt after its prefill; all ranks that hold a share of it call this."""
         self._stop.announce()
         is_home, share = self._batch.group.is_home(prefill), prefill.share
@@ -85,10 +86,10 @@ class Decoder:
                 with guarded(self._compression.tp_group):
                     prefill.retained = self._compression.size_of(prefill.cache)
             if self._decodes:
-                self._sink.report_prefill(request.document_id, prefill, request.work)
-        came_through = self._batch.add(request, prefill, request.prompt.ids, request.seed, request.generation)
-        if share is not None and came_through and not is_home and request.is_final:
-            self._sink.write_share(request.begun_record(prefill.partition), share, request.prompt)
+                self._sink.report_prefill(prompt.document_id, prefill, prompt.work)
+        came_through = self._batch.add(prompt, prefill, prompt.ids, prompt.seed, prompt.generation)
+        if share is not None and came_through and not is_home and prompt.is_final:
+            self._sink.write_share(prompt.begun_record(prefill.partition), share, prompt)
         self._deliver(self._batch.take_finished())  # their records need not wait for the others
 
     def decode(self, leave: int = 0) -> None:
@@ -106,34 +107,29 @@ class Decoder:
         if answers > self._batch.running:
             self._recorder.note("decode", began_s, prompt=-1, amount=answers)
 
-    def take_outcomes(self) -> list[tuple[str, PromptOutcome]]:
-        """Return what became of parts of documents since this was asked last, by their requests' keys."""
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
+    def take_parts(self) -> list[tuple[str, Record]]:
+        """Return records of parts of documents since this was asked last, by their prompts' keys."""
+        parts, self._parts = self._parts, []
+        return parts
 
     def _is_over(self) -> bool:
         """Whether there is no time left; ranks that decode together have to see it at once."""
         is_over, ranks = self._stop.is_over, self._batch.group.ranks
         return is_over if ranks is None else bool(share_json(ranks, is_over))
 
-    def _deliver(self, answered: Sequence[Finished[PromptRequest]]) -> None:
+    def _deliver(self, answered: Sequence[Finished[Prompt]]) -> None:
         """Record what is answered, or tell the leader."""
         for finished in answered:
-            request, answer = finished.key, finished.answer
+            prompt, answer = finished.key, finished.answer
             if answer is None:
-                self._fail(request, finished.error or "unknown")
-                continue
-            self._tally.prompt_tokens += request.prompt.tokens - finished.prefill.known_tokens
-            self._tally.new_tokens += answer.new_tokens
-            if request.is_final:
-                record = request.record(finished.prefill, answer)
-                self._sink.write_answer(record, request.document_work, finished.prefill, request.prompt)
+                record = prompt.error_record(finished.error or "unknown")
             else:
-                self._outcomes.append((request.key, request.outcome(finished.prefill, answer)))
-
-    def _fail(self, request: PromptRequest, reason: str) -> None:
-        """Record a prompt that failed on this rank."""
-        if request.is_final:
-            self._sink.write_record(request.error_record(reason), request.document_work)
-        else:
-            self._outcomes.append((request.key, PromptOutcome(error=reason)))
+                record = prompt.record(finished.prefill, answer)
+                self._tally.prompt_tokens += prompt.tokens - finished.prefill.known_tokens
+                self._tally.new_tokens += answer.new_tokens
+            if not prompt.is_final:
+                self._parts.append((prompt.key, record))
+            elif answer is None:
+                self._sink.write_record(record, prompt.document_work)
+            else:
+                self._sink.write_answer(record, prompt.document_work, finished.prefill, prompt)

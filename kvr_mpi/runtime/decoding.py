@@ -15,7 +15,7 @@ from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.decode.token_parallel import TokenGroup
-from kvr_mpi.requests.prompt_request import PromptRequest
+from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.rounds import Round
 from kvr_mpi.runtime.worker import WorkerContext
@@ -96,7 +96,7 @@ def _usual_wave(setup: JobSetup, part: Round) -> Wave:
 def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choice: DecodeChoice) -> WorkerContext:
     """Let a chain decode together, if keys and values stay spread over its ranks or these share heads."""
     if setup.spec.is_spread:
-        group: Group[PromptRequest] = TokenGroup(setup.loaded, chain)
+        group: Group[Prompt] = TokenGroup(setup.loaded, chain)
     elif choice.mode == "head-parallel":
         assert isinstance(setup.sharing, HeadSharing), "others are refused, or decode each their own"
         place, loads = setup.sharing.placing(chain.size), setup.sharing.loads

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvr_mpi.compress.compression import Compression
 from kvr_mpi.compress.head_profile import Counts, similarities
-from kvr_mpi.documents.prompts import Prompt
+from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.errors import ConfigError, CorpusError, DocumentError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel
@@ -85,7 +85,7 @@ def sample_heads(spec: JobSpec, machine: Machine, documents: int, say: Say) -> t
     for number in share[:: max(1, len(share) // documents)][:documents]:
         document = source.read(number)
         try:
-            prompts = source.request(document, 0).prompts
+            prompts = source.request(document, 0).texts
         except DocumentError as error:
             left_out.append((document.id, str(error)))
             continue
@@ -102,14 +102,14 @@ def sample_heads(spec: JobSpec, machine: Machine, documents: int, say: Say) -> t
     return setup, HeadSample(names, np.stack(counts), left_out)
 
 
-def retained_counts(loaded: LoadedModel, prompts: Sequence[Prompt], compression: Compression) -> Iterator[Counts]:
+def retained_counts(loaded: LoadedModel, prompts: Sequence[PromptText], compression: Compression) -> Iterator[Counts]:
     """Say how many tokens each head keeps of each prompt (layers, kv_heads); prompts that are kept whole are left out.
 
     Parameters
     ----------
     loaded : LoadedModel
         Prepared for chains.
-    prompts : sequence of Prompt
+    prompts : sequence of PromptText
     compression : Compression
     """
     for prompt in prompts:

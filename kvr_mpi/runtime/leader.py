@@ -12,18 +12,18 @@ from collections.abc import Iterable
 
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.errors import DataError, DocumentError
-from kvr_mpi.requests.document_request import DocumentRequest, error_record
-from kvr_mpi.requests.prompt_request import PromptOutcome, PromptRequest
+from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.requests.sources import Source
+from kvr_mpi.requests.split import Split, error_record
 from kvr_mpi.runtime.chain_runner import ChainRunner
-from kvr_mpi.runtime.messages import EndPrefill, Message, RunPrompt
 from kvr_mpi.runtime.pace import Pace
-from kvr_mpi.runtime.planned_prompt import PlannedPrompt
+from kvr_mpi.runtime.plan import EndPrefill, Message, Plan
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.stopping import SharedStop
 from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import EndWave, Held, PrefillPrompt, RefuseDocument, TakeDocument, WaveScheduler
 from kvr_mpi.runtime.work_queue import WorkQueue
+from kvr_mpi.store.outputs import Record
 
 
 class Leader:
@@ -47,7 +47,7 @@ class Leader:
         self._runner, self._queue, self._source = runner, queue, source
         self._sink, self._stop, self._trace = sink, stop, trace
         self._pace = Pace(time.monotonic())
-        self._scheduler: WaveScheduler[PromptRequest, PlannedPrompt] = WaveScheduler(
+        self._scheduler: WaveScheduler[Prompt, Plan] = WaveScheduler(
             runner.chain.size,
             runner,
             max_sequences=MAX_SEQUENCES,
@@ -56,8 +56,8 @@ class Leader:
         )
         self._has_documents = True
         self._keys = (f"{runner.first_rank}-{runner.chain.size}.{number}" for number in itertools.count(1))
-        self._split: dict[str, DocumentRequest] = {}  # documents in parts, by id
-        self._parts: dict[str, PromptRequest] = {}  # their prompts, by key, until the outcome is known
+        self._split: dict[str, Split] = {}  # documents in parts, by id
+        self._parts: dict[str, Prompt] = {}  # their prompts, by key, until the outcome is known
 
     @property
     def has_work(self) -> bool:
@@ -68,12 +68,12 @@ class Leader:
     def _has_more(self) -> bool:
         return self._has_documents or self._scheduler.has_waiting
 
-    def begin_wave(self, held: Iterable[Held], outcomes: Iterable[tuple[str, PromptOutcome]]) -> None:
+    def begin_wave(self, held: Iterable[Held], parts: Iterable[tuple[str, Record]]) -> None:
         """Begin a wave, with what each rank still holds, and what became of parts of documents, by key."""
         self._pace.begin_wave(time.monotonic())
         self._scheduler.begin_wave(held)
-        for key, outcome in outcomes:
-            self._receive_outcome(key, outcome)
+        for key, record in parts:
+            self._receive_part(key, record)
 
     def next_message(self, put_off: int) -> Message:
         """Decide what the chain does next.
@@ -93,7 +93,8 @@ class Leader:
                 case RefuseDocument(reason):
                     self._refuse_document(self._scheduler.next_request, reason)
                 case PrefillPrompt(plan):
-                    return RunPrompt(self._scheduler.start_next(plan.decode_rank), plan)
+                    self._scheduler.start_next(plan)
+                    return plan
                 case EndWave():
                     break
         return EndPrefill(self._has_more, self.has_work)
@@ -125,32 +126,32 @@ class Leader:
         except (DocumentError, DataError) as error:
             self._sink.write_record(error_record(document, str(error)), work)
 
-    def _add_prompts(self, document: DocumentRequest) -> None:
-        requests = document.make_requests(self._keys)
-        for request in requests:
-            self._runner.check_shareable(request)
-        self._scheduler.add(requests)
+    def _add_prompts(self, document: Split) -> None:
+        prompts = document.make_prompts(self._keys)
+        for prompt in prompts:
+            self._runner.check_shareable(prompt)
+        self._scheduler.add(prompts)
         self._split.pop(document.id, None)
         if not document.is_final:
             self._split[document.id] = document
-            self._parts |= {request.key: request for request in requests}
+            self._parts |= {prompt.key: prompt for prompt in prompts}
 
-    def _receive_outcome(self, key: str, outcome: PromptOutcome) -> None:
-        """Process the outcome of a part of a document."""
-        request = self._parts.pop(key, None)
-        if request is None:  # of a document that failed before
+    def _receive_part(self, key: str, record: Record) -> None:
+        """Process what became of a part of a document."""
+        prompt = self._parts.pop(key, None)
+        if prompt is None:  # of a document that failed before
             return
-        document = self._split[request.document_id]
+        document = self._split[prompt.document_id]
         try:
-            if document.receive_outcome(request.part, outcome):
+            if document.receive(prompt.part, record):
                 self._add_prompts(document)
         except DocumentError as error:
-            self._refuse_document(request, str(error))
+            self._refuse_document(prompt, str(error))
 
-    def _refuse_document(self, request: PromptRequest, reason: str) -> None:
+    def _refuse_document(self, prompt: Prompt, reason: str) -> None:
         """Give up the document of a prompt."""
-        document_id = request.document_id
+        document_id = prompt.document_id
         self._split.pop(document_id, None)
         self._parts = {key: other for key, other in self._parts.items() if other.document_id != document_id}
         self._scheduler.drop_document(document_id)
-        self._sink.write_record(request.error_record(reason), request.document_work)
+        self._sink.write_record(prompt.error_record(reason), prompt.document_work)

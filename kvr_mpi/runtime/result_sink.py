@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kvr_mpi.documents.prompts import Prompt
+from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.kv.contents import layer_kv, layer_positions
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -67,7 +67,7 @@ class ResultSink:
         prefilled = self._counters.add(Slot.PREFILLED, work) + work
         self._progress.prefilled(document_id, prefill.partition.tokens, prefill.seconds, prefilled)
 
-    def write_answer(self, record: Record, work: int, prefill: Prefill, prompt: Prompt) -> None:
+    def write_answer(self, record: Record, work: int, prefill: Prefill, prompt: PromptText) -> None:
         """Store an answer, and with it what the prompt's cache holds if that is wanted, and tell of it."""
         layers, tokens = self._stored_of(prefill, record, prompt) if self._keeps_kv else ([], None)
         if self._tells:
@@ -76,14 +76,14 @@ class ResultSink:
         elif tokens is not None:  # other heads of what the group's first rank stores with the answer
             self._write_part(record, layers, tokens)
 
-    def write_share(self, record: Record, share: Share, prompt: Prompt) -> None:
+    def write_share(self, record: Record, share: Share, prompt: PromptText) -> None:
         """Store this rank's keys and values of a prompt whose answer another rank will store, while it is written."""
         if self._keeps_kv:
             layers, tokens = _stored_share(share, record, prompt)
             self._write_part(record, layers, replace(tokens, heads=self._heads))
 
     @contextmanager
-    def writing_slice(self, record: Record, bounds: tuple[int, int], prompt: Prompt) -> Iterator[LayersWriter]:
+    def writing_slice(self, record: Record, bounds: tuple[int, int], prompt: PromptText) -> Iterator[LayersWriter]:
         """Store this rank's keys and values of a prompt layer by layer, while it is prefilled."""
         if not self._keeps_kv:  # another rank of the group has the same
             yield LayersWriter(_forget)
@@ -102,7 +102,7 @@ class ResultSink:
         self._writer.write(record)
         self._tell(record, work)
 
-    def _stored_of(self, prefill: Prefill, record: Record, prompt: Prompt) -> tuple[Layers, CachedTokens | None]:
+    def _stored_of(self, prefill: Prefill, record: Record, prompt: PromptText) -> tuple[Layers, CachedTokens | None]:
         """Say what this rank stores of a prompt with its answer, and whose it is."""
         if prefill.share is not None:
             layers, tokens = _stored_share(prefill.share, record, prompt)
@@ -128,7 +128,7 @@ def _forget(layer: KeysValues | None) -> None:
     """Store nothing."""
 
 
-def _stored_cache(prefill: Prefill, record: Record, prompt: Prompt) -> tuple[Layers, CachedTokens | None]:
+def _stored_cache(prefill: Prefill, record: Record, prompt: PromptText) -> tuple[Layers, CachedTokens | None]:
     """Say what is stored of a cache: keys and values, and whose they are, if of all tokens or chosen by a method."""
     cache, numbers = prefill.cache, range(len(prefill.cache.layers))
     first = prefill.stored_tokens
@@ -146,7 +146,7 @@ def _stored_cache(prefill: Prefill, record: Record, prompt: Prompt) -> tuple[Lay
     return layers, CachedTokens(ids, prompt.text, first) if whole else None
 
 
-def _stored_share(share: Share, record: Record, prompt: Prompt) -> tuple[Layers, CachedTokens]:
+def _stored_share(share: Share, record: Record, prompt: PromptText) -> tuple[Layers, CachedTokens]:
     """Say what is stored of a rank's share: keys and values, and whose they are."""
     stop = share.held_until
     text = min(prompt.text[0], stop), min(prompt.text[1], stop)

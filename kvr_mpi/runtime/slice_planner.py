@@ -3,52 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.kv.route import Route
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.registry import KVR, Strategy, choose_chunks
+from kvr_mpi.prefill.registry import KVR, Strategy, choose_chunks, fastest
 from kvr_mpi.schedule.partitioner import Partitioner
-from kvr_mpi.schedule.strategy_choice import Choice, choose_strategies
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.setup.rates import Say
 from kvr_mpi.topology import Rotation
-from kvr_mpi.transport import Transport
 
 # A slice below this is not worth a rank of its own.
 LEAST_SLICE_TOKENS = 64
+# Longer prompts are forecast as one of this length; others as one whose length has the same first bits.
+LONGEST_TOKENS, NEAR_BITS = 1 << 20, 6
 
 
 class SlicePlanner:
     """Chooses strategy, slices and chunks for the prompts of one chain.
 
-    Every rank of the chain makes one at the same time, since forecasts are compared then; later each may use it alone.
+    Only the leader of a chain asks it; the other ranks receive what it has planned.
 
     Parameters
     ----------
     setup : JobSetup
-    chain : Transport
-        The ranks that share prompts.
+    size : int
+        Ranks of the chain.
     ranks : slice
         The chain's, among those of the job.
     say : callable
         For a line of text.
     """
 
-    def __init__(self, setup: JobSetup, chain: Transport, ranks: slice, say: Say) -> None:
-        self._setup, self._spec, self._size = setup, setup.spec, chain.size
+    def __init__(self, setup: JobSetup, size: int, ranks: slice, say: Say) -> None:
+        self._setup, self._spec, self._size, self._ranks = setup, setup.spec, size, ranks
         self._free_bytes = setup.free_bytes[ranks]
-        self._partitioner = Partitioner(self._spec.parallel, chain, setup.rates[ranks], setup.table, say)
+        self._partitioner = Partitioner(self._spec.parallel, size, setup.rates[ranks], setup.table, say)
         # On one rank there is nothing to choose: whatever hands keys and values on is a chain of one.
-        self._strategy = setup.strategies[0] if chain.size > 1 or setup.strategies[0].is_plain else KVR
-        self._choices = self._choose(chain, ranks, say) if chain.size > 1 and len(setup.strategies) > 1 else {}
+        alone = setup.strategies[0] if setup.strategies[0].is_plain else KVR
+        self._strategies = setup.strategies if size > 1 else (alone,)
+        self._forecasts: dict[tuple[int, int], list[float]] = {}
         self._chosen: dict[tuple[int, int, int, PlannedDrop | None], Strategy] = {}
 
     @property
     def is_plain(self) -> bool:
         """Whether prompts are prefilled by plain transformers."""
-        return self._strategy.is_plain
+        return self._strategies[0].is_plain
 
     def is_too_short(self, tokens: int) -> bool:
         """Whether so many tokens are too few for a slice on every rank."""
@@ -56,11 +56,13 @@ class SlicePlanner:
 
     def choose_strategy(self, tokens: int, known: int, new_tokens: int, drop: PlannedDrop | None = None) -> Strategy:
         """Say what runs a prompt: the fastest that fits on an empty chain, or else what may fit in chunks."""
-        if known not in self._choices:
-            return self._strategy
+        if len(self._strategies) == 1:
+            return self._strategies[0]
         key = tokens, known, new_tokens, drop
         if key not in self._chosen:
-            order, free, last = self._choices[known].order(tokens - known), min(self._free_bytes), self._size - 1
+            first = self._strategies[fastest(self._forecast(tokens, known))]
+            order = [first, *(one for one in self._strategies if one is not first)]
+            free, last = min(self._free_bytes), self._size - 1
             fitting = (
                 one
                 for one in order
@@ -69,6 +71,36 @@ class SlicePlanner:
             )
             self._chosen[key] = next(fitting, next((one for one in order if one.takes_chunks), order[0]))
         return self._chosen[key]
+
+    def describe_choice(self) -> str | None:
+        """Say in a line what is forecast for the longest prompt; None if there is nothing to choose."""
+        if len(self._strategies) == 1:
+            return None
+        known = self._setup.prefixes[-1].tokens if self._setup.prefixes else 0
+        longest = self._clamp(self._setup.longest_tokens - known)
+        seconds = self._forecast(longest + known, known)
+        times = ", ".join(f"{one.name} {each:.3g} s" for one, each in zip(self._strategies, seconds, strict=True))
+        chosen = self._strategies[fastest(seconds)].name
+        return f"strategy = 'auto', on chains of {self._size} ranks: {chosen} (forecast for {longest} tokens: {times})"
+
+    def _clamp(self, tokens: int) -> int:
+        """Tokens of a prompt that costs are known for: beyond a table's lengths, as at their ends."""
+        table, shortest, longest = self._setup.table, 1, LONGEST_TOKENS
+        if table is not None and table.key.ranks == self._size:
+            lengths = [entry.context_tokens for entry in table.entries]
+            shortest, longest = lengths[0], min(longest, lengths[-1])
+        return min(max(tokens, shortest), longest)
+
+    def _forecast(self, tokens: int, known: int) -> list[float]:
+        """Seconds of each strategy for a prompt of about so many tokens, the first of which are known."""
+        step = 1 << max(0, tokens.bit_length() - NEAR_BITS)
+        near = self._clamp(max(self._size, (tokens - known) // step * step))
+        if (near, known) not in self._forecasts:
+            costs, last = self._setup.chain_costs(self._ranks), self._size - 1
+            self._forecasts[near, known] = [
+                one.seconds(costs, self.cut(one, near + known, known, last), known) for one in self._strategies
+            ]
+        return self._forecasts[near, known]
 
     def cut(self, strategy: Strategy, tokens: int, known: int, decode_rank: int) -> Partition:
         """Cut a prompt for the chain with this rank of it last; its first `known` tokens are not computed again."""
@@ -99,26 +131,3 @@ class SlicePlanner:
                 route, reserve_tokens=new_tokens, is_spread=self._spec.is_spread, drop=drop
             )
         return needs
-
-    def _choose(self, chain: Transport, ranks: slice, say: Say) -> dict[int, Choice]:
-        """Work out which strategy is fastest for every length, after each of the prefixes that are known."""
-        setup, size = self._setup, self._size
-        costs = setup.chain_costs(ranks)
-        shortest, longest, choices = LEAST_SLICE_TOKENS * size, setup.longest_tokens, {}
-        if setup.table is not None and setup.table.key.ranks == size:  # beyond its lengths, as at their ends
-            lengths = [entry.context_tokens for entry in setup.table.entries]
-            shortest, longest = max(shortest, lengths[0]), min(longest, lengths[-1])
-        for known in dict.fromkeys([0, *(prefix.tokens for prefix in setup.prefixes)]):
-
-            def forecast(strategy: Strategy, known: int, tokens: int) -> float:
-                if strategy.has_cuts:
-                    partition = self._partitioner.propose(tokens, size - 1, known).after(known)
-                else:
-                    partition = strategy.cut_evenly(tokens + known, size, known)
-                return strategy.seconds(costs, partition, known)
-
-            seconds = [partial(forecast, one, known) for one in setup.strategies]
-            choices[known] = choose_strategies(chain, setup.strategies, seconds, shortest, longest - known)
-        if ranks.start == 0 and chain.rank == 0:
-            say(next(reversed(choices.values())).describe(size))
-        return choices

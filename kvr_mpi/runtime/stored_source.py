@@ -18,7 +18,7 @@ from kvr_mpi.errors import ConfigError, CorpusError, DataError, DocumentError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.report.style import bytes_text
-from kvr_mpi.requests.document_request import DocumentRequest
+from kvr_mpi.requests.split import Split
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.folder import DamagedFile, Index
 from kvr_mpi.store.outputs import key_of, open_file
@@ -185,7 +185,7 @@ class StoredSource:
         document_id, name = parse_answer_id(entry.id)
         return Document(entry.id, error=entry.error, asked=Asked(document_id, self._ask[name], ""))
 
-    def request(self, document: Document, work: int) -> DocumentRequest:
+    def request(self, document: Document, work: int) -> Split:
         """Let a question follow a document's text; its keys and values are loaded when they are needed."""
         if document.error is not None:
             raise DocumentError(document.error)
@@ -194,7 +194,7 @@ class StoredSource:
         _, name = parse_answer_id(document.id)
         prompt = self._setup.question_frames[name].after(stored.ids, stored.text, stored.record.dropped_tokens)
         document = replace(document, asked=replace(document.asked, sha256=stored.record.document_sha256))
-        return DocumentRequest(document, self._setup.prompt_config.scoring(document), work, [prompt], source)
+        return Split(document, self._setup.prompt_config.scoring(document), work, [prompt], source)
 
     def _find(self, answer: str) -> tuple[StoredPrompt, StoredPrefix | None]:
         """Open the document of an answer, unless it is the last one that was."""

@@ -12,8 +12,7 @@ from pathlib import Path
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.log import Log
-from kvr_mpi.requests.prompt_request import PromptRequest
-from kvr_mpi.runtime.planned_prompt import PlannedPrompt
+from kvr_mpi.runtime.plan import Plan
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup
@@ -59,19 +58,18 @@ class Trace:
         if self._states is not None:
             self._states.follow(lambda: (tally.prompt_tokens, tally.new_tokens))
 
-    def begin_prompt(self, request: PromptRequest, plan: PlannedPrompt, chain: Transport, first_rank: int) -> None:
+    def begin_prompt(self, plan: Plan, chain: Transport, first_rank: int) -> None:
         """Say what the rank is at from now on: a prompt on a chain, or what several begin with."""
-        self.tell("prefilling", request.document_id)
+        self.tell("prefilling", plan.prompt.document_id)
         if self._writer is None:
             return
-        what = "shared" if plan.shared_tokens else "prompt"
         start, stop = _own_slice(plan, chain)
         self._begin(
             TracedPrompt(
-                document=request.document_id,
-                part=request.part,
-                what=what,
-                tokens=plan.shared_tokens or plan.prompt.tokens,
+                document=plan.prompt.document_id,
+                part=plan.prompt.part,
+                what="shared" if plan.is_beginning else "prompt",
+                tokens=plan.prompt.tokens,
                 strategy=plan.strategy.name,
                 start=start,
                 stop=stop,
@@ -82,14 +80,14 @@ class Trace:
             )
         )
 
-    def begin_row(self, row: Sequence[tuple[PromptRequest, PlannedPrompt]], rank: int) -> None:
+    def begin_row(self, row: Sequence[Plan], rank: int) -> None:
         """Say that the rank is at short prompts in one row, by itself."""
-        name = row[0][0].document_id + (f" and {len(row) - 1} more" if len(row) > 1 else "")
+        name = row[0].prompt.document_id + (f" and {len(row) - 1} more" if len(row) > 1 else "")
         self.tell("prefilling", name)
         if self._writer is None:
             return
-        tokens = sum(plan.prompt.tokens for _, plan in row)
-        self._begin(TracedPrompt(name, 0, "packed", tokens, row[0][1].strategy.name, 0, tokens, rank, 1, 0))
+        tokens = sum(plan.prompt.tokens for plan in row)
+        self._begin(TracedPrompt(name, 0, "packed", tokens, row[0].strategy.name, 0, tokens, rank, 1, 0))
 
     def end_prompt(self, prefill: Prefill | None) -> None:
         """Take note of what a prompt took on this rank, layer by layer."""
@@ -211,11 +209,11 @@ def _wait(request: Request, who: str) -> None:
     request.wait()
 
 
-def _own_slice(plan: PlannedPrompt, chain: Transport) -> tuple[int, int]:
+def _own_slice(plan: Plan, chain: Transport) -> tuple[int, int]:
     """Bounds of this rank's slice; where it has two stretches, nothing."""
     partition = plan.partition
     if partition is None:
-        return plan.known_tokens, plan.shared_tokens or plan.prompt.tokens
+        return plan.known_tokens, plan.prompt.tokens
     if partition.size != chain.size:
         return 0, 0
     place = Rotation.bringing(chain.size, chain.size - 1, plan.decode_rank).place_of(chain.rank)

@@ -28,18 +28,26 @@ class Request(Protocol):
         """What it is of: prompts of one document are refused together."""
 
 
+class Planned(Protocol):
+    """A prompt and how it is run."""
+
+    @property
+    def decode_rank(self) -> int:
+        """The rank that decodes it."""
+
+
 R = TypeVar("R", bound=Request)
 R_contra = TypeVar("R_contra", bound=Request, contravariant=True)
-P = TypeVar("P")
+P = TypeVar("P", bound=Planned)
 
 
 class Capacity(Protocol[R_contra, P]):
     """What a chain has room for, in plans of its own making."""
 
-    def plan(self, request: R_contra, decode_rank: int) -> P:
+    def plan(self, prompt: R_contra, decode_rank: int) -> P:
         """Decide how a prompt is run with this rank of the chain last."""
 
-    def pinned_rank(self, request: R_contra) -> int | None:
+    def pinned_rank(self, prompt: R_contra) -> int | None:
         """Say which rank a prompt has to be decoded on; None if any will do."""
 
     def why_too_large(self, plan: P) -> str | None:
@@ -48,7 +56,7 @@ class Capacity(Protocol[R_contra, P]):
     def fits_beside(self, plan: P, held_bytes: Sequence[int]) -> bool:
         """Whether a prompt fits beside what the ranks hold already."""
 
-    def kept_bytes(self, request: R_contra, decode_rank: int) -> Sequence[int]:
+    def kept_bytes(self, plan: P) -> Sequence[int]:
         """Bytes each rank keeps of a prompt until it is answered, beyond what it holds already."""
 
 
@@ -163,17 +171,15 @@ class WaveScheduler(Generic[R, P]):
         )
         return PrefillPrompt(plan) if fits or not holds_any else EndWave()
 
-    def start_next(self, decode_rank: int) -> R:
-        """Take the next prompt, which is prefilled now and then held by this rank."""
-        request = self._waiting.popleft()
+    def start_next(self, plan: P) -> None:
+        """Take the next prompt, which is prefilled now as planned, and then held."""
+        self._waiting.popleft()
         self._begun += 1
         if self._decodes:
-            holders = range(len(self._held)) if self._is_shared else [decode_rank]
-            kept = self._capacity.kept_bytes(request, decode_rank)
-            for rank in holders:
+            kept = self._capacity.kept_bytes(plan)
+            for rank in range(len(self._held)) if self._is_shared else [plan.decode_rank]:
                 held = self._held[rank]
                 self._held[rank] = Held(held.sequences + 1, held.bytes + kept[rank])
-        return request
 
     @property
     def next_request(self) -> R:

@@ -17,13 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from kvr_mpi.errors import DataError
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import PACK_TOKENS
-from kvr_mpi.requests.prompt_request import PromptOutcome, PromptRequest
 from kvr_mpi.requests.sources import Source
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.leader import Leader
-from kvr_mpi.runtime.messages import EndPrefill, share_message
-from kvr_mpi.runtime.planned_prompt import PlannedPrompt
+from kvr_mpi.runtime.plan import EndPrefill, Plan, share_message
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.stopping import SharedStop
 from kvr_mpi.runtime.tally import Tally
@@ -31,6 +29,7 @@ from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import Held
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.setup.host_memory import HeapTrimmer
+from kvr_mpi.store.outputs import Record
 from kvr_mpi.topology import first_of_each
 from kvr_mpi.transport import Transport, gather_json, share_json
 
@@ -74,7 +73,7 @@ class ChainWorker:
         self._members = members or runner.chain
         self._forwarder = runner.open_forwarder(context.trace.recorder)
         self._heap = HeapTrimmer()
-        self._packed: list[tuple[PromptRequest, PlannedPrompt]] = []  # to be prefilled in rows
+        self._rows: list[Plan] = []  # that wait to be prefilled in rows
         self._put_off = 0  # prompts of the whole chain that wait for a row
         self._leader: Leader | None = None
         if self._members.rank == 0:
@@ -86,13 +85,13 @@ class ChainWorker:
         Answers that a rank decodes alone may then be unfinished, and the caller decodes them; those that the ranks of
         the chain decode together are finished here.
         """
-        self._exchange_outcomes()
+        self._exchange_parts()
         while self._has_work():
             self._heap.trim()
             end = self._prefill_wave()
             if end.goes_on:
                 self._decode_wave(end)
-                self._exchange_outcomes()
+                self._exchange_parts()
         if self._runner.is_spread or self._context.decoder.shares_heads:  # with these ranks, or never
             self._decode_together()
         if self._forwarder is not None:
@@ -109,85 +108,78 @@ class ChainWorker:
         while True:
             self._context.trace.tell("waiting", "for its chain's next document")
             decided = None if self._leader is None else self._leader.next_message(self._put_off)
-            message = share_message(self._members, decided, self._runner)
+            message = share_message(self._members, decided, self._runner.read_plan)
             if isinstance(message, EndPrefill):
                 break
-            self._prefill(message.request, message.plan)
-        self._prefill_packed()
+            self._prefill(message)
+        self._prefill_rows()
         self._runner.forget_stored()
         self._context.tally.phase_s += time.monotonic() - began
         return message
 
-    def _prefill(self, request: PromptRequest, plan: PlannedPrompt) -> None:
-        """Prefill the next prompt; one for a packed row is queued by the rank that decodes it, or by all."""
-        documents = self._runner.documents
-        if documents.is_other(plan.prefix):
-            self._prefill_packed()
-            documents.begin(plan)
-        if (plan.shared_tokens or self._runner.has_shared) and not self._runner.goes_on(plan):
-            self._prefill_shared(request, plan)
-        if documents.holds(plan.prefix):  # all ranks run its questions together
-            documents.start(plan)
+    def _prefill(self, plan: Plan) -> None:
+        """Prefill the next prompt; one for a row waits, on the ranks that run it."""
+        runner, rank = self._runner, self._chain.rank
+        if not runner.goes_on(plan):
+            self._prefill_rows()
+            self._begin(plan)
+        if plan.way.in_rows:
             self._put_off += 1
-            self._packed.append((request, plan))
-        elif plan.partition is not None and not plan.shared_tokens:
-            self._context.trace.begin_prompt(request, plan, self._chain, self._runner.first_rank)
-            prefill = self._prefill_slice(request, plan)
-            self._context.trace.end_prompt(prefill)
-            self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
-            if self._runner.is_spread or self._chain.rank == plan.decode_rank:
-                self._context.decoder.start(request, prefill)
-        else:
-            self._put_off += 1
-            if self._chain.rank == plan.decode_rank:
-                self._packed.append((request, plan))
+            if plan.way.takes_all or rank == plan.decode_rank:
+                self._rows.append(plan)
+            return
+        self._context.trace.begin_prompt(plan, self._chain, runner.first_rank)
+        prefill = self._prefill_slice(plan)
+        self._end_prompt(prefill)
+        if runner.is_spread or rank == plan.decode_rank:
+            self._context.decoder.start(plan.prompt, prefill)
 
-    def _prefill_slice(self, request: PromptRequest, plan: PlannedPrompt) -> Prefill:
-        """Prefill this rank's slice, and store its keys and values if every rank stores its own."""
-        if not self._runner.writes_own(plan) or not request.is_final:
-            return self._runner.prefill(plan, self._forwarder)
-        assert plan.partition is not None
-        bounds = plan.bounds_on(self._chain.rank)
-        if self._chain.rank == plan.decode_rank:  # its own are stored with the answer
-            return replace(self._runner.prefill(plan, self._forwarder), stored_tokens=bounds[0])
-        record = request.begun_record(plan.partition)
-        with self._context.sink.writing_slice(record, bounds, request.prompt) as layers:
-            prefill = self._runner.prefill(plan, self._forwarder, write_layer=layers.add_layer)
-            if prefill.error is not None:
-                layers.drop()
-        return prefill
+    def _begin(self, plan: Plan) -> None:
+        """Compute or open what a prompt and those after it go on from; what was begun before is no longer used."""
+        if plan.before is not None:
+            self._context.trace.begin_prompt(plan.before, self._chain, self._runner.first_rank)
+        self._end_prompt(self._runner.begin(plan, self._forwarder))
 
-    def _prefill_shared(self, request: PromptRequest, plan: PlannedPrompt) -> None:
-        """Prefill what a prompt shares with others; what was shared before is no longer used."""
-        self._prefill_packed()
-        if plan.shared_tokens:
-            self._context.trace.begin_prompt(request, plan, self._chain, self._runner.first_rank)
-        prefill = self._runner.prefill_shared(plan, self._forwarder)
+    def _end_prompt(self, prefill: Prefill | None) -> None:
+        """Count what was computed by this rank, if it was."""
         self._context.trace.end_prompt(prefill)
         if prefill is not None:
             self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
 
-    def _prefill_packed(self) -> None:
-        """Prefill the queued prompts, row by row."""
-        packed, self._packed, self._put_off = self._packed, [], 0
-        for row in _rows(packed):
+    def _prefill_slice(self, plan: Plan) -> Prefill:
+        """Prefill this rank's slice, and store its keys and values if every rank stores its own."""
+        runner, prompt = self._runner, plan.prompt
+        if not runner.writes_own(plan) or not prompt.is_final:
+            (prefill,) = runner.prefill([plan], self._forwarder)
+            return prefill
+        assert plan.partition is not None
+        bounds = plan.bounds_on(self._chain.rank)
+        if self._chain.rank == plan.decode_rank:  # its own are stored with the answer
+            (prefill,) = runner.prefill([plan], self._forwarder)
+            return replace(prefill, stored_tokens=bounds[0])
+        with self._context.sink.writing_slice(prompt.begun_record(plan.partition), bounds, prompt) as layers:
+            (prefill,) = runner.prefill([plan], self._forwarder, layers.add_layer)
+            if prefill.error is not None:
+                layers.drop()
+        return prefill
+
+    def _prefill_rows(self) -> None:
+        """Prefill the prompts that wait, row by row."""
+        waiting, self._rows, self._put_off = self._rows, [], 0
+        for row in _rows(waiting):
             self._context.trace.begin_row(row, self._runner.first_rank + self._chain.rank)
             began = time.monotonic()
             try:
-                prefills = self._runner.prefill_packed([planned for _, planned in row])
-            except DataError as error:
-                self._fail([request for request, _ in row], str(error))
+                prefills = self._runner.prefill(row, self._forwarder)
+            except DataError as error:  # stored keys and values cannot be read to the end
+                for plan in row:
+                    self._context.sink.write_record(plan.prompt.error_record(str(error)), plan.prompt.document_work)
                 continue
             # Not their own times: that of the document they share, counted already, is in the first prompt's.
             self._context.tally.busy_s += time.monotonic() - began
             self._context.trace.end_row(prefills)
-            for (request, _), prefill in zip(row, prefills, strict=True):
-                self._context.decoder.start(request, prefill)
-
-    def _fail(self, requests: Sequence[PromptRequest], reason: str) -> None:
-        """Give up questions about a document whose stored keys and values cannot be read to the end."""
-        for request in requests:
-            self._context.sink.write_record(request.error_record(reason), request.document_work)
+            for plan, prefill in zip(row, prefills, strict=True):
+                self._context.decoder.start(plan.prompt, prefill)
 
     def _decode_wave(self, end: EndPrefill) -> None:
         """Decode this rank's answers; leave some for the next wave if prompts are waiting for it."""
@@ -207,16 +199,16 @@ class ChainWorker:
         self._context.trace.tell("decoding", f"{answers_text(self._context.decoder.running)} with its chain")
         self._context.decoder.decode()
 
-    def _exchange_outcomes(self) -> None:
+    def _exchange_parts(self) -> None:
         """Send the leader how much memory the ranks hold, and what has become of parts of documents."""
         self._context.trace.tell("waiting", "for its chain's other ranks")
-        held = self._context.decoder.held(self._runner.held_bytes, self._runner.documents.held)
-        outcomes = [(key, asdict(outcome)) for key, outcome in self._context.decoder.take_outcomes()]
+        held = self._context.decoder.held(self._runner.held_bytes, self._runner.document)
+        parts = [(key, asdict(record)) for key, record in self._context.decoder.take_parts()]
         self._members.barrier()  # waits asleep, leaving the cores to ranks that are still decoding
-        ranks = gather_json(self._members, [asdict(held), outcomes])
+        ranks = gather_json(self._members, [asdict(held), parts])
         if self._leader is not None:
             ranks = first_of_each(ranks, self._chain.size)
-            known = [(key, PromptOutcome(**outcome)) for _, received in ranks for key, outcome in received]
+            known = [(key, Record(**record)) for _, received in ranks for key, record in received]
             self._leader.begin_wave([Held(**each) for each, _ in ranks], known)
 
 
@@ -225,15 +217,14 @@ def answers_text(count: int) -> str:
     return f"{count} answer{'s' * (count != 1)}"
 
 
-def _rows(packed: Sequence[tuple[PromptRequest, PlannedPrompt]]) -> list[list[tuple[PromptRequest, PlannedPrompt]]]:
-    """Group prompts in order into rows of at most `PACK_TOKENS` (or one longer prompt) with the same prefix each."""
-    rows: list[list[tuple[PromptRequest, PlannedPrompt]]] = []
+def _rows(waiting: Sequence[Plan]) -> list[list[Plan]]:
+    """Group prompts in order into rows of at most `PACK_TOKENS` (or one longer prompt) that go on from the same."""
+    rows: list[list[Plan]] = []
     left = 0
-    for each in packed:
-        plan = each[1]
+    for plan in waiting:
         left -= plan.row_tokens
-        if left < 0 or not rows or not plan.goes_with(rows[-1][0][1]):
+        if left < 0 or not rows or not plan.goes_with(rows[-1][0]):
             rows.append([])
             left = PACK_TOKENS - plan.row_tokens
-        rows[-1].append(each)
+        rows[-1].append(plan)
     return rows

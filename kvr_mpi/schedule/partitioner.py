@@ -12,7 +12,6 @@ from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.job import ParallelSection
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.topology import Rotation
-from kvr_mpi.transport import Transport
 from kvr_mpi.tuning.lookup import choose_slices, describe_range
 from kvr_mpi.tuning.table import Table
 
@@ -21,20 +20,21 @@ from kvr_mpi.tuning.table import Table
 class Partitioner:
     """Chooses the slices of one chain's prompts.
 
-    rates : of the chain's ranks, if they were measured.
+    size : ranks of the chain.
+    rates : of these, if they were measured.
     table : if the job names one.
-    say : for a line of text, on the chain's first rank only.
+    say : for a line of text.
     """
 
     parallel: ParallelSection
-    chain: Transport
+    size: int
     rates: Sequence[Rates]
     table: Table | None
     say: Callable[[str], None]
     _has_extrapolated: bool = field(default=False, init=False)
 
     def cut(self, tokens: int, decode_rank: int, before: int) -> Partition:
-        """Cut so many tokens, which follow `before` tokens that are known already, and log anything unusual.
+        """Cut so many tokens, which follow `before` tokens that are known already.
 
         Parameters
         ----------
@@ -43,26 +43,20 @@ class Partitioner:
         """
         if self.table is not None:
             return self._look_up(self.table, tokens)
-        return self.propose(tokens, decode_rank, before)
-
-    def propose(self, tokens: int, decode_rank: int, before: int) -> Partition:
-        """Cut as `cut` does, without logging."""
-        parallel, first = self.parallel, Rotation.ending_at(self.chain.size, decode_rank).first
+        parallel, first = self.parallel, Rotation.ending_at(self.size, decode_rank).first
         if self.rates and parallel.partition == "equal_time":
             # Every token also attends to the known ones, which adds the same cost to each.
             rates = [Rates(rate.token_s + rate.pair_s * before, rate.pair_s) for rate in self.rates]
             return Partition.by_ratio(tokens, equal_time(tokens, [*rates[first:], *rates[:first]]), QUANTUM_TOKENS)
-        if self.table is not None:
-            return choose_slices(self.table, tokens, self.chain.size).partition
-        return Partition.even(tokens, self.chain.size)
+        return Partition.even(tokens, self.size)
 
     def _look_up(self, table: Table, tokens: int) -> Partition:
         """Cut by the table, or outside its range by its fitted rates, which is logged once."""
-        choice = choose_slices(table, tokens, self.chain.size)
-        if choice.how == "extrapolated" and not self._has_extrapolated and self.chain.rank == 0:
+        choice = choose_slices(table, tokens, self.size)
+        if choice.how == "extrapolated" and not self._has_extrapolated:
             self.say(
                 f"warning: the table was searched for {describe_range(table)}; a prompt of {tokens} tokens on "
-                f"{self.chain.size} ranks is outside this range: such prompts are cut by the fitted rates of the table"
+                f"{self.size} ranks is outside this range: such prompts are cut by the fitted rates of the table"
             )
         self._has_extrapolated |= choice.how == "extrapolated"
         return choice.partition

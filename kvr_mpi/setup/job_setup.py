@@ -17,7 +17,7 @@ from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import Alone, Group
 from kvr_mpi.decode.placing import HeadSharing
-from kvr_mpi.documents.prompts import Frame, Prompt, encode_text
+from kvr_mpi.documents.prompts import Frame, PromptText, encode_text
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.arena import Arena, pages_for
 from kvr_mpi.kv.observation import Retain
@@ -28,8 +28,8 @@ from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.prefill.memory_budget import Footprint
 from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.preflight.inputs import passed_columns, prompts_of
-from kvr_mpi.requests.document_request import PromptConfig
-from kvr_mpi.requests.prompt_request import PromptRequest
+from kvr_mpi.requests.prompt import Prompt
+from kvr_mpi.requests.split import PromptConfig
 from kvr_mpi.schedule.forecast import Forecast, drops_of, forecast_measured, with_memory
 from kvr_mpi.store.outputs import Header
 from kvr_mpi.stored.reuse import StoredBeginnings
@@ -133,11 +133,11 @@ class JobSetup:
             return pages_for(tokens) * self.arena.page_bytes
         return tokens * self.loaded.shape.kv_bytes_per_token
 
-    def window_of(self, prompt: Prompt) -> Range | None:
+    def window_of(self, prompt: PromptText) -> Range | None:
         """Say which tokens' queries compression asks for; None if it asks for none."""
         return None if self.compression is None else self.compression.observed_of(prompt.tokens, prompt.text)
 
-    def retain_of(self, prompt: Prompt) -> Retain | None:
+    def retain_of(self, prompt: PromptText) -> Retain | None:
         """Make what chooses which keys and values compression keeps of a prompt; None if it keeps all."""
         return None if self.compression is None else self.compression.retain(prompt.tokens, prompt.text)
 
@@ -149,7 +149,7 @@ class JobSetup:
         speeds = costs.speeds and (costs.speeds[ranks] if self.costs else costs.speeds[:size])
         return replace(costs, speeds=speeds if speeds and len(speeds) == size else None)
 
-    def open_decode_batch(self, group: Group[PromptRequest] | None = None) -> DecodeBatch[PromptRequest]:
+    def open_decode_batch(self, group: Group[Prompt] | None = None) -> DecodeBatch[Prompt]:
         """Make what decodes prompts, with a group of ranks or on this one alone."""
         generation = self.spec.generation
         return DecodeBatch(

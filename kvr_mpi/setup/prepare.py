@@ -23,7 +23,7 @@ from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.job import JobSpec
-from kvr_mpi.job.combinations import check_model_combinations, why_not_heads
+from kvr_mpi.job.combinations import PROMPTS, check_model_combinations, why_no_effect, why_not_heads
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.attention import why_no_flex
 from kvr_mpi.kv.flex import compiles
@@ -42,7 +42,6 @@ from kvr_mpi.prefill.registry import AUTO, KVR, Strategy, candidates, check_take
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.preflight.inputs import prompts_of
-from kvr_mpi.requests.shared_document import describe_sharing
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
 from kvr_mpi.setup.arena import open_arena
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
@@ -257,9 +256,25 @@ def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say)
     if not prompts:
         return frame_questions(spec, loaded, weights)
     frames = {name: frame_of(spec, loaded.tokenizer, loaded.shape, template) for name, template in prompts.items()}
-    for line in describe_sharing(spec, loaded, frames):
+    for line in _describe_sharing(spec, loaded, frames):
         say(line)
     return frames
+
+
+def _describe_sharing(spec: JobSpec, loaded: LoadedModel, frames: Mapping[str, Frame]) -> list[str]:
+    """Say in lines how often a document is prefilled for its prompts, where that is more than once."""
+    if why := why_no_effect(PROMPTS, spec, kinds_of(loaded)):
+        return [f"each document is prefilled {len(frames)} times, once per prompt: {why}"]
+    groups: dict[object, list[str]] = {}
+    for name, frame in frames.items():
+        groups.setdefault((frame.head, frame.head_gaps), []).append(name)
+    if len(groups) == 1:
+        return []
+    told = "; ".join(", ".join(names) for names in groups.values())
+    return [
+        f"each document is prefilled {len(groups)} times, for the prompts {told}: they differ before {{text}}, so "
+        f"nothing after that can be shared. Move what differs behind {{text}}"
+    ]
 
 
 def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> str:

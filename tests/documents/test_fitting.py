@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_prompts import ROOMY, body_of, frames, long_text
 
-from kvr_mpi.documents.prompts import Frame, Keep, Prompt, encode_text, fit_prompt, make_frame
+from kvr_mpi.documents.prompts import Frame, Keep, PromptText, encode_text, fit_prompt, make_frame
 from kvr_mpi.errors import EXIT_BAD_DATA, DocumentError
 
 
@@ -67,6 +67,6 @@ def test_the_limit_is_exact_with_a_real_tokenizer(tokenizer: Any) -> None:
 
 @given(st.lists(st.integers(0, 2**31), max_size=20), st.lists(st.integers(0, 2**31), max_size=20))
 def test_a_prompts_hash_is_of_its_ids(one: list[int], two: list[int]) -> None:
-    hashes = {Prompt(tuple(ids), dropped_tokens=len(ids)).sha256 for ids in (one, two)}
+    hashes = {PromptText(tuple(ids), dropped_tokens=len(ids)).sha256 for ids in (one, two)}
     assert len(hashes) == (1 if one == two else 2)
-    assert Prompt(tuple(one)).sha256 == Prompt(tuple(one), dropped_tokens=9).sha256
+    assert PromptText(tuple(one)).sha256 == PromptText(tuple(one), dropped_tokens=9).sha256

@@ -28,7 +28,6 @@ from kvr_mpi.prefill.memory_budget import check_fits, footprint_of
 from kvr_mpi.prefill.registry import KVR, MARGIN, STRATEGIES, candidates, fastest
 from kvr_mpi.prefill.routes import ring
 from kvr_mpi.prefill.verify import verify
-from kvr_mpi.schedule.strategy_choice import choose_strategies
 from kvr_mpi.store.folder import read_run
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning.table import Rates, save_table
@@ -176,26 +175,6 @@ def test_auto_measures_where_there_is_no_table(job: Any, expected: Any, tmp_path
         assert ranks != 2 or (
             len(said) == 1 and all(name in said[0] for name in used) and "measured links" in run.stderr
         )
-
-
-def test_the_choice_changes_where_the_forecasts_cross_and_is_the_same_on_all_ranks() -> None:
-    """A chain costs the length, the other a quarter of its square, both with a word about the margin."""
-    strategies = (KVR, RING)
-
-    def work(rank: LocalTransport) -> Any:
-        noise = 1.0 if rank.rank == 0 else 3.0  # only the first rank's word counts
-        seconds = (lambda tokens: noise * tokens, lambda tokens: 1000 + tokens / 2)
-        return choose_strategies(rank, strategies, seconds, 128, 8192)
-
-    choices = run_local(3, work)
-    assert choices[0] == choices[1] == choices[2]
-    (first, second) = choices[0].stretches
-    assert (first.tokens, first.chosen, second.chosen) == (128, 0, 1)
-    crossing = 1000 / (1 - MARGIN - 0.5)
-    assert second.tokens == pytest.approx(crossing, rel=0.05) and first.longest_tokens == second.tokens - 1
-    assert choices[0].order(1000)[0] is KVR and choices[0].order(8000)[0] is choices[0].order(10**9)[0] is RING
-    said = choices[0].describe(3)
-    assert f"from {second.tokens} tokens on ring" in said and "8192 tokens: kvr 8.19e+03 s, ring 5.1e+03 s" in said
 
 
 def test_a_tie_is_the_chains() -> None:

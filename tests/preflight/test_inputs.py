@@ -12,7 +12,7 @@ import pytest
 from constants import Kvr
 from made_jobs import TEXT, with_settings
 
-from kvr_mpi.documents.prompts import Prompt, encode_text
+from kvr_mpi.documents.prompts import PromptText, encode_text
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
 from kvr_mpi.store.folder import read_run
 
@@ -53,7 +53,7 @@ def test_rows_with_fields_go_through_a_job_and_out_again(
         title = encode_text(tokenizer, row["title"])
         words = [tokenizer(word)["input_ids"] for word in ("On ", ": ", " What of ", "?")]
         ids = [*words[0], *title, *words[1], *encode_text(tokenizer, row["text"]), *words[2], *title, *words[3]]
-        assert found[name].prompt_sha256 == Prompt(tuple(ids)).sha256
+        assert found[name].prompt_sha256 == PromptText(tuple(ids)).sha256
 
     _, lines, _ = run_kvr("export", tmp_path / "out")
     assert [json.loads(line)["columns"] for line in lines.splitlines()] == [

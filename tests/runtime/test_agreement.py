@@ -18,8 +18,8 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import digest_of
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.requests.prompt_request import PromptRequest
-from kvr_mpi.runtime.planned_prompt import PlannedPrompt
+from kvr_mpi.requests.prompt import Prompt
+from kvr_mpi.runtime.plan import Plan
 from kvr_mpi.transport import FailedTogetherError, Transport, check_alike
 from kvr_mpi.transport.local import run_local
 
@@ -77,26 +77,25 @@ def test_ranks_that_loaded_different_things_end_together() -> None:
 
 def change_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the leader send the hash of other ids."""
-    whole = PlannedPrompt.to_wire
-    monkeypatch.setattr(PlannedPrompt, "to_wire", lambda plan, key: whole(plan, key) | {"ids_sha256": "0" * 64})
+    whole = Plan.to_wire
+    monkeypatch.setattr(Plan, "to_wire", lambda plan: whole(plan) | {"ids_sha256": "0" * 64})
 
 
 def change_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the leader send the plan of another prompt."""
-    whole = PlannedPrompt.to_wire
-    monkeypatch.setattr(PlannedPrompt, "to_wire", lambda plan, key: whole(plan, key) | {"key": "of another"})
+    whole = Plan.to_wire
+    monkeypatch.setattr(Plan, "to_wire", lambda plan: whole(plan) | {"key": "of another"})
 
 
 def change_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the prompt arrive with another id in it."""
-    received = PromptRequest.from_wire
+    received = Prompt.from_wire
 
-    def receive(plain: Any, ids: bytes) -> PromptRequest:
-        request = received(plain, ids)
-        other = dataclasses.replace(request.prompt, ids=(*request.prompt.ids[:-1], request.prompt.ids[-1] ^ 1))
-        return dataclasses.replace(request, prompt=other)
+    def receive(plain: Any, ids: bytes) -> Prompt:
+        found = received(plain, ids)
+        return dataclasses.replace(found, ids=(*found.ids[:-1], found.ids[-1] ^ 1))
 
-    monkeypatch.setattr(PromptRequest, "from_wire", receive)
+    monkeypatch.setattr(Prompt, "from_wire", receive)
 
 
 @pytest.mark.parametrize("change", [change_plan, change_key, change_prompt])

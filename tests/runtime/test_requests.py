@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -15,27 +15,28 @@ from hypothesis import strategies as st
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.documents import Corpus, Document
 from kvr_mpi.documents.document import OwnGeneration
-from kvr_mpi.documents.prompts import Frame, Prompt
+from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.requests.document_request import DocumentRequest, PromptConfig
-from kvr_mpi.requests.prompt_request import PromptOutcome, PromptRequest
+from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.requests.sources import TextSource
+from kvr_mpi.requests.split import PromptConfig, Split
+from kvr_mpi.store.outputs import Record
 from kvr_mpi.stored.prompt import StoredPrefix
 
 FRAME = Frame(head=(1, 2), tail=(3,), max_tokens=23)  # twenty tokens for the text
 SENTENCES = "The old bridge was inspected in March and found to be sound. " * 8
 
 
-def request(tokenizer: Any, text: str, too_long: str = "error") -> DocumentRequest:
+def request(tokenizer: Any, text: str, too_long: str = "error") -> Split:
     config = PromptConfig(tokenizer, PromptSection(template="{text}", too_long=too_long), FRAME, FRAME, 8)
     return TextSource(Corpus((), ()), config).request(Document("a.txt", text), work=100)
 
 
-def requests(document: DocumentRequest) -> list[PromptRequest]:
-    return document.make_requests(map(str, itertools.count()))
+def requests(document: Split) -> list[Prompt]:
+    return document.make_prompts(map(str, itertools.count()))
 
 
 def prefill(tokens: int, seconds: float = 2.0) -> Prefill:
@@ -45,10 +46,10 @@ def prefill(tokens: int, seconds: float = 2.0) -> Prefill:
 def test_a_document_is_one_prompt(tokenizer: Any) -> None:
     document = request(tokenizer, "hello there")
     assert document.id == "a.txt" and document.is_final
-    (prompt,) = document.prompts
+    (prompt,) = document.texts
     assert tokenizer.decode(prompt.ids[2:-1]) == "hello there"
     (one,) = requests(document)
-    assert one.prompt is prompt and one.work == one.document_work == 100 and one.is_final
+    assert one.ids == prompt.ids and one.work == one.document_work == 100 and one.is_final
     record = one.record(prefill(8), Answer((7, 8), "hi", "stop", 1.5))
     assert (record.id, record.status, record.answer, record.token_ids) == ("a.txt", "done", "hi", (7, 8))
     assert (record.prompt_tokens, record.new_tokens, record.parts) == (prompt.tokens, 2, 1)
@@ -64,19 +65,19 @@ def test_what_cannot_be_a_prompt_is_refused(tokenizer: Any) -> None:
 
 def test_a_long_document_is_split_and_its_answers_are_read_again(tokenizer: Any) -> None:
     document = request(tokenizer, SENTENCES, too_long="split")
-    parts = len(document.prompts)
+    parts = len(document.texts)
     assert parts >= 3 and not document.is_final
     asked = requests(document)
     works = [one.work for one in asked]
     assert [one.part for one in asked] == list(range(parts)) and not any(one.is_final for one in asked)
     assert sum(works) <= 100 < sum(works) + parts
     for part in range(parts):
-        outcome = asked[part].outcome(prefill(10), Answer((1,), "ab"[part % 2], "stop", 1.0))
-        assert document.receive_outcome(part, outcome) == (part == parts - 1)
+        record = asked[part].record(prefill(10), Answer((1,), "ab"[part % 2], "stop", 1.0))
+        assert document.receive(part, record) == (part == parts - 1)
     assert document.is_final
     (final,) = requests(document)
     assert final.work == 0, "an answer about answers is no work of the document's"
-    (last,) = document.prompts
+    (last,) = document.texts
     assert tokenizer.decode(last.ids[2:-1]) == "\n\n".join("ab"[part % 2] for part in range(parts))
     record = final.record(prefill(last.tokens), Answer((5,), "end", "length", 1.0))
     assert record.parts == parts + 1 and record.answer == "end" and record.new_tokens == parts + 1
@@ -85,16 +86,16 @@ def test_a_long_document_is_split_and_its_answers_are_read_again(tokenizer: Any)
 
 def test_a_part_that_fails_ends_the_document(tokenizer: Any) -> None:
     document = request(tokenizer, SENTENCES, too_long="split")
-    with pytest.raises(DocumentError, match=f"part 2 of {len(document.prompts)}: no memory"):
-        document.receive_outcome(1, PromptOutcome(error="no memory"))
+    with pytest.raises(DocumentError, match=f"part 2 of {len(document.texts)}: no memory"):
+        document.receive(1, Record("a.txt", "error", error="no memory"))
 
 
 def test_answers_that_do_not_get_shorter_end_the_document(tokenizer: Any) -> None:
     document = request(tokenizer, SENTENCES, too_long="split")
-    outcome = PromptOutcome(text=SENTENCES)
+    record = Record("a.txt", "done", answer=SENTENCES)
     with pytest.raises(DocumentError, match="are not shorter than the text"):
-        for part in range(len(document.prompts)):
-            document.receive_outcome(part, replace(outcome))
+        for part in range(len(document.texts)):
+            document.receive(part, record)
 
 
 texts, small = st.text(max_size=20), st.integers(0, 10**6)
@@ -107,18 +108,13 @@ own_generations = st.builds(
     score=st.none() | st.lists(texts, max_size=3).map(tuple),
     json_schema=st.none() | texts,
 )
-outcomes = st.builds(PromptOutcome, text=texts, tokens=small, prefill_s=st.floats(0, 1e3), strategy=texts)
 prompts = st.builds(
     Prompt,
     ids=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50).map(tuple),
     dropped_tokens=small,
     text=st.tuples(small, small),
-)
-prompt_requests = st.builds(
-    PromptRequest,
     key=texts,
     document_id=texts,
-    prompt=prompts,
     new_tokens=small,
     generation=own_generations,
     seed=st.integers(0, 2**56),
@@ -127,16 +123,16 @@ prompt_requests = st.builds(
     work=small,
     part=small,
     is_final=st.booleans(),
-    past=st.lists(outcomes, max_size=3).map(tuple),
+    past=st.fixed_dictionaries({"ttft_s": st.floats(0, 1e3), "parts": small, "strategy": texts}),
     shared_tokens=small,
     stored=st.none() | st.builds(StoredPrefix, path=texts, key=texts, tokens=small, seal=texts, compression=texts),
 )
 
 
-@given(prompt_requests)
-def test_a_request_is_the_same_on_every_rank(request: PromptRequest) -> None:
-    plain, ids = request.to_wire()
-    received = PromptRequest.from_wire(json.loads(json.dumps(plain)), ids)
-    for field in fields(PromptRequest):
-        assert getattr(received, field.name) == getattr(request, field.name), field.name
-    assert received.error_record("why").document_sha256 == (request.about or {})["document_sha256"]
+@given(prompts)
+def test_a_prompt_is_the_same_on_every_rank(sent: Prompt) -> None:
+    plain, ids = sent.to_wire()
+    received = Prompt.from_wire(json.loads(json.dumps(plain)), ids)
+    for field in fields(Prompt):
+        assert getattr(received, field.name) == getattr(sent, field.name), field.name
+    assert received.error_record("why").document_sha256 == sent.about["document_sha256"]

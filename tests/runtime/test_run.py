@@ -10,7 +10,7 @@ import h5py
 import pytest
 from made_jobs import TEXT, answers, with_settings
 
-from kvr_mpi.documents.prompts import Prompt, encode_text
+from kvr_mpi.documents.prompts import PromptText, encode_text
 from kvr_mpi.store.folder import read_run
 
 
@@ -104,7 +104,7 @@ def test_braces_in_documents_are_text(job: Path, tmp_path: Path, run_here: Any, 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     text = encode_text(tokenizer, "Mind {question} and {{text}} and {text}.")
     ids = [*tokenizer("As {json}: ")["input_ids"], *text]
-    assert record.prompt_sha256 == Prompt(tuple(ids)).sha256
+    assert record.prompt_sha256 == PromptText(tuple(ids)).sha256
 
 
 @pytest.mark.slow

@@ -23,6 +23,14 @@ FREE = 100
 
 
 @dataclass(frozen=True)
+class Planned:
+    """A prompt on a rank."""
+
+    request: Request
+    decode_rank: int
+
+
+@dataclass(frozen=True)
 class Request:
     """A prompt of so many bytes."""
 
@@ -40,25 +48,25 @@ class Ranks:
     """Memory of ranks; a prompt takes its bytes where it decodes, and half of them elsewhere while it is prefilled."""
 
     size: int
-    planned: list[tuple[Request, int]] = field(default_factory=list)
+    planned: list[Planned] = field(default_factory=list)
 
-    def plan(self, request: Request, decode_rank: int) -> tuple[Request, int]:
-        self.planned.append((request, decode_rank))
-        return request, decode_rank
+    def plan(self, request: Request, decode_rank: int) -> Planned:
+        self.planned.append(Planned(request, decode_rank))
+        return self.planned[-1]
 
     def pinned_rank(self, request: Request) -> int | None:
         return None
 
-    def why_too_large(self, plan: tuple[Request, int]) -> str | None:
-        request, _ = plan
-        return f"{request.bytes} bytes" if request.bytes > FREE else None
+    def why_too_large(self, plan: Planned) -> str | None:
+        return f"{plan.request.bytes} bytes" if plan.request.bytes > FREE else None
 
-    def fits_beside(self, plan: tuple[Request, int], held_bytes: Sequence[int]) -> bool:
-        request, decode_rank = plan
-        return all(self.needs(request, decode_rank, rank) + held <= FREE for rank, held in enumerate(held_bytes))
+    def fits_beside(self, plan: Planned, held_bytes: Sequence[int]) -> bool:
+        return all(
+            self.needs(plan.request, plan.decode_rank, rank) + held <= FREE for rank, held in enumerate(held_bytes)
+        )
 
-    def kept_bytes(self, request: Request, decode_rank: int) -> list[int]:
-        return [request.bytes * (rank == decode_rank) for rank in range(self.size)]
+    def kept_bytes(self, plan: Planned) -> list[int]:
+        return [plan.request.bytes * (rank == plan.decode_rank) for rank in range(self.size)]
 
     @staticmethod
     def needs(request: Request, decode_rank: int, rank: int) -> int:
@@ -73,9 +81,7 @@ def test_every_prompt_runs_once_and_memory_is_never_exceeded(
     documents: list[list[int]], size: int, most: int, left: int, decodes: bool
 ) -> None:
     ranks = Ranks(size)
-    scheduler: WaveScheduler[Request, tuple[Request, int]] = WaveScheduler(
-        size, ranks, max_sequences=most, decodes=decodes
-    )
+    scheduler: WaveScheduler[Request, Planned] = WaveScheduler(size, ranks, max_sequences=most, decodes=decodes)
     queue = [[Request(number, part, size) for part, size in enumerate(one)] for number, one in enumerate(documents)]
     expected = Counter(each for one in queue if max(each.bytes for each in one) <= FREE for each in one)
     held: list[list[Request]] = [[] for _ in range(size)]
@@ -95,9 +101,9 @@ def test_every_prompt_runs_once_and_memory_is_never_exceeded(
                     assert any(f"{size} bytes" == reason for size in documents[document])
                     refused.append(document)
                     scheduler.drop_document(str(document))
-                case PrefillPrompt((_, rank)):
-                    alone = not any(held)
-                    request = scheduler.start_next(rank)
+                case PrefillPrompt(plan):
+                    alone, request, rank = not any(held), plan.request, plan.decode_rank
+                    scheduler.start_next(plan)
                     for other in range(size):
                         total = ranks.needs(request, rank, other) + sum(each.bytes for each in held[other])
                         assert total <= FREE or alone
@@ -114,12 +120,12 @@ def test_every_prompt_runs_once_and_memory_is_never_exceeded(
 
 @given(st.integers(1, 6), st.integers(1, 40))
 def test_no_rank_starves(size: int, prompts: int) -> None:
-    scheduler: WaveScheduler[Request, tuple[Request, int]] = WaveScheduler(size, Ranks(size), max_sequences=1000)
+    scheduler: WaveScheduler[Request, Planned] = WaveScheduler(size, Ranks(size), max_sequences=1000)
     scheduler.add(Request(number, 0, 1) for number in range(prompts))
     order = []
     while isinstance(decision := scheduler.decide(wave_s=0.0, has_documents=False), PrefillPrompt):
-        order.append(decision.plan[1])
-        scheduler.start_next(decision.plan[1])
+        order.append(decision.plan.decode_rank)
+        scheduler.start_next(decision.plan)
         held = [one.sequences for one in scheduler.held]
         assert max(held) - min(held) <= 1
     assert order == [number % size for number in range(len(order))]
@@ -127,23 +133,23 @@ def test_no_rank_starves(size: int, prompts: int) -> None:
 
 
 def test_a_long_wave_ends_as_soon_as_there_is_something_to_decode() -> None:
-    scheduler: WaveScheduler[Request, tuple[Request, int]] = WaveScheduler(2, Ranks(2), max_sequences=9)
+    scheduler: WaveScheduler[Request, Planned] = WaveScheduler(2, Ranks(2), max_sequences=9)
     scheduler.add([Request(0, 0, 1), Request(1, 0, 1)])
     late = MAX_WAVE_S + 1
     first = scheduler.decide(wave_s=late, has_documents=True)
     assert isinstance(first, PrefillPrompt)  # nothing is held: it would wait for ever
-    scheduler.start_next(first.plan[1])
+    scheduler.start_next(first.plan)
     assert scheduler.decide(wave_s=late, has_documents=True) == EndWave()
     assert isinstance(scheduler.decide(wave_s=MAX_WAVE_S, has_documents=True), PrefillPrompt)
 
 
 def test_what_was_left_over_counts() -> None:
-    scheduler: WaveScheduler[Request, tuple[Request, int]] = WaveScheduler(2, Ranks(2), max_sequences=9)
+    scheduler: WaveScheduler[Request, Planned] = WaveScheduler(2, Ranks(2), max_sequences=9)
     scheduler.begin_wave([Held(1, 60), Held(0, 0)])
     scheduler.add([Request(0, 0, 70)])
     decision = scheduler.decide(wave_s=0.0, has_documents=False)
-    assert isinstance(decision, PrefillPrompt) and decision.plan[1] == 1
-    scheduler.start_next(1)
+    assert isinstance(decision, PrefillPrompt) and decision.plan.decode_rank == 1
+    scheduler.start_next(decision.plan)
     assert list(scheduler.held) == [Held(1, 60), Held(1, 70)]
     scheduler.add([Request(1, 0, 50)])
     assert scheduler.decide(wave_s=0.0, has_documents=False) == EndWave()
@@ -151,10 +157,11 @@ def test_what_was_left_over_counts() -> None:
 
 def test_a_documents_next_prompts_are_looked_at_anew() -> None:
     """The answers about parts make another prompt of the same document, which may be too large by itself."""
-    scheduler: WaveScheduler[Request, tuple[Request, int]] = WaveScheduler(1, Ranks(1), max_sequences=9)
+    scheduler: WaveScheduler[Request, Planned] = WaveScheduler(1, Ranks(1), max_sequences=9)
     scheduler.add([Request(0, 0, 1)])
-    assert isinstance(scheduler.decide(wave_s=0.0, has_documents=True), PrefillPrompt)
-    scheduler.start_next(0)
+    decision = scheduler.decide(wave_s=0.0, has_documents=True)
+    assert isinstance(decision, PrefillPrompt)
+    scheduler.start_next(decision.plan)
     scheduler.begin_wave([Held()])
     scheduler.add([Request(0, 0, FREE + 1)])
     assert scheduler.decide(wave_s=0.0, has_documents=True) == RefuseDocument(f"{FREE + 1} bytes")

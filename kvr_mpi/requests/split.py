@@ -14,12 +14,12 @@ from typing import Any
 
 from kvr_mpi.documents import Document
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
-from kvr_mpi.documents.prompts import Frame, Prompt, encode_text, make_frame, split_text
+from kvr_mpi.documents.prompts import Frame, PromptText, encode_text, make_frame, split_text
 from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.documents.templates import TEXT
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
-from kvr_mpi.requests.prompt_request import PromptOutcome, PromptRequest
+from kvr_mpi.requests.prompt import Prompt, sum_records
 from kvr_mpi.store.outputs import Record
 from kvr_mpi.stored.prompt import StoredPrefix
 
@@ -102,7 +102,7 @@ class PromptConfig:
             frame = replace(frame, max_tokens=len(frame.head) + len(frame.tail) + budget)
         return replace(asked, frame=frame, reduce_frame=reduce_frame, max_new_tokens=new_tokens)
 
-    def shared_tokens(self, document: Document, prompt: Prompt) -> int:
+    def shared_tokens(self, document: Document, prompt: PromptText) -> int:
         """Count the tokens of a document's prompt that other prompts about it begin with, too."""
         if document.asked is None or not self.questions:
             return 0
@@ -115,7 +115,7 @@ class PromptConfig:
 
 
 @dataclass(slots=True)
-class DocumentRequest:
+class Split:
     """A document and its prompts of the moment.
 
     Parameters
@@ -124,7 +124,8 @@ class DocumentRequest:
     prompt_config : PromptConfig
     work : int
         How much work it is, in the job's unit, for the progress.
-    prompts : list of Prompt
+    texts : list of PromptText
+        Of the prompts of the moment.
     stored : StoredPrefix or None
         Where the keys and values are stored that its only prompt begins with, if they are.
     shared_tokens : int
@@ -134,13 +135,13 @@ class DocumentRequest:
     document: Document
     prompt_config: PromptConfig
     work: int
-    prompts: list[Prompt] = field(default_factory=list)
+    texts: list[PromptText] = field(default_factory=list)
     stored: StoredPrefix | None = None
     shared_tokens: int = 0
-    past: list[PromptOutcome] = field(default_factory=list)  # of earlier prompts
+    past: dict[str, Any] = field(default_factory=dict)  # sums over earlier prompts
     _stage: int = 0
     _text_ids: Sequence[int] = ()
-    _received: dict[int, PromptOutcome] = field(default_factory=dict)
+    _received: dict[int, Record] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -150,53 +151,55 @@ class DocumentRequest:
     @property
     def is_final(self) -> bool:
         """Whether the answer to the prompt of the moment is the document's."""
-        return len(self.prompts) == 1
+        return len(self.texts) == 1
 
-    def make_requests(self, keys: Iterator[str]) -> list[PromptRequest]:
-        """Make complete requests of the prompts of the moment, with the next of these keys."""
+    def make_prompts(self, keys: Iterator[str]) -> list[Prompt]:
+        """Make complete prompts of the texts of the moment, with the next of these keys."""
         document, config = self.document, self.prompt_config
         own = document.generation
         generation = own.over(config.generation) if self.is_final else own
         seed, about = seed_of(document, config.seed), about_record(document)
-        tokens = sum(prompt.tokens for prompt in self.prompts)
+        tokens = sum(text.tokens for text in self.texts)
         return [
-            PromptRequest(
-                next(keys),
-                document.id,
-                prompt,
-                config.max_new_tokens,
-                generation,
-                seed,
-                about,
+            Prompt(
+                ids=text.ids,
+                dropped_tokens=text.dropped_tokens,
+                text=text.text,
+                key=next(keys),
+                document_id=document.id,
+                new_tokens=config.max_new_tokens,
+                generation=generation,
+                seed=seed,
+                about=about,
                 document_work=self.work,
                 # A prompt of answers about parts is no work of the document's own tokens.
-                work=0 if self.past else self.work * prompt.tokens // tokens,
+                work=0 if self.past else self.work * text.tokens // tokens,
                 part=part,
                 is_final=self.is_final,
-                past=tuple(self.past) if self.is_final else (),
+                past=self.past if self.is_final else {},
                 shared_tokens=self.shared_tokens,
                 stored=self.stored,
             )
-            for part, prompt in enumerate(self.prompts)
+            for part, text in enumerate(self.texts)
         ]
 
-    def receive_outcome(self, part: int, outcome: PromptOutcome) -> bool:
-        """Take what became of a part; with the last of them, make the next prompts and say so.
+    def receive(self, part: int, record: Record) -> bool:
+        """Take what became of a part; with the last of them, make the next texts and say so.
 
         Raises
         ------
         DocumentError
             If a part failed, or the answers got no shorter than the text.
         """
-        self._received[part] = outcome
-        if outcome.error:
-            raise DocumentError(f"part {part + 1} of {len(self.prompts)}: {outcome.error}")
-        if len(self._received) < len(self.prompts):
+        self._received[part] = record
+        if record.error:
+            raise DocumentError(f"part {part + 1} of {len(self.texts)}: {record.error}")
+        if len(self._received) < len(self.texts):
             return False
-        answers = [self._received[number] for number in range(len(self.prompts))]
+        answers = [self._received[number] for number in range(len(self.texts))]
         self._received = {}
-        self.past += [replace(answer, text="") for answer in answers]
-        text = "\n\n".join(answer.text for answer in answers)
+        self.past = sum_records(answers, self.past)
+        text = "\n\n".join(one.answer for one in answers)
         ids = encode_text(self.prompt_config.tokenizer, text)
         if not text.strip() or len(ids) >= len(self._text_ids) or self._stage == MAX_REDUCTIONS:
             raise DocumentError(
@@ -207,9 +210,9 @@ class DocumentRequest:
         return True
 
     def split_text(self, ids: Sequence[int], frame: Frame) -> None:
-        """Make prompts of parts of a text."""
+        """Make texts of parts of a text."""
         self._text_ids, self._stage = ids, self._stage + 1
-        self.prompts = split_text(self.prompt_config.tokenizer, frame, ids)
+        self.texts = split_text(self.prompt_config.tokenizer, frame, ids)
 
 
 def _texts_of(column: str, value: Any) -> tuple[str, ...]:

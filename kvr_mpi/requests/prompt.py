@@ -1,0 +1,164 @@
+"""One prompt of a document, complete: any rank of a chain can prefill it, answer it and store the result.
+
+The leader of a chain makes prompts and sends them to the other ranks, which hold no corpus. What became of a prompt
+that is only a part of its document goes back to the leader as a record of that part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+
+from kvr_mpi.decode.logprobs import TokenLogprobs
+from kvr_mpi.decode.sampling import Answer
+from kvr_mpi.decode.scoring import Score
+from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
+from kvr_mpi.documents.prompts import PromptText
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.store.outputs import Record
+from kvr_mpi.stored.prompt import StoredPrefix
+
+# Fields of a record that are sums over the prompts of its document.
+SUMS = (
+    "prompt_tokens",
+    "computed_tokens",
+    "new_tokens",
+    "ttft_s",
+    "wait_s",
+    "decode_s",
+    "parts",
+    "retained_tokens",
+    "retained_bytes",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Prompt(PromptText):
+    """One prompt and all that its answer and its record depend on.
+
+    key : unique among the prompts of a chain.
+    document_id : the document's, unique among those of a job.
+    new_tokens : most tokens of the answer.
+    generation : the document's own settings, over those of the job.
+    seed : of the random numbers that choose the answer.
+    about : fields of the document's record that are known before the prompt runs.
+    document_work, work : the document's work in the job's unit, and this prompt's part of it.
+    part : number of this prompt among those of the document.
+    is_final : its answer is the document's.
+    past : sums over the document's earlier prompts (`SUMS`), and their strategies.
+    shared_tokens : first tokens that other prompts about the same document begin with, too.
+    stored : where the keys and values of its first tokens are stored, if they are.
+    """
+
+    key: str
+    document_id: str
+    new_tokens: int
+    generation: OwnGeneration = AS_THE_JOB
+    seed: int = 0
+    about: Mapping[str, Any] = field(default_factory=dict)
+    document_work: int = 0
+    work: int = 0
+    part: int = 0
+    is_final: bool = True
+    past: Mapping[str, Any] = field(default_factory=dict)
+    shared_tokens: int = 0
+    stored: StoredPrefix | None = None
+
+    def to_wire(self) -> tuple[dict[str, Any], bytes]:
+        """Return plain values for JSON, and the token ids as little-endian 32-bit integers."""
+        plain = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "ids"}
+        plain["generation"] = asdict(self.generation)
+        plain["stored"] = None if self.stored is None else asdict(self.stored)
+        return plain, np.asarray(self.ids, "<i4").tobytes()
+
+    @classmethod
+    def from_wire(cls, plain: Mapping[str, Any], ids: bytes) -> Prompt:
+        """Make the prompt of what `to_wire` returned."""
+        own: dict[str, Any] = {
+            name: tuple(one) if isinstance(one, list) else one for name, one in plain["generation"].items()
+        }
+        stored = plain["stored"] and StoredPrefix(**plain["stored"])
+        more = {"text": tuple(plain["text"]), "generation": OwnGeneration(**own), "stored": stored}
+        return cls(ids=tuple(np.frombuffer(ids, "<i4").tolist()), **{**plain, **more})
+
+    def error_record(self, reason: str) -> Record:
+        """Make the record of a document that failed."""
+        return Record(self.document_id, "error", error=reason, **self.about)
+
+    def begun_record(self, partition: Partition) -> Record:
+        """Make the record of a document whose final prompt is being prefilled."""
+        return replace(
+            self.error_record(""), slices=partition.bounds, prompt_sha256=self.sha256, prompt_tokens=self.tokens
+        )
+
+    def record(self, prefill: Prefill, answer: Answer) -> Record:
+        """Make the record of an answered prompt: of a part by itself, of the final one with all before it."""
+        retained = prefill.retained
+        own = replace(
+            self.begun_record(prefill.partition),
+            status="done",
+            answer=answer.text,
+            token_ids=answer.token_ids,
+            **_asked_for(answer),
+            computed_tokens=self.tokens - prefill.known_tokens,
+            dropped_tokens=self.dropped_tokens,
+            new_tokens=answer.new_tokens,
+            finish_reason=answer.finish_reason,
+            strategy=prefill.strategy,
+            ttft_s=prefill.seconds,
+            wait_s=prefill.wait_s,
+            decode_s=answer.seconds,
+            compression="" if retained is None else retained.method,
+            retained_tokens=0.0 if retained is None else retained.tokens,
+            retained_bytes=0 if retained is None else retained.kv_bytes,
+            cache=prefill.rolling,
+        )
+        whole = replace(own, **sum_records([own], self.past))
+        return replace(whole, prefill_tokens_per_s=whole.computed_tokens / whole.ttft_s)
+
+
+def sum_records(parts: Sequence[Record], past: Mapping[str, Any]) -> dict[str, Any]:
+    """Add records of a document's prompts to what was summed up before: `SUMS`, and their strategies."""
+    found: dict[str, Any] = {name: past.get(name, 0) + sum(getattr(one, name) for one in parts) for name in SUMS}
+    strategies = [*filter(None, [past.get("strategy")]), *(one.strategy for one in parts)]
+    return found | {"strategy": "+".join(dict.fromkeys("+".join(strategies).split("+")))}
+
+
+def _asked_for(answer: Answer) -> dict[str, Any]:
+    """Return the record's fields with scores, samples and log-probabilities, where a job asked for them."""
+    found: dict[str, Any] = {}
+    if answer.scores:
+        found["scores"] = json.dumps([_score_as_json(score) for score in answer.scores])
+    if answer.samples:
+        found["samples"] = json.dumps([_sample_as_json(sample) for sample in answer.samples])
+    if answer.logprobs is not None:
+        found |= _numbers(answer.logprobs)
+        texts = [one.logprobs.texts for one in answer.samples or (answer,) if one.logprobs is not None]
+        found["token_texts"] = json.dumps({str(token): text for some in texts for token, text in some.items()})
+    return found
+
+
+def _numbers(found: TokenLogprobs) -> dict[str, Any]:
+    return {"logprobs": found.logprobs, "top_tokens": found.top_tokens, "top_logprobs": found.top_logprobs}
+
+
+def _sample_as_json(answer: Answer) -> dict[str, Any]:
+    plain = {"answer": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+    return plain if answer.logprobs is None else plain | _numbers(answer.logprobs)
+
+
+def _score_as_json(score: Score) -> dict[str, Any]:
+    return {
+        "text": score.text,
+        "logprob": score.logprob,
+        "tokens": len(score.token_ids),
+        "logprob_per_token": score.logprob / len(score.token_ids),
+        "is_greedy": score.is_greedy,
+        "token_ids": score.token_ids,
+        "token_logprobs": score.logprobs,
+    }

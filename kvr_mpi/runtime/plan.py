@@ -1,0 +1,200 @@
+"""A prompt and how a chain runs it: decided by the chain's leader, and sent to its other ranks.
+
+What is sent is complete. Ranks that receive it hold no corpus, read no document and derive no plan.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from kvr_mpi.kv.cache import WriteLayer
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.prefill.registry import KVR, Strategy
+from kvr_mpi.requests.prompt import Prompt
+from kvr_mpi.topology import Rotation
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.forwarder import Forwarder
+
+LENGTH_BYTES = 8
+
+
+@dataclass(slots=True)
+class Way(ABC):
+    """How a prompt runs.
+
+    name : unique among a chain's ways.
+    in_rows : prompts wait for others that go on from the same, and run in one forward with them.
+    takes_all : every rank of the chain runs it; otherwise the rank that decodes it, by itself.
+    at : the beginning that is here, and that prompts go on from; None: each prompt begins anew.
+    """
+
+    name: ClassVar[str]
+    in_rows: ClassVar[bool] = False
+    takes_all: ClassVar[bool] = False
+    at: Hashable = field(default=None, init=False)
+
+    def beginning(self, plan: Plan) -> Hashable:
+        """Name what a prompt goes on from, if that is computed or opened before it, for others too."""
+        return None
+
+    def begin(self, plan: Plan, forwarder: Forwarder | None) -> Prefill | None:
+        """Compute or open what a prompt and those after it go on from; all ranks of the chain call this.
+
+        Returns
+        -------
+        Prefill or None
+            What this rank has computed.
+        """
+        return None
+
+    def leave(self) -> None:
+        """Forget what was begun; answers under way keep what they need of it."""
+        self.at = None
+
+    @abstractmethod
+    def check_fits(self, plan: Plan) -> None:
+        """Refuse what fits on no empty chain.
+
+        Raises
+        ------
+        DocumentError
+            Saying what it takes.
+        """
+
+    @abstractmethod
+    def needs(self, plan: Plan) -> list[int]:
+        """Bytes each rank of the chain needs."""
+
+    @abstractmethod
+    def kept(self, plan: Plan) -> list[int]:
+        """Bytes each rank of the chain keeps."""
+
+    @abstractmethod
+    def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
+        """Prefill prompts that go on from the same; only one, unless the way is `in_rows`.
+
+        Parameters
+        ----------
+        forwarder : Forwarder or None
+            Of `ChainRunner.open_forwarder`.
+        write : callable or None
+            Takes each layer's keys and values of this rank's slice, if ranks store their own.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A prompt and how a chain runs it: the same on every rank.
+
+    way : how it runs, as one of this chain's ways.
+    prefix : what it begins with, if that has been computed already.
+    decode_rank : the rank of the chain that has the last slice, and ends with logits and cache.
+    strategy, partition : of its slices; no partition if one rank prefills it, packed with others.
+    chunk_tokens : slices are computed in chunks of so many; None: at once.
+    before : of its first tokens, if they are prefilled by themselves, for other prompts too.
+    """
+
+    way: Way
+    prompt: Prompt
+    prefix: SharedPrefix | None
+    decode_rank: int
+    strategy: Strategy = KVR
+    partition: Partition | None = None
+    chunk_tokens: int | None = None
+    before: Plan | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return plain values, from which every rank makes the same plan of the same prompt."""
+        return {
+            "key": self.prompt.key,
+            "ids_sha256": self.prompt.sha256,
+            "way": self.way.name,
+            "strategy": self.strategy.name,
+            "bounds": None if self.partition is None else self.partition.bounds,
+            "decode_rank": self.decode_rank,
+            "chunk_tokens": self.chunk_tokens,
+            "prefix_tokens": self.known_tokens,
+            "before": None if self.before is None else self.before.to_wire(),
+        }
+
+    @property
+    def known_tokens(self) -> int:
+        """Its first tokens, which nobody computes."""
+        return self.prefix.tokens if self.prefix else 0
+
+    @property
+    def row_tokens(self) -> int:
+        """What it takes of a packed row."""
+        return self.prompt.tokens - (self.known_tokens if self.before is None else self.before.prompt.tokens)
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether it is what other prompts go on from."""
+        return self.prompt.shared_tokens == self.prompt.tokens
+
+    def has_slices(self, size: int) -> bool:
+        """Whether each rank of a chain of so many computes one slice of it; a zigzag ring's compute two."""
+        return self.partition is not None and 1 < size == self.partition.size
+
+    def bounds_on(self, rank: int) -> tuple[int, int]:
+        """Tokens of the slice that a rank of the chain has, where each has one; what is known is in the first."""
+        assert self.partition is not None
+        place = Rotation.bringing(self.partition.size, self.partition.size - 1, self.decode_rank).place_of(rank)
+        return self.partition.start(place), self.partition.stop(place)
+
+    def goes_with(self, other: Plan) -> bool:
+        """Whether they go on from the same, in one packed row."""
+        is_same = self.prefix is other.prefix if self.prefix is None else self.prefix.is_same(other.prefix)
+        return is_same and self.way is other.way and self.way.beginning(self) == other.way.beginning(other)
+
+
+@dataclass(frozen=True, slots=True)
+class EndPrefill:
+    """Nothing more is prefilled before the ranks have decoded.
+
+    has_more : prompts or documents wait for the next wave.
+    goes_on : there is a next wave, if only because parts of documents are still to be answered.
+    """
+
+    has_more: bool
+    goes_on: bool
+
+
+Message = Plan | EndPrefill
+# Makes a prompt's plan of what `Plan.to_wire` gave, with what this rank has.
+ReadPlan = Callable[[Prompt, dict[str, Any]], Plan]
+
+
+def share_message(members: Transport, message: Message | None, read_plan: ReadPlan) -> Message:
+    """Give every rank of a chain the message of rank 0, its leader.
+
+    Raises
+    ------
+    AgreementError
+        If a plan and its prompt do not belong together.
+    """
+    data = b""
+    if isinstance(message, Plan):
+        prompt, ids = message.prompt.to_wire()
+        data = _pack({"prompt": prompt, "plan": message.to_wire()}, ids)
+    elif message is not None:
+        data = _pack({"end": asdict(message)}, b"")
+    data = members.broadcast(data)
+    if message is not None:  # the leader has the objects themselves
+        return message
+    header_end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
+    header = json.loads(data[LENGTH_BYTES:header_end])
+    if "end" in header:
+        return EndPrefill(**header["end"])
+    return read_plan(Prompt.from_wire(header["prompt"], data[header_end:]), header["plan"])
+
+
+def _pack(header: dict[str, object], ids: bytes) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text + ids

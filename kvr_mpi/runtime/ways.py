@@ -1,0 +1,365 @@
+"""The ways in which a chain runs a prompt, each with the memory that it needs and its prefill.
+
+`ChainRunner.plan` chooses one for each prompt. Below, *needs* are bytes a rank takes while a prompt is prefilled, and
+*kept* those until it is answered, both beyond what the rank holds already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kvr_mpi.compress.planned_drop import PlannedDrop
+from kvr_mpi.documents.prompts import PromptText
+from kvr_mpi.errors import DocumentError
+from kvr_mpi.kv.cache import WriteLayer
+from kvr_mpi.kv.document_share import DocumentShare, ShareBounds
+from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.rolling import Rolling
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, check_rolling_fits
+from kvr_mpi.prefill.one_prompt import Prefill, prefix_of_cache
+from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
+from kvr_mpi.prefill.routes import relay
+from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
+from kvr_mpi.prefill.streaming import prefill_rolling
+from kvr_mpi.runtime.plan import Plan, Way
+from kvr_mpi.runtime.slice_planner import SlicePlanner
+from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.topology import Rotation
+from kvr_mpi.transport import Transport
+from kvr_mpi.transport.forwarder import Forwarder
+
+
+@dataclass(frozen=True, slots=True)
+class ChainMemory:
+    """What prompts take on the ranks of a chain, and what these have.
+
+    free_bytes : what each rank may take for prompts.
+    """
+
+    setup: JobSetup
+    chain: Transport
+    free_bytes: Sequence[int]
+    slices: SlicePlanner
+
+    @property
+    def footprint(self) -> Footprint:
+        """To predict a prompt's memory."""
+        assert self.setup.footprint is not None, "memory is predicted"
+        return self.setup.footprint
+
+    def planned_drop(self, prompt: PromptText, prefix: SharedPrefix | None = None) -> PlannedDrop | None:
+        """Say what compression will drop of a prompt; None if nothing, or if it is what a stored one has dropped."""
+        compression = self.setup.compression
+        if compression is None or (prefix is not None and prefix.heads is not None):
+            return None
+        drop, arena = compression.planned_drop(self.setup.loaded, prompt.tokens, prompt.text), self.setup.arena
+        if drop is None or arena is None:
+            return drop
+        return replace(drop, kv_bytes=max(0, drop.kv_bytes - arena.page_bytes))  # each head's last page has room
+
+    def whole_bytes(self, prompt: PromptText, new_tokens: int) -> int:
+        """Bytes of a prompt's cache, with room for the answer, on the rank that decodes it."""
+        drop, whole = self.planned_drop(prompt), self.setup.kv_bytes(prompt.tokens + new_tokens)
+        return whole if drop is None else whole - drop.kv_bytes
+
+    def on(self, rank: int, size: int) -> list[int]:
+        """Bytes for each rank of the chain, all of them on one."""
+        return [size * (each == rank) for each in range(self.chain.size)]
+
+
+@dataclass(slots=True)
+class Alone(Way):
+    """One rank prefills prompts by itself, short ones in rows."""
+
+    name = "alone"
+    in_rows = True
+    memory: ChainMemory
+
+    def check_fits(self, plan: Plan) -> None:
+        """Count one slice of all tokens."""
+        memory, prompt = self.memory, plan.prompt
+        drop, free = memory.planned_drop(prompt, plan.prefix), [min(memory.free_bytes)]
+        check_fits(memory.footprint, Partition((0, prompt.tokens)), free, prompt.new_tokens, drop=drop)
+
+    def needs(self, plan: Plan) -> list[int]:
+        """Count the prompt's cache and a row; what is compressed runs without a row."""
+        memory, prompt = self.memory, plan.prompt
+        drop = memory.planned_drop(prompt, plan.prefix)
+        if drop is not None:
+            route = relay(Partition((0, prompt.tokens)), 0)
+            own = memory.footprint.route_bytes(route, reserve_tokens=prompt.new_tokens, drop=drop)
+        else:
+            own = memory.setup.kv_bytes(prompt.tokens + prompt.new_tokens)
+            own += memory.footprint.activation_bytes(PACK_TOKENS)
+        return memory.on(plan.decode_rank, own)
+
+    def kept(self, plan: Plan) -> list[int]:
+        """Count the prompt's cache."""
+        return self.memory.on(plan.decode_rank, self.memory.whole_bytes(plan.prompt, plan.prompt.new_tokens))
+
+    def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
+        """Prefill a row; prompts that are compressed run one by one."""
+        setup = self.memory.setup
+        is_packed = setup.why_alone is None and not any(setup.retain_of(plan.prompt) for plan in row)
+        rows = [row] if is_packed else [[plan] for plan in row]
+        return [prefill for some in rows for prefill in self._prefill_row(some, some[0].prefix)]
+
+    def _prefill_row(self, row: Sequence[Plan], prefix: SharedPrefix | None) -> list[Prefill]:
+        setup, first = self.memory.setup, row[0].prompt
+        alone = len(row) == 1
+        return prefill_packed(
+            setup.loaded,
+            [plan.prompt.ids for plan in row],
+            reserve_tokens=[plan.prompt.new_tokens for plan in row],
+            prefix=prefix,
+            window=setup.window_of(first) if alone else None,
+            retain=setup.retain_of(first) if alone else None,
+            arena=None if row[0].is_beginning else setup.arena,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class InSteps(Alone):
+    """One rank prefills prompts by itself, each through a rolling cache."""
+
+    rolling: Rolling
+
+    def check_fits(self, plan: Plan) -> None:
+        """Count the rolling cache, whatever the prompt's length."""
+        check_rolling_fits(self.memory.footprint, self.rolling, min(self.memory.free_bytes))
+
+    def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
+        """Prefill one after the other."""
+        return [prefill_rolling(self.memory.setup.loaded, plan.prompt.ids, self.rolling) for plan in row]
+
+
+@dataclass(slots=True)
+class AfterShared(Alone):
+    """What prompts about one document begin with is prefilled once (`Plan.before`), and kept on the rank of them all.
+
+    It is run like any prompt. Every prompt's own buffers are filled from it, and only what follows is computed.
+    """
+
+    name = "after shared"
+    _shared: Prefill | None = None  # on the rank that has it
+    _prefix: SharedPrefix | None = None
+    _is_charged: bool = False
+
+    def beginning(self, plan: Plan) -> Hashable:
+        """Name it by its tokens."""
+        assert plan.before is not None
+        return plan.before.prompt.ids
+
+    def check_fits(self, plan: Plan) -> None:
+        """Do nothing: it is only planned where it fits."""
+
+    def needs(self, plan: Plan) -> list[int]:
+        """Count the beginning, too, as long as it is not there; then what it holds."""
+        before, memory = plan.before, self.memory
+        assert before is not None
+        beginning = memory.on(plan.decode_rank, memory.setup.kv_bytes(before.prompt.tokens))
+        if before.way.takes_all and self.at != self.beginning(plan):
+            beginning = before.way.needs(before)
+        return [own + each for own, each in zip(Alone.needs(self, plan), beginning, strict=True)]
+
+    def begin(self, plan: Plan, forwarder: Forwarder | None) -> Prefill | None:
+        """Prefill the beginning."""
+        before = plan.before
+        assert before is not None
+        is_home = self.memory.chain.rank == before.decode_rank
+        if not is_home and not before.way.takes_all:
+            return None
+        (found,) = before.way.prefill([before], forwarder, None)
+        if is_home:
+            self._shared = found
+        return found
+
+    def leave(self) -> None:
+        """Free the beginning."""
+        self.at = self._shared = self._prefix = None
+        self._is_charged = False
+
+    def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
+        """Go on from the beginning; its time, slices and tokens are counted in the first prompt."""
+        shared, before = self._shared, row[0].before
+        assert shared is not None and before is not None, "it goes on from what was prefilled last"
+        if shared.error is not None:
+            return [replace(shared, partition=Partition((0, plan.prompt.tokens)), logits=None) for plan in row]
+        if self._prefix is None:
+            self._prefix = prefix_of_cache(before.prompt.ids, shared.cache)
+        rows = [row] if self.memory.setup.why_alone is None else [[plan] for plan in row]
+        prefills = [prefill for some in rows for prefill in self._prefill_row(some, self._prefix)]
+        if not self._is_charged:
+            first, self._is_charged = prefills[0], True
+            first.seconds += shared.seconds
+            first.wait_s += shared.wait_s
+            first.send_wait_s += shared.send_wait_s
+            first.known_tokens, first.strategy = shared.known_tokens, shared.strategy
+            first.partition = Partition((*shared.partition.bounds[:-1], first.partition.tokens))
+        return prefills
+
+
+@dataclass(slots=True)
+class OverChain(Way):
+    """Every rank of the chain computes a slice; the last one ends with all keys and values, or each keeps its own."""
+
+    name = "chain"
+    takes_all = True
+    memory: ChainMemory
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank keeps the keys and values of its own tokens."""
+        return self.memory.setup.spec.is_spread
+
+    def check_fits(self, plan: Plan) -> None:
+        """Count every rank's slice."""
+        memory, partition = self.memory, plan.partition
+        assert partition is not None
+        check_fits(
+            memory.footprint,
+            partition,
+            [min(memory.free_bytes)] * memory.chain.size,
+            plan.prompt.new_tokens,
+            partial(plan.strategy.ours.make or relay, chunk_tokens=plan.chunk_tokens),
+            is_spread=self.is_sharded,
+            drop=memory.planned_drop(plan.prompt, plan.prefix),
+        )
+
+    def needs(self, plan: Plan) -> list[int]:
+        """Count every rank's slice, on the rank that has it."""
+        assert plan.partition is not None
+        routes = plan.strategy.routes(plan.partition, plan.known_tokens, plan.chunk_tokens)
+        drop = self.memory.planned_drop(plan.prompt, plan.prefix)
+        return self.memory.slices.needs(routes, plan.decode_rank, plan.prompt.new_tokens, drop)
+
+    def kept(self, plan: Plan) -> list[int]:
+        """Count the prompt's cache, or each rank's part of it."""
+        size, whole = self.memory.chain.size, self.memory.whole_bytes(plan.prompt, plan.prompt.new_tokens)
+        return [-(-whole // size)] * size if self.is_sharded else self.memory.on(plan.decode_rank, whole)
+
+    def writes_own(self, plan: Plan) -> bool:
+        """Whether every rank stores its own slice's keys and values, although the last rank decodes from all of them.
+
+        Not with compression, which selects tokens on the last rank.
+        """
+        spec = self.memory.setup.spec
+        is_kept = spec.output.kv is True and spec.compress is None and not self.is_sharded and not plan.is_beginning
+        return is_kept and plan.has_slices(self.memory.chain.size)
+
+    def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
+        """Prefill this rank's slice of one prompt."""
+        (plan,), setup = row, self.memory.setup
+        assert plan.partition is not None
+        prefill = plan.strategy.prefill(
+            setup.loaded,
+            plan.prompt.ids,
+            plan.partition,
+            self.memory.chain,
+            reserve_tokens=plan.prompt.new_tokens,
+            prefix=plan.prefix,
+            last=plan.decode_rank,
+            forwarder=forwarder,
+            spares_chain=True,
+            keeps_all=plan.is_beginning or (setup.spec.output.kv is True and not self.writes_own(plan)),
+            write_layer=write,
+            is_spread=self.is_sharded,
+            window=setup.window_of(plan.prompt),
+            retain=setup.retain_of(plan.prompt),
+            chunk_tokens=plan.chunk_tokens,
+            arena=None if plan.is_beginning else setup.arena,
+        )
+        return [prefill]
+
+
+@dataclass(slots=True)
+class AfterStored(Way):
+    """A chain holds a stored document together: each rank reads its rows once, and all ranks run the questions.
+
+    The rank that answers is the same for all questions of a document, since its last rows are there. Answers under way
+    keep their document's rows; the chain keeps those of the document it is at.
+
+    Attributes
+    ----------
+    held : DocumentShare or None
+        This rank's rows of the document that the chain is at.
+    """
+
+    name = "after stored"
+    in_rows = True
+    takes_all = True
+    memory: ChainMemory
+    held: DocumentShare | None = None
+
+    def beginning(self, plan: Plan) -> Hashable:
+        """Name the document by where it is stored."""
+        assert plan.prefix is not None
+        return plan.prefix.source
+
+    def check_fits(self, plan: Plan) -> None:
+        """Count every rank's rows, and a question by itself."""
+        memory, size = self.memory, self.memory.chain.size
+        rows, free = self._rows_bytes(plan), min(memory.free_bytes)
+        rows[plan.decode_rank] += self._own_bytes(plan)
+        needs = max(rows) + memory.footprint.activation_bytes(plan.row_tokens)
+        if needs > free:
+            raise DocumentError(
+                f"a stored prompt of {plan.known_tokens} tokens over {size} rank(s): each needs {needs / GIB:.2f} GiB "
+                f"in addition to the weights, but has {free / GIB:.2f} GiB; use more ranks"
+            )
+
+    def needs(self, plan: Plan) -> list[int]:
+        """Count the rows that are not held yet, what follows them, and a row of questions."""
+        row_bytes = self.memory.footprint.activation_bytes(max(plan.row_tokens, PACK_TOKENS))
+        return [each + row_bytes for each in self.kept(plan)]
+
+    def kept(self, plan: Plan) -> list[int]:
+        """Count the rows that are not held yet, and what follows them."""
+        kept = [0] * self.memory.chain.size if self.at == self.beginning(plan) else self._rows_bytes(plan)
+        kept[plan.decode_rank] += self._own_bytes(plan)
+        return kept
+
+    def begin(self, plan: Plan, forwarder: Forwarder | None) -> Prefill | None:
+        """Go on to a document; nothing is read before the first question is run."""
+        assert plan.prefix is not None
+        bounds = self._bounds(plan, self.memory.chain.rank)
+        self.held = DocumentShare(self.memory.setup.loaded, plan.prefix, bounds)
+        return None
+
+    def leave(self) -> None:
+        """Leave the document; its rows go with its last answer."""
+        self.at = self.held = None
+
+    def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
+        """Prefill questions about one document; every rank of the chain gives the same."""
+        assert self.held is not None, "they are run before another document comes"
+        return prefill_stored(
+            self.memory.setup.loaded,
+            [plan.prompt.ids for plan in row],
+            self.held,
+            self.memory.chain,
+            reserve_tokens=[plan.prompt.new_tokens for plan in row],
+            last=row[0].decode_rank,
+        )
+
+    def _own_bytes(self, plan: Plan) -> int:
+        """Bytes of what follows the document."""
+        return (plan.row_tokens + plan.prompt.new_tokens) * self.memory.setup.loaded.shape.kv_bytes_per_token
+
+    def _rows_bytes(self, plan: Plan) -> list[int]:
+        """Bytes of each rank's rows of a document."""
+        shape = self.memory.setup.loaded.shape
+        each = (self._bounds(plan, rank) for rank in range(self.memory.chain.size))
+        return [bounds.elements(shape.layers) * shape.dtype_bytes for bounds in each]
+
+    def _bounds(self, plan: Plan, rank: int) -> ShareBounds:
+        """Say which of a document's tokens a rank holds."""
+        setup, size, known = self.memory.setup, self.memory.chain.size, plan.known_tokens
+        place = Rotation.bringing(size, size - 1, plan.decode_rank).place_of(rank)
+        partition = share_out_stored(known, known, size)
+        longest_question = max(len(frame.tail) for frame in setup.question_frames.values())
+        longest = known + longest_question + setup.longest_answer
+        return ShareBounds(partition.start(place), partition.stop(place), place == size - 1, longest)
