@@ -2,9 +2,11 @@
 //
 // FlashAttention (Dao et al. 2022; its second version 2023) for float32: a tile of ROWS queries goes over the keys in
 // blocks of BLOCK, with a running maximum and sum for each query, and its scores never leave the cache. Both products
-// are one micro-kernel (Goto and van de Geijn 2008) that holds ROWS x WIDE results in registers. The keys of a head are
-// turned once, so that the micro-kernel reads them in rows as it does the values; all query heads of the group read
-// them. Nothing above a causal diagonal is computed but what shares a tile with it.
+// are one micro-kernel (Goto and van de Geijn 2008) that holds ROWS x WIDE results in registers. The keys and values of
+// a head are packed once into panels of WIDE columns, which the micro-kernel reads from the first byte to the last, and
+// which all query heads of the group read: rows a multiple of 4 KiB apart would evict each other from the first cache.
+// Each panel is used by TILES tiles while it is there. Nothing above a causal diagonal is computed but what shares a
+// tile with it.
 //
 // Compiled for one processor and called through ctypes: `cpu_attention.py` states the shapes and checks them.
 
@@ -17,6 +19,8 @@
 // The registers of a tile's results, and some to spare: 24 of 32 with AVX-512, 12 of 16 with AVX2, 24 of 32 with NEON.
 constexpr int ROWS = LANES == 16 ? 12 : 6;
 constexpr int BLOCK = 512;
+constexpr int TILES = 4;
+constexpr int QUERIES = TILES * ROWS;
 
 // One KV head and its group of query heads. Strides are in elements; those of features are 1.
 struct Shape {
@@ -27,9 +31,10 @@ struct Shape {
     int64_t window;  // and of those, if causal, only the last so many
 };
 
-// c (ROWS, WIDE) = a (ROWS, depth) b (depth, WIDE), to which c times `keep` of its row is added if that is given.
-static inline void multiply(const float *a, int64_t a_row, const float *b, int64_t b_row, float *c, int64_t c_row,
-                            int64_t depth, const float *keep) {
+// c (ROWS, WIDE) = a (ROWS, depth) b (depth, WIDE), to which c times `keep` of its row is added if that is given; b is a
+// panel.
+static inline void multiply(const float *a, int64_t a_row, const float *b, float *c, int64_t c_row, int64_t depth,
+                            const float *keep) {
     Lanes left[ROWS], right[ROWS];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
@@ -37,7 +42,7 @@ static inline void multiply(const float *a, int64_t a_row, const float *b, int64
         right[r] = keep ? load(c + r * c_row + LANES) * keep[r] : Lanes{};
     }
     for (int64_t k = 0; k < depth; ++k) {
-        const Lanes b_left = load(b + k * b_row), b_right = load(b + k * b_row + LANES);
+        const Lanes b_left = load(b + k * WIDE), b_right = load(b + k * WIDE + LANES);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
             left[r] += a[r * a_row + k] * b_left;
@@ -51,32 +56,47 @@ static inline void multiply(const float *a, int64_t a_row, const float *b, int64
     }
 }
 
-// Attend from up to ROWS queries of one head, from `first` on. Room: ROWS x (2 dim + BLOCK).
-static void attend(const Shape &s, const float *query, const float *turned, const float *values, float *out, float *lse,
+static int64_t room_of(int64_t dim) { return QUERIES * (2 * dim + BLOCK); }
+static int64_t padded(int64_t keys) { return (keys + BLOCK - 1) / BLOCK * BLOCK; }
+
+// Attend from up to QUERIES queries of one head, from `first` on, to packed keys and values.
+static void attend(const Shape &s, const float *query, const float *keys, const float *values, float *out, float *lse,
                    int64_t first, float *room) {
-    const int64_t rows = std::min<int64_t>(ROWS, s.queries - first), padded = (s.keys + WIDE - 1) / WIDE * WIDE;
-    const int64_t before = s.causal ? s.keys - s.queries + first : s.keys;  // keys that come before the tile's
-    float *tile = room, *sums = tile + ROWS * s.dim, *scores = sums + ROWS * s.dim;
-    float most[ROWS], total[ROWS] = {}, rescale[ROWS];
-    std::fill_n(most, ROWS, -std::numeric_limits<float>::max());
-    std::fill_n(tile, 2 * ROWS * s.dim, 0.0f);
+    const int64_t rows = std::min<int64_t>(QUERIES, s.queries - first), tiles = (rows + ROWS - 1) / ROWS;
+    const int64_t before = s.causal ? s.keys - s.queries + first : s.keys;  // keys that come before the first query's
+    float *scaled = room, *sums = scaled + QUERIES * s.dim, *scores = sums + QUERIES * s.dim;
+    float most[QUERIES], total[QUERIES] = {}, rescale[QUERIES];
+    std::fill_n(most, QUERIES, -std::numeric_limits<float>::max());
+    std::fill_n(scaled, 2 * QUERIES * s.dim, 0.0f);
     const float scale = s.scale * LOG2_E;  // weights are powers of two
     for (int64_t r = 0; r < rows; ++r)
-        for (int64_t d = 0; d < s.dim; ++d) tile[r * s.dim + d] = query[(first + r) * s.query_row + d] * scale;
+        for (int64_t d = 0; d < s.dim; ++d) scaled[r * s.dim + d] = query[(first + r) * s.query_row + d] * scale;
     const int64_t all = s.causal ? before + rows : s.keys;
     const int64_t unseen = s.causal ? std::max<int64_t>(0, before + 1 - s.window) : 0;
-    for (int64_t begin = unseen / WIDE * WIDE; begin < all; begin += BLOCK) {
-        const int64_t count = std::min<int64_t>(BLOCK, all - begin), wide = (count + WIDE - 1) / WIDE * WIDE;
-        for (int64_t c = 0; c < wide; c += WIDE)
-            multiply(tile, s.dim, turned + begin + c, padded, scores + c, BLOCK, s.dim, nullptr);
-        for (int64_t r = 0; r < ROWS; ++r) {
+    for (int64_t begin = unseen / BLOCK * BLOCK; begin < all; begin += BLOCK) {
+        const int64_t count = std::min<int64_t>(BLOCK, all - begin);
+        // The first tile with a query that sees a key; and how many keys of the block a tile's queries see, at most.
+        const auto first_tile = [&](int64_t key) {
+            return s.causal ? std::max<int64_t>(0, key - before) / ROWS : 0;
+        };
+        const auto seen = [&](int64_t tile) {
+            return s.causal ? std::min(count, before + (tile + 1) * ROWS - begin) : count;
+        };
+        for (int64_t c = 0; c < count; c += WIDE)
+            for (int64_t t = first_tile(begin + c); t < tiles; ++t)
+                multiply(scaled + t * ROWS * s.dim, s.dim, keys + (begin + c) * s.dim, scores + t * ROWS * BLOCK + c,
+                         BLOCK, s.dim, nullptr);
+        for (int64_t r = first_tile(begin) * ROWS; r < tiles * ROWS; ++r) {
             const int64_t own = before + std::min(r + 1, rows) - begin;  // keys of the block up to the query's own
             const int64_t high = s.causal ? std::clamp<int64_t>(own, 0, count) : count;
             const int64_t low = s.causal ? std::clamp<int64_t>(own - s.window, 0, high) : 0;
+            const int64_t wide = (seen(r / ROWS) + WIDE - 1) / WIDE * WIDE;
             rescale[r] = weigh(scores + r * BLOCK, low, high, wide, most[r], total[r]);
         }
         for (int64_t d = 0; d < s.dim; d += WIDE)
-            multiply(scores, BLOCK, values + begin * s.value_row + d, s.value_row, sums + d, s.dim, count, rescale);
+            for (int64_t t = first_tile(begin); t < tiles; ++t)
+                multiply(scores + t * ROWS * BLOCK, BLOCK, values + begin * s.dim + d * BLOCK,
+                         sums + t * ROWS * s.dim + d, s.dim, seen(t), rescale + t * ROWS);
     }
     for (int64_t r = 0; r < rows; ++r) {
         for (int64_t d = 0; d < s.dim; ++d) out[(first + r) * s.out_row + d] = sums[r * s.dim + d] / total[r];
@@ -84,41 +104,47 @@ static void attend(const Shape &s, const float *query, const float *turned, cons
     }
 }
 
-// Lay keys (keys, dim) out as (dim, padded to WIDE), with zeros behind.
-static void turn(const Shape &s, const float *keys, float *turned, int64_t begin, int64_t end) {
-    const int64_t padded = (s.keys + WIDE - 1) / WIDE * WIDE;
-    for (int64_t from = begin; from < end; from += LANES)
+// Pack a block of keys (keys, dim) as (keys / WIDE, dim, WIDE), and of values as (dim / WIDE, keys, WIDE), with zeros
+// behind the last.
+static void pack(const Shape &s, const float *keys, const float *values, float *packed_keys, float *packed_values,
+                 int64_t begin) {
+    for (int64_t from = begin; from < begin + BLOCK; from += LANES)
         for (int64_t d = 0; d < s.dim; d += LANES) {
             Lanes square[LANES];
-            for (int64_t t = 0; t < LANES; ++t)
-                square[t] = from + t < s.keys ? load(keys + (from + t) * s.key_row + d) : Lanes{};
+            float *value = packed_values + begin * s.dim + d / WIDE * WIDE * BLOCK + (from - begin) * WIDE + d % WIDE;
+            for (int64_t t = 0; t < LANES; ++t) {
+                const bool is_key = from + t < s.keys;
+                square[t] = is_key ? load(keys + (from + t) * s.key_row + d) : Lanes{};
+                store(value + t * WIDE, is_key ? load(values + (from + t) * s.value_row + d) : Lanes{});
+            }
             turn_square(square);
-            for (int64_t l = 0; l < LANES; ++l) store(turned + (d + l) * padded + from, square[l]);
+            float *key = packed_keys + from / WIDE * WIDE * s.dim + d * WIDE + from % WIDE;
+            for (int64_t l = 0; l < LANES; ++l) store(key + l * WIDE, square[l]);
         }
 }
 
 extern "C" {
 int64_t kvr_attention_multiple() { return WIDE; }
 int64_t kvr_attention_room(int64_t dim, int64_t keys, int64_t threads) {
-    return dim * ((keys + WIDE - 1) / WIDE * WIDE) + threads * ROWS * (2 * dim + BLOCK);
+    return 2 * dim * padded(keys) + threads * room_of(dim);
 }
 
 void kvr_attention(const Shape *shape, const float *query, const float *keys, const float *values, float *out,
                    float *lse, float *room, int64_t threads) {
     const Shape s = *shape;
-    const int64_t padded = (s.keys + WIDE - 1) / WIDE * WIDE, tiles = (s.queries + ROWS - 1) / ROWS;
-    const int64_t pieces = (padded + BLOCK - 1) / BLOCK;
-    float *turned = room, *rooms = room + s.dim * padded;
-    std::atomic<int64_t> thread{0}, piece{0}, done{0}, next{0};
+    const int64_t blocks = padded(s.keys) / BLOCK, parts = (s.queries + QUERIES - 1) / QUERIES;
+    float *packed_keys = room, *packed_values = packed_keys + s.dim * padded(s.keys);
+    float *rooms = packed_values + s.dim * padded(s.keys);
+    std::atomic<int64_t> thread{0}, block{0}, done{0}, next{0};
     in_threads(threads, [&] {
-        float *own = rooms + thread++ * ROWS * (2 * s.dim + BLOCK);
-        for (int64_t i; (i = piece++) < pieces; ++done)
-            turn(s, keys, turned, i * BLOCK, std::min(i * BLOCK + BLOCK, padded));
-        while (done < pieces) std::this_thread::yield();
-        for (int64_t i; (i = next++) < s.group * tiles;) {
-            const int64_t head = i % s.group, first = (tiles - 1 - i / s.group) * ROWS;  // the longest first
-            attend(s, query + head * s.query_head, turned, values, out + head * s.out_head, lse + head * s.queries,
-                   first, own);
+        float *own = rooms + thread++ * room_of(s.dim);
+        for (int64_t i; (i = block++) < blocks; ++done)
+            pack(s, keys, values, packed_keys, packed_values, i * BLOCK);
+        while (done < blocks) std::this_thread::yield();
+        for (int64_t i; (i = next++) < s.group * parts;) {
+            const int64_t head = i % s.group, first = (parts - 1 - i / s.group) * QUERIES;  // the longest first
+            attend(s, query + head * s.query_head, packed_keys, packed_values, out + head * s.out_head,
+                   lse + head * s.queries, first, own);
         }
     });
 }

@@ -35,9 +35,9 @@ COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = "-std=c++17 -O3 -march=native -ffp-contract=fast -fno-math-errno -shared -fPIC -pthread".split()
 NOT_COMPILED = "attention is not compiled, so torch's is used"
 ALLOWED_ERROR = 1e-5
-# Heads, KV heads, queries, keys: tiles that are full and not, several blocks of keys, queries at the keys' end, and
-# one query with a piece of keys and with several.
-TRIED = ((6, 2, 45, 45), (2, 2, 7, 1100), (4, 1, 13, 531), (14, 2, 1, 1100), (3, 3, 1, 33))
+# Heads, KV heads, queries, keys: tiles that are full and not, several blocks of keys, queries at the keys' end and on
+# both sides of a block's, and one query with a piece of keys and with several.
+TRIED = ((6, 2, 45, 45), (2, 1, 131, 580), (2, 2, 7, 1100), (4, 1, 13, 531), (14, 2, 1, 1100), (3, 3, 1, 33))
 # Products: outputs that no tile of them divides, and full and partial tiles of rows.
 TRIED_OUTS, TRIED_ROWS = 71, (1, 2, 3, 8, 13)
 
