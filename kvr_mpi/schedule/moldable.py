@@ -11,7 +11,7 @@ times whole microseconds.
 - Places: longest chains first, of one length the longest documents first, each on the block that is free first
   (LPT; Graham, SIAM J. Appl. Math. 17(2), 1969). Where lengths divide one another blocks are nested, so all ranks of a
   block are free at one time and nobody idles before the end: the batch ends within the mean load and one document.
-  With a document or less for a rank, lengths in between waste less than that idling, so both are tried.
+  With a document or less for a rank, lengths in between waste less than that idling.
 - The lower bound is the smallest d for which the canonical allotment's area fits into d x ranks (Ludwig and Tiwari,
   SODA 1994).
 """
@@ -19,10 +19,8 @@ times whole microseconds.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import permutations
 from typing import TypeAlias
 
 import numpy as np
@@ -31,10 +29,7 @@ import numpy.typing as npt
 from kvr_mpi.topology import Topology, divides
 
 # Documents placed in all trials together, and the least and most trials of each kind.
-TRIAL_DOCUMENTS, MIN_TRIALS, MAX_TRIALS = 200_000, 12, 400
-# Orders in which the ranks' prime factors make nested lengths (12 ranks: 1, 2, 4, 12 or 1, 2, 6, 12 or 1, 3, 6, 12).
-MAX_LADDERS = 6
-MIN_LADDER_TRIALS = 3
+TRIAL_DOCUMENTS, MIN_TRIALS, MAX_TRIALS = 100_000, 6, 200
 # With no more documents than this for each rank, chains may also have lengths that do not divide the ranks: those of
 # these quarters of powers of two, up to the longest that is forecast quickly.
 FEW_PER_RANK, QUARTERS, LONGEST_BETWEEN = 4, (5, 6, 7, 8), 64
@@ -122,42 +117,16 @@ def fixed_plans(
 
 
 def moldable_plans(times: Table, lengths: Sequence[int], ranks: int) -> list[Plan]:
-    """Find good plans of mixed lengths, two for each way to nest the lengths, and two of all lengths."""
+    """Find two good plans of mixed lengths: from the best deadline, and from the cheapest lengths."""
     if not len(times):
         return []
-    ladders = dict.fromkeys([*_ladders(ranks), tuple(lengths)])
     trials = min(MAX_TRIALS, max(MIN_TRIALS, TRIAL_DOCUMENTS // len(times)))
-    trials = max(MIN_LADDER_TRIALS, trials // len(ladders))
-    plans = []
-    for ladder in ladders:
-        allowed = np.array([length in ladder for length in lengths])
-        nested = np.where(allowed, times, NEVER)
-        if not (nested < NEVER).any(axis=1).all():
-            continue
-        areas = _areas(nested, np.array(lengths))
-        found = [
-            pack(nested, _allot(nested, areas, deadline), lengths, ranks)
-            for deadline in _deadlines(nested, areas, ranks, trials)
-        ]
-        best = min(found, key=lambda plan: plan.cost)
-        cheapest = pack(nested, areas.argmin(axis=1), lengths, ranks)
-        plans += [_climb(start, nested, lengths, ranks, trials) for start in (best, cheapest)]
-    return plans
-
-
-def _ladders(ranks: int) -> list[tuple[int, ...]]:
-    """Ways to nest lengths: products of the prime factors of `ranks`, in each distinct order."""
-    factors, rest, prime = [], ranks, 2
-    while rest > 1:
-        while rest % prime == 0:
-            factors.append(prime)
-            rest //= prime
-        prime += 1
-    if len(factors) > 8 or len(set(factors)) == 1:  # too many orders to list, or only one
-        orders = [tuple(factors), tuple(reversed(factors))][: len(set(factors))]
-    else:
-        orders = sorted(set(permutations(factors)))[:MAX_LADDERS]
-    return [tuple(math.prod(order[:count]) for count in range(len(order) + 1)) for order in orders]
+    areas = _areas(times, np.array(lengths))
+    deadlines = _deadlines(times, areas, ranks, trials)
+    found = [pack(times, _allot(times, areas, deadline), lengths, ranks) for deadline in deadlines]
+    best = min(found, key=lambda plan: plan.cost)
+    cheapest = pack(times, areas.argmin(axis=1), lengths, ranks)
+    return [_climb(start, times, lengths, ranks, trials) for start in (best, cheapest)]
 
 
 def _areas(times: Table, lengths: Table) -> Table:
