@@ -41,7 +41,7 @@ from kvr_mpi.runtime.batch import open_context, open_source, scan_documents, wor
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import share_out
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
-from kvr_mpi.runtime.stopping import SharedStop, Stop
+from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup, Machine
@@ -254,7 +254,8 @@ def _ours(
         counters = open_counters(control, FIRST_LIST + shares.slots)
         quiet = Progress(Log(control.rank), len(numbers), shares.work, silent=True)
         with closing(ShardWriter(folder, f"{control.rank:04d}", prepared.header())) as writer:
-            source, stop = open_source(prepared, corpus), SharedStop(Stop(), counters)
+            source, stop = open_source(prepared, corpus), Stop()
+            stop.join(counters)
             sink = ResultSink(writer, counters, quiet, keeps_kv=bool(prepared.spec.output.kv))
             context = open_context(prepared, source, sink, stop)
             work_through(prepared, JobRanks(ranks, ranks), shares, context, counters, Log(1).line)
@@ -262,7 +263,7 @@ def _ours(
         seconds = time.perf_counter() - began
         done = counters.read()[Slot.DONE]
         counters.close()
-    found = share_json(control, gather_json(control, [asdict(context.tally), seconds]))
+    found = share_json(control, gather_json(control, [asdict(context.trace.tally), seconds]))
     tallies = [Tally(**one) for one, _ in found]
     seconds = max(one for _, one in found)
     return CorpusRun(

@@ -260,10 +260,10 @@ class Chain:
     def _run(self, plan: Plan) -> Prefill | None:
         """Prefill over the chain; a short prompt on the rank that decodes it, and on others nothing."""
         if plan.way.takes_all:
-            return self._runner.prefill([plan], self._forwarder)[0]
+            return plan.way.prefill([plan], self._forwarder, None)[0]
         alone = together(
             self._ranks,
-            lambda: self._runner.prefill([plan], self._forwarder) if self.rank == self.decode_rank else [],
+            lambda: plan.way.prefill([plan], self._forwarder, None) if self.rank == self.decode_rank else [],
         )
         return alone[0] if alone else None
 

@@ -33,7 +33,7 @@ from kvr_mpi.runtime.options import Environment, RunOptions
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
 from kvr_mpi.runtime.slots import FIRST_LIST, Slot
-from kvr_mpi.runtime.stopping import SharedStop, Stop, listening
+from kvr_mpi.runtime.stopping import Stop, listening
 from kvr_mpi.runtime.stored_source import StoredSource, check_askable, scan_stored
 from kvr_mpi.runtime.tally import Tally, describe_throughput
 from kvr_mpi.runtime.tracing import Trace, open_states, open_trace
@@ -118,9 +118,9 @@ def _run(
         Progress(log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=has_bar, files=files) as progress,
     ):
         source = open_source(prepared, corpus)
-        shared_stop = SharedStop(stop, counters, None if run is None else run.check, ranks.peers)
+        stop.join(counters, None if run is None else run.check, ranks.peers)
         sink = _open_sink(prepared, ranks, writer, parts, counters, progress)
-        context = open_context(prepared, source, sink, shared_stop, trace)
+        context = open_context(prepared, source, sink, stop, trace)
         work_through(prepared, ranks, shares, context, counters, log.line)
     world.barrier()
     if run is not None:
@@ -129,7 +129,7 @@ def _run(
     left = len(todo) - counts[Slot.DONE]
     counters.close()
     # The first lane's, whose first rank is the job's: the others have done the same.
-    tallies = [Tally(**one) for one in share_json(world, gather_json(ranks.lane, asdict(context.tally)))]
+    tallies = [Tally(**one) for one in share_json(world, gather_json(ranks.lane, asdict(trace.tally)))]
     if spec.report.metrics and world.rank == 0:
         progress.end(left, counts[Slot.TOKENS])
         write_metrics(folder, [asdict(one) for one in tallies], len(todo) - left, progress.elapsed_s, log.line)
@@ -139,22 +139,11 @@ def _run(
 
 
 def open_context(
-    setup: JobSetup, source: Source, sink: ResultSink, stop: SharedStop, trace: Trace | None = None
+    setup: JobSetup, source: Source, sink: ResultSink, stop: Stop, trace: Trace | None = None
 ) -> WorkerContext:
     """Put together what this rank works with: documents, results, answers under way."""
-    tally, trace = Tally(), trace or Trace(Recorder())
-    trace.follow(tally)
-    new_tokens = setup.spec.generation.max_new_tokens
-    decoder = Decoder(
-        setup.open_decode_batch(),
-        sink,
-        stop,
-        tally,
-        decodes=new_tokens > 0,
-        compression=setup.compression,
-        recorder=trace.recorder,
-    )
-    return WorkerContext(source, sink, decoder, stop, tally, trace)
+    trace = trace or Trace(Recorder())
+    return WorkerContext(source, sink, Decoder(setup, sink, stop, trace), stop, trace)
 
 
 def _open_sink(

@@ -12,7 +12,6 @@ from typing import Any
 from kvr_mpi.errors import AgreementError, DocumentError
 from kvr_mpi.job.combinations import PROMPTS, why_no_effect
 from kvr_mpi.job.model_kinds import kinds_of
-from kvr_mpi.kv.cache import WriteLayer
 from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.partition import Partition
@@ -34,7 +33,7 @@ from kvr_mpi.transport.forwarder import Forwarder
 class ChainRunner:
     """A model on a chain of ranks, ready to answer documents.
 
-    Every rank of the chain calls `begin` and `prefill` with the same prompts in the same order.
+    Every rank of the chain calls `begin`, and the prefill of the ways, with the same prompts in the same order.
 
     Parameters
     ----------
@@ -201,10 +200,6 @@ class ChainRunner:
             for need, held, free in zip(plan.way.needs(plan), held_bytes, self._memory.free_bytes, strict=True)
         )
 
-    def kept_bytes(self, plan: Plan) -> list[int]:
-        """Bytes each rank of the chain keeps of a prompt until it is answered."""
-        return plan.way.kept(plan)
-
     def held_bytes(self, prompt: Prompt) -> int:
         """Bytes of a prompt's cache, with room for the answer, on the rank that decodes it."""
         return self._memory.whole_bytes(prompt, prompt.new_tokens)
@@ -227,16 +222,6 @@ class ChainRunner:
             return None
         plan.way.at, self._decode_rank = beginning, plan.decode_rank
         return plan.way.begin(plan, forwarder)
-
-    def writes_own(self, plan: Plan) -> bool:
-        """Whether every rank stores its own slice (`OverChain.writes_own`)."""
-        return plan.way is self._over_chain and self._over_chain.writes_own(plan)
-
-    def prefill(
-        self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None = None
-    ) -> list[Prefill]:
-        """Prefill prompts that run in one row, or one (`Way.prefill`)."""
-        return row[0].way.prefill(row, forwarder, write)
 
     def forget_stored(self) -> None:
         """Close the file that the last prompt's beginning was read from."""

@@ -9,19 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from kvr_mpi.compress.compression import Compression
-from kvr_mpi.decode.batch import DecodeBatch, Finished
+from kvr_mpi.decode.batch import Finished
+from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.kv.document_share import DocumentShare
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.result_sink import ResultSink
-from kvr_mpi.runtime.stopping import SharedStop
-from kvr_mpi.runtime.tally import Tally
+from kvr_mpi.runtime.stopping import Stop
+from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import Held
+from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.outputs import Record
-from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import share_json
 
 
@@ -30,34 +30,21 @@ class Decoder:
 
     Parameters
     ----------
-    batch : DecodeBatch
-        Of several ranks each calls `decode` at the same time.
+    setup : JobSetup
     sink : ResultSink
-    stop : SharedStop
-    tally : Tally
-        Of this rank.
-    decodes : bool
-        Whether there is anything to decode after the first logits.
-    compression : Compression or None
-        Which keys and values are kept of a prompt; it says how much that is.
-    recorder : Recorder, optional
-        Told when answers are decoded, and how many.
+    stop : Stop
+    trace : Trace
+        Of this rank: it records when answers are decoded, and how many.
+    group : Group, optional
+        The ranks that decode together, each of which calls `decode` at the same time; None: this one alone.
     """
 
     def __init__(
-        self,
-        batch: DecodeBatch[Prompt],
-        sink: ResultSink,
-        stop: SharedStop,
-        tally: Tally,
-        *,
-        decodes: bool,
-        compression: Compression | None = None,
-        recorder: Recorder | None = None,
+        self, setup: JobSetup, sink: ResultSink, stop: Stop, trace: Trace, group: Group[Prompt] | None = None
     ) -> None:
-        self._compression = compression
-        self._recorder = Recorder() if recorder is None else recorder
-        self._batch, self._sink, self._stop, self._tally, self._decodes = batch, sink, stop, tally, decodes
+        self._compression, self._batch = setup.compression, setup.open_decode_batch(group)
+        self._decodes = setup.spec.generation.max_new_tokens > 0  # anything after the first logits
+        self._sink, self._stop, self._trace = sink, stop, trace
         self._parts: list[tuple[str, Record]] = []
 
     @property
@@ -103,9 +90,9 @@ class Decoder:
         while self._batch.running > leave and not self._is_over():
             self._deliver(self._batch.step())
             self._stop.announce()
-        self._tally.decode_s += time.monotonic() - began
+        self._trace.tally.decode_s += time.monotonic() - began
         if answers > self._batch.running:
-            self._recorder.note("decode", began_s, prompt=-1, amount=answers)
+            self._trace.recorder.note("decode", began_s, prompt=-1, amount=answers)
 
     def take_parts(self) -> list[tuple[str, Record]]:
         """Return records of parts of documents since this was asked last, by their prompts' keys."""
@@ -114,7 +101,7 @@ class Decoder:
 
     def _is_over(self) -> bool:
         """Whether there is no time left; ranks that decode together have to see it at once."""
-        is_over, ranks = self._stop.is_over, self._batch.group.ranks
+        is_over, ranks = self._stop.is_over_for_group, self._batch.group.ranks
         return is_over if ranks is None else bool(share_json(ranks, is_over))
 
     def _deliver(self, answered: Sequence[Finished[Prompt]]) -> None:
@@ -125,8 +112,8 @@ class Decoder:
                 record = prompt.error_record(finished.error or "unknown")
             else:
                 record = prompt.record(finished.prefill, answer)
-                self._tally.prompt_tokens += prompt.tokens - finished.prefill.known_tokens
-                self._tally.new_tokens += answer.new_tokens
+                self._trace.tally.prompt_tokens += prompt.tokens - finished.prefill.known_tokens
+                self._trace.tally.new_tokens += answer.new_tokens
             if not prompt.is_final:
                 self._parts.append((prompt.key, record))
             elif answer is None:

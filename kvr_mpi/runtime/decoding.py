@@ -103,13 +103,4 @@ def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choi
         group = HeadGroup(setup.loaded, chain, place, loads, setup.arena)
     else:
         return context
-    decoder = Decoder(
-        setup.open_decode_batch(group),
-        context.sink,
-        context.stop,
-        context.tally,
-        decodes=setup.spec.generation.max_new_tokens > 0,
-        compression=setup.compression,
-        recorder=context.trace.recorder,
-    )
-    return replace(context, decoder=decoder)
+    return replace(context, decoder=Decoder(setup, context.sink, context.stop, context.trace, group))

@@ -19,9 +19,9 @@ from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.pace import Pace
 from kvr_mpi.runtime.plan import EndPrefill, Message, Plan
 from kvr_mpi.runtime.result_sink import ResultSink
-from kvr_mpi.runtime.stopping import SharedStop
+from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tracing import Trace
-from kvr_mpi.runtime.waves import EndWave, Held, PrefillPrompt, RefuseDocument, TakeDocument, WaveScheduler
+from kvr_mpi.runtime.waves import Held, Next, Refusal, WaveScheduler
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.store.outputs import Record
 
@@ -37,12 +37,12 @@ class Leader:
     source : Source
         Where documents come from.
     sink : ResultSink
-    stop : SharedStop
+    stop : Stop
     trace : Trace
     """
 
     def __init__(
-        self, runner: ChainRunner, queue: WorkQueue, source: Source, sink: ResultSink, stop: SharedStop, trace: Trace
+        self, runner: ChainRunner, queue: WorkQueue, source: Source, sink: ResultSink, stop: Stop, trace: Trace
     ) -> None:
         self._runner, self._queue, self._source = runner, queue, source
         self._sink, self._stop, self._trace = sink, stop, trace
@@ -87,15 +87,15 @@ class Leader:
             wave_s = time.monotonic() - self._pace.wave_began_s
             decision = self._scheduler.decide(wave_s=wave_s, has_documents=self._has_documents)
             match decision:
-                case TakeDocument():
+                case Plan():
+                    self._scheduler.start_next(decision)
+                    return decision
+                case Refusal(reason):
+                    self._refuse_document(self._scheduler.next_request, reason)
+                case Next.DOCUMENT:
                     if not self._take_document(put_off):
                         break
-                case RefuseDocument(reason):
-                    self._refuse_document(self._scheduler.next_request, reason)
-                case PrefillPrompt(plan):
-                    self._scheduler.start_next(plan)
-                    return plan
-                case EndWave():
+                case Next.DECODE:
                     break
         return EndPrefill(self._has_more, self.has_work)
 

@@ -75,6 +75,10 @@ class Way(ABC):
     def kept(self, plan: Plan) -> list[int]:
         """Bytes each rank of the chain keeps."""
 
+    def writes_own(self, plan: Plan) -> bool:
+        """Whether every rank stores its own slice, although the rank that decodes has all keys and values."""
+        return False
+
     @abstractmethod
     def prefill(self, row: Sequence[Plan], forwarder: Forwarder | None, write: WriteLayer | None) -> list[Prefill]:
         """Prefill prompts that go on from the same; only one, unless the way is `in_rows`.
@@ -132,6 +136,11 @@ class Plan:
     def row_tokens(self) -> int:
         """What it takes of a packed row."""
         return self.prompt.tokens - (self.known_tokens if self.before is None else self.before.prompt.tokens)
+
+    @property
+    def kept_bytes(self) -> list[int]:
+        """Bytes each rank of the chain keeps of it until it is answered."""
+        return self.way.kept(self)
 
     @property
     def is_beginning(self) -> bool:

@@ -26,7 +26,7 @@ LAST_S = 8.0
 
 
 class Stop:
-    """Whether to go on.
+    """Whether to go on: on this rank, and from `join` on as all ranks of the job have heard.
 
     Parameters
     ----------
@@ -40,6 +40,24 @@ class Stop:
         self.deadline_s, self._clock = deadline_s, clock
         self.reason = ""  # why no more documents are begun; empty while they are
         self.heard = False  # whether a signal asked for it
+        self._counters: Counters | None = None
+        self._check: Callable[[], None] | None = None
+        self._peers: Transport | None = None
+        self._has_told = False
+
+    def join(self, counters: Counters, check: Callable[[], None] | None = None, peers: Transport | None = None) -> None:
+        """Tell the other ranks from now on, and hear of them.
+
+        Parameters
+        ----------
+        counters : Counters
+            Those of `Slot`.
+        check : callable, optional
+            Raises if this job must not go on.
+        peers : Transport, optional
+            The ranks of this rank's group, which decode together: all see at once that the time is over.
+        """
+        self._counters, self._check, self._peers = counters, check, peers
 
     def ask(self, reason: str) -> None:
         """Begin no more documents; the first reason counts."""
@@ -53,6 +71,11 @@ class Stop:
             self.ask(f"the time limit is near: {max(0.0, left_s):.0f} s left")
         return left_s < LAST_S
 
+    @property
+    def is_over_for_group(self) -> bool:
+        """Whether time is over for the ranks of this rank's group, which all ask at once."""
+        return self.is_over if self._peers is None else bool(share_json(self._peers, self.is_over))
+
     def has_time_for(self, seconds: float) -> bool:
         """Whether something that will take so long can be begun; asks to stop if not."""
         if self.reason or self.deadline_s is None:
@@ -62,54 +85,18 @@ class Stop:
             self.ask(f"the time limit is near: {max(0.0, left_s):.0f} s left, the next document takes {seconds:.0f} s")
         return not self.reason
 
-
-class SharedStop:
-    """A rank's `Stop`, which all ranks of the job hear of.
-
-    Parameters
-    ----------
-    stop : Stop
-        Of this rank.
-    counters : Counters
-        Those of `Slot`.
-    check : callable, optional
-        Raises if this job must not go on.
-    peers : Transport, optional
-        The ranks of this rank's group, which decode together: all see at once that the time is over.
-    """
-
-    def __init__(
-        self,
-        stop: Stop,
-        counters: Counters,
-        check: Callable[[], None] | None = None,
-        peers: Transport | None = None,
-    ) -> None:
-        self._stop, self._counters, self._check, self._peers = stop, counters, check, peers
-        self._has_told = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether there is no time left even for what is begun."""
-        is_over = self._stop.is_over
-        return is_over if self._peers is None else bool(share_json(self._peers, is_over))
-
-    def has_time_for(self, seconds: float) -> bool:
-        """Whether something that will take so long can be begun."""
-        return self._stop.has_time_for(seconds)
-
     def announce(self) -> None:
         """Tell the others if this rank was told to stop."""
         if self._check is not None:
             self._check()
-        if self._stop.heard and not self._has_told:
+        if self.heard and not self._has_told and self._counters is not None:
             self._has_told = True
             self._counters.add(Slot.STOP)
 
     def listen(self) -> None:
         """Stop, too, if another rank was told to."""
-        if not self._stop.reason and self._counters.read()[Slot.STOP]:
-            self._stop.ask("another rank was stopped")
+        if not self.reason and self._counters is not None and self._counters.read()[Slot.STOP]:
+            self.ask("another rank was stopped")
 
 
 @contextmanager

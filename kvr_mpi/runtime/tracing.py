@@ -35,6 +35,11 @@ class Trace:
         Of the model.
     rates : Rates or None
         Of this rank, if they were measured.
+
+    Attributes
+    ----------
+    tally : Tally
+        Sums of what this rank did.
     """
 
     def __init__(
@@ -47,16 +52,14 @@ class Trace:
     ) -> None:
         self.recorder, self._writer, self._layers, self._rates = recorder, writer, layers, rates
         self._states, self._prompts = states, 0
+        self.tally = tally = Tally()
+        if states is not None:
+            states.follow(lambda: (tally.prompt_tokens, tally.new_tokens))
 
     def tell(self, doing: str, what: str = "") -> None:
         """Say what the rank is at from now on, to whoever looks at the run."""
         if self._states is not None:
             self._states.tell(doing, what)
-
-    def follow(self, tally: Tally) -> None:
-        """Tell of this rank's sums, too."""
-        if self._states is not None:
-            self._states.follow(lambda: (tally.prompt_tokens, tally.new_tokens))
 
     def begin_prompt(self, plan: Plan, chain: Transport, first_rank: int) -> None:
         """Say what the rank is at from now on: a prompt on a chain, or what several begin with."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 from kvr_mpi.topology import Rotation
@@ -35,6 +36,10 @@ class Planned(Protocol):
     def decode_rank(self) -> int:
         """The rank that decodes it."""
 
+    @property
+    def kept_bytes(self) -> Sequence[int]:
+        """Bytes each rank keeps of it until it is answered, beyond what it holds already."""
+
 
 R = TypeVar("R", bound=Request)
 R_contra = TypeVar("R_contra", bound=Request, contravariant=True)
@@ -56,9 +61,6 @@ class Capacity(Protocol[R_contra, P]):
     def fits_beside(self, plan: P, held_bytes: Sequence[int]) -> bool:
         """Whether a prompt fits beside what the ranks hold already."""
 
-    def kept_bytes(self, plan: P) -> Sequence[int]:
-        """Bytes each rank keeps of a prompt until it is answered, beyond what it holds already."""
-
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -68,28 +70,18 @@ class Held:
     bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TakeDocument:
-    """Another document is wanted."""
+class Next(Enum):
+    """What comes next, unless it is a prompt."""
+
+    DOCUMENT = "another document is wanted"
+    DECODE = "nothing more is prefilled before the ranks have decoded"
 
 
 @dataclass(frozen=True, slots=True)
-class RefuseDocument:
+class Refusal:
     """The next prompt's document cannot be run on this chain."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillPrompt(Generic[P]):
-    """The next prompt is prefilled."""
-
-    plan: P
-
-
-@dataclass(frozen=True, slots=True)
-class EndWave:
-    """Nothing more is prefilled before the ranks have decoded."""
 
 
 class WaveScheduler(Generic[R, P]):
@@ -143,9 +135,7 @@ class WaveScheduler(Generic[R, P]):
         self._waiting.extend(requests)
         self._checked = None
 
-    def decide(
-        self, *, wave_s: float, has_documents: bool
-    ) -> TakeDocument | RefuseDocument | PrefillPrompt[P] | EndWave:
+    def decide(self, *, wave_s: float, has_documents: bool) -> P | Refusal | Next:
         """Say what comes next; carry it out with `add`, `drop_document` or `start_next`.
 
         Parameters
@@ -157,26 +147,26 @@ class WaveScheduler(Generic[R, P]):
         """
         holds_any = any(held.sequences for held in self._held)
         if holds_any and wave_s > MAX_WAVE_S:
-            return EndWave()
+            return Next.DECODE
         if not self._waiting:
-            return TakeDocument() if has_documents else EndWave()
+            return Next.DOCUMENT if has_documents else Next.DECODE
         request = self._waiting[0]
         if reason := self._why_too_large(request):
-            return RefuseDocument(reason)
+            return Refusal(reason)
         pinned = self._capacity.pinned_rank(request)
         rank = self._next_decode_rank() if pinned is None else pinned
         plan = self._capacity.plan(request, rank)
         fits = self._held[rank].sequences < self._max_sequences and self._capacity.fits_beside(
             plan, [held.bytes for held in self._held]
         )
-        return PrefillPrompt(plan) if fits or not holds_any else EndWave()
+        return plan if fits or not holds_any else Next.DECODE
 
     def start_next(self, plan: P) -> None:
         """Take the next prompt, which is prefilled now as planned, and then held."""
         self._waiting.popleft()
         self._begun += 1
         if self._decodes:
-            kept = self._capacity.kept_bytes(plan)
+            kept = plan.kept_bytes
             for rank in range(len(self._held)) if self._is_shared else [plan.decode_rank]:
                 held = self._held[rank]
                 self._held[rank] = Held(held.sequences + 1, held.bytes + kept[rank])

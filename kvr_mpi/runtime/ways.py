@@ -242,10 +242,7 @@ class OverChain(Way):
         return [-(-whole // size)] * size if self.is_sharded else self.memory.on(plan.decode_rank, whole)
 
     def writes_own(self, plan: Plan) -> bool:
-        """Whether every rank stores its own slice's keys and values, although the last rank decodes from all of them.
-
-        Not with compression, which selects tokens on the last rank.
-        """
+        """Say no with compression, which selects tokens on the last rank."""
         spec = self.memory.setup.spec
         is_kept = spec.output.kv is True and spec.compress is None and not self.is_sharded and not plan.is_beginning
         return is_kept and plan.has_slices(self.memory.chain.size)

@@ -23,8 +23,7 @@ from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.leader import Leader
 from kvr_mpi.runtime.plan import EndPrefill, Plan, share_message
 from kvr_mpi.runtime.result_sink import ResultSink
-from kvr_mpi.runtime.stopping import SharedStop
-from kvr_mpi.runtime.tally import Tally
+from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import Held
 from kvr_mpi.runtime.work_queue import WorkQueue
@@ -47,8 +46,7 @@ class WorkerContext:
     source: Source
     sink: ResultSink
     decoder: Decoder
-    stop: SharedStop
-    tally: Tally
+    stop: Stop
     trace: Trace
 
 
@@ -99,7 +97,7 @@ class ChainWorker:
 
     def _has_work(self) -> bool:
         """Whether the chain goes on: its leader knows what is left, and checks the clock for all of them."""
-        is_over = self._context.stop.is_over
+        is_over = self._context.stop.is_over_for_group
         return bool(share_json(self._members, self._leader is not None and self._leader.has_work and not is_over))
 
     def _prefill_wave(self) -> EndPrefill:
@@ -114,7 +112,7 @@ class ChainWorker:
             self._prefill(message)
         self._prefill_rows()
         self._runner.forget_stored()
-        self._context.tally.phase_s += time.monotonic() - began
+        self._context.trace.tally.phase_s += time.monotonic() - began
         return message
 
     def _prefill(self, plan: Plan) -> None:
@@ -144,21 +142,21 @@ class ChainWorker:
         """Count what was computed by this rank, if it was."""
         self._context.trace.end_prompt(prefill)
         if prefill is not None:
-            self._context.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
+            self._context.trace.tally.busy_s += prefill.seconds - prefill.wait_s - prefill.send_wait_s
 
     def _prefill_slice(self, plan: Plan) -> Prefill:
         """Prefill this rank's slice, and store its keys and values if every rank stores its own."""
-        runner, prompt = self._runner, plan.prompt
-        if not runner.writes_own(plan) or not prompt.is_final:
-            (prefill,) = runner.prefill([plan], self._forwarder)
+        prompt = plan.prompt
+        if not plan.way.writes_own(plan) or not prompt.is_final:
+            (prefill,) = plan.way.prefill([plan], self._forwarder, None)
             return prefill
         assert plan.partition is not None
         bounds = plan.bounds_on(self._chain.rank)
         if self._chain.rank == plan.decode_rank:  # its own are stored with the answer
-            (prefill,) = runner.prefill([plan], self._forwarder)
+            (prefill,) = plan.way.prefill([plan], self._forwarder, None)
             return replace(prefill, stored_tokens=bounds[0])
         with self._context.sink.writing_slice(prompt.begun_record(plan.partition), bounds, prompt) as layers:
-            (prefill,) = runner.prefill([plan], self._forwarder, layers.add_layer)
+            (prefill,) = plan.way.prefill([plan], self._forwarder, layers.add_layer)
             if prefill.error is not None:
                 layers.drop()
         return prefill
@@ -170,13 +168,13 @@ class ChainWorker:
             self._context.trace.begin_row(row, self._runner.first_rank + self._chain.rank)
             began = time.monotonic()
             try:
-                prefills = self._runner.prefill(row, self._forwarder)
+                prefills = row[0].way.prefill(row, self._forwarder, None)
             except DataError as error:  # stored keys and values cannot be read to the end
                 for plan in row:
                     self._context.sink.write_record(plan.prompt.error_record(str(error)), plan.prompt.document_work)
                 continue
             # Not their own times: that of the document they share, counted already, is in the first prompt's.
-            self._context.tally.busy_s += time.monotonic() - began
+            self._context.trace.tally.busy_s += time.monotonic() - began
             self._context.trace.end_row(prefills)
             for plan, prefill in zip(row, prefills, strict=True):
                 self._context.decoder.start(plan.prompt, prefill)

@@ -231,15 +231,16 @@ def test_prompts_are_shown_with_where_they_come_from(job: Path) -> None:
 def test_the_time_of_a_shared_document_is_counted_once() -> None:
     """The first prompt's time includes that of the document, which was counted when the document was prefilled."""
     tally, started = Tally(), []
-    plan = SimpleNamespace(row_tokens=1, goes_with=lambda other: True, prompt=None)
     prefills = [SimpleNamespace(seconds=seconds) for seconds in (5000.0, 1.0)]
+    way = SimpleNamespace(prefill=lambda row, forwarder, write: prefills)
+    plan = SimpleNamespace(row_tokens=1, goes_with=lambda other: True, prompt=None, way=way)
     decoder = SimpleNamespace(start=lambda prompt, prefill: started.append(prefill))
     worker = SimpleNamespace(
         _rows=[plan] * 2,
-        _runner=SimpleNamespace(first_rank=0, prefill=lambda row, forwarder: prefills),
+        _runner=SimpleNamespace(first_rank=0),
         _forwarder=None,
         _chain=SimpleNamespace(rank=0),
-        _context=SimpleNamespace(tally=tally, trace=MagicMock(), decoder=decoder),
+        _context=SimpleNamespace(trace=MagicMock(tally=tally), decoder=decoder),
     )
     ChainWorker._prefill_rows(worker)  # type: ignore[arg-type]
     assert started == prefills and 0 <= tally.busy_s < 2500, "what passed here, not what the record says"

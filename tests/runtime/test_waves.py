@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from kvr_mpi.runtime.waves import (
     MAX_WAVE_S,
-    EndWave,
     Held,
-    PrefillPrompt,
-    RefuseDocument,
-    TakeDocument,
+    Next,
+    Refusal,
     WaveScheduler,
 )
 
@@ -28,6 +26,11 @@ class Planned:
 
     request: Request
     decode_rank: int
+    size: int
+
+    @property
+    def kept_bytes(self) -> list[int]:
+        return [self.request.bytes * (rank == self.decode_rank) for rank in range(self.size)]
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Ranks:
     planned: list[Planned] = field(default_factory=list)
 
     def plan(self, request: Request, decode_rank: int) -> Planned:
-        self.planned.append(Planned(request, decode_rank))
+        self.planned.append(Planned(request, decode_rank, self.size))
         return self.planned[-1]
 
     def pinned_rank(self, request: Request) -> int | None:
@@ -64,9 +67,6 @@ class Ranks:
         return all(
             self.needs(plan.request, plan.decode_rank, rank) + held <= FREE for rank, held in enumerate(held_bytes)
         )
-
-    def kept_bytes(self, plan: Planned) -> list[int]:
-        return [plan.request.bytes * (rank == plan.decode_rank) for rank in range(self.size)]
 
     @staticmethod
     def needs(request: Request, decode_rank: int, rank: int) -> int:
@@ -91,19 +91,19 @@ def test_every_prompt_runs_once_and_memory_is_never_exceeded(
     while queue or scheduler.has_waiting:
         assert (waves := waves + 1) <= 1 + sum(map(len, documents)), "a wave without a prompt"
         scheduler.begin_wave(Held(len(one), sum(each.bytes for each in one)) for one in held)
-        while not isinstance(decision := scheduler.decide(wave_s=0.0, has_documents=bool(queue)), EndWave):
+        while (decision := scheduler.decide(wave_s=0.0, has_documents=bool(queue))) is not Next.DECODE:
             match decision:
-                case TakeDocument():
+                case Next.DOCUMENT:
                     assert not scheduler.has_waiting
                     scheduler.add(queue.pop(0))
-                case RefuseDocument(reason):
+                case Refusal(reason):
                     document = scheduler.next_request.document
                     assert any(f"{size} bytes" == reason for size in documents[document])
                     refused.append(document)
                     scheduler.drop_document(str(document))
-                case PrefillPrompt(plan):
-                    alone, request, rank = not any(held), plan.request, plan.decode_rank
-                    scheduler.start_next(plan)
+                case Planned(request, rank):
+                    alone = not any(held)
+                    scheduler.start_next(decision)
                     for other in range(size):
                         total = ranks.needs(request, rank, other) + sum(each.bytes for each in held[other])
                         assert total <= FREE or alone
@@ -123,9 +123,9 @@ def test_no_rank_starves(size: int, prompts: int) -> None:
     scheduler: WaveScheduler[Request, Planned] = WaveScheduler(size, Ranks(size), max_sequences=1000)
     scheduler.add(Request(number, 0, 1) for number in range(prompts))
     order = []
-    while isinstance(decision := scheduler.decide(wave_s=0.0, has_documents=False), PrefillPrompt):
-        order.append(decision.plan.decode_rank)
-        scheduler.start_next(decision.plan)
+    while isinstance(decision := scheduler.decide(wave_s=0.0, has_documents=False), Planned):
+        order.append(decision.decode_rank)
+        scheduler.start_next(decision)
         held = [one.sequences for one in scheduler.held]
         assert max(held) - min(held) <= 1
     assert order == [number % size for number in range(len(order))]
@@ -137,10 +137,10 @@ def test_a_long_wave_ends_as_soon_as_there_is_something_to_decode() -> None:
     scheduler.add([Request(0, 0, 1), Request(1, 0, 1)])
     late = MAX_WAVE_S + 1
     first = scheduler.decide(wave_s=late, has_documents=True)
-    assert isinstance(first, PrefillPrompt)  # nothing is held: it would wait for ever
-    scheduler.start_next(first.plan)
-    assert scheduler.decide(wave_s=late, has_documents=True) == EndWave()
-    assert isinstance(scheduler.decide(wave_s=MAX_WAVE_S, has_documents=True), PrefillPrompt)
+    assert isinstance(first, Planned)  # nothing is held: it would wait for ever
+    scheduler.start_next(first)
+    assert scheduler.decide(wave_s=late, has_documents=True) is Next.DECODE
+    assert isinstance(scheduler.decide(wave_s=MAX_WAVE_S, has_documents=True), Planned)
 
 
 def test_what_was_left_over_counts() -> None:
@@ -148,11 +148,11 @@ def test_what_was_left_over_counts() -> None:
     scheduler.begin_wave([Held(1, 60), Held(0, 0)])
     scheduler.add([Request(0, 0, 70)])
     decision = scheduler.decide(wave_s=0.0, has_documents=False)
-    assert isinstance(decision, PrefillPrompt) and decision.plan.decode_rank == 1
-    scheduler.start_next(decision.plan)
+    assert isinstance(decision, Planned) and decision.decode_rank == 1
+    scheduler.start_next(decision)
     assert list(scheduler.held) == [Held(1, 60), Held(1, 70)]
     scheduler.add([Request(1, 0, 50)])
-    assert scheduler.decide(wave_s=0.0, has_documents=False) == EndWave()
+    assert scheduler.decide(wave_s=0.0, has_documents=False) is Next.DECODE
 
 
 def test_a_documents_next_prompts_are_looked_at_anew() -> None:
@@ -160,8 +160,8 @@ def test_a_documents_next_prompts_are_looked_at_anew() -> None:
     scheduler: WaveScheduler[Request, Planned] = WaveScheduler(1, Ranks(1), max_sequences=9)
     scheduler.add([Request(0, 0, 1)])
     decision = scheduler.decide(wave_s=0.0, has_documents=True)
-    assert isinstance(decision, PrefillPrompt)
-    scheduler.start_next(decision.plan)
+    assert isinstance(decision, Planned)
+    scheduler.start_next(decision)
     scheduler.begin_wave([Held()])
     scheduler.add([Request(0, 0, FREE + 1)])
-    assert scheduler.decide(wave_s=0.0, has_documents=True) == RefuseDocument(f"{FREE + 1} bytes")
+    assert scheduler.decide(wave_s=0.0, has_documents=True) == Refusal(f"{FREE + 1} bytes")
